@@ -1,0 +1,1 @@
+"""Text into batches: tokenizers, corpora, preparation, order, loader."""

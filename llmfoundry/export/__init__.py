@@ -1,0 +1,1 @@
+"""Out of the house: formats that others read."""

@@ -1,0 +1,1 @@
+"""Numerical kernels, each with a plain reference beside its fast paths."""

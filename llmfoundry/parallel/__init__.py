@@ -1,0 +1,1 @@
+"""How a run is spread: launch, mesh, FSDP2 and DDP."""

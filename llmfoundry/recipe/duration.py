@@ -1,0 +1,103 @@
+"""Durations such as `10ba`, `2e9tok`, `1ep`, `500sp`, `0.1dur`, and the clock that counts them.
+
+Every optimizer step of a run sees the same number of rows and tokens, so a duration in any unit is
+a (possibly fractional) number of batches. An event due every `d` fires at the first batch at or
+after each multiple of `d`, hence intervals in tokens need not divide a batch (Composer's rule).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+UNITS = {
+    "ba": "batches (optimizer steps)",
+    "sp": "samples (rows of max_seq_len)",
+    "tok": "tokens",
+    "ep": "epochs (passes over the training rows)",
+    "dur": "fraction of max_duration",
+}
+_FORM = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)(ba|sp|tok|ep|dur)")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: `value` in `unit` (see UNITS)."""
+
+    value: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str) -> Duration:
+        """Read `10ba`; raises ValueError that says what a duration looks like."""
+        match = _FORM.fullmatch(str(text).strip())
+        if match is None:
+            raise ValueError(
+                f"{text!r} is not a duration; write a number and a unit: 10ba, 2e9tok, 1ep, 500sp"
+                " or 0.1dur"
+            )
+        value, unit = float(match[1]), match[2]
+        if unit in ("ba", "sp", "tok") and value != int(value):
+            raise ValueError(f"{text!r} is not a whole number of {UNITS[unit].split()[0]}")
+        return cls(value, unit)
+
+    def __str__(self) -> str:
+        number = int(self.value) if self.value == int(self.value) else self.value
+        return f"{number}{self.unit}"
+
+
+def check_duration(key: str, text: str, *, allow_dur: bool = True) -> Iterator[str]:
+    """Lines for a text that is no duration, or one relative to itself."""
+    try:
+        duration = Duration.parse(text)
+    except ValueError as error:
+        yield f"{key}: {error}"
+        return
+    if duration.unit == "dur" and not allow_dur:
+        yield f"{key}: '{text}' is a fraction of itself; write ba, sp, tok or ep"
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Turns durations into batches.
+
+    Attributes:
+        samples_per_batch: rows in one global batch.
+        tokens_per_batch: tokens in one global batch.
+        batches_per_epoch: rows of the training set / samples_per_batch; may be fractional.
+        max_duration: the length of the run.
+    """
+
+    samples_per_batch: int
+    tokens_per_batch: int
+    batches_per_epoch: float
+    max_duration: Duration
+
+    @property
+    def total(self) -> int:
+        """Batches in the whole run."""
+        return max(1, math.ceil(self.batches(self.max_duration) - 1e-9))
+
+    def batches(self, duration: Duration | str) -> float:
+        """The length of `duration` in batches, not rounded."""
+        if isinstance(duration, str):
+            duration = Duration.parse(duration)
+        scale = {
+            "ba": 1.0,
+            "sp": 1 / self.samples_per_batch,
+            "tok": 1 / self.tokens_per_batch,
+            "ep": self.batches_per_epoch,
+        }
+        if duration.unit == "dur":
+            return duration.value * self.batches(self.max_duration)
+        return duration.value * scale[duration.unit]
+
+    def is_due(self, interval: Duration | str, batch: int) -> bool:
+        """Whether an event every `interval` fires after `batch` batches; 0 switches it off."""
+        length = self.batches(interval)
+        if length <= 0:
+            return False
+        # The small number keeps 0.1dur of 30 batches at 3, 6, 9 … in spite of binary fractions.
+        return math.floor(batch / length + 1e-9) > math.floor((batch - 1) / length + 1e-9)

@@ -1,0 +1,50 @@
+"""The `parallel` section: how one model and one batch are spread over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmfoundry.recipe.checks import at_least, inert
+
+
+
+@dataclass
+class ParallelConfig:
+    """Degrees of the device mesh (data_parallel_replicate, data_parallel_shard).
+
+    Their product is the number of processes. Replicas alone are DDP, shards alone FSDP2, both HSDP.
+    """
+
+    nproc_per_node: int | None = None
+    """Processes that `python scripts/train.py` starts; unset: one per local GPU, one on a CPU.
+    Under torchrun or Slurm these have decided already."""
+    data_parallel_replicate_degree: int = -1
+    """Copies of the model; -1: all processes that the shard degree leaves."""
+    data_parallel_shard_degree: int = 1
+    """Processes over which one copy is cut (FSDP2); -1: all that the replicate degree leaves."""
+    reshard_after_forward: bool | None = None
+    """Only with shards: free a block's weights after its forward pass and gather them again for
+    the backward; true there. False keeps them: faster, more memory."""
+    dist_timeout: int = 600
+    """Seconds that a collective may wait for other processes."""
+
+    def check(self, key: str = "parallel.") -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from at_least(f"{key}nproc_per_node", self.nproc_per_node, 1)
+        yield from at_least(f"{key}dist_timeout", self.dist_timeout, 1)
+        degrees = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
+        values = [getattr(self, name) for name in degrees]
+        for name, value in zip(degrees, values, strict=True):
+            if value == 0 or value < -1:
+                yield f"{key}{name}: {value}; write -1 or a number of processes"
+        if values == [-1, -1]:
+            yield f"{key}{degrees[0]}: and {degrees[1]} cannot both be -1; give one of them"
+        if self.data_parallel_shard_degree == 1:
+            why = "with data_parallel_shard_degree: 1"
+            yield from inert(key, self, ["reshard_after_forward"], why)
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.data_parallel_shard_degree != 1 and self.reshard_after_forward is None:
+            self.reshard_after_forward = True

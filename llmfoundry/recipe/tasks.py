@@ -1,0 +1,116 @@
+"""The recipes of the other scripts: what eval.py, convert.py, generate.py and prepare_data.py read.
+
+Each takes a `checkpoint`: a run's folder (its newest whole checkpoint) or one checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmfoundry.recipe.checks import at_least, inert, one_of
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.train import PRECISIONS, check_batch
+
+FORMATS = ("hf",)
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def _needs_checkpoint(checkpoint: str | None) -> Iterator[str]:
+    if checkpoint is None:
+        yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
+
+
+@dataclass
+class EvalRecipe:
+    """Evaluate a checkpoint as the run itself would."""
+
+    checkpoint: str | None = None
+    """A run's folder, or one checkpoint's."""
+    output: str | None = None
+    """Where results.json goes; unset: beside the checkpoint's run, eval/<batch>/."""
+    precision: str | None = None
+    """fp32 or amp_bf16; unset: the run's own."""
+    device_eval_batch_size: int | str = "auto"
+    """Rows evaluated at a time."""
+    eval: EvalConfig | None = None
+    """What is measured (group eval/); unset: what the run measured."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from _needs_checkpoint(self.checkpoint)
+        if self.precision is not None:
+            yield from one_of("precision", self.precision, PRECISIONS)
+        yield from check_batch("device_eval_batch_size", self.device_eval_batch_size)
+        if self.eval is not None:
+            yield from self.eval.check()
+
+    def fill(self) -> None:
+        """Nothing is derived before the checkpoint is read."""
+
+
+@dataclass
+class ConvertRecipe:
+    """Turn a checkpoint into another format, or a Hugging Face model into a checkpoint."""
+
+    checkpoint: str | None = None
+    """What to read: a run's folder or one checkpoint's; with from=hf a Hugging Face folder or id."""
+    to: str | None = None
+    """Format to write: hf, a folder that transformers loads."""
+    from_: str | None = None
+    """Format to read, written `from`: hf; the output is then a run's folder of ours."""
+    output: str | None = None
+    """The folder to write; must not exist, or be empty."""
+    dtype: str = "fp32"
+    """Number format of the written weights: fp32, bf16 or fp16."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from _needs_checkpoint(self.checkpoint)
+        if (self.to is None) == (self.from_ is None):
+            yield "to: write either to=hf (export) or from=hf (import)"
+        for key, value in (("to", self.to), ("from", self.from_)):
+            if value is not None:
+                yield from one_of(key, value, FORMATS)
+        if self.output is None:
+            yield "output: is required; write output=DIR, the folder to write"
+        yield from one_of("dtype", self.dtype, DTYPES)
+
+    def fill(self) -> None:
+        """Nothing is derived."""
+
+
+@dataclass
+class GenerateRecipe:
+    """Continue a prompt with a checkpoint's model."""
+
+    checkpoint: str | None = None
+    """A run's folder, or one checkpoint's."""
+    prompt: str = ""
+    """Text to continue."""
+    max_new_tokens: int = 128
+    """Length of the continuation, in tokens, unless end-of-text comes first."""
+    temperature: float = 0.8
+    """0 takes the likeliest token; more is more random."""
+    top_k: int | None = None
+    """Draw from the k likeliest tokens only."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that together reach this probability."""
+    seed: int = 17
+    """Seed of the draws."""
+    kv_cache: bool = True
+    """Keep keys and values of earlier tokens; false computes them anew each time (slow)."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from _needs_checkpoint(self.checkpoint)
+        yield from at_least("max_new_tokens", self.max_new_tokens, 1)
+        yield from at_least("temperature", self.temperature, 0)
+        yield from at_least("top_k", self.top_k, 1)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            yield f"top_p: {self.top_p}; write a number above 0, at most 1"
+        if self.temperature == 0:
+            yield from inert("", self, ["top_k", "top_p"], "with temperature: 0")
+
+    def fill(self) -> None:
+        """Nothing is derived."""

@@ -1,0 +1,54 @@
+"""The `tokenizer` section: which text pieces the model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmfoundry.recipe.checks import at_least, fill, inert, one_of
+
+TOKENIZERS = ("train", "bytes", "huggingface", "tiktoken")
+
+
+@dataclass
+class TokenizerConfig:
+    """One of four kinds; every kind is saved in Hugging Face's format inside the run."""
+
+    name: str = "train"
+    """train (byte-level BPE on the recipe's own corpus), bytes, huggingface or tiktoken."""
+    vocab_size: int | None = None
+    """Only for train: size to reach, with the end-of-text token; 8192 there."""
+    train_bytes: int | None = None
+    """Only for train: text to learn merges from, at most; 20 MB there (more changes little)."""
+    path: str | None = None
+    """Only for huggingface: a folder with tokenizer.json, or a hub id."""
+    encoding: str | None = None
+    """Only for tiktoken: an encoding (cl100k_base) or a model's name (gpt-4); gpt-4 there."""
+
+    _USED: ClassVar[dict[str, tuple[str, ...]]] = {
+        "train": ("vocab_size", "train_bytes"),
+        "bytes": (),
+        "huggingface": ("path",),
+        "tiktoken": ("encoding",),
+    }
+
+    def check(self, key: str = "tokenizer.") -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from one_of(f"{key}name", self.name, TOKENIZERS)
+        if self.name not in TOKENIZERS:
+            return
+        fields = ("vocab_size", "train_bytes", "path", "encoding")
+        unused = [f for f in fields if f not in self._USED[self.name]]
+        yield from inert(key, self, unused, f"with name: {self.name}")
+        if self.name == "huggingface" and self.path is None:
+            yield f"{key}path: huggingface needs it; write a folder with tokenizer.json or a hub id"
+        yield from at_least(f"{key}vocab_size", self.vocab_size, 257)
+        yield from at_least(f"{key}train_bytes", self.train_bytes, 1)
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.name == "train":
+            fill(self, vocab_size=8192, train_bytes=20_000_000)
+        if self.name == "tiktoken":
+            fill(self, encoding="gpt-4")

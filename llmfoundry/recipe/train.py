@@ -1,0 +1,150 @@
+"""`TrainRecipe`: all that a training run is. `scripts/train.py` reads one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llmfoundry.recipe.checks import at_least, one_of
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.duration import check_duration
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.schedule import ScheduleConfig
+from llmfoundry.recipe.tokenizer import TokenizerConfig
+
+PRECISIONS = ("fp32", "amp_bf16")
+
+
+@dataclass
+class TrainRecipe:
+    """One training run; the same file serves a laptop and a cluster."""
+
+    run_name: str | None = None
+    """Name of the run; unset: the recipe file's name."""
+    save_folder: str = "runs/${run_name}"
+    """The run's folder: recipe.yaml, metrics.jsonl, report.html, tokenizer, checkpoints."""
+    seed: int = 17
+    """Decides initial weights, the order of samples and every random draw."""
+    deterministic: bool = False
+    """Only deterministic kernels (slower on a GPU; a CPU is deterministic either way)."""
+    precision: str = "amp_bf16"
+    """amp_bf16: matrix products in bfloat16, weights and sums in fp32. fp32: everything."""
+    max_duration: str = "1ep"
+    """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
+    max_seq_len: int = 2048
+    """Tokens in a row."""
+    global_train_batch_size: int = 256
+    """Rows in one optimizer step, over all processes."""
+    device_train_microbatch_size: int | str = "auto"
+    """Rows a process computes at a time; auto: as many as the estimate says fit."""
+    device_eval_batch_size: int | str = "auto"
+    """Rows a process evaluates at a time; auto: as many as the estimate says fit."""
+    eval_interval: str = "500ba"
+    """How often to evaluate; the end of the run always is. 0ba: only the end."""
+    eval_first: bool = False
+    """Evaluate before the first step too."""
+    log_interval: str = "1ba"
+    """How often to read losses from the device, print a line and write metrics."""
+    save_interval: str = "1000ba"
+    """How often to save a checkpoint; the end of the run always is. 0ba: only the end."""
+    save_num_checkpoints_to_keep: int = -1
+    """Newest checkpoints to keep; -1: all."""
+    save_overwrite: bool = False
+    """Start anew in a folder that holds a run already, deleting its checkpoints and metrics."""
+    save_async: bool = True
+    """Write a checkpoint in the background while training goes on."""
+    autoresume: bool = True
+    """Go on from the newest whole checkpoint in save_folder, where there is one."""
+    load_path: str | None = None
+    """A checkpoint, or a run's folder, to start from where save_folder holds none."""
+    load_weights_only: bool | None = None
+    """Only with load_path: take its weights and begin at batch 0, optimizer and order anew."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The decoder (group model/)."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer (group tokenizer/)."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text (group data/)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer (group optimizer/)."""
+    gradient_clipping: GradientClippingConfig = field(default_factory=GradientClippingConfig)
+    """The bound on the gradient."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The learning rate over time (group schedule/)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The spread over processes (group parallel/)."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """What is measured (group eval/)."""
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    """Where it is recorded (group logger/)."""
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    """Observers of the loop."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each, sections and then what crosses them."""
+        yield from one_of("precision", self.precision, PRECISIONS)
+        yield from check_duration("max_duration", self.max_duration, allow_dur=False)
+        for key in ("eval_interval", "log_interval", "save_interval"):
+            yield from check_duration(key, getattr(self, key))
+        yield from at_least("max_seq_len", self.max_seq_len, 2)
+        yield from at_least("global_train_batch_size", self.global_train_batch_size, 1)
+        yield from check_batch("device_train_microbatch_size", self.device_train_microbatch_size)
+        yield from check_batch("device_eval_batch_size", self.device_eval_batch_size)
+        sections = (
+            self.model,
+            self.tokenizer,
+            self.data,
+            self.optimizer,
+            self.gradient_clipping,
+            self.schedule,
+            self.parallel,
+            self.eval,
+            self.logger,
+            self.callbacks,
+        )
+        for section in sections:
+            yield from section.check()
+        yield from self._check_across()
+
+    def _check_across(self) -> Iterator[str]:
+        longest = self.model.max_seq_len
+        if longest is not None and longest < self.max_seq_len:
+            yield (
+                f"model.max_seq_len: {longest} is shorter than the recipe's rows"
+                f" (max_seq_len: {self.max_seq_len}); remove it"
+            )
+        micro = self.device_train_microbatch_size
+        if isinstance(micro, int) and micro > self.global_train_batch_size:
+            yield (
+                f"device_train_microbatch_size: {micro} rows, but a step has only"
+                f" {self.global_train_batch_size} (global_train_batch_size); write at most that"
+            )
+        if self.save_num_checkpoints_to_keep == 0 or self.save_num_checkpoints_to_keep < -1:
+            yield (
+                f"save_num_checkpoints_to_keep: {self.save_num_checkpoints_to_keep};"
+                " write -1 (all) or at least 1"
+            )
+        if self.load_path is None and self.load_weights_only is not None:
+            yield "load_weights_only: has no effect without load_path; remove it"
+        if self.data.validation_fraction == 0 and self.eval.validation:
+            yield "eval.validation: true, but data.validation_fraction is 0; set one of them"
+
+    def fill(self) -> None:
+        """Write derived values in place; call after `check` found nothing."""
+        self.model.fill(max_seq_len=self.max_seq_len)
+        self.tokenizer.fill()
+        self.data.fill()
+        self.parallel.fill()
+        self.logger.fill()
+        if self.load_path is not None and self.load_weights_only is None:
+            self.load_weights_only = False
+
+
+def check_batch(key: str, value: int | str) -> Iterator[str]:
+    """A batch size is `auto` or a positive number."""
+    if value != "auto" and (not isinstance(value, int) or value < 1):
+        yield f"{key}: {value!r}; write auto or a number of rows"

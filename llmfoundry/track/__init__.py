@@ -1,0 +1,1 @@
+"""What a run tells: console, metrics.jsonl, MLflow, report.html."""

@@ -1,0 +1,1 @@
+"""The loop: step, optimizer, schedule, checkpoints, callbacks."""
