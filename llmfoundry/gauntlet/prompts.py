@@ -2,8 +2,8 @@
 
 `Gauntlet` calls `questions`. Tokenisation rule ("native"): context and answer are encoded as one
 text, as the model saw text in training, after the `<eos>` that every document starts with. The
-answer's tokens begin where this encoding leaves that of the context alone; the choices of a question
-share the earliest such place, so that all are scored after the same tokens.
+answer's tokens begin where this encoding leaves that of the context alone; the choices of a
+question share the earliest such place, so that all are scored after the same tokens.
 """
 
 from __future__ import annotations

@@ -51,7 +51,13 @@ def read_rows(path: Path, task: TaskConfig) -> list[Row]:
     rows: list[Row] = []
     problems: list[str] = []
     read = ROW_READERS[task.icl_task_type]
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text ({error}); convert it") from error
+    if lines == [""]:
+        raise UserError(f"{path}: has no rows; task {task.label} needs at least one")
+    for number, line in enumerate(lines, start=1):
         place = f"{path}:{number}"
         try:
             rows.append(read(_parse(line), place, task.strip_dataset))
@@ -62,8 +68,6 @@ def read_rows(path: Path, task: TaskConfig) -> list[Row]:
         problems[_SHOWN:] = [f"{path}: {more} more rows are not {task.icl_task_type} rows either"]
     if problems:
         raise UserError(*problems)
-    if not rows:
-        raise UserError(f"{path}: has no rows; task {task.label} needs at least one")
     return rows
 
 

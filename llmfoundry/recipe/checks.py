@@ -44,7 +44,8 @@ def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[str]:
     if part < 1 or whole % part:
         legal = [n for n in range(1, whole + 1) if whole % n == 0]
         close = min(legal, key=lambda n: abs(n - part), default=1)
-        yield f"{key}: {part} does not divide {whole_key} ({whole}); the nearest that does is {close}"
+        why = f"{part} does not divide {whole_key} ({whole})"
+        yield f"{key}: {why}; the nearest that does is {close}"
 
 
 def inert(key: str, section: Any, fields: Iterable[str], why: str) -> Iterator[str]:
@@ -58,7 +59,7 @@ def inert(key: str, section: Any, fields: Iterable[str], why: str) -> Iterator[s
 
 
 def fill(section: Any, **defaults: Any) -> None:
-    """Give fields that are still None the value that a run uses, so that a saved recipe is whole."""
+    """Give fields that are still None the value that a run uses."""
     for field, value in defaults.items():
         if getattr(section, field) is None:
             setattr(section, field, value)

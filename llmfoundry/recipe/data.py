@@ -36,7 +36,7 @@ class DataConfig:
     cache_folder: str = "~/.cache/llmfoundry"
     """Where trained tokenizers and token shards are kept, keyed by their content."""
     num_workers: int | None = None
-    """Processes that tokenise; unset: one per core."""
+    """Threads that tokenise; unset: one per core."""
 
     _USED: ClassVar[dict[str, tuple[str, ...]]] = {
         "python_stdlib": (),

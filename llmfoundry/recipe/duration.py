@@ -39,7 +39,7 @@ class Duration:
                 " or 0.1dur"
             )
         value, unit = float(match[1]), match[2]
-        if unit in ("ba", "sp", "tok") and value != int(value):
+        if unit in ("ba", "sp", "tok") and not value.is_integer():
             raise ValueError(f"{text!r} is not a whole number of {UNITS[unit].split()[0]}")
         return cls(value, unit)
 

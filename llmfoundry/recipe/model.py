@@ -50,7 +50,7 @@ class AttentionConfig:
         yield from one_of(f"{key}attn_impl", self.attn_impl, ATTN_IMPLS)
         if self.attn_type == "grouped_query_attention":
             if self.kv_n_heads is None:
-                yield f"{key}kv_n_heads: grouped_query_attention needs it; write a divisor of n_heads"
+                yield f"{key}kv_n_heads: {self.attn_type} needs it; write a divisor of n_heads"
             else:
                 yield from divides(f"{key}kv_n_heads", self.kv_n_heads, "model.n_heads", n_heads)
         elif self.kv_n_heads not in (None, self.derived_kv_heads(n_heads)):

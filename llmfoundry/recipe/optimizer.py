@@ -33,7 +33,8 @@ class OptimizerConfig:
         yield from above(f"{key}eps", self.eps, 0)
         yield from at_least(f"{key}weight_decay", self.weight_decay, 0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            yield f"{key}betas: {list(self.betas)}; write two numbers in [0, 1), such as [0.9, 0.95]"
+            given = list(self.betas)
+            yield f"{key}betas: {given}; write two numbers in [0, 1), such as [0.9, 0.95]"
 
 
 @dataclass

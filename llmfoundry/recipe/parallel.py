@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from llmfoundry.recipe.checks import at_least, inert
 
 
-
 @dataclass
 class ParallelConfig:
     """Degrees of the device mesh (data_parallel_replicate, data_parallel_shard).

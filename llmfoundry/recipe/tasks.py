@@ -54,7 +54,7 @@ class ConvertRecipe:
     """Turn a checkpoint into another format, or a Hugging Face model into a checkpoint."""
 
     checkpoint: str | None = None
-    """What to read: a run's folder or one checkpoint's; with from=hf a Hugging Face folder or id."""
+    """What to read: a run's folder or one checkpoint's; with from=hf a hub id or its folder."""
     to: str | None = None
     """Format to write: hf, a folder that transformers loads."""
     from_: str | None = None

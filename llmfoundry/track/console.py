@@ -1,4 +1,4 @@
-"""What a run prints: a banner, one line a logged step, notes, tables, samples, and where to go next.
+"""What a run prints: a banner, one line a logged step, notes, tables, samples, what comes next.
 
 The trainer calls it on every rank; only the main one prints. The idea: a line is plain text of
 fixed columns first and colour, if the stream is a terminal, is laid over it last, so a log file
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO
 
 from llmfoundry.track.format import count, duration, number, percent, size
@@ -51,7 +51,7 @@ class Console:
         """Texts that the model wrote: (prompt, continuation) each."""
         self._print(self._paint(f"\nsamples after {batch} batches", BOLD))
         for prompt, text in samples:
-            first, *rest = printable(prompt + text).split("\n")
+            first, *rest = printable((prompt + text).rstrip()).split("\n")
             self._print("\n".join([f"  > {first}", *(f"    {line}" for line in rest)]))
         self._print("")
 
@@ -86,7 +86,7 @@ class Console:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
 
     def _print(self, text: str) -> None:
-        """Write and flush; a console that went away (closed pipe, dropped line) ends no training."""
+        """Write and flush; a console that went away (a closed pipe) does not end training."""
         if not self._is_main:
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -135,7 +135,9 @@ def printable(text: str) -> str:
     )
 
 
-def _cell(label: str, value: float | None, form, width: int, unit: str = "") -> str:  # type: ignore[no-untyped-def]
+def _cell(
+    label: str, value: float | None, form: Callable[[float], str], width: int, unit: str = ""
+) -> str:
     if value is None:
         return " " * (len(label) + width + len(unit))
     return f"{label}{form(value):>{width}}{unit}"

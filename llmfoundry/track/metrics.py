@@ -40,7 +40,7 @@ class JsonLines:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one object."""
         assert self._file is not None, "start() opens the file"
-        text = json.dumps({k: _plain(v) for k, v in row.items()}, allow_nan=False)
+        text = json.dumps({k: plain(v) for k, v in row.items()}, allow_nan=False)
         # One write call: a kill leaves at most one torn line, the last.
         self._file.write(text + "\n")
         self._file.flush()
@@ -109,7 +109,7 @@ def _lines(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], int]:
     return rows, 0
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A float that JSON can hold: itself, or the name of a non-finite one."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,55 @@
+# Every target sets up what it needs on first use: .venv with the tested versions.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-slow check bench ui clean
+
+help: ## print every target
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.train ## make .venv and install what training needs
+
+train: $(VENV)/.train ## train yamls/quickstart.yaml on real text: minutes on a laptop's CPU
+	$(BIN)/python scripts/train.py yamls/quickstart.yaml
+
+test: $(VENV)/.dev ## run the tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-slow: $(VENV)/.dev ## run the tests that CI has no time for
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/.dev ## lint, format, types and the floors of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench ## speed and memory beside a bare loop and the Hugging Face Trainer
+	$(BIN)/python scripts/bench.py
+
+ui: $(VENV)/.ui ## open MLflow on the runs of this folder
+	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
+
+clean: ## delete .venv and caches of tools; runs/ stays
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+$(VENV)/.train: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once; about a minute)"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.train
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.train
+	$(PIP) -e '.[bench]'
+	@touch $@
+
+$(VENV)/.ui: $(VENV)/.train
+	$(PIP) -e '.[ui]'
+	@touch $@

@@ -1,0 +1,169 @@
+"""Where a run begins: anew, from its own newest checkpoint, or from another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmfoundry.build.job import Job, build_root, filled
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.models.decoder import Root
+from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.paths import find_file
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.train.checkpoint import (
+    find_checkpoint,
+    list_checkpoints,
+    load_training_state,
+    load_weights,
+    read_state,
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    checkpoint: Path | None = None
+    weights_only: bool = False
+
+
+def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -> Start:
+    """The run's own newest checkpoint, else load_path's, else nothing; the same on every process.
+
+    Raises:
+        UserError: the folder holds a run that the recipe does not want to go on with.
+    """
+    result: list[Any] = [None]
+    if world.is_main:
+        try:
+            result = [_find_start(recipe, note)]
+        except UserError as error:
+            result = [error]
+    if world.size > 1:
+        dist.broadcast_object_list(result)
+    if isinstance(result[0], UserError):
+        raise result[0]
+    return result[0]
+
+
+def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
+    folder = Path(recipe.save_folder)
+    existing = list_checkpoints(folder)
+    if recipe.save_overwrite:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    elif existing and not recipe.autoresume:
+        raise UserError(
+            f"save_folder: {folder} holds checkpoints of an earlier run; write autoresume=true to"
+            " go on with it, save_overwrite=true to delete it, or another run_name"
+        )
+    elif existing:
+        found = find_checkpoint(folder, note=note)
+        if found is not None:
+            return Start(found)
+    if recipe.load_path is None:
+        return Start()
+    path = find_file(recipe.load_path, "load_path")
+    found = find_checkpoint(path, note=note)
+    if found is None:
+        raise UserError(f"load_path: {path} holds no whole checkpoint; write one that does")
+    return Start(found, weights_only=bool(recipe.load_weights_only))
+
+
+def fill_weights(
+    job: Job,
+    start: Start,
+    optimizer: torch.optim.Optimizer,
+    identity: dict[str, Any],
+    loader: Loader,
+) -> int:
+    """Initialise, or load a checkpoint; the number of batches that are behind the weights.
+
+    Raises:
+        UserError: the checkpoint belongs to another model, or to another order of samples.
+    """
+    folder, model, distributed = start.checkpoint, job.root.model, job.world.size > 1
+    if folder is None:
+        model.init_weights(job.recipe.seed)
+        return 0
+    state = read_state(folder)
+    then = state["identity"]
+    kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
+    changed = [k for k in kept if then.get(k) != identity[k]]
+    if changed:
+        raise UserError(
+            *(
+                f"{key}: {identity[key]}, but checkpoint {folder} was trained with {then.get(key)};"
+                " write that, or another run_name"
+                for key in changed
+            )
+        )
+    if start.weights_only:
+        load_weights(folder, model, distributed=distributed)
+        job.note(f"weights of {folder} (batch {state['batch']})")
+        return 0
+    batch = int(state["batch"])
+    loader.resume(state["order"], batch)
+    load_training_state(folder, model, optimizer, distributed=distributed)
+    job.note(f"going on from {folder}")
+    return batch
+
+
+def run_identity(job: Job) -> dict[str, Any]:
+    """What may not change between a checkpoint and its continuation, beside the data's order."""
+    recipe = job.recipe
+    return {
+        "global_train_batch_size": recipe.global_train_batch_size,
+        "data.attend_across_documents": recipe.data.attend_across_documents,
+        "tokenizer": job.tokenizer.fingerprint,
+        "optimizer.name": recipe.optimizer.name,
+        **_flat("model", dataclasses.asdict(recipe.model)),
+    }
+
+
+def _flat(key: str, values: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        below = _flat(f"{key}.{name}", value) if isinstance(value, dict) else {}
+        flat |= below or {f"{key}.{name}": value}
+    return flat
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint ready to use on this process alone."""
+
+    folder: Path
+    recipe: TrainRecipe
+    """Filled."""
+    root: Root
+    tokenizer: Tokenizer
+    state: dict[str, Any]
+
+
+def load_checkpoint(path: str, world: World, *, note: Callable[[str], None]) -> Loaded:
+    """The model, tokenizer and recipe at `path`: a run's folder or one checkpoint's.
+
+    Raises:
+        UserError: there is no whole checkpoint at `path`.
+    """
+    folder = find_checkpoint(find_file(path, "checkpoint"), note=note)
+    if folder is None:
+        raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
+    recipe = filled(load(TrainRecipe, folder / "recipe.yaml"))
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    root = build_root(recipe)
+    root.to_empty(device=world.device)
+    load_weights(folder, root.model)
+    return Loaded(folder, recipe, root.eval(), tokenizer, read_state(folder))

@@ -1,0 +1,211 @@
+"""From a recipe to a `Trainer`, one short function a part; read `build_trainer` first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from llmfoundry.build.evaluate import build_evaluate, eval_rows
+from llmfoundry.build.job import Job, build_root, filled
+from llmfoundry.build.start import fill_weights, find_start, run_identity
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.prepare import Prepared, prepare
+from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
+from llmfoundry.gauntlet.categories import GauntletResult
+from llmfoundry.models.counts import flops_per_token, peak_flops
+from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
+from llmfoundry.recipe.duration import Clock, Duration
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_yaml
+from llmfoundry.serve.generate import generate
+from llmfoundry.track.loggers import Tracker
+from llmfoundry.train.callbacks import (
+    Callback,
+    GenerateSamples,
+    MemoryMonitor,
+    RuntimeEstimator,
+    SpeedMonitor,
+)
+from llmfoundry.train.checkpoint import Checkpointer
+from llmfoundry.train.optim import OPTIMIZERS
+from llmfoundry.train.trainer import Trainer
+
+
+def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple[Trainer, Job]:
+    """All parts of a run: a trainer ready to `fit`, and what its parts share.
+
+    Args:
+        written: the recipe as it was written; derived values are filled in a copy.
+        world: this process.
+        tracker: what tells the user.
+
+    Raises:
+        UserError: the recipe asks for what cannot be had; nothing has been trained.
+    """
+    recipe = filled(written)
+    memory = memory_of_process(world)
+    choose_microbatch(with_guessed_vocabulary(recipe), world_size=world.size, available=memory)
+    start = find_start(recipe, world, tracker.note)
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=world.is_main)
+    prepared = prepare(recipe.data, tokenizer, progress=world.is_main)
+    tracker.note(prepared.summary)
+    recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    check_vocabulary(recipe, tokenizer)
+    microbatch = choose_microbatch(recipe, world_size=world.size, available=memory)
+    mesh = build_mesh(recipe.parallel, world)
+    root = build_root(recipe)
+    materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
+    job = Job(recipe, world, tokenizer, prepared, root, microbatch, tracker.note)
+    optimizer = OPTIMIZERS[recipe.optimizer.name](root.parameters(), recipe.optimizer)
+    identity = run_identity(job)
+    loader = build_loader(job)
+    first_batch = fill_weights(job, start, optimizer, identity, loader)
+
+    def record(batch: int, result: GauntletResult) -> None:
+        tracker.gauntlet(batch, result.to_json())
+        tracker.console.table(result.table())
+
+    trainer = Trainer(
+        recipe=recipe,
+        world=world,
+        root=root,
+        module=replicate(root, mesh),
+        optimizer=optimizer,
+        loader=loader,
+        clock=build_clock(recipe, prepared),
+        microbatch=microbatch,
+        autocast=job.autocast,
+        bytes_per_token=prepared.train.n_bytes / prepared.train.n_tokens,
+        tracker=tracker,
+        checkpointer=build_checkpointer(written, job),
+        evaluate=build_evaluate(job, recipe.eval, rows=eval_rows(recipe, microbatch), record=record),
+        identity=identity,
+        callbacks=build_callbacks(job),
+        first_batch=first_batch,
+    )
+    tracker.start(
+        first_batch, total=trainer.clock.total, facts=banner(job, trainer.clock, first_batch)
+    )
+    return trainer, job
+
+
+def memory_of_process(world: World) -> int:
+    """Bytes that this process may use; on a CPU all processes share one memory."""
+    free = available_memory(world.device)
+    return free if world.device.type == "cuda" else free // world.size
+
+
+def check_vocabulary(recipe: TrainRecipe, tokenizer: Tokenizer) -> None:
+    """The embedding must have a row for every token."""
+    size = recipe.model.vocab_size
+    assert size is not None
+    if size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size: {size} is less than the tokenizer's {tokenizer.vocab_size};"
+            " write at least that, or remove it"
+        )
+
+
+def build_loader(job: Job) -> Loader:
+    """This process's share of every global batch."""
+    recipe = job.recipe
+    return Loader(
+        job.prepared.train,
+        seq_len=recipe.max_seq_len,
+        global_batch_size=recipe.global_train_batch_size,
+        seed=recipe.seed,
+        shuffle=recipe.data.shuffle,
+        rank=job.world.rank,
+        world_size=job.world.size,
+        attend_across_documents=recipe.data.attend_across_documents,
+    )
+
+
+def build_clock(recipe: TrainRecipe, prepared: Prepared) -> Clock:
+    """Batches in each unit of time."""
+    size = recipe.global_train_batch_size
+    return Clock(
+        samples_per_batch=size,
+        tokens_per_batch=size * recipe.max_seq_len,
+        batches_per_epoch=prepared.train.n_rows(recipe.max_seq_len) / size,
+        max_duration=Duration.parse(recipe.max_duration),
+    )
+
+
+def build_checkpointer(written: TrainRecipe, job: Job) -> Checkpointer:
+    """The writer of checkpoints, each with the recipe as written and the tokenizer."""
+
+    def extras(folder: Path) -> None:
+        (folder / "recipe.yaml").write_text(to_yaml(written))
+        job.tokenizer.save(folder / "tokenizer")
+
+    return Checkpointer(
+        Path(job.recipe.save_folder),
+        job.world,
+        extras=extras,
+        keep=job.recipe.save_num_checkpoints_to_keep,
+        background=job.recipe.save_async,
+    )
+
+
+def build_callbacks(job: Job) -> list[Callback]:
+    """Those that the recipe asks for."""
+    config = job.recipe.callbacks
+    callbacks: list[Callback] = []
+    if config.speed_monitor:
+        flops = flops_per_token(job.recipe.model, job.recipe.max_seq_len)
+        peak = peak_flops(job.world.device)
+        callbacks.append(
+            SpeedMonitor(window=config.speed_window, flops_per_token=flops, peak_flops=peak)
+        )
+    if config.memory_monitor:
+        callbacks.append(MemoryMonitor())
+    if config.runtime_estimator:
+        callbacks.append(RuntimeEstimator())
+    if config.generate.prompts:
+        callbacks.append(GenerateSamples(config.generate, build_generate(job)))
+    return callbacks
+
+
+def build_generate(job: Job) -> Callable[[str], str]:
+    """A function that continues a prompt as callbacks.generate says."""
+    config = job.recipe.callbacks.generate
+
+    def continue_text(prompt: str) -> str:
+        ids = generate(
+            job.root,
+            [job.tokenizer.eos_id, *job.tokenizer.encode(prompt)],
+            eos_id=job.tokenizer.eos_id,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=job.recipe.seed,
+            device=job.world.device,
+            autocast=job.autocast,
+        )
+        return job.tokenizer.decode(ids)
+
+    return continue_text
+
+
+def banner(job: Job, clock: Clock, first_batch: int) -> list[tuple[str, str]]:
+    """What a run is, for the top of its console."""
+    recipe, world = job.recipe, job.world
+    parameters = sum(p.numel() for p in job.root.parameters())
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    return [
+        ("run", str(recipe.save_folder)),
+        ("model", f"{recipe.model.name}, {parameters:,} parameters"),
+        ("tokenizer", f"{recipe.tokenizer.name}, {job.tokenizer.vocab_size:,} tokens"),
+        (
+            "length",
+            f"{clock.total:,} batches of {clock.tokens_per_batch:,} tokens"
+            f" ({clock.total / clock.batches_per_epoch:.2f} epochs)"
+            + (f", {first_batch:,} done" if first_batch else ""),
+        ),
+        ("device", f"{world.size} x {device}, {recipe.precision}, microbatch {job.microbatch}"),
+    ]

@@ -1,0 +1,78 @@
+"""`scripts/train.py`: train a recipe, or go on with it."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+from llmfoundry.build.job import Job, filled
+from llmfoundry.build.trainer import build_trainer
+from llmfoundry.parallel.launch import World, join, relaunch
+from llmfoundry.parallel.mesh import set_deterministic
+from llmfoundry.recipe.paths import show
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_yaml
+from llmfoundry.track.loggers import Tracker
+from llmfoundry.train.checkpoint import list_checkpoints
+from llmfoundry.train.trainer import Trainer
+
+GZIP_LIMIT = 50_000_000  # bytes of held-out text up to which gzip is tried: a few seconds
+
+
+def train(recipe: TrainRecipe) -> None:
+    """Run a checked, unfilled recipe on every process that it wants."""
+    relaunch(recipe.parallel)
+    if recipe.deterministic:
+        set_deterministic()
+    with join(recipe.parallel) as world:
+        _train(recipe, world)
+
+
+def _train(written: TrainRecipe, world: World) -> None:
+    recipe = filled(written)
+    folder = Path(recipe.save_folder)
+    tracker = Tracker(recipe, folder, is_main=world.is_main)
+    status, final = "failed", {}
+    try:
+        trainer, job = build_trainer(written, world, tracker)
+        if world.is_main:
+            (folder / "recipe.yaml").write_text(to_yaml(written))
+            job.tokenizer.save(folder / "tokenizer")
+        stopped_by = trainer.fit()
+        status = "killed" if stopped_by else "finished"
+        final = trainer.latest_evaluation
+    finally:
+        tracker.close(status, final)
+    if stopped_by:
+        tracker.note(f"stopped by {stopped_by} after batch {trainer.batch}, and saved")
+        tracker.note("the same command goes on from there")
+    elif world.is_main:
+        tracker.console.finish(_results(trainer, job, folder))
+
+
+def _results(trainer: Trainer, job: Job, folder: Path) -> list[tuple[str, str]]:
+    """The last words: what came out, where it is, and what to do with it."""
+    rows = []
+    if trainer.first_batch == trainer.clock.total:
+        rows.append(("complete", "already; write a longer max_duration or another run_name"))
+    bits = trainer.latest_evaluation.get("metrics/eval/bits_per_byte")
+    if bits is not None:
+        rows.append(("held-out text", f"{bits:.3f} bits per byte{_beside_gzip(job)}"))
+    checkpoints = list_checkpoints(folder)
+    name = show(folder)
+    return [
+        *rows,
+        ("report", f"{name}/report.html"),
+        ("checkpoint", show(checkpoints[0]) if checkpoints else "none"),
+        ("next", f"python scripts/generate.py checkpoint={name} prompt='def '"),
+        ("", f"python scripts/eval.py checkpoint={name}"),
+        ("", f"python scripts/convert.py checkpoint={name} to=hf output={name}/hf"),
+    ]
+
+
+def _beside_gzip(job: Job) -> str:
+    """What gzip -9 needs for the same text in one piece, as a yardstick."""
+    if job.recipe.eval.validation_rows is not None or job.prepared.validation.n_bytes > GZIP_LIMIT:
+        return ""
+    text = "".join(job.prepared.validation_texts()).encode()
+    return f" (gzip -9: {8 * len(gzip.compress(text, 9)) / len(text):.3f})"

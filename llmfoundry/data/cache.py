@@ -1,0 +1,59 @@
+"""Folders made once, whole or not at all, whoever else makes them at the same time.
+
+The tokenizer's training and the preparation keep their results under data.cache_folder this way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from llmfoundry.errors import UserError
+
+
+def cache_key(**facts: Any) -> str:
+    """A folder name for what these facts determine."""
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> None:
+    """Make `folder` by `build(temporary folder)` and a rename, unless it is there.
+
+    Of several processes one builds while the others wait; what a killed one left is removed.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+    """
+    if folder.is_dir():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.is_dir():
+                _build(folder, build)
+    except (OSError, NotImplementedError) as error:  # NotImplementedError: no locks there
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"data.cache_folder: cannot write {folder.parent}: {reason};"
+            " free space there or choose another folder"
+        ) from error
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    for leftover in folder.parent.glob(f"{folder.name}.tmp.*"):
+        shutil.rmtree(leftover)
+    temporary = folder.with_name(f"{folder.name}.tmp.{os.getpid()}")
+    temporary.mkdir()
+    try:
+        build(temporary)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,182 @@
+"""What a run needs, before it is built: memory of weights, optimizer and activations.
+
+`build.py` asks it for the microbatch that `auto` stands for, and refuses a recipe that cannot fit
+with what it needs, what there is, and which shipped recipe fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from llmfoundry.errors import UserError
+from llmfoundry.models.counts import parameter_count
+from llmfoundry.ops.cross_entropy import CHUNK_LOGITS, MIN_CHUNK
+from llmfoundry.parallel.mesh import degrees
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.paths import YAMLS, show
+from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.train import TrainRecipe
+
+GIB = 2**30
+USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
+KNOWN_VOCABULARIES = {"bytes": 257, "tiktoken": 100_277, "huggingface": 50_277}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that one process needs.
+
+    Attributes:
+        parameters: of the whole model.
+        weights: fp32 weights, gradients and the optimizer's two moments, of this process's shard.
+        gathered: weights of one block and of embedding and head, gathered from other shards.
+        per_row: what the backward pass keeps of one row, and the loss's gradient.
+        fixed: logits of one chunk, and the framework.
+    """
+
+    parameters: int
+    weights: int
+    gathered: int
+    per_row: int
+    fixed: int
+
+    def total(self, rows: int) -> int:
+        """Bytes at a microbatch of `rows`."""
+        return self.weights + self.gathered + self.fixed + rows * self.per_row
+
+
+def estimate(recipe: TrainRecipe, world_size: int) -> Estimate:
+    """What a filled recipe needs on each of `world_size` processes."""
+    model = recipe.model
+    assert model.vocab_size is not None
+    parameters = parameter_count(model)
+    shard = degrees(recipe.parallel, world_size)[1]
+    embedding = model.vocab_size * model.d_model * (1 if model.tie_word_embeddings else 2)
+    block = (parameters - embedding) // model.n_layers
+    chunk = max(MIN_CHUNK, CHUNK_LOGITS // model.vocab_size) * model.vocab_size
+    return Estimate(
+        parameters=parameters,
+        weights=16 * parameters // shard,
+        gathered=8 * (embedding + block) if shard > 1 else 4 * embedding,
+        per_row=row_bytes(recipe),
+        fixed=3 * 4 * chunk + GIB // 2,
+    )
+
+
+def row_bytes(recipe: TrainRecipe) -> int:
+    """Bytes that the backward pass keeps of one row of max_seq_len.
+
+    Counted tensor by tensor from the block's forward pass: the inputs of norms and of the
+    residual sums in fp32, those of matrix products and of attention in the compute dtype.
+    """
+    model, low = recipe.model, 2 if recipe.precision == "amp_bf16" else 4
+    assert model.head_dim and model.attn_config.kv_n_heads and model.ffn_config.ffn_hidden_size
+    d, hidden = model.d_model, model.ffn_config.ffn_hidden_size
+    q = model.n_heads * model.head_dim
+    kv = model.attn_config.kv_n_heads * model.head_dim
+    cast = 2 if low == 2 else 0  # a bf16 copy of each product's fp32 input
+    norms = 2 * d * (4 + 4) + 2 * d * cast  # input, output (fp32), and the cast copy
+    attention = low * (q + 2 * kv) + low * q * 2
+    if model.attn_config.rope:
+        attention += low * (q + kv) + 4 * model.head_dim
+    if model.attn_config.clip_qkv is not None:
+        attention += low * (q + 2 * kv)
+    if model.attn_config.qk_ln:
+        attention += 2 * 4 * (q + kv)
+    gated = model.ffn_config.ffn_type == "mptglu"
+    ffn = low * hidden * (4 if gated else 2)
+    per_token = model.n_layers * (norms + attention + ffn) + 5 * 4 * d
+    return per_token * recipe.max_seq_len
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that this process may still use on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def guess_vocab_size(config: TokenizerConfig) -> int:
+    """The vocabulary's size before the tokenizer exists."""
+    return config.vocab_size or KNOWN_VOCABULARIES[config.name]
+
+
+def choose_microbatch(recipe: TrainRecipe, *, world_size: int, available: int) -> int:
+    """Rows that a process computes at a time.
+
+    `auto` is the largest divisor of the process's rows that the estimate says fits.
+
+    Args:
+        recipe: filled.
+        world_size: processes of the run.
+        available: bytes for this process.
+
+    Raises:
+        UserError: the recipe cannot fit; says what it needs, what there is and what fits.
+    """
+    rows = rows_per_process(recipe, world_size)
+    need = estimate(recipe, world_size)
+    asked = recipe.device_train_microbatch_size
+    candidates = [n for n in range(rows, 0, -1) if rows % n == 0]
+    if isinstance(asked, int):
+        candidates = [min(asked, rows)]
+    for candidate in candidates:
+        if need.total(candidate) <= USABLE * available:
+            return candidate
+    raise UserError(_does_not_fit(recipe, need, candidates[-1], world_size, available))
+
+
+def rows_per_process(recipe: TrainRecipe, world_size: int) -> int:
+    """This process's rows of a global batch; raises UserError where they do not divide."""
+    rows, rest = divmod(recipe.global_train_batch_size, world_size)
+    if rest or rows == 0:
+        below = max(1, rows) * world_size
+        raise UserError(
+            f"global_train_batch_size: {recipe.global_train_batch_size} rows cannot be shared"
+            f" evenly by {world_size} processes; write a multiple, such as {below}"
+        )
+    return rows
+
+
+def _does_not_fit(
+    recipe: TrainRecipe, need: Estimate, rows: int, world_size: int, available: int
+) -> str:
+    fits = largest_fitting_recipe(world_size, available)
+    hint = f"the largest shipped recipe that fits is {fits}" if fits else "no shipped recipe fits"
+    return (
+        f"model: {recipe.run_name} ({need.parameters / 1e6:,.0f}M parameters) needs about"
+        f" {need.total(rows) / GIB:.1f} GiB a process at a microbatch of {rows}"
+        f" (weights, gradients and optimizer {need.weights / GIB:.1f}, activations"
+        f" {rows * need.per_row / GIB:.1f}); {available / GIB:.1f} GiB are free; {hint}; or"
+        " spread it with parallel.data_parallel_shard_degree"
+    )
+
+
+def largest_fitting_recipe(world_size: int, available: int) -> str | None:
+    """The shipped recipe of most parameters that fits at a microbatch of one row."""
+    best: tuple[int, Path] | None = None
+    for path in sorted(YAMLS.glob("*.yaml")):
+        recipe = load(TrainRecipe, path)
+        recipe.model.fill(
+            max_seq_len=recipe.max_seq_len, vocab_size=guess_vocab_size(recipe.tokenizer)
+        )
+        recipe.parallel.fill()
+        try:
+            need = estimate(recipe, world_size)
+        except UserError:  # a mesh that these processes cannot form
+            continue
+        if need.total(1) <= USABLE * available and (best is None or need.parameters > best[0]):
+            best = (need.parameters, path)
+    return show(best[1]) if best else None
+
+
+def with_guessed_vocabulary(recipe: TrainRecipe) -> TrainRecipe:
+    """A filled copy whose vocabulary is guessed, to estimate before any text is read."""
+    model = dataclasses.replace(recipe.model)
+    model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
+    return dataclasses.replace(recipe, model=model)

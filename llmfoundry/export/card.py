@@ -1,0 +1,77 @@
+"""The model card, README.md of an exported folder: what the model is and how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmfoundry.export.settings import OWN
+from llmfoundry.models.decoder import Decoder
+
+_LOAD = """\
+import torch
+{first}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokens = tokenizer("{prompt}", return_tensors="pt", add_special_tokens=False).input_ids
+document_start = torch.tensor([[model.config.bos_token_id]])  # as in training
+tokens = torch.cat([document_start, tokens], dim=1)
+print(tokenizer.decode(model.generate(tokens, max_new_tokens=64)[0]))
+"""
+
+
+@dataclass(frozen=True)
+class CardInfo:
+    """What the card says beyond what the model itself shows.
+
+    Attributes:
+        name: the model's name, its title.
+        recipe: the run's recipe, YAML.
+        data: what text it was trained on, a line.
+        trained: how long, a line such as `20000 batches, 2.6e9 tokens`.
+        scores: measured results, by metric name.
+        prompt: an example to continue.
+    """
+
+    name: str
+    recipe: str
+    data: str
+    trained: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    prompt: str = "Once upon a time"
+
+
+def write_card(
+    path: Path, card: CardInfo, model: Decoder, *, architecture: str, dtype: str
+) -> None:
+    """Write the card to `path`."""
+    path.write_text("\n".join(_lines(card, model, architecture, dtype)) + "\n")
+
+
+def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Iterator[str]:
+    yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
+    yield from ("tags:", "- llmfoundry", "---", "", f"# {card.name}", "")
+    parameters = sum(p.numel() for p in model.parameters())
+    config = model.config
+    wide = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads"
+    rows = {
+        "Parameters": f"{parameters:,} ({wide})",
+        "Architecture": "our own, `llmfoundry.hf`" if architecture == OWN else architecture,
+        "Weights": dtype,
+        "Vocabulary": f"{config.vocab_size:,} rows",
+        "Context": f"{config.max_seq_len:,} tokens",
+        "Data": card.data,
+        "Trained": card.trained,
+    }
+    yield from ("| | |", "|---|---|")
+    yield from (f"| {name} | {value} |" for name, value in rows.items() if value)
+    yield from ("", "## How to load", "", "```python")
+    first = "import llmfoundry.hf  # registers the model's class\n" if architecture == OWN else ""
+    prompt = card.prompt.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    yield _LOAD.format(first=first, name=card.name, prompt=prompt) + "```"
+    if card.scores:
+        yield from ("", "## Scores", "", "| metric | value |", "|---|---|")
+        yield from (f"| {name} | {value:.4f} |" for name, value in card.scores.items())
+    yield from ("", "## Recipe", "", "```yaml", card.recipe.rstrip(), "```")

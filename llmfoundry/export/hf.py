@@ -1,0 +1,267 @@
+"""To and from Hugging Face folders; `scripts/convert.py` calls `to_hf` and `from_hf`.
+
+A folder is written beside its final name and renamed when whole. config.json is written by hand
+with the keys that matter, so that every transformers from 5.0 reads the same model from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmfoundry.errors import UserError
+from llmfoundry.export.architectures import ARCHITECTURES
+from llmfoundry.export.card import CardInfo, write_card
+from llmfoundry.export.settings import OWN, choose, read_settings, write_settings
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.hf_maps import MAPS, bias_names, to_ours, to_theirs
+from llmfoundry.recipe.model import ModelConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def to_hf(
+    model: Decoder,
+    tokenizer_folder: Path,
+    output: Path,
+    *,
+    dtype: str,
+    card: CardInfo,
+    architecture: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Write a folder that transformers loads.
+
+    Args:
+        model: with its weights, whole on this process.
+        tokenizer_folder: tokenizer.json and what belongs to it.
+        output: must not exist, or be empty.
+        dtype: of the written weights: fp32, bf16 or fp16.
+        card: what the model card says.
+        architecture: transformers' class; None: the first that expresses the model exactly;
+            `llmfoundry`: our own class.
+        shard_bytes: size of a weight file, at most.
+
+    Returns:
+        The architecture's name.
+
+    Raises:
+        UserError: no architecture expresses the model, the output is not empty, or weights do not
+            fit the dtype.
+    """
+    name = choose(model.config, architecture)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"output: {output} exists and is not empty; write another folder")
+    with _whole_or_nothing(output) as folder:
+        ids = _copy_tokenizer(tokenizer_folder, folder)
+        settings = write_settings(model.config, name)
+        if name == OWN:
+            settings = {"architectures": ["LlmfoundryForCausalLM"], **settings}
+        kind = str(DTYPES[dtype]).removeprefix("torch.")
+        settings |= {"dtype": kind, "torch_dtype": kind, **ids}  # the latter: before version 5
+        _write_json(folder / "config.json", settings)
+        pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
+        _write_json(folder / "generation_config.json", {**ids, "pad_token_id": pad})
+        _write_weights(folder, list(_tensors(model, name)), DTYPES[dtype], shard_bytes)
+        write_card(folder / "README.md", card, model, architecture=name, dtype=dtype)
+    return name
+
+
+def _tensors(model: Decoder, architecture: str) -> Iterator[tuple[str, Tensor]]:
+    state = model.state_dict()
+    if architecture == OWN:
+        return ((f"model.{name}", tensor) for name, tensor in state.items())
+    return to_theirs(MAPS[architecture], model.config, state)
+
+
+@contextmanager
+def _whole_or_nothing(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that takes its name at the end, or is removed on an error."""
+    folder = output.parent / f".{output.name}.{os.getpid()}.tmp"
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        if output.exists():
+            output.rmdir()
+        folder.rename(output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int | None]:
+    """Copy the tokenizer's files; ids of its special tokens as config.json names them.
+
+    A tokenizer without a beginning-of-text token gets end-of-text for it, because that is what
+    every training document begins with.
+    """
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{source}: has no tokenizer.json; a model is exported with its tokenizer")
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    said: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            said |= json.loads((folder / name).read_text())
+    ids: dict[str, int | None] = {}
+    for kind in ("bos_token", "eos_token", "pad_token"):
+        token = said.get(kind)
+        text = token.get("content") if isinstance(token, dict) else token
+        ids[f"{kind}_id"] = None if text is None else tokenizer.token_to_id(text)
+    if ids["eos_token_id"] is None:
+        raise UserError(f"{source}: names no eos_token; generation would never end")
+    if ids["bos_token_id"] is None:
+        ids["bos_token_id"] = ids["eos_token_id"]
+    return ids
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_weights(
+    folder: Path, tensors: list[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int
+) -> None:
+    """One safetensors file, or several with an index; one file's tensors are held at a time."""
+    from safetensors.torch import save_file
+
+    shards: list[list[tuple[str, Tensor]]] = [[]]
+    room = shard_bytes
+    for name, tensor in tensors:
+        size = tensor.numel() * dtype.itemsize
+        if shards[-1] and size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append((name, tensor))
+        room -= size
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        converted = {name: _convert(name, tensor, dtype) for name, tensor in shard}
+        save_file(converted, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(converted, file)
+    if len(shards) > 1:
+        total = sum(tensor.numel() for _, tensor in tensors) * dtype.itemsize
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        _write_json(folder / "model.safetensors.index.json", content)
+
+
+def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in `dtype` that shares memory with nothing."""
+    converted = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+    if not torch.isfinite(converted).all():
+        kind = str(dtype).removeprefix("torch.")
+        reason = f"has values that {kind} cannot hold; write dtype=bf16 or dtype=fp32"
+        if not torch.isfinite(tensor).all():
+            reason = "has values that are not finite; choose an earlier checkpoint"
+        raise UserError(f"{name}: {reason}")
+    return converted
+
+
+def from_hf(path_or_id: str) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The filled `model` section and the decoder's state that a Hugging Face folder holds.
+
+    `no_bias` is true where every bias in the file is zero: the decoder has all biases or none.
+
+    Args:
+        path_or_id: a folder with config.json and safetensors, or a hub id.
+
+    Raises:
+        UserError: what the decoder cannot follow exactly, by config.json's key or tensor's name.
+    """
+    folder = hf_folder(path_or_id)
+    name, config = read_settings(_read_json(folder / "config.json"))
+    with _open_weights(folder) as (names, get):
+        if name == OWN:
+            return config, {key.removeprefix("model."): get(key) for key in names}
+        weights = MAPS[name]
+        if not any(names & {rule.theirs[0] for rule in weights.rules}):
+            # saved from the class without a head, as the first GPT-2 was
+            base = weights.rules[0].theirs[0].split(".")[0] + "."
+            bare = get
+            names = {base + key for key in names}
+            get = lambda key: bare(key.removeprefix(base))  # noqa: E731
+        if config.tie_word_embeddings:
+            names = names - {"lm_head.weight"}  # transformers ties whatever the file holds
+        biases = bias_names(weights, config, names)
+        config.no_bias = not any(bool(get(bias).any()) for bias in biases)
+        return config, to_ours(weights, config, names, get)
+
+
+def hf_folder(path_or_id: str) -> Path:
+    """The folder itself, or a hub id's files, downloaded; the tokenizer is there too."""
+    folder = Path(path_or_id)
+    if folder.is_dir():
+        return folder
+    if path_or_id.count("/") > 1 or path_or_id.startswith((".", "/", "~")):
+        raise UserError(f"checkpoint: there is no folder {path_or_id}")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"checkpoint: {path_or_id} is no folder, and as a hub id it cannot be fetched: {reason}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: is missing; write a folder that transformers saved") from None
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON: {error}") from None
+
+
+@contextmanager
+def _open_weights(folder: Path) -> Iterator[tuple[set[str], Callable[[str], Tensor]]]:
+    """Names of all tensors and a function that reads one of them from its file."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("model*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = [folder / name for name in sorted({*_read_json(index)["weight_map"].values()})]
+    if not files:
+        raise UserError(
+            f"{folder}: has no model.safetensors; load it with transformers and save it again"
+        )
+    with ExitStack() as stack:
+        where = {}
+        for file in files:
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except Exception as error:
+                raise UserError(f"{file}: cannot be read: {error}") from error
+            where |= dict.fromkeys(opened.keys(), opened)
+        yield set(where), lambda name: where[name].get_tensor(name)
+
+
+assert set(MAPS) == set(ARCHITECTURES), "an architecture needs both its settings and its weights"

@@ -1,0 +1,119 @@
+"""How a process joins a run: alone, started again under torchrun, under torchrun, or by Slurm.
+
+`commands` call `relaunch` before anything heavy and `join` afterwards. The environment variables
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are PyTorch's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints, logs and writes shared files."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for every process."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def relaunch(config: ParallelConfig) -> None:
+    """Start the same command under torchrun where more than one local process is wanted.
+
+    Does nothing under torchrun or Slurm. Never returns where it does start one.
+    """
+    if "RANK" in os.environ or slurm_environment():
+        return
+    wanted = config.nproc_per_node or max(1, torch.cuda.device_count())
+    if wanted == 1:
+        return
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
+    os.execv(sys.executable, [*torchrun, f"--nproc-per-node={wanted}", *sys.argv])
+
+
+def slurm_environment() -> dict[str, str]:
+    """PyTorch's variables as `srun` implies them; empty outside a Slurm step of several tasks."""
+    env = os.environ
+    if int(env.get("SLURM_NTASKS", "1")) < 2 or "SLURM_PROCID" not in env:
+        return {}
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_NTASKS"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
+        "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": env.get("MASTER_PORT") or str(20000 + int(env["SLURM_JOB_ID"]) % 20000),
+    }
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a Slurm node list: `gpu[03-05,9],x` gives `gpu03`."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
+    assert match, nodelist
+    return match[1] + (match[2] or "") + match[3]
+
+
+@contextmanager
+def join(config: ParallelConfig) -> Iterator[World]:
+    """Join the run's process group, if it has one, and leave it at the end."""
+    os.environ.update(slurm_environment())
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"parallel.nproc_per_node: local rank {local_rank} has no GPU; this machine has"
+                f" {torch.cuda.device_count()}; start at most as many processes"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if size > 1:
+        _init_process_group(config, rank, size, device)
+    try:
+        yield World(rank, size, local_rank, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _init_process_group(
+    config: ParallelConfig, rank: int, size: int, device: torch.device
+) -> None:
+    timeout = timedelta(seconds=config.dist_timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if restart in (None, "0"):
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # After an in-place restart the agent's store still holds the dead attempt's addresses.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(address, port, size, is_master=rank == 0 and not agent, timeout=timeout)
+    store = dist.PrefixStore(f"attempt{restart}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+

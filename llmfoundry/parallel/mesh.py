@@ -1,0 +1,130 @@
+"""One device mesh (data_parallel_replicate, data_parallel_shard), and the model wrapped on it.
+
+Replicas alone are DDP, shards alone FSDP2, both HSDP. Whatever the layout, gradients are summed,
+not averaged: the loss is divided by the global count of labelled tokens before the backward pass,
+so the sum is the exact gradient of the global mean.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from llmfoundry.errors import UserError
+from llmfoundry.models.decoder import Root
+from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.parallel import ParallelConfig
+
+REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
+
+
+def degrees(config: ParallelConfig, world_size: int) -> tuple[int, int]:
+    """The mesh's two degrees with -1 worked out; raises UserError where they do not fit."""
+    replicate, shard = config.data_parallel_replicate_degree, config.data_parallel_shard_degree
+    if replicate == -1:
+        replicate = world_size // shard
+    elif shard == -1:
+        shard = world_size // replicate
+    if replicate * shard != world_size:
+        raise UserError(
+            f"parallel.data_parallel_shard_degree: {shard}, times"
+            f" data_parallel_replicate_degree ({replicate}), is not the number of processes"
+            f" ({world_size}); write -1 for one of them"
+        )
+    return replicate, shard
+
+
+def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh | None:
+    """The mesh of all processes; None where there is one."""
+    shape = degrees(config, world.size)
+    if world.size == 1:
+        return None
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
+def materialize(
+    root: Root, world: World, mesh: DeviceMesh | None, config: ParallelConfig, *, precision: str
+) -> None:
+    """Cut a model built on the meta device into shards, where asked, and give it memory.
+
+    Its weights are not filled: that is `init_weights` or a checkpoint, on every process.
+    """
+    if mesh is not None and mesh[SHARD].size() > 1:
+        _fully_shard(root, mesh, config, precision)
+    root.to_empty(device=world.device)
+
+
+def _fully_shard(root: Root, mesh: DeviceMesh, config: ParallelConfig, precision: str) -> None:
+    """Each block its own unit; embeddings, final norm and head stay with the root."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "amp_bf16" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the residual stream and rotary tables stay fp32
+    )
+    used = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
+    reshard = config.reshard_after_forward
+    assert reshard is not None, "the recipe was not filled"
+    for block in root.model.blocks:
+        fully_shard(block, mesh=used, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(root, mesh=used, mp_policy=policy, reshard_after_forward=False)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            module.set_gradient_divide_factor(1.0)
+
+
+def replicate(root: Root, mesh: DeviceMesh | None) -> nn.Module:
+    """Around filled weights: DDP where the mesh has replicas only; `root` itself elsewhere."""
+    if mesh is None or mesh[SHARD].size() > 1:
+        return root
+    ddp = DistributedDataParallel(
+        root,
+        process_group=mesh.get_group(REPLICATE),
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        init_sync=False,  # weights are a function of (seed, name), or read by every rank
+    )
+    ddp.register_comm_hook(mesh.get_group(REPLICATE), _sum_hook)
+    return ddp
+
+
+def _sum_hook(
+    group: torch.distributed.ProcessGroup, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """All-reduce a bucket of gradients by sum (DDP's own rule is the mean)."""
+    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: cast(Tensor, future.value()[0]))
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, *, last: bool) -> Iterator[None]:
+    """Reduce gradients over processes only in the last microbatch of a step."""
+    if isinstance(module, DistributedDataParallel) and not last:
+        with module.no_sync():
+            yield
+        return
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    yield
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full value of a tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def set_deterministic() -> None:
+    """Allow deterministic kernels only; PyTorch raises where an operation has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,99 @@
+"""Puts a recipe together from its schema's defaults, groups, its file and the command line.
+
+`load.py` calls it. Values stay untyped here, and every value's origin can be asked for, so that an
+error can name file and line.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.defaults import Source, parts
+from llmfoundry.recipe.grammar import DEFAULT, split
+from llmfoundry.recipe.paths import group_options, search_folders, show
+from llmfoundry.recipe.typed import to_dict
+
+
+@dataclass
+class Composed:
+    """The untyped recipe, interpolations still in place, and where its values come from."""
+
+    config: DictConfig
+    sources: list[Source]
+    overridden: list[str]
+
+    def where(self, key: str) -> str:
+        """The prefix `file:line: ` of the file that decided `key`; "" for the command line."""
+        key = key.split("[")[0]
+        for given in self.overridden:
+            if f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}."):
+                return ""
+        for source in reversed(self.sources):
+            line = source.line_of(key)
+            if line is not None:
+                return f"{show(source.path)}:{line}: "
+        return ""
+
+    def values(self, *, resolve: bool) -> dict[str, Any]:
+        """Plain values, as written or with every interpolation replaced.
+
+        Raises:
+            UserError: an interpolation leads nowhere; names its key.
+        """
+        try:
+            values = OmegaConf.to_container(self.config, resolve=resolve)
+        except OmegaConfBaseException as error:
+            raise UserError(_explain(error, self.where(str(error.full_key)))) from error
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
+
+
+def compose(schema: type, recipe: Path | None, overrides: Sequence[str] = ()) -> Composed:
+    """Merge schema defaults, the files that take part, and `overrides`, in this order.
+
+    A group chosen on the command line takes the place of the recipe's choice in its defaults list;
+    a recipe without that choice (a flat one) has its whole section replaced.
+
+    Raises:
+        UserError: a file or an override cannot be read, or a group has no such option.
+    """
+    folders = search_folders(recipe)
+    options = group_options(folders, schema)
+    groups, values = split(overrides, schema, options)
+    sources, added = parts(recipe, groups, options, folders)
+    defaults = to_dict(schema())
+    merged = copy.deepcopy(defaults)
+    for source in sources:
+        if source.package in added:
+            merged[source.package] = copy.deepcopy(defaults[source.package])
+        _merge(merged, source.load())
+    try:
+        config = OmegaConf.create(merged)
+        for key, value in values.items():
+            value = OmegaConf.select(OmegaConf.create(defaults), key) if value is DEFAULT else value
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        raise UserError(_explain(error, "")) from error
+    return Composed(config, sources, list(values))
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    """Write `values` into `into`: sections are merged, all else is replaced."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _explain(error: OmegaConfBaseException, where: str) -> str:
+    why = str(error.msg or error).splitlines()[0]
+    return f"{where}{error.full_key}: {why}; write \\${{ for a literal ${{"

@@ -1,0 +1,160 @@
+"""The front of every script: path and overrides in, a typed and checked recipe out.
+
+A script calls `run` with its recipe's dataclass; rooms that read a saved recipe call `load`. The
+command itself is imported only once the recipe is known to be sound, so that `--help`, `--cfg job`
+and every mistake in a recipe are answered without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.argv import CommandLine, parse
+from llmfoundry.recipe.paths import YAMLS, find_recipe, show
+from llmfoundry.recipe.typed import Problem, build, dump, keys, to_dict, to_yaml
+
+T = TypeVar("T")
+
+
+def run(
+    recipe_type: type[Any],
+    target: str,
+    argv: Sequence[str] | None = None,
+    *,
+    help: str | None = None,
+) -> None:
+    """Read the command line, load the recipe, and call `target` with it.
+
+    Args:
+        recipe_type: the script's recipe, a dataclass with `check()`.
+        target: `package.module:function`, called with the checked, unfilled recipe.
+        argv: the arguments; unset: those of the process.
+        help: the script's docstring, printed by --help.
+
+    Raises:
+        SystemExit: 2 after a UserError (its lines on stderr), 130 after Ctrl-C, 1 after a sweep in
+            which a run failed.
+    """
+    started = False
+    try:
+        recipe = _answer(recipe_type, parse(sys.argv[1:] if argv is None else argv), help or "")
+        if recipe is not None:
+            started = True
+            module, _, function = target.partition(":")
+            getattr(importlib.import_module(module), function)(recipe)
+    except UserError as error:
+        rank = int(os.environ.get("RANK", 0))
+        # Every process finds the same mistakes in a recipe; later ones may be a single rank's.
+        if rank == 0 or started:
+            prefix = f"[rank {rank}] " if rank else ""
+            print(*(f"{prefix}{line}" for line in error.problems), sep="\n", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
+    """The typed recipe at `path` with `overrides`; neither checked nor filled.
+
+    Raises:
+        UserError: all unknown keys and wrong types, or the first file that cannot be read.
+    """
+    return _load(recipe_type, path, overrides)[0]
+
+
+def checked(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
+    """As `load`, and every line of the recipe's `check` is a problem too."""
+    recipe, _, problems = _load(recipe_type, path, overrides)
+    if problems:
+        raise UserError(*problems)
+    return recipe
+
+
+def _load(
+    recipe_type: type[T], path: str | Path | None, overrides: Sequence[str]
+) -> tuple[T, dict[str, Any], list[str]]:
+    """The typed recipe, the same with its interpolations as written, and what `check` found."""
+    from llmfoundry.recipe.compose import compose
+
+    file = None if path is None else find_recipe(path)
+    composed = compose(recipe_type, file, overrides)
+    raw = composed.values(resolve=False)
+    if file is not None and raw.get("run_name", "") is None:
+        composed.config.run_name = file.stem
+    problems: list[Problem] = []
+    recipe = build(recipe_type, composed.values(resolve=True), problems)
+    lines = [composed.where(problem.key) + problem.line for problem in problems]
+    if lines:
+        raise UserError(*lines)
+    found = [composed.where(line.split(":")[0]) + line for line in recipe.check()]  # type: ignore[attr-defined]
+    return recipe, _as_written(to_dict(recipe), raw), found
+
+
+def _as_written(values: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """`values`, with interpolations and a run name that comes from the file's put back."""
+    written = dict(values)
+    for key, value in values.items():
+        source = raw.get(key)
+        if isinstance(value, dict) and isinstance(source, dict):
+            written[key] = _as_written(value, source)
+        elif "${" in str(source) or (key == "run_name" and source is None):
+            written[key] = source
+    return written
+
+
+def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
+    """Do what the flags ask; the checked recipe where a run remains to be done, else None."""
+    if "--help" in command.flags:
+        from llmfoundry.recipe.explain import explain
+
+        print(explain(recipe_type, command, help))
+        return None
+    _check_installation()
+    _need_recipe(recipe_type, command)
+    if "-m" in command.flags:
+        from llmfoundry.recipe.sweep import sweep
+
+        failed = sweep(recipe_type, command)
+        return sys.exit(1) if failed else None
+    if "--cfg" in command.flags:
+        return _print(recipe_type, command)
+    return checked(recipe_type, command.recipe, command.overrides)
+
+
+def _print(recipe_type: type[Any], command: CommandLine) -> None:
+    """The whole recipe on stdout, even if `check` finds problems, which then follow."""
+    recipe, written, problems = _load(recipe_type, command.recipe, command.overrides)
+    print(to_yaml(recipe) if "--resolve" in command.flags else dump(written), end="")
+    if problems:
+        raise UserError(*problems)
+
+
+def _need_recipe(recipe_type: type, command: CommandLine) -> None:
+    """A training run takes its name from its recipe's file."""
+    named = any(word.startswith("run_name=") for word in command.overrides)
+    if "run_name" in keys(recipe_type) and command.recipe is None and not named:
+        recipes = ", ".join(show(path) for path in sorted(YAMLS.glob("*.yaml")))
+        raise UserError(f"no recipe given; write one as the first argument: {recipes}")
+
+
+def _check_installation() -> None:
+    """LLM Foundry's own distribution brings a package of the same name."""
+    installed = []
+    for name in ("llm-foundry", "llmfoundry-recipes"):
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        installed.append(name)
+    if len(installed) == 2:
+        raise UserError(
+            "llm-foundry and llmfoundry-recipes are both installed and share the import name"
+            " llmfoundry; write `pip uninstall llm-foundry`, then install this project again"
+        )

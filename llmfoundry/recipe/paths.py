@@ -1,0 +1,92 @@
+"""Where recipes, groups and the files that a recipe names are found; every room may use it.
+
+A relative path is meant from the working folder or from the repository's root, in this order, so
+that `eval/gauntlets/generated.yaml` in a shipped recipe works from anywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.typed import keys, section_of
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The repository: the folder that holds llmfoundry/, yamls/ and eval/."""
+YAMLS = ROOT / "yamls"
+"""The shipped recipes, and below them one folder a group."""
+
+
+def find_file(path: str | Path, key: str) -> Path:
+    """The file or folder that `path`, the value of recipe key `key`, names.
+
+    Raises:
+        UserError: neither the working folder nor the repository has it; names the nearest path.
+    """
+    given = Path(path).expanduser()
+    for base in (Path.cwd(), ROOT):
+        if (base / given).exists():
+            return base / given
+    close = nearest_path(given, [*_siblings(given), *_siblings(ROOT / given)])
+    raise UserError(f"{key}: nothing at {path}{close}")
+
+
+def find_recipe(path: str | Path) -> Path:
+    """The recipe at `path`.
+
+    Raises:
+        UserError: there is none; names the nearest path.
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        return given
+    if (given / "recipe.yaml").is_file():
+        raise UserError(f"{path} is a folder; did you mean {given / 'recipe.yaml'}?")
+    what = f"{path} is a folder, no recipe" if given.is_dir() else f"no recipe at {path}"
+    recipes = [p for p in _siblings(given) if p.suffix in (".yaml", ".yml")]
+    raise UserError(what + nearest_path(given, [*recipes, *YAMLS.glob("*.yaml")]))
+
+
+def nearest_path(given: Path, candidates: Iterable[Path]) -> str:
+    """The clause `; did you mean PATH?` for the closest file name, of these the closest path."""
+    by_name: dict[str, list[str]] = {}
+    for path in candidates:
+        by_name.setdefault(path.name.removesuffix(".yaml"), []).append(show(path))
+    match = difflib.get_close_matches(given.name.removesuffix(".yaml"), by_name, n=1)
+    if not match:
+        return ""
+    closest = difflib.get_close_matches(str(given), by_name[match[0]], n=1, cutoff=0)
+    return f"; did you mean {closest[0]}?"
+
+
+def show(path: Path) -> str:
+    """`path` as a user would write it: relative where it lies below the working folder."""
+    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
+
+
+def search_folders(recipe: Path | None) -> list[Path]:
+    """Folders that may hold groups, first found wins: the recipe's own, then yamls/."""
+    folders = [] if recipe is None else [recipe.absolute().parent]
+    return list(dict.fromkeys(f for f in [*folders, YAMLS] if f.is_dir()))
+
+
+def group_options(folders: Iterable[Path], schema: type) -> dict[str, list[str]]:
+    """Each section of `schema` that is a group, and its choices: `{"model": ["mpt-125m", ...]}`.
+
+    A group is a folder of a section's name with YAML files, in one of `folders`.
+    """
+    found = {
+        key: {file.stem for folder in folders for file in (folder / key).glob("*.yaml")}
+        for key, hint in keys(schema).items()
+        if section_of(hint) is not None
+    }
+    return {group: sorted(options) for group, options in found.items() if options}
+
+
+def _siblings(path: Path) -> list[Path]:
+    """What lies beside `path`, and the files of its name in folders beside its own."""
+    found = list(path.parent.glob("*")) if path.parent.is_dir() else []
+    return found + list(path.parent.parent.glob(f"*/{path.name}"))

@@ -1,0 +1,219 @@
+"""From plain values to a typed recipe and back; the schema's dataclasses decide everything.
+
+`build` collects every unknown key and every wrong type instead of stopping at the first. A field
+whose name ends with an underscore (because Python reserves the word) is written without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
+
+from llmfoundry.recipe.checks import nearest
+
+T = TypeVar("T")
+
+
+class Problem(NamedTuple):
+    """A mistake in a recipe: the dotted key that it is about, and the line that says so."""
+
+    key: str
+    line: str
+
+
+def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], key: str = "") -> T:
+    """A `schema` object with `values`; what is not given keeps its default.
+
+    Args:
+        schema: a dataclass, whose fields may be dataclasses again.
+        values: plain values, nested as the schema is.
+        problems: receives what is wrong; the fields concerned keep their defaults.
+        key: dotted prefix of the section, with its last dot.
+    """
+    hints = keys(schema)
+    names = {f.name.rstrip("_"): f.name for f in dataclasses.fields(schema)}  # type: ignore[arg-type]
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted = f"{key}{name}"
+        if name not in hints:
+            line = f"unknown key '{dotted}'{_suggest(schema, str(name))}"
+            problems.append(Problem(dotted, line))
+            continue
+        before = len(problems)
+        converted = _convert(hints[name], value, dotted, problems)
+        if len(problems) == before:
+            given[names[name]] = converted
+    return schema(**given)
+
+
+def to_dict(recipe: Any) -> dict[str, Any]:
+    """The recipe as plain values under the names that users write, in the schema's order."""
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if dataclasses.is_dataclass(value):
+            value = to_dict(value)
+        plain[field.name.rstrip("_")] = list(value) if isinstance(value, list) else value
+    return plain
+
+
+def to_yaml(recipe: Any) -> str:
+    """The recipe as YAML that `load` turns back into it; a literal `${` is escaped."""
+    return dump(_escape(to_dict(recipe)))
+
+
+def dump(plain: Any) -> str:
+    """Plain values as YAML in their own order; interpolations in them stay what they are."""
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def keys(schema: type) -> dict[str, Any]:
+    """The keys of a section and their types, as users write them."""
+    hints = typing.get_type_hints(schema)
+    return {f.name.rstrip("_"): hints[f.name] for f in dataclasses.fields(schema)}
+
+
+def hint_of(schema: type, key: str) -> Any:
+    """The type of the field at dotted `key`; None where the schema has no such field."""
+    hint: Any = schema
+    for part in key.split("."):
+        section = section_of(hint)
+        hint = None if section is None else keys(section).get(part)
+    return hint
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass in a type such as `EvalConfig | None`; None for a value's type."""
+    sections = (o for o in options(hint) if isinstance(o, type) and dataclasses.is_dataclass(o))
+    return next(sections, None)
+
+
+def options(hint: Any) -> tuple[Any, ...]:
+    """The types that a union allows, or the one type that it is."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _escape(value: Any) -> Any:
+    r"""`value` with each `${` in its texts written `\${`, and backslashes before it doubled."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _suggest(schema: type, name: str) -> str:
+    """The nearest key of the same section, or else the dotted key of that name elsewhere in it."""
+    close = nearest(name, keys(schema))
+    if close:
+        return close
+    inside = {dotted.rsplit(".", 1)[-1]: dotted for dotted in _all_keys(schema)}
+    return f"; did you mean '{inside[name]}'?" if name in inside else ""
+
+
+def _all_keys(schema: type, key: str = "") -> Iterator[str]:
+    for name, hint in keys(schema).items():
+        yield f"{key}{name}"
+        section = section_of(hint)
+        if section is not None:
+            yield from _all_keys(section, f"{key}{name}.")
+
+
+def _convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
+    """`value` as the type `hint`; appends to `problems` where it cannot be."""
+    allowed = options(hint)
+    if value is None and types.NoneType in allowed:
+        return None
+    if value == "???":
+        problems.append(Problem(key, f"{key}: is required; write {key}=VALUE"))
+        return None
+    section = section_of(hint)
+    if section is not None:
+        if isinstance(value, dict):
+            return build(section, value, problems, f"{key}.")
+        line = f"{key}: {_show(value)} is not a section; write its keys below it"
+        hint = f", or `- {key}: {value}` in the defaults list" if isinstance(value, str) else ""
+        problems.append(Problem(key, line + hint))
+        return None
+    if typing.get_origin(hint) is list:
+        return _convert_list(typing.get_args(hint)[0], value, key, problems)
+    scalars = [option for option in allowed if option is not types.NoneType]
+    for scalar in scalars:
+        try:
+            return _SCALARS[scalar][0](value)
+        except (ValueError, TypeError, OverflowError):
+            continue
+    nouns = " or ".join(_SCALARS[scalar][1] for scalar in scalars)
+    problems.append(Problem(key, f"{key}: {_show(value)} is not {nouns}"))
+    return None
+
+
+def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> list[Any] | None:
+    if not isinstance(value, list):
+        problems.append(Problem(key, f"{key}: {_show(value)} is not a list; write [{value}]"))
+        return None
+    return [_convert(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
+
+
+def _integer(value: Any) -> int:
+    """4, "4" (from an environment variable) or 1e3, which some YAML readers take for a text."""
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value.replace(".inf", "inf") if isinstance(value, str) else value)
+
+
+def _boolean(value: Any) -> bool:
+    word = str(value).lower()
+    if word not in ("true", "yes", "on", "false", "no", "off"):
+        raise ValueError
+    return word in ("true", "yes", "on")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError
+    return str(value)
+
+
+_SCALARS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    int: (_integer, "an integer"),
+    float: (_number, "a number"),
+    bool: (_boolean, "true or false"),
+    str: (_text, "a text"),
+}
+
+
+def _show(value: Any) -> str:
+    """A value as YAML would write it, a text in quotes."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists on one line, sections as blocks."""
+
+    def represent_list(self, data: Any) -> yaml.SequenceNode:
+        """A list as [a, b]."""
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+
+_Dumper.add_representer(list, _Dumper.represent_list)

@@ -1,0 +1,42 @@
+"""Where a run ran: versions and the commit of the working folder. No host or user name.
+
+The tracker asks once, after the first step, for the report and MLflow's tags.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+
+PACKAGES = ("llmfoundry-recipes", "torch", "numpy", "transformers", "tokenizers", "mlflow-skinny")
+
+
+def environment() -> dict[str, str]:
+    """Versions by package, the system, and the git commit if the current folder has one."""
+    facts = {"python": platform.python_version()}
+    facts |= {name: version for name in PACKAGES if (version := _version(name))}
+    facts["system"] = f"{platform.system()} {platform.release()} ({platform.machine()})"
+    commit = _git("rev-parse", "HEAD")
+    if commit:
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        facts["git commit"] = commit + (" with uncommitted changes" if changed else "")
+    return facts
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """What git prints; None without git, a repository, or an answer within two seconds."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=2, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,12 @@
+"""Turn a checkpoint into a Hugging Face folder, or a Hugging Face model into a checkpoint.
+
+python scripts/convert.py checkpoint=runs/quickstart to=hf output=exported/quickstart
+python scripts/convert.py checkpoint=runs/mpt-125m to=hf output=exported/mpt-125m dtype=bf16
+python scripts/convert.py from=hf checkpoint=HUB_ID_OR_FOLDER output=runs/imported
+"""
+
+from llmfoundry.recipe.load import run
+from llmfoundry.recipe.tasks import ConvertRecipe
+
+if __name__ == "__main__":
+    run(ConvertRecipe, "llmfoundry.commands.convert:convert", help=__doc__)

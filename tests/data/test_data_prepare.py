@@ -1,0 +1,297 @@
+"""Preparation and streams: against concatenating the documents in plain Python."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import random
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmfoundry.data import encode
+from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend, train_backend
+from llmfoundry.data.corpus import Corpus
+from llmfoundry.data.encode import cut, cuts_at_lines
+from llmfoundry.data.prepare import Prepared, prepare
+from llmfoundry.data.split import content_hash, make_split, training_sample
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.data import DataConfig
+
+
+def write(folder: Path, texts: list[str], *, fraction: float = 0.1) -> DataConfig:
+    folder.mkdir(exist_ok=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return DataConfig(
+        name="files",
+        paths=[str(folder / "rows.jsonl.gz")],
+        validation_fraction=fraction,
+        cache_folder=str(folder / "cache"),
+    )
+
+
+def documents(n: int = 200) -> list[str]:
+    rng = random.Random(0)
+    return [f"document {k} " + "wörter\n" * rng.randrange(12) for k in range(n)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Tokenizer:
+    return Tokenizer(bytes_backend(), END_OF_TEXT)
+
+
+def stream(texts: list[str], eos: int = 256) -> list[int]:
+    return [token for text in texts for token in [eos, *text.encode()]]
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 1000, 62, 6])
+@pytest.mark.parametrize("seq_len", [1, 16, 100])
+def test_rows_are_slices_of_the_concatenated_documents(
+    tmp_path: Path, plain: Tokenizer, shard_bytes: int, seq_len: int
+) -> None:
+    texts = documents(12 if shard_bytes == 6 else 60)
+    prepared = prepare(write(tmp_path, texts), plain, progress=False, shard_bytes=shard_bytes)
+    bound = int(0.1 * 2**64)
+    held_out = [text for text in texts if content_hash(text) < bound]
+    trained_on = [text for text in texts if content_hash(text) >= bound]
+    if not held_out:
+        held_out = [min(texts, key=content_hash)]
+        trained_on.remove(held_out[0])
+    for dataset, expected in ((prepared.train, trained_on), (prepared.validation, held_out)):
+        tokens = stream(expected)
+        starts = [n for n, token in enumerate(tokens) if token == 256]
+        assert dataset.n_tokens == len(tokens)
+        assert dataset.n_documents == len(expected)
+        assert dataset.n_bytes == sum(len(text.encode()) for text in expected)
+        n_rows = (len(tokens) - 1) // seq_len
+        assert dataset.n_rows(seq_len) == n_rows
+        for row in range(n_rows):
+            first = row * seq_len
+            ids, lengths = dataset.row(row, seq_len)
+            assert ids.tolist() == tokens[first : first + seq_len + 1]
+            borders = [n for n in starts if first < n < first + seq_len]
+            assert np.cumsum([0, *lengths]).tolist() == [
+                0, *(n - first for n in borders), seq_len
+            ]  # fmt: skip
+        dataset.verify()
+    assert prepared.validation_texts() == held_out
+
+
+def test_a_partial_last_row_holds_what_is_left(tmp_path: Path, plain: Tokenizer) -> None:
+    validation = prepare(write(tmp_path, documents()), plain, progress=False).validation
+    seq_len = 50
+    rows = [validation.row(r, seq_len) for r in range(validation.n_rows(seq_len, partial=True))]
+    labels = [token for ids, _ in rows for token in ids[1:].tolist()]
+    assert labels == stream(validation.texts())[1:]
+    assert all(sum(lengths) == len(ids) - 1 for ids, lengths in rows)
+    assert len(rows[-1][0]) <= seq_len
+
+
+def test_summary_counts_what_was_read_and_dropped(tmp_path: Path, plain: Tokenizer) -> None:
+    prepared = prepare(write(tmp_path, [*documents(), "", " \n"]), plain, progress=False)
+    held_out = len(prepared.validation_texts())
+    first, second = prepared.summary.splitlines()
+    n_bytes = sum(len(text.encode()) for text in documents())
+    assert first.startswith(
+        f"data: 200 documents, {n_bytes / 1e6:.2f} MB, {n_bytes + 200:,} tokens"
+    )
+    assert f"held out: {held_out} documents" in first
+    assert second == "data: 2 blank documents dropped"
+
+
+def test_reopening_reads_the_cache_and_changed_text_does_not(
+    tmp_path: Path, plain: Tokenizer
+) -> None:
+    config = write(tmp_path, documents())
+    first = prepare(config, plain, progress=False)
+    files = {f: f.stat().st_mtime_ns for f in (tmp_path / "cache/tokens").glob("*/*")}
+    again = prepare(config, plain, progress=False)
+    assert again.summary == first.summary
+    assert again.train.fingerprint == first.train.fingerprint
+    assert files == {f: f.stat().st_mtime_ns for f in (tmp_path / "cache/tokens").glob("*/*")}
+    changed = prepare(write(tmp_path, documents(201)), plain, progress=False)
+    assert changed.train.fingerprint != first.train.fingerprint
+
+
+def test_fingerprint_names_the_tokens_and_not_their_place(tmp_path: Path, plain: Tokenizer) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    here = prepare(write(tmp_path, documents()), plain, progress=False)
+    there = prepare(write(tmp_path / "elsewhere", documents()), plain, progress=False)
+    assert here.train.fingerprint == there.train.fingerprint
+    assert here.validation.fingerprint == there.validation.fingerprint
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_streams_do_not_depend_on_the_number_of_threads(
+    tmp_path: Path, plain: Tokenizer, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "_CHUNK", 100)
+    config = write(tmp_path, documents())
+    config.num_workers = workers
+    prepared = prepare(config, plain, progress=False)
+    bound = int(0.1 * 2**64)
+    trained_on = [text for text in documents() if content_hash(text) >= bound]
+    ids, _ = prepared.train.row(0, prepared.train.n_tokens - 1)
+    assert ids.tolist() == stream(trained_on)
+
+
+def test_equal_documents_are_on_one_side_and_the_split_never_moves(tmp_path: Path) -> None:
+    config = write(tmp_path, documents() * 2, fraction=0.3)
+    split = make_split(Corpus(config))
+    held_out = {text for text in documents() if split.holds_out(text)}
+    assert 0.2 < len(held_out) / 200 < 0.4
+    larger = make_split(Corpus(write(tmp_path, [*documents(), "more"], fraction=0.3)))
+    assert {text for text in documents() if larger.holds_out(text)} == held_out
+
+
+def test_a_tiny_corpus_gives_up_the_document_of_the_smallest_hash(
+    tmp_path: Path, plain: Tokenizer
+) -> None:
+    texts = ["one", "two", "three", "one"]
+    prepared = prepare(write(tmp_path, texts, fraction=1e-6), plain, progress=False)
+    smallest = min(texts, key=content_hash)
+    assert set(prepared.validation_texts()) == {smallest}
+    assert prepared.train.n_documents == len([text for text in texts if text != smallest])
+    assert "no document fell into the held-out 1e-06, so one was taken: " in prepared.summary
+
+
+def test_no_validation_is_an_empty_stream(tmp_path: Path, plain: Tokenizer) -> None:
+    prepared = prepare(write(tmp_path, ["only"], fraction=0.0), plain, progress=False)
+    assert prepared.train.n_documents == 1
+    assert prepared.validation.n_tokens == prepared.validation.n_rows(4, partial=True) == 0
+    assert prepared.validation_texts() == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "fraction", "line"),
+    [
+        (["only"], 0.02, r"rows\.jsonl\.gz:1 is the corpus' only document.*validation_fraction=0"),
+        (["same", "same"], 1e-9, r"only document.* eval\.validation=false"),
+        (["one", "two"], 0.999999, r"holds out every document \(2\)"),
+        (["", " "], 0.02, r"data\.paths: holds no text"),
+    ],
+)
+def test_splits_that_leave_nothing_are_errors(
+    tmp_path: Path, plain: Tokenizer, texts: list[str], fraction: float, line: str
+) -> None:
+    with pytest.raises(UserError, match=line):
+        prepare(write(tmp_path, texts, fraction=fraction), plain, progress=False)
+    assert list((tmp_path / "cache/tokens").glob("*/")) == []
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted((folder / "cache/tokens").glob("*/train.*.bin"))
+
+
+def test_damaged_caches_are_named(tmp_path: Path, plain: Tokenizer) -> None:
+    config = write(tmp_path, documents())
+
+    def again() -> Prepared:
+        return prepare(config, plain, progress=False, shard_bytes=4096)
+
+    again()
+    second = shards(tmp_path)[1]
+    whole = second.read_bytes()
+    second.write_bytes(whole[:100])
+    with pytest.raises(UserError, match=r"train\.00001\.bin: .*has 100 bytes, not 4,096; delete"):
+        again()
+    second.write_bytes(whole[:99] + bytes([whole[99] ^ 1]) + whole[100:])
+    with pytest.raises(UserError, match=r"train\.00001\.bin: .*its bytes have changed; delete"):
+        again().train.verify()
+    second.unlink()
+    with pytest.raises(UserError, match=r"train\.00001\.bin: .*it is missing; delete"):
+        again()
+    second.write_bytes(whole)
+    (second.parent / "train.starts.npy").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train\.starts\.npy: .*delete"):
+        again()
+    (second.parent / "index.json").write_text("{")
+    with pytest.raises(UserError, match=r"index\.json: prepared tokens are damaged"):
+        again()
+
+
+def test_an_interrupted_preparation_leaves_nothing_that_counts(
+    tmp_path: Path, plain: Tokenizer
+) -> None:
+    config = write(tmp_path, documents())
+    file = Path(config.paths[0])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    with pytest.raises(UserError, match=r"rows\.jsonl\.gz: not a whole gzip"):
+        prepare(config, plain, progress=False)
+    file.write_bytes(whole)
+    prepare(config, plain, progress=False)
+    made = next(path for path in (tmp_path / "cache/tokens").iterdir() if path.is_dir())
+    leftover = made.rename(made.with_name(f"{made.name}.tmp.1"))  # what a killed one leaves
+    prepare(config, plain, progress=False)
+    assert made.is_dir() and not leftover.exists()
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, plain: Tokenizer) -> None:
+    config = write(tmp_path, documents())
+    (tmp_path / "file").write_text("")
+    config.cache_folder = str(tmp_path / "file" / "cache")
+    with pytest.raises(UserError, match=r"data\.cache_folder: cannot write .*choose another"):
+        prepare(config, plain, progress=False)
+
+
+def _prepare_elsewhere(config: DataConfig) -> str:
+    return prepare(config, Tokenizer(bytes_backend(), END_OF_TEXT), progress=False).summary
+
+
+def test_processes_that_prepare_at_once_agree(tmp_path: Path, plain: Tokenizer) -> None:
+    config = write(tmp_path, documents())
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(3, mp_context=context) as pool:
+        summaries = list(pool.map(_prepare_elsewhere, [config] * 3))
+    assert summaries == [prepare(config, plain, progress=False).summary] * 3
+    assert len([p for p in (tmp_path / "cache/tokens").iterdir() if p.is_dir()]) == 1
+
+
+def test_long_texts_are_cut_without_changing_the_ids() -> None:
+    text = Path(json.decoder.__file__).read_text() + "ä\n\n b\r\nc\n\tx y\n'll 12\n345\n"
+    assert "".join(cut(text, 40)) == text
+    assert len(list(cut(text, 40))) > 5
+    tokenizer = Tokenizer(train_backend([text], 600, progress=False), END_OF_TEXT)
+    assert cuts_at_lines(tokenizer)
+    parts = [token for part in cut(text, 40) for token in tokenizer.encode(part)]
+    assert parts == tokenizer.encode(text)
+
+
+def test_a_cut_document_is_one_document(
+    tmp_path: Path, plain: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut, "__defaults__", (20,))
+    texts = documents(40)
+    dataset = prepare(write(tmp_path, texts, fraction=0.0), plain, progress=False).train
+    assert dataset.row(0, dataset.n_tokens - 1)[0].tolist() == stream(texts)
+    assert dataset.n_documents == 40
+
+
+def test_the_training_sample_is_bounded_and_spread(tmp_path: Path) -> None:
+    texts = [f"{n:05} " + "x" * 194 for n in range(1000)]
+    corpus = Corpus(write(tmp_path, texts, fraction=0.0))
+    sample = training_sample(corpus, make_split(corpus), 20_000)
+    size = sum(len(piece.encode()) for piece in sample)
+    assert 19_700 < size <= 20_000
+    assert sample == training_sample(corpus, make_split(corpus), 20_000)
+    places = [int(piece[:5]) for piece in sample]
+    assert places == sorted(places)
+    tenths = np.histogram(places, bins=10, range=(0, 1000))[0]
+    assert tenths.min() >= 2 and tenths.max() <= 22  # ten expected in each
+    assert "".join(training_sample(corpus, make_split(corpus), 10**6)) == "".join(texts)
+
+
+def test_large_vocabularies_need_four_bytes(tmp_path: Path, plain: Tokenizer) -> None:
+    config = write(tmp_path, documents())
+    backend = bytes_backend()
+    backend.add_tokens([f"extra{n}" for n in range(1 << 16)])
+    wide = prepare(config, Tokenizer(backend, END_OF_TEXT), progress=False).train
+    narrow = prepare(config, plain, progress=False).train
+    assert (narrow.index.dtype, wide.index.dtype) == ("<u2", "<u4")
+    assert wide.row(3, 20)[0].tolist() == narrow.row(3, 20)[0].tolist()

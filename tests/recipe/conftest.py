@@ -1,0 +1,35 @@
+"""Runs the front in this process, with a target that only remembers the recipe it was given."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+from recipe_front import Front, Outcome
+
+from llmfoundry.recipe.load import run
+from llmfoundry.recipe.train import TrainRecipe
+
+
+@pytest.fixture
+def front(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Front:
+    """`front("RECIPE", "key=value", ..., schema=TrainRecipe)`."""
+    received: list[Any] = []
+    module = types.ModuleType("remembering_target")
+    module.remember = received.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "remembering_target", module)
+    monkeypatch.delenv("RANK", raising=False)
+
+    def call(*argv: object, schema: type = TrainRecipe) -> Outcome:
+        received.clear()
+        status = 0
+        try:
+            run(schema, "remembering_target:remember", [str(a) for a in argv], help="What it does.")
+        except SystemExit as error:
+            status = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return Outcome(status, out, err.splitlines(), received[-1] if received else None)
+
+    return call

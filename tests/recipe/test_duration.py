@@ -1,0 +1,82 @@
+"""Durations and the clock, against counting in exact fractions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from llmfoundry.recipe.duration import Clock, Duration, check_duration
+
+
+def clock(max_duration: str = "100ba", *, batches_per_epoch: float = 12.5) -> Clock:
+    """8 rows of 64 tokens a batch."""
+    return Clock(8, 512, batches_per_epoch, Duration.parse(max_duration))
+
+
+@pytest.mark.parametrize("text", ["10ba", "2000000000tok", "1ep", "500sp", "0.1dur", "1.5ep"])
+def test_a_duration_is_written_as_it_was_read(text: str) -> None:
+    assert str(Duration.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10", "ba", "10 ba", "-1ba", "10baa", "1e3", "1.5tok", "infba"]
+)
+def test_what_is_no_duration_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a"):
+        Duration.parse(text)
+    assert len(list(check_duration("key", text))) == 1
+
+
+def test_a_length_of_itself_is_refused_where_it_cannot_be() -> None:
+    assert list(check_duration("key", "0.5dur")) == []
+    assert len(list(check_duration("key", "0.5dur", allow_dur=False))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "batches"),
+    [("7ba", 7), ("2e9tok", 2e9 / 512), ("20sp", 2.5), ("2ep", 25), ("0.25dur", 25)],
+)
+def test_every_unit_is_a_number_of_batches(text: str, batches: float) -> None:
+    assert clock().batches(text) == pytest.approx(batches)
+
+
+@pytest.mark.parametrize(
+    ("text", "total"),
+    [("7ba", 7), ("513tok", 2), ("512tok", 1), ("1ep", 13), ("2ep", 25), ("1sp", 1)],
+)
+def test_a_run_goes_on_until_its_duration_is_reached(text: str, total: int) -> None:
+    assert clock(text).total == total
+
+
+def test_three_tenths_of_an_epoch_of_ten_batches_are_three() -> None:
+    assert clock("0.3ep", batches_per_epoch=10).total == 3, "not 4, for 0.3 is no binary fraction"
+
+
+@pytest.mark.parametrize(
+    ("interval", "length"),
+    [
+        ("1ba", Fraction(1)),
+        ("7ba", Fraction(7)),
+        ("1000tok", Fraction(1000, 512)),
+        ("100tok", Fraction(100, 512)),
+        ("20sp", Fraction(20, 8)),
+        ("1ep", Fraction(25, 2)),
+        ("0.1dur", Fraction(10)),
+        ("0.07dur", Fraction(7)),
+        ("0.01ep", Fraction(1, 8)),
+    ],
+)
+def test_an_event_fires_at_the_first_batch_at_or_after_each_multiple(
+    interval: str, length: Fraction
+) -> None:
+    expected = [
+        batch
+        for batch in range(1, 101)
+        if any(batch - 1 < length * k <= batch for k in range(1, int(101 / length) + 2))
+    ]
+    assert [batch for batch in range(1, 101) if clock().is_due(interval, batch)] == expected
+
+
+def test_an_interval_of_nothing_never_fires() -> None:
+    assert not any(clock().is_due("0ba", batch) for batch in range(200))

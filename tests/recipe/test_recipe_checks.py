@@ -1,0 +1,151 @@
+"""Every line that the sections' checks can yield, from recipes as users write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.tasks import ConvertRecipe, EvalRecipe, GenerateRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import keys, section_of
+
+GQA = "model.attn_config.attn_type=grouped_query_attention"
+LINES = {
+    "precision=fp16": "precision: 'fp16' is not a choice (choices: fp32, amp_bf16)",
+    "max_duration=0.5dur": "max_duration: '0.5dur' is a fraction of itself; write ba, sp, tok",
+    "max_duration=10": "max_duration: '10' is not a duration; write a number and a unit: 10ba",
+    "save_interval=1.5ba": "save_interval: '1.5ba' is not a whole number of batches",
+    "log_interval=1e999ba": "log_interval: '1e999ba' is not a whole number of batches",
+    "max_seq_len=1": "max_seq_len: 1 is too small; write 2 or more",
+    "device_eval_batch_size=many": "device_eval_batch_size: 'many'; write auto or a number",
+    "device_train_microbatch_size=257": "device_train_microbatch_size: 257 rows, but a step has",
+    "save_num_checkpoints_to_keep=0": "save_num_checkpoints_to_keep: 0; write -1 (all) or at",
+    "load_weights_only=true": "load_weights_only: has no effect without load_path; remove it",
+    "data.validation_fraction=0": "eval.validation: true, but data.validation_fraction is 0",
+    "model.max_seq_len=9": "model.max_seq_len: 9 is shorter than the recipe's rows (max_seq_len:",
+    "model.name=gpt": "model.name: 'gpt' is not a choice (choices: mpt_causal_lm)",
+    "model.norm_type=layernrm": "model.norm_type: 'layernrm' is not a choice; did you mean 'lay",
+    "model.n_heads=0": "model.n_heads: 0 is too small; write 1 or more",
+    "model.n_heads=7": "model.n_heads: 7 does not divide model.d_model (2048); the nearest that",
+    "model.norm_eps=0": "model.norm_eps: 0.0 must be greater than 0",
+    "model.expansion_ratio=0.0001": "model.expansion_ratio: 0.0001 * d_model (2048) is not a w",
+    "model.expansion_ratio=3 model.ffn_config.ffn_hidden_size=9": "model.expansion_ratio: has no",
+    "model.attn_config.attn_impl=flash": "model.attn_config.attn_impl: 'flash' is not a choice",
+    GQA: "model.attn_config.kv_n_heads: grouped_query_attention needs it; write a divisor of",
+    f"{GQA} model.attn_config.kv_n_heads=5": "model.attn_config.kv_n_heads: 5 does not divide",
+    "model.attn_config.kv_n_heads=4": "model.attn_config.kv_n_heads: has no effect without gro",
+    "model.attn_config={alibi: true, rope: true}": "model.attn_config.alibi: and rope exclude",
+    "model.attn_config.alibi_bias_max=8": "model.attn_config.alibi_bias_max: has no effect with",
+    "model.attn_config.rope_theta=1e4": "model.attn_config.rope_theta: has no effect without rop",
+    "model.attn_config.clip_qkv=0": "model.attn_config.clip_qkv: 0.0 must be greater than 0",
+    "model.attn_config.rope=true model.learned_pos_emb=true": "model.learned_pos_emb: true, with",
+    "model.attn_config.rope=true model.head_dim=3": "model.attn_config.rope: needs an even head",
+    "model.ffn_config.ffn_type=glu": "model.ffn_config.ffn_type: 'glu' is not a choice; did you",
+    "model.init_config.init_std=0.1": "model.init_config.init_std: has no effect without name: b",
+    "tokenizer.name=byte": "tokenizer.name: 'byte' is not a choice; did you mean 'bytes'? (choi",
+    "tokenizer.name=huggingface": "tokenizer.path: huggingface needs it; write a folder with tok",
+    "tokenizer=bytes tokenizer.vocab_size=300": "tokenizer.vocab_size: has no effect with name:",
+    "tokenizer.vocab_size=256": "tokenizer.vocab_size: 256 is too small; write 257 or more",
+    "data.name=c4": "data.name: 'c4' is not a choice (choices: python_stdlib, files, huggingface)",
+    "data.name=files": "data.paths: files needs it; write a list of files, folders or globs",
+    "data.paths=[a]": "data.paths: has no effect with name: python_stdlib; remove it",
+    "data.split=train": "data.split: has no effect with name: python_stdlib; remove it",
+    "data.name=huggingface": "data.dataset: huggingface needs it; write a hub id or a local fol",
+    "data.validation_fraction=1": "data.validation_fraction: 1.0 is not a fraction; write a num",
+    "optimizer.name=adam": "optimizer.name: 'adam' is not a choice; did you mean 'adamw'? (choi",
+    "optimizer.lr=0": "optimizer.lr: 0.0 must be greater than 0",
+    "optimizer.lr=nan": "optimizer.lr: nan must be greater than 0",
+    "optimizer.betas=[0.9]": "optimizer.betas: [0.9]; write two numbers in [0, 1), such as [0.9,",
+    "gradient_clipping.clipping_type=value": "gradient_clipping.clipping_type: 'value' is not a",
+    "schedule.t_warmup=soon": "schedule.t_warmup: 'soon' is not a duration; write a number and a",
+    "schedule.alpha_f=2": "schedule.alpha_f: 2.0 is not a fraction; write a number from 0 up to,",
+    "parallel.nproc_per_node=0": "parallel.nproc_per_node: 0 is too small; write 1 or more",
+    "parallel.data_parallel_shard_degree=0": "parallel.data_parallel_shard_degree: 0; write -1",
+    "parallel.data_parallel_shard_degree=-1": "parallel.data_parallel_replicate_degree: and data",
+    "parallel.reshard_after_forward=true": "parallel.reshard_after_forward: has no effect with",
+    "eval.icl_rows=5": "eval.icl_rows: has no effect without a gauntlet; remove it",
+    "eval=off eval.validation_rows=5": "eval.validation_rows: has no effect with validation: fal",
+    "logger=none logger.tracking_uri=x": "logger.tracking_uri: has no effect with mlflow: false",
+    "callbacks.speed_window=0": "callbacks.speed_window: 0 is too small; write 1 or more",
+    "callbacks.generate.interval=no": "callbacks.generate.interval: 'no' is not a duration; wri",
+}
+
+
+def problems(schema: type, *words: str) -> tuple[str, ...]:
+    """What `check` finds in the schema's defaults with these settings."""
+    try:
+        checked(schema, None, words)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_training_recipe(words: str) -> None:
+    # A space separates settings, except inside {...}.
+    settings = [words] if "{" in words else words.split(" ")
+    found = problems(TrainRecipe, "run_name=x", *settings)
+    assert len(found) == 1 and found[0].startswith(LINES[words])
+
+
+def test_the_defaults_are_sound() -> None:
+    assert problems(TrainRecipe, "run_name=x") == ()
+
+
+def test_every_section_is_checked() -> None:
+    sections = {key for key, hint in keys(TrainRecipe).items() if section_of(hint) is not None}
+    assert sections <= {line.split(".")[0] for line in LINES.values()}
+
+
+def test_all_problems_are_found_at_once() -> None:
+    words = ["run_name=x", "model.n_layers=0", "optimizer.lr=0", "eval_interval=often"]
+    assert len(problems(TrainRecipe, *words)) == 3
+
+
+@pytest.mark.parametrize("schema", [EvalRecipe, GenerateRecipe])
+def test_a_checkpoint_is_required(schema: type) -> None:
+    line = "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
+    assert problems(schema) == (line,)
+    assert problems(schema, "checkpoint=runs/x") == ()
+
+
+def test_convert_recipe() -> None:
+    base = ("checkpoint=a", "output=b")
+    assert (
+        problems(ConvertRecipe, *base, "to=hf") == problems(ConvertRecipe, *base, "from=hf") == ()
+    )
+    either = "to: write either to=hf (export) or from=hf (import)"
+    assert problems(ConvertRecipe, *base) == (either,)
+    assert problems(ConvertRecipe, *base, "to=hf", "from=hf") == (either,)
+    assert problems(ConvertRecipe, *base, "from=gguf") == (
+        "from: 'gguf' is not a choice (choices: hf)",
+    )
+    assert problems(ConvertRecipe, "checkpoint=a", "to=hf", "dtype=f32") == (
+        "output: is required; write output=DIR, the folder to write",
+        "dtype: 'f32' is not a choice; did you mean 'fp32'? (choices: fp32, bf16, fp16)",
+    )
+
+
+def test_generate_recipe() -> None:
+    def found(*words: str) -> tuple[str, ...]:
+        return problems(GenerateRecipe, "checkpoint=a", *words)
+
+    assert found("temperature=0", "top_k=3") == (
+        "top_k: has no effect with temperature: 0; remove it",
+    )
+    assert found("top_p=0") == ("top_p: 0.0; write a number above 0, at most 1",)
+    assert found("max_new_tokens=0") == ("max_new_tokens: 0 is too small; write 1 or more",)
+
+
+def test_derived_values() -> None:
+    words = ["run_name=x", "model.d_model=96", "model.n_heads=6", "model.attn_config.alibi=true"]
+    recipe = checked(TrainRecipe, None, words)
+    recipe.fill()
+    recipe.model.fill(vocab_size=257)
+    model = recipe.model
+    assert (model.head_dim, model.attn_config.kv_n_heads) == (16, 6)
+    assert (model.ffn_config.ffn_hidden_size, model.max_seq_len) == (384, 2048)
+    assert (model.learned_pos_emb, model.attn_config.alibi_bias_max) == (False, 8)
+    assert (model.attn_config.rope_theta, model.vocab_size) == (None, 320)
+    assert list(recipe.check()) == []

@@ -1,0 +1,84 @@
+"""Every shipped YAML: it composes, is sound, says how to run it, and does not repeat its groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.paths import YAMLS, find_file
+from llmfoundry.recipe.tasks import EvalRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import keys
+
+RECIPES = sorted(YAMLS.glob("*.yaml"))
+CHOICES = sorted(YAMLS.glob("*/*.yaml"))
+# What a user must add to a choice that stands for text of their own.
+NEEDED = {"files": ["data.paths=[a.txt]"], "huggingface": ["data.dataset=some/set"]}
+
+
+def header(path: Path) -> str:
+    """The comment at the head of a file."""
+    lines = path.read_text().splitlines()
+    count = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(lines[:count])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_is_sound_and_says_how_to_run_it(path: Path) -> None:
+    recipe = checked(TrainRecipe, path)
+    recipe.fill()
+    assert list(recipe.check()) == [], "derived values must not be mistakes"
+    assert f"python scripts/train.py yamls/{path.name}\n" in header(path) + "\n"
+    assert len(path.read_text().splitlines()) < 40
+    if recipe.eval.gauntlet is not None:
+        assert find_file(recipe.eval.gauntlet, "eval.gauntlet").is_file()
+
+
+@pytest.mark.parametrize("path", CHOICES, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_group_choice_fits_every_recipe(path: Path) -> None:
+    group = path.parent.name
+    words = [f"{group}={path.stem}", *NEEDED.get(path.stem, [])]
+    for recipe in RECIPES:
+        filled = checked(TrainRecipe, recipe, words)
+        filled.fill()
+        assert list(filled.check()) == []
+    assert 1 <= len(header(path).splitlines()) <= 3
+    if group == "eval":
+        assert checked(EvalRecipe, None, ["checkpoint=runs/x", *words]).eval is not None
+
+
+def test_choices_for_text_of_ones_own_ask_for_it() -> None:
+    for option, word in (("files", "data.paths"), ("huggingface", "data.dataset")):
+        with pytest.raises(Exception, match=f"^yamls/.*: {word}: |^{word}: "):
+            checked(TrainRecipe, RECIPES[0], [f"data={option}"])
+
+
+def test_groups_are_sections() -> None:
+    folders = {path.name for path in YAMLS.iterdir() if path.is_dir()}
+    assert folders <= set(keys(TrainRecipe))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_does_not_set_what_its_groups_set(path: Path) -> None:
+    """Else a group chosen on the command line would not have its say."""
+    body = yaml.safe_load(path.read_text())
+    assert "model" not in body, "a model's shape belongs under yamls/model/"
+    for choice in body["defaults"]:
+        ((group, option),) = choice.items()
+        chosen = yaml.safe_load((YAMLS / group / f"{option}.yaml").read_text())
+        assert not set(body.get(group, {})) & set(chosen), f"{group}={option}"
+
+
+def test_mpt_125m_has_the_published_number_of_parameters_and_tokens() -> None:
+    recipe = checked(TrainRecipe, YAMLS / "mpt-125m.yaml")
+    m = recipe.model
+    positions, vocab = recipe.max_seq_len, m.vocab_size or 0
+    layers, width = m.n_layers, m.d_model
+    count = 12 * layers * width**2 + (vocab + positions) * width + (13 * layers + 2) * width
+    assert count == 125_311_488
+    batches = int(recipe.max_duration.removesuffix("ba"))
+    tokens = batches * recipe.global_train_batch_size * positions
+    assert tokens / count == pytest.approx(20, rel=0.01)

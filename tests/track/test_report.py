@@ -1,0 +1,201 @@
+"""report.html: well formed, loads nothing, holds the run's numbers, and can always be rewritten."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from llmfoundry.track.metrics import JsonLines
+from llmfoundry.track.report import moving_mean, write_report
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+LOADS = {"src", "href", "srcset", "poster", "data", "action", "xlink:href"}
+TASKS = [
+    {"label": "copa", "num_fewshot": 2, "metric": "InContextLearningMultipleChoiceAccuracy",
+     "n": 137, "accuracy": 0.5432, "stderr": 0.0426, "chance": 0.5, "majority": 0.55, "ties": 3,
+     "truncated": 0, "failure": None, "category": "commonsense"},
+    {"label": "svamp", "num_fewshot": 0, "metric": "InContextLearningLMAccuracy",
+     "n": 41, "accuracy": None, "stderr": None, "chance": 0.0, "majority": 0.1, "ties": 0,
+     "truncated": 0, "failure": "row 3 is <not> finite", "category": "symbolic"},
+]  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Collects text, tags and what would be loaded; checks that every element is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loaded += [f"{name}={value}" for name, value in attrs if name in LOADS]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def write_run(folder: Path, steps: int) -> None:
+    metrics = JsonLines(folder / "metrics.jsonl")
+    metrics.start(0)
+    for b in range(1, steps + 1):
+        row = {"time/batch": b, "time/token": b * 4096}
+        loss = 3 + 6 * math.exp(-b / 50) + 0.1 * math.sin(b * 12.9898)
+        metrics.write(
+            row
+            | {
+                "loss/train/total": loss,
+                "metrics/train/bits_per_byte": loss / 2.7,
+                "l2_norm/grad/global": 1 + abs(math.sin(b * 78.233)),
+                "lr-DecoupledAdamW/group0": 6e-4 * b / steps,
+                "throughput/tokens_per_sec": 54_300.0 + b % 7,
+                "throughput/device/mfu": 0.3456,
+                "memory/peak_allocated_mem": 2.5,
+                "loss/train/lbl": 1.01,
+            }
+        )
+    metrics.write(row | {"metrics/eval/LanguageCrossEntropy": 3.14159})
+    metrics.write(row | {"metrics/eval/bits_per_byte": 1.16354})
+    metrics.write(row | {"metrics/copa/2-shot/InContextLearningMultipleChoiceAccuracy": 0.5432})
+    metrics.write(row | {"icl/metrics/eval_gauntlet/commonsense": 0.0864})
+    metrics.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_run(tmp_path, 300)
+    (tmp_path / "recipe.yaml").write_text("run_name: x # <script>alert(1)</script>\n")
+    samples = JsonLines(tmp_path / "samples.jsonl")
+    samples.start(0)
+    samples.write({"time/batch": 100, "prompt": "def f(", "text": "x): <b>\x1b[2J\n"})
+    samples.close()
+    (tmp_path / "eval").mkdir()
+    old = {"time/batch": 100, "tasks": [{**TASKS[0], "n": 999}], "categories": {}, "average": None}
+    new = {
+        "time/batch": 300,
+        "tasks": TASKS,
+        "categories": {"commonsense": 0.0864, "symbolic": None},
+        "average": None,
+        "problems": ["symbolic: n/a, and so is the average: no svamp/0-shot"],
+    }
+    (tmp_path / "eval" / "ba0000100.json").write_text(json.dumps(old))
+    (tmp_path / "eval" / "ba0000300.json").write_text(json.dumps(new))
+    facts = {"name": "tiny <1>", "facts": [["model", "dbrx 28M"]], "environment": {"torch": "2.9"}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    return tmp_path
+
+
+def test_the_page_is_well_formed_and_loads_nothing(run: Path) -> None:
+    html = write_report(run, summary={"status": "finished"}).read_text()
+    page = Page(html)
+    assert page.loaded == []
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", html)
+    assert "prefers-color-scheme:dark" in html
+
+
+def test_the_page_holds_the_runs_numbers(run: Path) -> None:
+    page = Page(write_report(run, summary={"status": "finished", "wall time": "3m12s"}).read_text())
+    for text in (
+        "tiny <1>",
+        "finished · 300 batches, 1.23M tokens",  # 300 * 4096
+        "3.1416 validation loss",
+        "1.1635 validation bits per byte",
+        "54.3k median tokens per second",
+        "34.6% median MFU",
+        "2.5 GiB peak memory",
+        "copa 2 137 54.3% ± 4.3 50.0% 55.0%",
+        "svamp 0 41 n/a 0.0% 10.0% failed: row 3 is <not> finite",
+        "commonsense 0.0864 symbolic n/a average n/a",
+        "symbolic: n/a, and so is the average",
+        "after 300 batches",
+        "def f( x): <b>\\x1b[2J",
+        "<script>alert(1)</script>",
+        "model dbrx 28M",
+        "torch 2.9",
+        "wall time 3m12s",
+        "loss/train/lbl",
+        "copa/2-shot",
+    ):
+        assert text in page.text, text
+    assert "copa 2 999" not in page.text  # the older evaluation is not the final table
+
+
+def test_charts_draw_each_metric_once(run: Path) -> None:
+    html = write_report(run).read_text()
+    titles = re.findall(r"<figcaption><b>(.*?)</b>", html)
+    assert titles == [
+        "Loss",
+        "Bits per byte",
+        "Learning rate",
+        "Gradient norm",
+        "Throughput",
+        "Model FLOPs utilisation",
+        "Peak memory",
+        "loss/train/lbl",
+        "Gauntlet",
+        "Tasks",
+    ]
+
+
+def test_ten_thousand_points_make_a_small_page_that_shows_its_spike(tmp_path: Path) -> None:
+    write_run(tmp_path, 10_000)
+    plain = write_report(tmp_path).read_text()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(lines[6000])
+    row["l2_norm/grad/global"] = 29.0
+    lines[6000] = json.dumps(row)
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    html = write_report(tmp_path).read_text()
+    assert len(html.encode()) < 500_000
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", figure(html, "Gradient norm"))]
+    before = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", figure(plain, "Gradient norm"))]
+    # The spike takes the top of the frame, and the rest (1 to 2 of 29) moves to its bottom.
+    assert min(heights) < 25 and sorted(heights)[3] > 180
+    assert sorted(before)[3] < 60
+
+
+def figure(html: str, title: str) -> str:
+    return next(f for f in html.split("<figure>") if f"<b>{title}</b>" in f)
+
+
+def test_a_run_that_was_killed_has_its_report(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"time/batch": 301, "time/to')
+    page = Page(write_report(run).read_text())
+    assert "not finished · 300 batches" in page.text
+
+
+def test_an_empty_folder_has_a_report_that_says_so(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path).read_text())
+    assert "not finished" in page.text and "No step was logged." in page.text
+
+
+def test_the_moving_mean_is_the_mean_of_its_window() -> None:
+    values = [math.sin(i) * i for i in range(100)]
+    means = moving_mean(values, 10)
+    for i in range(5, 95):
+        assert means[i] == pytest.approx(sum(values[i - 5 : i + 6]) / 11)
+    assert moving_mean([1.0, math.nan, 3.0], 2)[1] == 2.0
+    assert moving_mean([float(i) for i in range(50)], 10) == pytest.approx(range(50))

@@ -1,0 +1,130 @@
+"""The tracker as the trainer uses it: files of the run's folder, resume, ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.track.console import Console
+from llmfoundry.track.loggers import Tracker, flatten
+from llmfoundry.track.metrics import read_metrics
+
+
+def recipe() -> TrainRecipe:
+    made = TrainRecipe(run_name="tiny")
+    made.logger.mlflow = False
+    made.fill()
+    return made
+
+
+def train(folder: Path, first: int, last: int, *, is_main: bool = True) -> tuple[Tracker, str]:
+    stream = io.StringIO()
+    console = Console(is_main=is_main, stream=stream)
+    tracker = Tracker(recipe(), folder, is_main=is_main, console=console)
+    tracker.start(first, total=10, facts=[("model", "dbrx")])
+    for batch in range(first + 1, last + 1):
+        tracker.log(batch, batch * 8, {"loss/train/total": 1 / batch})
+        if batch % 2 == 0:
+            tracker.log(batch, batch * 8, {"metrics/eval/LanguageCrossEntropy": 2 / batch})
+            result = {"tasks": [], "categories": {}, "average": None, "problems": []}
+            tracker.gauntlet(batch, result)
+            tracker.samples(batch, [("a", f"b{batch}")])
+    return tracker, stream.getvalue()
+
+
+def record(folder: Path) -> dict[str, str]:
+    files = [folder / "metrics.jsonl", folder / "samples.jsonl", *folder.glob("eval/*")]
+    return {str(path.relative_to(folder)): path.read_text() for path in files}
+
+
+def test_a_resumed_run_leaves_the_record_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    train(tmp_path / "whole", 0, 10)[0].close("finished")
+    train(tmp_path / "cut", 0, 7)  # killed: never closed
+    tracker, text = train(tmp_path / "cut", 4, 10)
+    tracker.close("finished")
+    assert record(tmp_path / "cut") == record(tmp_path / "whole")
+    # Batches 5, 6, 7: three training lines, an evaluation, a sample, a gauntlet.
+    assert "dropped 6 records of steps after batch 4" in text
+
+
+def test_a_run_that_begins_anew_keeps_nothing(tmp_path: Path) -> None:
+    train(tmp_path / "whole", 0, 2)[0].close("finished")
+    train(tmp_path / "again", 0, 8)[0].close("killed")
+    train(tmp_path / "again", 0, 2)[0].close("finished")
+    assert record(tmp_path / "again") == record(tmp_path / "whole")
+
+
+def test_a_line_a_training_step_and_none_for_evaluations(tmp_path: Path) -> None:
+    _, text = train(tmp_path, 0, 4)
+    steps = [line for line in text.splitlines() if "loss" in line]
+    assert [line.split()[0] for line in steps] == ["1/10", "2/10", "3/10", "4/10"]
+    assert "  model  dbrx\n" in text
+
+
+def test_the_report_tells_how_the_run_ended(tmp_path: Path) -> None:
+    tracker, _ = train(tmp_path, 0, 3)
+    tracker.report()
+    assert "not finished" in (tmp_path / "report.html").read_text()
+    tracker.close("failed", {"reason": "loss is not finite", "loss": float("nan")})
+    tracker.close("finished")  # the first word counts
+    html = (tmp_path / "report.html").read_text()
+    assert '<span class="status failed">failed</span>' in html and "loss is not finite" in html
+    run = json.loads((tmp_path / "run.json").read_text(), parse_constant=pytest.fail)
+    assert run["summary"]["status"] == "failed"
+    assert run["environment"]["torch"] and run["facts"] == [["model", "dbrx"]]
+
+
+def test_other_ranks_do_nothing(tmp_path: Path) -> None:
+    tracker, text = train(tmp_path / "run", 0, 4, is_main=False)
+    assert tracker.report() is None
+    tracker.close("finished")
+    assert text == "" and not (tmp_path / "run").exists()
+
+
+def test_a_report_that_fails_is_said_and_ends_nothing(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    tracker = Tracker(recipe(), tmp_path, is_main=True, console=Console(stream=stream))
+    tracker.start(0, total=3)
+    tracker.log(1, 8, {"loss/train/total": 1.0})
+    (tmp_path / "report.html").mkdir()
+    tracker.close("finished")
+    assert "warning: report.html was not written" in stream.getvalue()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["time/token"] == 8
+
+
+def test_a_recipe_is_flat_and_its_passwords_hidden() -> None:
+    made = TrainRecipe(run_name="tiny")
+    made.logger.tracking_uri = "http://me:secret@host:5000"
+    flat = flatten(made)
+    assert flat["optimizer.betas"] == "[0.9, 0.95]"
+    assert flat["model.attn_config.attn_type"] == "multihead_attention"
+    assert flat["load_path"] == "null" and flat["save_async"] == "true"
+    assert flat["logger.tracking_uri"] == "http://me:***@host:5000"
+    assert not any("secret" in value for value in flat.values())
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("runs/mlflow.db", "is a path"),
+        ("file:///tmp/mlruns", "is a path"),
+        ("sqlite://runs/mlflow.db", "three slashes"),
+        ("sqlite:///:memory:", "names no file"),
+        ("htp://server:5000", "did you mean 'http'"),
+        ("http://:5000", "names no host"),
+    ],
+)
+def test_an_address_that_mlflow_has_no_store_for_is_a_user_error(
+    tmp_path: Path, uri: str, words: str
+) -> None:
+    made = TrainRecipe(run_name="tiny")
+    made.logger.tracking_uri = uri
+    made.fill()
+    with pytest.raises(UserError, match=r"logger\.tracking_uri") as caught:
+        Tracker(made, tmp_path, is_main=True)
+    assert words in str(caught.value) and "sqlite:///runs/mlflow.db" in str(caught.value)
