@@ -121,9 +121,7 @@ _MQA = Need(
     "multiquery_attention",
     "multiquery_attention",
 )
-_HEADS_FILL = Need(
-    "head_dim", lambda c: c.head_dim == c.d_model / c.n_heads, "d_model / n_heads"
-)
+_HEADS_FILL = Need("head_dim", lambda c: c.head_dim == c.d_model / c.n_heads, "d_model / n_heads")
 _HEADS_DIVIDE = Need("n_heads", lambda c: c.d_model % c.n_heads == 0, "a divisor of d_model")
 _FOUR_TIMES = Need(
     "ffn_config.ffn_hidden_size",

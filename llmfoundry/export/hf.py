@@ -197,19 +197,32 @@ def from_hf(path_or_id: str) -> tuple[ModelConfig, dict[str, Tensor]]:
     name, config = read_settings(_read_json(folder / "config.json"))
     with _open_weights(folder) as (names, get):
         if name == OWN:
-            return config, {key.removeprefix("model."): get(key) for key in names}
+            return config, _own_state(config, names, get)
         weights = MAPS[name]
-        if not any(names & {rule.theirs[0] for rule in weights.rules}):
-            # saved from the class without a head, as the first GPT-2 was
-            base = weights.rules[0].theirs[0].split(".")[0] + "."
-            bare = get
-            names = {base + key for key in names}
-            get = lambda key: bare(key.removeprefix(base))  # noqa: E731
+        base = weights.rules[0].theirs[0].split(".")[0] + "."  # `model.` or `transformer.`
+        where = {key: key for key in names}
+        if not any(key.startswith(base) for key in names):  # saved without a head, as GPT-2 was
+            where = {base + key: key for key in names}
         if config.tie_word_embeddings:
-            names = names - {"lm_head.weight"}  # transformers ties whatever the file holds
-        biases = bias_names(weights, config, names)
-        config.no_bias = not any(bool(get(bias).any()) for bias in biases)
-        return config, to_ours(weights, config, names, get)
+            where.pop("lm_head.weight", None)  # transformers ties, whatever the file holds
+
+        def read(key: str) -> Tensor:
+            return get(where[key])
+
+        config.no_bias = not any(read(key).any() for key in bias_names(weights, config, where))
+        return config, to_ours(weights, config, where, read)
+
+
+def _own_state(
+    config: ModelConfig, names: set[str], get: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """The state of a folder of our own class, whose names are the decoder's after `model.`."""
+    with torch.device("meta"):
+        wanted = {f"model.{name}": tensor for name, tensor in Decoder(config).state_dict().items()}
+    if names != wanted.keys():
+        name = min(names ^ wanted.keys())
+        raise UserError(f"{name}: config.json and the weights disagree on whether it exists")
+    return {name.removeprefix("model."): get(name) for name in wanted}
 
 
 def hf_folder(path_or_id: str) -> Path:

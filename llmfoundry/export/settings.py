@@ -83,7 +83,7 @@ def _plain(config: ModelConfig) -> ModelConfig:
 def write_settings(config: ModelConfig, name: str) -> dict[str, Any]:
     """The keys of config.json that make transformers' class `name` this model."""
     if name == OWN:
-        return {"model_type": OWN_TYPE, "decoder": to_dict(config)}
+        return {"model_type": OWN_TYPE, "settings": to_dict(config)}
     config, architecture = _plain(config), ARCHITECTURES[name]
     written: dict[str, Any] = {"architectures": [name], "model_type": architecture.model_type}
     for field in architecture.fields:
@@ -155,7 +155,7 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
 
 def _read_own(written: dict[str, Any]) -> ModelConfig:
     problems: list[Problem] = []
-    config = build(ModelConfig, written.get("decoder", {}), problems, "decoder.")
+    config = build(ModelConfig, written.get("settings", {}), problems, "settings.")
     if problems:
         raise UserError(*(f"config.json: {problem.line}" for problem in problems))
     return config
@@ -183,9 +183,7 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
     return field.choices.get(value)
 
 
-def _check_fixed(
-    written: dict[str, Any], architecture: Architecture, problems: list[str]
-) -> None:
+def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: list[str]) -> None:
     for fixed in architecture.fixed:
         value = _look_up(written, fixed.theirs, fixed.default)
         if value is not ANYTHING and fixed.default is not ANYTHING and value != fixed.value:

@@ -94,9 +94,9 @@ def make_set(config: SetConfig) -> str:
             f"sets: {config.name}: rows: {config.rows}, but level {config.level} gave only"
             f" {len(items)} different questions; write less, or a higher level"
         )
-    golds = [i % CHOICES for i in range(config.rows)]  # no index is more often right than another
-    rng.shuffle(golds)
-    rows = [_row(item, gold) for item, gold in zip(items.values(), golds, strict=True)]
+    order = list(range(config.rows))
+    rng.shuffle(order)
+    rows = [_row(item, i) for item, i in zip(items.values(), order, strict=True)]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -132,9 +132,10 @@ def _check_set(where: str, entry: Any) -> Iterator[str]:
             yield f"{where}: level: {entry[key]}; write {MAX_LEVEL} or less"
 
 
-def _row(item: _Item, gold: int) -> dict[str, Any]:
+def _row(item: _Item, number: int) -> dict[str, Any]:
     if not item.wrong:
         return {"context": item.question, "continuation": item.answer}
+    gold = number % (len(item.wrong) + 1)  # no index is more often right than another
     choices = [*item.wrong[:gold], item.answer, *item.wrong[gold:]]
     return {"query": item.question, "choices": choices, "gold": gold}
 
@@ -161,15 +162,17 @@ def _arithmetic_choice(rng: random.Random, level: int) -> _Item:
 
 
 def _brackets(rng: random.Random, level: int) -> _Item:
-    """`print(items[1` → `])`: wrong are other orders of these brackets first, then others.
+    """Level 1, `print(items[1` → `]`: which of three brackets comes next?
 
-    At level 1 already the first bracket of a wrong answer is wrong.
+    From level 2 on all open brackets are to be closed, `])`; wrong are other orders of them first.
     """
     item = _brackets_completion(rng, level)
-    wrong = {"".join(p) for p in itertools.product(")]}", repeat=len(item.answer))}
-    wrong -= {item.answer}
+    closers = "".join(CLOSERS.values())
     if level == 1:
-        wrong = {closing for closing in wrong if closing[0] != item.answer[0]}
+        closed, right = rng.choice([("", item.answer[0]), tuple(item.answer)])
+        return _Item(item.question + closed, right, tuple(closers.replace(right, "")))
+    wrong = {"".join(p) for p in itertools.product(closers, repeat=len(item.answer))}
+    wrong -= {item.answer}
     orders = sorted(closing for closing in wrong if sorted(closing) == sorted(item.answer))
     others = sorted(wrong.difference(orders))
     rng.shuffle(orders)

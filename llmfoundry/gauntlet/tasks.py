@@ -17,13 +17,13 @@ import yaml
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import nearest, one_of
+from llmfoundry.recipe.paths import find_file
 
 METRICS = {
     "language_modeling": "InContextLearningLMAccuracy",
     "multiple_choice": "InContextLearningMultipleChoiceAccuracy",
 }
 WEIGHTINGS = ("EQUAL", "SAMPLE_SZ", "LOG_SAMPLE_SZ")
-_REPOSITORY = Path(__file__).resolve().parents[2]
 
 Section = TypeVar("Section", bound="TaskConfig | BenchmarkConfig | CategoryConfig | EvalGauntlet")
 
@@ -100,7 +100,7 @@ def read_gauntlet(path: Path) -> GauntletFile:
     Raises:
         UserError: every unknown key, wrong value and missing file, with the place of each.
     """
-    path = find(str(path), beside=Path(), key="eval.gauntlet")
+    path = find(str(path), beside=Path("."), key="eval.gauntlet")
     top = _read_yaml(path)
     problems = [
         f"{path}: unknown key '{key}'{nearest(str(key), ('icl_tasks', 'eval_gauntlet'))}"
@@ -128,14 +128,17 @@ def read_gauntlet(path: Path) -> GauntletFile:
 
 
 def find(name: str, *, beside: Path, key: str) -> Path:
-    """The file `name`: relative to the file or folder `beside`, this process or the repository."""
-    bases = [beside if beside.is_dir() else beside.parent, Path(), _REPOSITORY]
-    for base in bases:
-        path = base / Path(name).expanduser()
-        if path.is_file():
-            return path
-    places = ", ".join(dict.fromkeys(str(base.resolve()) for base in bases))
-    raise UserError(f"{key}: {name}: there is no such file; looked in {places}")
+    """The file `name`: beside the file `beside`, or where `find_file` looks.
+
+    Raises:
+        UserError: there is none, or it is a folder; the line begins with `key`.
+    """
+    path = beside.parent / Path(name).expanduser()
+    if not path.exists():
+        path = find_file(name, key)
+    if not path.is_file():
+        raise UserError(f"{key}: {name} is a folder; write the path of a file")
+    return path
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:

@@ -134,7 +134,19 @@ class Root(nn.Module):
         self.model = model
 
     def forward(
-        self, tokens: Tensor, layout: Layout | None, finish: Callable[[Decoder, Tensor], R]
+        self,
+        tokens: Tensor,
+        layout: Layout | None,
+        finish: Callable[[Decoder, Tensor], R],
+        *,
+        cache: KVCache | None = None,
     ) -> R:
-        """`finish(model, hidden)`, with hidden (B, T, D) of tokens (B, T)."""
-        return finish(self.model, self.model(tokens, layout))
+        """`finish(model, hidden)`, with hidden (B, T, D) of tokens (B, T).
+
+        Args:
+            tokens: (B, T) int64.
+            layout: documents and positions; None: every row is one document.
+            finish: what to do with the hidden states, where weights are whole.
+            cache: earlier tokens of the rows, in generation.
+        """
+        return finish(self.model, self.model(tokens, layout, cache))

@@ -121,9 +121,7 @@ def bias_names(weights: WeightMap, config: ModelConfig, names: Collection[str]) 
     return sorted(known & set(names))
 
 
-def _layers(
-    weights: WeightMap, config: ModelConfig
-) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
+def _layers(weights: WeightMap, config: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
     """Each rule with our layer and their weights, block by block."""
     for rule in weights.rules:
         for block in range(config.n_layers) if "{i}" in rule.ours else (0,):

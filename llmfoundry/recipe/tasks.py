@@ -63,10 +63,15 @@ class ConvertRecipe:
     """The folder to write; must not exist, or be empty."""
     dtype: str = "fp32"
     """Number format of the written weights: fp32, bf16 or fp16."""
+    architecture: str | None = None
+    """Only with to=hf: transformers' class to write (LlamaForCausalLM …), or llmfoundry, our own,
+    which any model fits; unset: the first of transformers' that is exactly the model."""
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
         yield from _needs_checkpoint(self.checkpoint)
+        if self.to is None:
+            yield from inert("", self, ["architecture"], "without to=hf")
         if (self.to is None) == (self.from_ is None):
             yield "to: write either to=hf (export) or from=hf (import)"
         for key, value in (("to", self.to), ("from", self.from_)):

@@ -43,7 +43,8 @@ class Tracker:
         self._samples = JsonLines(run_folder / "samples.jsonl")
         self._run: dict[str, Any] = {"name": recipe.run_name or run_folder.resolve().name}
         self._first, self._total = 0, 0
-        self._is_closed = False
+        self._is_open = False
+        self._in_background = False  # versions are asked for and MLflow's thread runs
         self._mlflow: MlflowWriter | None = None
         if is_main and recipe.logger.mlflow:
             self._mlflow = MlflowWriter(
@@ -77,7 +78,11 @@ class Tracker:
                 dropped += 1
         if dropped:
             self.console.note(f"dropped {dropped} records of steps after batch {first_batch}")
-        self._run |= {"facts": facts, "summary": {"status": "running"}}
+        before = read_json(self._folder / "run.json") if first_batch > 0 else {}
+        # Until this process has made a step, the record is the earlier one's.
+        self._run |= {"facts": facts, "environment": before.get("environment", {})}
+        self._run["summary"] = {"status": "running"}
+        self._is_open = True
         self._write_run()
 
     def log(self, batch: int, tokens: int, metrics: Mapping[str, float]) -> None:
@@ -89,7 +94,7 @@ class Tracker:
             self.console.step(batch, metrics, total=self._total)
         if self._mlflow is not None:
             self._mlflow.log(batch, {TOKEN: tokens, **metrics})
-        if batch > self._first and "environment" not in self._run:
+        if batch > self._first and not self._in_background:
             self._begin_background()
 
     def samples(self, batch: int, samples: Sequence[tuple[str, str]]) -> None:
@@ -123,11 +128,14 @@ class Tracker:
             return None
 
     def close(self, status: str, final: Mapping[str, Any] | None = None) -> None:
-        """End the record: `status` is finished, failed or killed; `final` goes into the report."""
+        """End the record: `status` is finished, failed or killed; `final` goes into the report.
+
+        Does nothing before `start`: a run that never began leaves the folder's record alone.
+        """
         assert status in ("finished", "failed", "killed"), status
-        if not self._is_main or self._is_closed:
+        if not self._is_open:
             return
-        self._is_closed = True
+        self._is_open = False
         self._metrics.close()
         self._samples.close()
         self._run["summary"] = {"status": status, **{k: plain(v) for k, v in (final or {}).items()}}
@@ -140,6 +148,7 @@ class Tracker:
 
     def _begin_background(self) -> None:
         """After the first step, whose time counts: ask for versions, start MLflow's thread."""
+        self._in_background = True
         self._run["environment"] = environment()
         self._write_run()
         if self._mlflow is not None:

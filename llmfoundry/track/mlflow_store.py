@@ -211,14 +211,14 @@ def _log_params(
 
 
 def _silence() -> None:
-    """No telemetry, no progress lines, and our retries instead of MLflow's."""
+    """No telemetry, no lines of MLflow's own, and our retries instead of its."""
     for variable, value in {
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "MLFLOW_LOGGING_LEVEL": "ERROR",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
         "GIT_PYTHON_REFRESH": "quiet",
     }.items():
         os.environ.setdefault(variable, value)
     for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.ERROR)

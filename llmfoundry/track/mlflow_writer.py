@@ -186,7 +186,7 @@ class MlflowWriter:
             except Exception as error:
                 failures += 1
                 self._problem = _describe(error)
-                if isinstance(error, ImportError) or error_code(error) in _PERMANENT:
+                if _is_permanent(error):
                     self._warn(f"MLflow ({public(self._uri)}) refuses {what}: {self._problem}")
                     return None
                 # One failure may be a lock of a moment; the second is an outage, said once.
@@ -226,6 +226,12 @@ class MlflowWriter:
                 f"MLflow ({public(self._uri)}) lacks {', '.join(missing) or 'the end of the run'}:"
                 f" {self._problem or 'out of time'}; metrics.jsonl has every value"
             )
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Whether trying again is in vain: a driver that is not installed, or a refusal."""
+    missing = isinstance(error, ImportError) or type(error).__name__ == "NoSuchModuleError"
+    return missing or error_code(error) in _PERMANENT
 
 
 def _now() -> int:

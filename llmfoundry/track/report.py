@@ -76,7 +76,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
         title=str(run.get("name") or run_folder.resolve().name),
         status=STATUS.get(status, "not finished"),
         reached=_reached(rows),
-        tiles=tiles(rows),
+        tiles=tiles(rows, evaluations),
         sections=[(name, body) for name, body in sections if body],
     )
     path = run_folder / "report.html"
@@ -86,15 +86,17 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
     return path
 
 
-def tiles(rows: Rows) -> list[tuple[str, str]]:
+def tiles(rows: Rows, evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """The numbers to read first: label and value of what was measured."""
     forms: list[tuple[str, str, Callable[[float], str]]] = [
         ("validation loss", EVAL_LOSS, lambda v: f"{v:.4f}"),
         ("validation bits per byte", EVAL_BPB, lambda v: f"{v:.4f}"),
-        ("gauntlet average", f"{GAUNTLET}average", lambda v: f"{v:.3f}"),
         ("training loss", TRAIN_LOSS, lambda v: f"{v:.4f}"),
     ]
     found = [(label, form(v)) for label, name, form in forms if (v := last(rows, name)) is not None]
+    if evaluations and evaluations[-1].get("categories"):
+        # Of the last evaluation only: an older average is not this model's.
+        found.append(("gauntlet average", _score(evaluations[-1].get("average"))))
     speed = [row[SPEED] for row in rows if math.isfinite(row.get(SPEED, math.nan))]
     use = [row[MFU] for row in rows if math.isfinite(row.get(MFU, math.nan))]
     memory = [row[MEMORY] for row in rows if math.isfinite(row.get(MEMORY, math.nan))]
@@ -240,7 +242,7 @@ def _series(label: str, points: list[tuple[float, float]], *, smooth: bool) -> S
     """A long noisy series with a moving mean over a fiftieth of it."""
     if not smooth or len(points) < 200:
         return Series(label, points)
-    window = len(points) // 50
+    window = 2 * (len(points) // 100) + 1
     means = moving_mean([y for _, y in points], window)
     # At the very ends the mean is of a few points: noise, drawn bold.
     trend = [(x, mean) for (x, _), mean in zip(points, means, strict=True)]

@@ -16,6 +16,7 @@ import json
 import re
 import shutil
 import threading
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,9 @@ from torch.optim import Optimizer
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.parallel.launch import World
+
+# said by torch for every save and load of a run that has one process
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 COMMIT = "COMMIT"
 _NAME = re.compile(r"ba\d{7,}")

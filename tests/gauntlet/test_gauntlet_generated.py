@@ -47,7 +47,7 @@ def by_arithmetic(row: dict[str, Any]) -> list[str]:
 
 
 def by_parsing(row: dict[str, Any]) -> list[str]:
-    """The closings that make the line Python."""
+    """The closings that make the line Python, or begin to: one more bracket may be missing."""
 
     def is_python(text: str) -> bool:
         try:
@@ -56,7 +56,11 @@ def by_parsing(row: dict[str, Any]) -> list[str]:
             return False
         return True
 
-    return [choice for choice in choices(row) if is_python(question(row) + choice)]
+    return [
+        choice
+        for choice in choices(row)
+        if any(is_python(question(row) + choice + more) for more in ("", ")", "]", "}"))
+    ]
 
 
 def by_first_line(row: dict[str, Any]) -> list[str]:
@@ -102,9 +106,11 @@ def test_exactly_the_gold_answer_is_right_by_an_independent_solver(name: str, le
     for row in rows:
         assert SOLVERS[name](row) == [gold(row)]
         if "choices" in row:
-            assert len(set(row["choices"])) == 4
+            assert len(set(row["choices"])) == len(row["choices"]) in (3, 4)
     if "choices" in rows[0]:
-        assert [sum(row["gold"] == i for row in rows) for i in range(4)] == [20] * 4
+        n = len(rows[0]["choices"])
+        counts = [sum(row["gold"] == i for row in rows) for i in range(n)]
+        assert max(counts) - min(counts) <= 1
 
 
 def test_bracket_choices_are_equally_long() -> None:
@@ -227,7 +233,7 @@ def test_the_shipped_gauntlet_runs_whole_and_is_cheap() -> None:
         "in_context_copying",
         "language_modeling",
     }
-    assert [task.n for task in result.tasks] == [100] * 7
+    assert [task.n for task in result.tasks] == [100, 100, 120, 100, 100, 100, 100]
     assert not any(task.truncated for task in result.tasks)
 
 

@@ -33,9 +33,9 @@ def some_requests(n: int = 40, longest: int = 30, seed: int = 0) -> list[Request
 
 
 def run(root: nn.Module, requests: list[Request], **keys: Any) -> list[Score]:
-    keys = {"seq_len": 32, "batch_rows": 4, **keys}
+    keys = {"seq_len": 32, "batch_rows": 4, "autocast": nullcontext, **keys}
     device = torch.device("cpu")
-    return score_requests(root, requests, eos_id=0, device=device, autocast=nullcontext, **keys)
+    return score_requests(root, requests, eos_id=0, device=device, **keys)
 
 
 def tiny_root() -> Root:
@@ -164,3 +164,14 @@ def test_the_models_training_flag_is_as_before() -> None:
         root.train(flag)
         run(root, some_requests(n=2))
         assert root.training is flag
+
+
+def test_logits_are_fp32_under_autocast_so_that_likeliest_tokens_do_not_tie() -> None:
+    root, requests = tiny_root(), [Request((0, i), (j,)) for i in range(9) for j in range(VOCAB)]
+    exact = run(root, requests)
+    found = run(root, requests, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    assert sum(s.greedy for s in found) == 9
+    assert not any(s.tied for s in found)
+    for a, b in zip(found, exact, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=0.05)
+    assert [s.logprob for s in found] != [s.logprob for s in exact]

@@ -80,7 +80,8 @@ def test_files_that_are_no_gauntlet_are_told(tmp_path: Path) -> None:
     assert "is not YAML" in problems_of(tmp_path, "a: [")
     assert "is not a gauntlet" in problems_of(tmp_path, "- 1")
     assert "icl_tasks: is missing or empty" in problems_of(tmp_path, {"icl_tasks": []})
-    assert "there is no such file" in problems_of(tmp_path, {"icl_tasks": "tasks.yaml"})
+    assert "icl_tasks: nothing at tasks.yam" in problems_of(tmp_path, {"icl_tasks": "tasks.yam"})
+    assert "icl_tasks: . is a folder" in problems_of(tmp_path, {"icl_tasks": "."})
     assert "label: 'copa' is there more" in problems_of(tmp_path, {"icl_tasks": [TASK, TASK]})
 
 

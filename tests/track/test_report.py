@@ -122,6 +122,7 @@ def test_the_page_holds_the_runs_numbers(run: Path) -> None:
         "finished · 300 batches, 1.23M tokens",  # 300 * 4096
         "3.1416 validation loss",
         "1.1635 validation bits per byte",
+        "n/a gauntlet average",
         "54.3k median tokens per second",
         "34.6% median MFU",
         "2.5 GiB peak memory",
@@ -190,6 +191,13 @@ def test_a_run_that_was_killed_has_its_report(run: Path) -> None:
 def test_an_empty_folder_has_a_report_that_says_so(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path).read_text())
     assert "not finished" in page.text and "No step was logged." in page.text
+
+
+def test_the_bold_line_says_how_many_steps_it_averages(run: Path) -> None:
+    # 300 points: a fiftieth, odd so that it reaches as far to both sides.
+    assert "training (bold: mean of 7 logged steps)" in figure(
+        write_report(run).read_text(), "Loss"
+    )
 
 
 def test_the_moving_mean_is_the_mean_of_its_window() -> None:

@@ -79,6 +79,19 @@ def test_the_report_tells_how_the_run_ended(tmp_path: Path) -> None:
     assert run["environment"]["torch"] and run["facts"] == [["model", "dbrx"]]
 
 
+def test_a_run_that_never_began_leaves_the_record_alone(tmp_path: Path) -> None:
+    train(tmp_path, 0, 4)[0].close("finished")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    Tracker(recipe(), tmp_path, is_main=True, console=Console(stream=io.StringIO())).close("failed")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_resume_without_steps_keeps_what_the_run_said_of_its_place(tmp_path: Path) -> None:
+    train(tmp_path, 0, 4)[0].close("finished")
+    train(tmp_path, 4, 4)[0].close("finished")
+    assert json.loads((tmp_path / "run.json").read_text())["environment"]["torch"]
+
+
 def test_other_ranks_do_nothing(tmp_path: Path) -> None:
     tracker, text = train(tmp_path / "run", 0, 4, is_main=False)
     assert tracker.report() is None
