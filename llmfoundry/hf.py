@@ -7,7 +7,7 @@ evaluation harnesses work with them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
     """The decoder as transformers calls models."""
 
     config_class = LlmfoundryConfig
-    _no_split_modules = ("Block",)
+    _no_split_modules = ["Block"]  # noqa: RUF012
 
     def __init__(self, config: LlmfoundryConfig) -> None:
         super().__init__(config)
@@ -151,7 +151,7 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             kwargs["use_cache"] = False
-        return super().generate(inputs, *args, **kwargs)
+        return cast(Any, super()).generate(inputs, *args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding."""
@@ -159,8 +159,8 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the embedding; a tied head follows it."""
-        self.model.wte = value
-        self.model.config.vocab_size = value.weight.shape[0]
+        self.model.wte = cast(nn.Embedding, value)
+        self.model.config.vocab_size = self.model.wte.num_embeddings
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The head; None where the embedding serves as it."""

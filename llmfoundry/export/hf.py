@@ -267,7 +267,7 @@ def _open_weights(folder: Path) -> Iterator[tuple[set[str], Callable[[str], Tens
             f"{folder}: has no model.safetensors; load it with transformers and save it again"
         )
     with ExitStack() as stack:
-        where = {}
+        where: dict[str, Any] = {}
         for file in files:
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -86,24 +85,19 @@ def replicate(root: Root, mesh: DeviceMesh | None) -> nn.Module:
     """Around filled weights: DDP where the mesh has replicas only; `root` itself elsewhere."""
     if mesh is None or mesh[SHARD].size() > 1:
         return root
-    ddp = DistributedDataParallel(
+    return DistributedDataParallel(
         root,
         process_group=mesh.get_group(REPLICATE),
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
         init_sync=False,  # weights are a function of (seed, name), or read by every rank
     )
-    ddp.register_comm_hook(mesh.get_group(REPLICATE), _sum_hook)
-    return ddp
 
 
-def _sum_hook(
-    group: torch.distributed.ProcessGroup, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[Tensor]:
-    """All-reduce a bucket of gradients by sum (DDP's own rule is the mean)."""
-    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: cast(Tensor, future.value()[0]))
+def sum_factor(module: nn.Module) -> int:
+    """What a loss is multiplied by so that reduced gradients are sums: DDP's are means."""
+    if isinstance(module, DistributedDataParallel):
+        return torch.distributed.get_world_size(module.process_group)
+    return 1
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.attention import KVCache
-from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.model import ModelConfig
 
 _CUT = "\ufffd"  # what decoders write for bytes that are no whole character
@@ -92,7 +93,7 @@ def stream_tokens(
     Raises:
         UserError: prompt and continuation are longer than the model's learned positions.
     """
-    config = getattr(root, "module", root).model.config
+    config = cast(Root, getattr(root, "module", root)).model.config
     check_length(config, len(prompt_ids), max_new_tokens)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([prompt_ids], device=device)

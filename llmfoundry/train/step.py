@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
-from llmfoundry.parallel.mesh import gradient_sync, whole
+from llmfoundry.parallel.mesh import gradient_sync, sum_factor, whole
 
 
 @dataclass
@@ -81,13 +81,13 @@ def train_step(
     count = (batch.labels != IGNORE).sum()
     _sum_over_processes(count)
     loss = torch.zeros((), device=count.device)
-    parts = list(batch.split(microbatch))
+    parts, factor = list(batch.split(microbatch)), sum_factor(module)
     for index, part in enumerate(parts):
         with gradient_sync(module, last=index == len(parts) - 1):
             with autocast():
                 total = module(part.tokens, part.layout, _loss_of(part.labels))
             share = total / count.clamp(min=1)
-            share.backward()
+            (share * factor).backward()
         loss += share.detach()
     _sum_over_processes(loss)
     parameters = [p for p in module.parameters() if p.grad is not None]

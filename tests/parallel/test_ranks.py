@@ -1,0 +1,140 @@
+"""Losses of a run on 1, 2 and 4 gloo processes, replicated and sharded, and across restarts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmfoundry.errors import UserError
+from llmfoundry.parallel.launch import first_host, slurm_environment
+from llmfoundry.parallel.mesh import degrees
+from llmfoundry.recipe.parallel import ParallelConfig
+from tests.tiny import losses, run, write_recipe
+
+REPLICATE, SHARD = "data_parallel_replicate_degree", "data_parallel_shard_degree"
+LAYOUTS = {
+    "ddp-2": (2, -1, 1),
+    "ddp-4": (4, -1, 1),
+    "fsdp-2": (2, 1, -1),
+    "fsdp-4": (4, 1, -1),
+    "hsdp-2x2": (4, 2, 2),
+}
+EIGHT_STEPS = ("max_duration=8ba", "schedule.t_warmup=1ba", "save_interval=4ba", "eval=off")
+EXACT = 1e-6
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and its run on one process, 8 steps, saved after 4."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_recipe(folder)
+    run("train.py", "tiny.yaml", "run_name=alone", *EIGHT_STEPS, cwd=folder)
+    return folder
+
+
+def run_layout(folder: Path, layout: str, name: str, *overrides: str) -> dict[int, float]:
+    processes, replicate, shard = LAYOUTS[layout]
+    degrees = (f"parallel.{REPLICATE}={replicate}", f"parallel.{SHARD}={shard}")
+    arguments = ("tiny.yaml", f"run_name={name}", *EIGHT_STEPS, *degrees, *overrides)
+    run("train.py", *arguments, cwd=folder, processes=processes)
+    return losses(folder / "runs" / name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_equal_one_process(alone: Path, layout: str) -> None:
+    expected = losses(alone / "runs" / "alone")
+    found = run_layout(alone, layout, layout)
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=0, abs=EXACT)
+    norms = [grad_norms(alone / "runs" / name) for name in (layout, "alone")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def grad_norms(run_folder: Path) -> list[float]:
+    rows = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
+    return [row["l2_norm/grad/global"] for row in rows if "l2_norm/grad/global" in row]
+
+
+def test_four_shards_go_on_as_two_and_then_as_one(alone: Path) -> None:
+    """The losses after each change of the number of processes are the whole run's."""
+    expected = losses(alone / "runs" / "alone")
+    run_layout(alone, "fsdp-4", "shrinking", "max_duration=3ba", "schedule.t_max=8ba")
+    run_layout(alone, "fsdp-2", "shrinking", "max_duration=6ba", "schedule.t_max=8ba")
+    arguments = ("tiny.yaml", "run_name=shrinking", *EIGHT_STEPS)
+    run("train.py", *arguments, cwd=alone)
+    found = losses(alone / "runs" / "shrinking")
+    assert sorted(found) == list(range(1, 9))
+    assert found == pytest.approx(expected, rel=0, abs=1e-5)
+
+
+def test_a_resume_on_the_same_processes_is_bit_for_bit(alone: Path) -> None:
+    whole = run_layout(alone, "fsdp-2", "sharded-whole")
+    folder = alone / "runs" / "sharded-resumed"
+    shutil.copytree(alone / "runs" / "sharded-whole", folder)
+    shutil.rmtree(folder / "checkpoints" / "ba0000008")
+    assert run_layout(alone, "fsdp-2", "sharded-resumed") == whole
+
+
+def test_bf16_shards_stay_near_one_process(alone: Path) -> None:
+    arguments = ("tiny.yaml", "run_name=bf16", *EIGHT_STEPS, "precision=amp_bf16")
+    run("train.py", *arguments, cwd=alone)
+    found = run_layout(alone, "fsdp-2", "bf16-sharded", "precision=amp_bf16")
+    assert found == pytest.approx(losses(alone / "runs" / "bf16"), abs=0.03)
+
+
+def test_the_script_starts_its_own_processes(alone: Path) -> None:
+    arguments = ("tiny.yaml", "run_name=own", *EIGHT_STEPS, "parallel.nproc_per_node=2")
+    done = run("train.py", *arguments, cwd=alone)
+    assert "2 x CPU" in done.stdout
+    expected = losses(alone / "runs" / "alone")
+    assert losses(alone / "runs" / "own") == pytest.approx(expected, rel=0, abs=EXACT)
+
+
+def test_degrees_that_do_not_fit_name_their_key() -> None:
+    with pytest.raises(UserError, match=r"^parallel.data_parallel_shard_degree: 3, times"):
+        degrees(ParallelConfig(data_parallel_shard_degree=3), 4)
+    assert degrees(ParallelConfig(data_parallel_shard_degree=2), 4) == (2, 2)
+    config = ParallelConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=-1)
+    assert degrees(config, 8) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("gpu[03-05,09]", "gpu03"), ("a1,a2", "a1"), ("n-7", "n-7"), ("r[1,4]-ib", "r1-ib")],
+)
+def test_the_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_a_slurm_step_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slurm_environment() == {}
+    facts = {
+        "SLURM_NTASKS": "16",
+        "SLURM_PROCID": "9",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "gpu[03-04]",
+        "SLURM_JOB_ID": "20123",
+    }
+    for key, value in facts.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert slurm_environment() == {
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "20123",
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_first_losses_on_a_gpu_are_those_of_a_cpu(alone: Path) -> None:
+    run("train.py", "tiny.yaml", "run_name=gpu", *EIGHT_STEPS, cwd=alone)
+    expected = losses(alone / "runs" / "alone")
+    assert losses(alone / "runs" / "gpu") == pytest.approx(expected, rel=0, abs=1e-3)
