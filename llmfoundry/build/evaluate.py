@@ -47,6 +47,7 @@ def build_evaluate(
                 rank=job.world.rank,
                 world_size=job.world.size,
                 max_rows=config.validation_rows,
+                attend_across_documents=job.recipe.data.attend_across_documents,
             )
             metrics |= validate(job.root, batches, token_bytes, device=device, autocast=autocast)
         if gauntlet is not None:

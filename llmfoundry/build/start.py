@@ -19,6 +19,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.load import load
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.checkpoint import (
@@ -112,6 +113,10 @@ def fill_weights(
         load_weights(folder, model, distributed=distributed)
         job.note(f"weights of {folder} (batch {state['batch']})")
         return 0
+    if "order" not in state:
+        raise UserError(
+            f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
+        )
     batch = int(state["batch"])
     loader.resume(state["order"], batch)
     load_training_state(folder, model, optimizer, distributed=distributed)
@@ -127,8 +132,13 @@ def run_identity(job: Job) -> dict[str, Any]:
         "data.attend_across_documents": recipe.data.attend_across_documents,
         "tokenizer": job.tokenizer.fingerprint,
         "optimizer.name": recipe.optimizer.name,
-        **_flat("model", dataclasses.asdict(recipe.model)),
+        **model_identity(recipe.model),
     }
+
+
+def model_identity(config: ModelConfig) -> dict[str, Any]:
+    """Every setting of a model by its dotted key; weights fit where all are equal."""
+    return _flat("model", dataclasses.asdict(config))
 
 
 def _flat(key: str, values: dict[str, Any]) -> dict[str, Any]:

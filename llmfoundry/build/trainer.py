@@ -83,7 +83,9 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         bytes_per_token=prepared.train.n_bytes / prepared.train.n_tokens,
         tracker=tracker,
         checkpointer=build_checkpointer(written, job),
-        evaluate=build_evaluate(job, recipe.eval, rows=eval_rows(recipe, microbatch), record=record),
+        evaluate=build_evaluate(
+            job, recipe.eval, rows=eval_rows(recipe, microbatch), record=record
+        ),
         identity=identity,
         callbacks=build_callbacks(job),
         first_batch=first_batch,
@@ -179,13 +181,14 @@ def build_generate(job: Job) -> Callable[[str], str]:
     def continue_text(prompt: str) -> str:
         ids = generate(
             job.root,
+            job.tokenizer.eos_id,
             [job.tokenizer.eos_id, *job.tokenizer.encode(prompt)],
-            eos_id=job.tokenizer.eos_id,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             seed=job.recipe.seed,
             device=job.world.device,
             autocast=job.autocast,
+            n_tokens=job.tokenizer.vocab_size,
         )
         return job.tokenizer.decode(ids)
 

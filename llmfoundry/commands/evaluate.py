@@ -36,9 +36,7 @@ def evaluate(recipe: EvalRecipe) -> None:
             console.finish([*shown, ("checkpoint", show(loaded.folder)), ("results", show(file))])
 
 
-def _measure(
-    recipe: EvalRecipe, loaded: Loaded, world: World, console: Console
-) -> dict[str, Any]:
+def _measure(recipe: EvalRecipe, loaded: Loaded, world: World, console: Console) -> dict[str, Any]:
     """Metrics and the gauntlet's whole result; every process takes part."""
     run = dataclasses.replace(
         loaded.recipe,

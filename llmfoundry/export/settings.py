@@ -16,6 +16,7 @@ from llmfoundry.export.architectures import (
     REQUIRED,
     Architecture,
     Field,
+    Need,
     get,
     show,
 )
@@ -24,6 +25,8 @@ from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.typed import Problem, build, to_dict
 
 OWN, OWN_TYPE = "llmfoundry", "llmfoundry"  # the name in recipes, and config.json's model_type
+
+POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope")
 
 
 def choose(config: ModelConfig, architecture: str | None) -> str:
@@ -42,25 +45,31 @@ def choose(config: ModelConfig, architecture: str | None) -> str:
                 f"architecture: {architecture!r} is not a choice{nearest(architecture, options)}"
                 f" (choices: {', '.join(options)})"
             )
-        obstacles = _obstacles(plain, architecture)
-        if obstacles:
-            raise UserError(*obstacles, _other_ways(f"{architecture} cannot be this model"))
+        if _obstacles(plain, architecture):
+            why = f"{architecture} cannot be this model"
+            raise UserError(*_obstacles(plain, architecture), _other_ways(why))
         return architecture
-    found = {name: _obstacles(plain, name) for name in ARCHITECTURES}
-    closest = min(found, key=lambda name: len(found[name]))
-    if not found[closest]:
+    closest = min(ARCHITECTURES, key=lambda name: _distance(plain, name))
+    if not _obstacles(plain, closest):
         return closest
-    raise UserError(
-        *found[closest],
-        _other_ways(f"no transformers architecture is exactly this model; {closest} is nearest"),
-    )
+    why = f"no transformers architecture is exactly this model; {closest} is nearest"
+    raise UserError(*_obstacles(plain, closest), _other_ways(why))
+
+
+def _missed(config: ModelConfig, name: str) -> list[Need]:
+    return [need for need in ARCHITECTURES[name].needs if not need.holds(config)]
+
+
+def _distance(config: ModelConfig, name: str) -> tuple[int, int]:
+    """Missed needs, those of positions first: no one changes these for an export."""
+    missed = _missed(config, name)
+    return sum(need.key in POSITIONS for need in missed), len(missed)
 
 
 def _obstacles(config: ModelConfig, name: str) -> list[str]:
     return [
         f"model.{need.key}: {show(get(config, need.key))}; {name} needs {need.must}"
-        for need in ARCHITECTURES[name].needs
-        if not need.holds(config)
+        for need in _missed(config, name)
     ]
 
 

@@ -41,9 +41,7 @@ def alibi_slopes(n_heads: int, alibi_bias_max: int, device: torch.device) -> Ten
     return torch.cat([slopes[1::2], slopes[::2]])[:n_heads] if power != n_heads else slopes
 
 
-def causal_bias(
-    queries: int, keys: int, slopes: Tensor | None, device: torch.device
-) -> Tensor:
+def causal_bias(queries: int, keys: int, slopes: Tensor | None, device: torch.device) -> Tensor:
     """Bias (1, H or 1, queries, keys) of the last `queries` of `keys` positions, fp32."""
     key = torch.arange(keys, device=device)
     query = key[keys - queries :, None]

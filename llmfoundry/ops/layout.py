@@ -33,10 +33,7 @@ class Layout:
         assert len({sum(row) for row in rows}) == 1, "rows of a batch have one length"
         positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
         documents = torch.stack(
-            [
-                torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row))
-                for row in rows
-            ]
+            [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]
         )
         return cls(positions, documents.int(), rows)
 

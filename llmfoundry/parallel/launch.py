@@ -101,9 +101,7 @@ def join(config: ParallelConfig) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _init_process_group(
-    config: ParallelConfig, rank: int, size: int, device: torch.device
-) -> None:
+def _init_process_group(config: ParallelConfig, rank: int, size: int, device: torch.device) -> None:
     timeout = timedelta(seconds=config.dist_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -113,7 +111,7 @@ def _init_process_group(
     # After an in-place restart the agent's store still holds the dead attempt's addresses.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(address, port, size, is_master=rank == 0 and not agent, timeout=timeout)
-    store = dist.PrefixStore(f"attempt{restart}", store)
+    master = rank == 0 and not agent
+    shared = dist.TCPStore(address, port, size, is_master=master, timeout=timeout)
+    store = dist.PrefixStore(f"attempt{restart}", shared)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-

@@ -61,8 +61,8 @@ class ConvertRecipe:
     """Format to read, written `from`: hf; the output is then a run's folder of ours."""
     output: str | None = None
     """The folder to write; must not exist, or be empty."""
-    dtype: str = "fp32"
-    """Number format of the written weights: fp32, bf16 or fp16."""
+    dtype: str | None = None
+    """Only with to=hf: number format of the written weights, fp32, bf16 or fp16; fp32 there."""
     architecture: str | None = None
     """Only with to=hf: transformers' class to write (LlamaForCausalLM …), or llmfoundry, our own,
     which any model fits; unset: the first of transformers' that is exactly the model."""
@@ -71,7 +71,7 @@ class ConvertRecipe:
         """Every problem, a line each."""
         yield from _needs_checkpoint(self.checkpoint)
         if self.to is None:
-            yield from inert("", self, ["architecture"], "without to=hf")
+            yield from inert("", self, ["architecture", "dtype"], "without to=hf")
         if (self.to is None) == (self.from_ is None):
             yield "to: write either to=hf (export) or from=hf (import)"
         for key, value in (("to", self.to), ("from", self.from_)):
@@ -79,10 +79,13 @@ class ConvertRecipe:
                 yield from one_of(key, value, FORMATS)
         if self.output is None:
             yield "output: is required; write output=DIR, the folder to write"
-        yield from one_of("dtype", self.dtype, DTYPES)
+        if self.dtype is not None:
+            yield from one_of("dtype", self.dtype, DTYPES)
 
     def fill(self) -> None:
-        """Nothing is derived."""
+        """Write derived values in place."""
+        if self.to is not None:
+            self.dtype = self.dtype or "fp32"
 
 
 @dataclass

@@ -171,15 +171,10 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(
-        self, batch: int, model: Decoder, optimizer: Optimizer, state: dict[str, Any]
-    ) -> Path:
+    def save(self, batch: int, model: Decoder, optimizer: Optimizer, state: dict[str, Any]) -> Path:
         """Save after `batch` steps; waits for the save before to end."""
         self.wait()
-        folder = self._folder / "checkpoints" / f"ba{batch:07d}"
-        if self._world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+        folder = self._new_folder(batch)
         tensors = _training_state(model, optimizer)
         if not self._background:
             self._write(folder, tensors, state)
@@ -189,6 +184,19 @@ class Checkpointer:
             target=self._write_in_thread, args=(folder, staged, state), name="checkpoint"
         )
         self._thread.start()
+        return folder
+
+    def save_weights(self, model: Decoder, state: dict[str, Any]) -> Path:
+        """Save a model that has not been trained here, as the checkpoint of batch 0."""
+        folder = self._new_folder(0)
+        self._write(folder, {"model": get_model_state_dict(model)}, state)
+        return folder
+
+    def _new_folder(self, batch: int) -> Path:
+        folder = self._folder / "checkpoints" / f"ba{batch:07d}"
+        if self._world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
         return folder
 
     def wait(self) -> None:
@@ -260,4 +268,3 @@ def _commit(folder: Path, size: int) -> None:
     temporary = folder / "COMMIT.tmp"
     temporary.write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n")
     temporary.rename(folder / COMMIT)
-

@@ -125,10 +125,10 @@ class Trainer:
         last = self.batch == self.clock.total
         if last or self._due(self.recipe.log_interval):
             self._log(result)
-        for callback in self.callbacks:
-            callback.on_step(self)
         if last or self._due(self.recipe.eval_interval):
             self._evaluate()
+        for callback in self.callbacks:
+            callback.on_step(self)
         if last or self._due(self.recipe.save_interval):
             self._save()
 

@@ -103,9 +103,7 @@ def test_key_value_cache_gives_the_logits_of_the_whole_row(name: str) -> None:
     config = make_config(**SETTINGS[name])
     model = make_model(config)
     tokens = torch.randint(0, 64, (3, 12), generator=torch.Generator().manual_seed(5))
-    cache = KVCache(
-        config, batch=3, max_len=12, device=torch.device("cpu"), dtype=torch.float32
-    )
+    cache = KVCache(config, batch=3, max_len=12, device=torch.device("cpu"), dtype=torch.float32)
     parts = [model(part, cache=cache) for part in tokens.split([5, 1, 4, 1, 1], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-5, atol=1e-5)
 

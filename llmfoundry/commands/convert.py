@@ -1,0 +1,109 @@
+"""`scripts/convert.py`: a checkpoint to a Hugging Face folder, or the other way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from llmfoundry.build.job import build_root, filled
+from llmfoundry.build.start import Loaded, load_checkpoint, model_identity
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.export.card import CardInfo
+from llmfoundry.export.hf import from_hf, hf_folder, to_hf
+from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.paths import show
+from llmfoundry.recipe.tasks import ConvertRecipe
+from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_yaml
+from llmfoundry.train.checkpoint import Checkpointer
+
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
+def convert(recipe: ConvertRecipe) -> None:
+    """Convert a checked recipe's checkpoint, on the CPU."""
+    recipe.fill()
+    if recipe.to is not None:
+        _export(recipe)
+    else:
+        _import(recipe)
+
+
+def _export(recipe: ConvertRecipe) -> None:
+    assert recipe.checkpoint and recipe.output and recipe.dtype
+    loaded = load_checkpoint(recipe.checkpoint, ALONE, note=print)
+    output = Path(recipe.output).expanduser()
+    architecture = to_hf(
+        loaded.root.model,
+        loaded.folder / "tokenizer",
+        output,
+        dtype=recipe.dtype,
+        card=_card(loaded),
+        architecture=recipe.architecture,
+    )
+    print(f"{show(loaded.folder)} is {architecture} in {show(output)}")
+
+
+def _card(loaded: Loaded) -> CardInfo:
+    """What the model card says of the run."""
+    recipe, batch = loaded.recipe, int(loaded.state["batch"])
+    tokens = batch * recipe.global_train_batch_size * recipe.max_seq_len
+    return CardInfo(
+        name=str(recipe.run_name),
+        recipe=(loaded.folder / "recipe.yaml").read_text(),
+        data=", ".join([recipe.data.dataset or recipe.data.name, *recipe.data.paths]),
+        trained=f"{batch:,} batches, {tokens:,} tokens",
+        scores=_scores(loaded, batch),
+    )
+
+
+def _scores(loaded: Loaded, batch: int) -> dict[str, float]:
+    """The run's last measurements of these weights, or scripts/eval.py's."""
+    run_folder = loaded.folder.parents[1]
+    results = run_folder / "eval" / loaded.folder.name / "results.json"
+    if results.exists():
+        return json.loads(results.read_text())["metrics"]
+    metrics = run_folder / "metrics.jsonl"
+    rows = (
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    )
+    here = [row for row in rows if row["time/batch"] == batch]
+    return {
+        key: value
+        for row in here
+        for key, value in row.items()
+        if key.startswith(("metrics/eval/", "icl/")) or "-shot" in key
+    }
+
+
+def _import(recipe: ConvertRecipe) -> None:
+    assert recipe.checkpoint and recipe.output
+    output = Path(recipe.output).expanduser()
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"output: {output} is not empty; write another folder")
+    config, weights = from_hf(recipe.checkpoint)
+    tokenizer = Tokenizer.load(hf_folder(recipe.checkpoint))
+    written = TrainRecipe(
+        run_name=output.name,
+        save_folder=str(output),
+        max_seq_len=config.max_seq_len or 2048,
+        model=config,
+        tokenizer=TokenizerConfig(name="huggingface", path=str(output / "tokenizer")),
+    )
+    root = build_root(filled(written))
+    root.to_empty(device=ALONE.device)
+    root.model.load_state_dict(weights)
+
+    def extras(folder: Path) -> None:
+        (folder / "recipe.yaml").write_text(to_yaml(written))
+        tokenizer.save(folder / "tokenizer")
+
+    output.mkdir(parents=True, exist_ok=True)
+    extras(output)
+    writer = Checkpointer(output, ALONE, extras=extras, keep=-1, background=False)
+    state = {"batch": 0, "identity": model_identity(config)}
+    print(f"{recipe.checkpoint} is {show(writer.save_weights(root.model, state))}")

@@ -1,0 +1,287 @@
+"""Models that transformers made and saved, as `from_hf` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from llmfoundry.errors import UserError
+from llmfoundry.export.architectures import ANYTHING, ARCHITECTURES, REQUIRED
+from llmfoundry.export.hf import from_hf, to_hf
+from llmfoundry.models.decoder import Decoder
+from tests.export.random_models import CARD, CASES, ROWS, decoder, logits, settings, write_tokenizer
+
+LLAMA_SHAPE: dict[str, Any] = {
+    "vocab_size": ROWS,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 24,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+GPT2_SHAPE: dict[str, Any] = {
+    "vocab_size": ROWS,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 24,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MOSAIC_SHAPE: dict[str, Any] = {
+    "vocab_size": ROWS,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_seq_len": 24,
+}
+DBRX = {
+    **MOSAIC_SHAPE,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 1, "moe_top_k": 1},
+}
+FULL_ROTARY = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 1.0}
+SCALED = {"attention_multiplier": 0.2}
+OLMOE = {**LLAMA_SHAPE, "num_experts": 1, "num_experts_per_tok": 1}
+
+MADE = [  # transformers' config and class, and the settings
+    ("Llama", LLAMA_SHAPE),
+    ("Llama", {**LLAMA_SHAPE, "tie_word_embeddings": True, "head_dim": 16, "rms_norm_eps": 1e-2}),
+    ("Llama", {**LLAMA_SHAPE, "attention_bias": True, "num_key_value_heads": 1}),
+    ("Llama", {**LLAMA_SHAPE, "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}),
+    ("Mistral", {**LLAMA_SHAPE, "sliding_window": None}),
+    ("Qwen2", LLAMA_SHAPE),
+    ("Granite", {**LLAMA_SHAPE, **SCALED}),
+    ("Arcee", {**LLAMA_SHAPE, "hidden_act": "relu", "mlp_bias": True}),
+    ("Starcoder2", LLAMA_SHAPE),
+    ("Starcoder2", {**LLAMA_SHAPE, "use_bias": False, "num_key_value_heads": 4}),
+    ("StableLm", {**LLAMA_SHAPE, "rope_parameters": FULL_ROTARY}),
+    ("StableLm", {**LLAMA_SHAPE, "rope_parameters": FULL_ROTARY, "use_qkv_bias": True}),
+    ("Olmoe", OLMOE),
+    ("GPT2", GPT2_SHAPE),
+    ("GPT2", {**GPT2_SHAPE, "n_inner": 40, "activation_function": "gelu"}),
+    ("GPTBigCode", GPT2_SHAPE),
+    ("Mpt", {**MOSAIC_SHAPE, "attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.5}}),
+    ("Dbrx", DBRX),
+]
+
+
+def make(kind: str, options: dict[str, Any], *, head: bool = True) -> Any:
+    """A model of transformers with every weight and bias away from its neutral start."""
+    config = getattr(transformers, f"{kind}Config")(**options)
+    ending = {"GPT2": "LMHeadModel"}.get(kind, "ForCausalLM") if head else "Model"
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{kind}{ending}")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def read(folder: Path) -> Decoder:
+    config, state = from_hf(str(folder))
+    model = Decoder(config)
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "options"), MADE)
+def test_a_model_of_transformers_gives_the_same_logits(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = make(kind, options)
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.randint(0, ROWS, (2, 24))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    assert expected.std() > 0.05
+    assert (logits(read(tmp_path), tokens) - expected).abs().max() < 1e-5
+
+
+def test_gpt2_saved_without_its_head_and_with_buffers_is_read(tmp_path: Path) -> None:
+    theirs = make("GPT2", GPT2_SHAPE, head=False)
+    theirs.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "wte.weight" in weights, "this is what the test is about"
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)  # as the first GPT-2's file has it
+    save_file(weights, tmp_path / "model.safetensors")
+    tokens = torch.randint(0, ROWS, (2, 24))
+    with torch.no_grad():
+        expected = theirs(tokens).last_hidden_state @ theirs.wte.weight.T
+    assert (logits(read(tmp_path), tokens) - expected).abs().max() < 1e-5
+
+
+def test_biases_that_are_all_zero_are_left_out(tmp_path: Path) -> None:
+    theirs = make("GPT2", GPT2_SHAPE)
+    theirs.save_pretrained(tmp_path)
+    assert from_hf(str(tmp_path))[0].no_bias is False
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+    theirs.save_pretrained(tmp_path)
+    assert from_hf(str(tmp_path))[0].no_bias is True
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_keys_that_config_json_leaves_out_mean_what_transformers_takes(name: str) -> None:
+    """The table's defaults against those of transformers' own config classes."""
+    architecture = ARCHITECTURES[name]
+    defaults = transformers.AutoConfig.for_model(architecture.model_type).to_dict()
+    assert len(architecture.fields) > 5
+    keys = [(f.theirs, f.default) for f in (*architecture.fields, *architecture.fixed)]
+    for key, default in keys:
+        if default in (REQUIRED, ANYTHING, None):
+            continue  # None: both derive it from other keys, or both have it off
+        value: Any = defaults
+        for part in key.split("."):
+            value = value[part]
+        assert value == default, key
+    partial = defaults.get("rope_parameters") or {}
+    assert partial.get("partial_rotary_factor", 1.0) == architecture.partial_rotary
+
+
+def written(name: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """An exported folder and its config.json."""
+    out, wanted = tmp_path / "out", name
+    model = decoder(settings(**CASES[name][0]))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    to_hf(model, tokenizer, out, dtype="fp32", card=CARD, architecture=wanted)
+    return out, json.loads((out / "config.json").read_text())
+
+
+def rewrite(folder: Path, config: dict[str, Any], key: str, value: Any) -> None:
+    config = json.loads(json.dumps(config))
+    section = config
+    *parents, last = key.split(".")
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[last] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+OTHER = {True: False, False: True, None: 7, 8: 9, 4: 2, 1: 2, 1.0: 3.0}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_keys_that_the_decoder_cannot_follow_are_refused_one_by_one(
+    name: str, tmp_path: Path
+) -> None:
+    folder, config = written(name, tmp_path)
+    for fixed in ARCHITECTURES[name].fixed:
+        other = "other" if isinstance(fixed.value, str) else OTHER[fixed.value]
+        rewrite(folder, config, fixed.theirs, other)
+        if fixed.default is ANYTHING:
+            from_hf(str(folder))
+            continue
+        with pytest.raises(UserError, match=f"^config.json: {fixed.theirs} "):
+            from_hf(str(folder))
+    for field in ARCHITECTURES[name].fields:
+        if field.choices is not None:
+            rewrite(folder, config, field.theirs, "relu2")
+            with pytest.raises(UserError, match=f"^config.json: {field.theirs} 'relu2'"):
+                from_hf(str(folder))
+    rewrite(folder, config, "quantization_config", {"bits": 4})
+    with pytest.raises(UserError, match=r"^config.json: quantization_config"):
+        from_hf(str(folder))
+
+
+ROTARY = [
+    ("rope_parameters.rope_type", "linear", "rope_type 'linear'"),
+    ("rope_parameters.partial_rotary_factor", 0.5, "partial_rotary_factor 0.5"),
+    ("partial_rotary_factor", 0.5, "partial_rotary_factor 0.5"),
+    ("rope_theta", 123.0, "rope_parameters.rope_theta 500000.0, rope_theta 123.0 disagree"),
+    ("layer_types", ["full_attention", "sliding_attention"], "layer_types"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "refusal"), ROTARY)
+def test_other_rotary_positions_are_refused(
+    key: str, value: Any, refusal: str, tmp_path: Path
+) -> None:
+    folder, config = written("LlamaForCausalLM", tmp_path)
+    rewrite(folder, config, key, value)
+    with pytest.raises(UserError, match=f"^config.json: {refusal}"):
+        from_hf(str(folder))
+
+
+def test_old_style_rope_keys_are_read(tmp_path: Path) -> None:
+    folder, config = written("LlamaForCausalLM", tmp_path)
+    del config["rope_parameters"]
+    rewrite(folder, config, "rope_scaling", None)
+    assert from_hf(str(folder))[0].attn_config.rope_theta == 500000.0
+    rewrite(folder, config, "rope_scaling", {"type": "dynamic", "factor": 2.0})
+    with pytest.raises(UserError, match="rope_type 'dynamic'"):
+        from_hf(str(folder))
+
+
+def test_dbrx_means_the_theta_that_its_first_config_json_gave(tmp_path: Path) -> None:
+    """transformers ignores attn_config.rope_theta, and takes 10000 where it is all there is."""
+    folder, config = written("DbrxForCausalLM", tmp_path)
+    del config["rope_parameters"], config["rope_theta"]
+    rewrite(folder, config, "attn_config.rope_theta", 250000.0)
+    assert from_hf(str(folder))[0].attn_config.rope_theta == 250000.0
+    rewrite(folder, config, "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+    with pytest.raises(UserError, match=r"attn_config\.rope_theta 500000\.0 disagree"):
+        from_hf(str(folder))
+
+
+def test_an_unknown_kind_and_a_missing_key_are_refused(tmp_path: Path) -> None:
+    folder, config = written("GPT2LMHeadModel", tmp_path)
+    rewrite(folder, config, "model_type", "mamba")
+    with pytest.raises(UserError, match="model_type 'mamba' cannot be read .*llama"):
+        from_hf(str(folder))
+    del config["n_layer"]
+    rewrite(folder, config, "n_head", 4)
+    with pytest.raises(UserError, match="^config.json: n_layer is missing"):
+        from_hf(str(folder))
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    folder, _ = written("GPT2LMHeadModel", tmp_path)
+    file = folder / "model.safetensors"
+    whole = load_file(file)
+    one, bias = "transformer.h.1.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.bias"
+
+    save_file({k: v for k, v in whole.items() if k != one}, file)
+    with pytest.raises(UserError, match=f"^{one}: the tensor is missing"):
+        from_hf(str(folder))
+    save_file(whole | {"transformer.h.0.router": whole[one].clone()}, file)
+    with pytest.raises(UserError, match=r"^transformer\.h\.0\.router: the decoder has no such"):
+        from_hf(str(folder))
+    save_file(whole | {one: whole[one][:, 1:].clone(), bias: whole[bias][1:].clone()}, file)
+    with pytest.raises(UserError, match=r"blocks\.1\.ffn\.up_proj\.weight .*\(127, 32\)"):
+        from_hf(str(folder))
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
+        from_hf(str(folder))
+    file.unlink()
+    with pytest.raises(UserError, match=r"has no model\.safetensors"):
+        from_hf(str(folder))
+
+
+def test_a_folder_that_is_not_there_or_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="^checkpoint: there is no folder"):
+        from_hf(str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match=r"config\.json: is missing"):
+        from_hf(str(tmp_path))
+
+
+def test_weights_of_our_own_class_must_fit_its_settings(tmp_path: Path) -> None:
+    folder, config = written("llmfoundry", tmp_path)
+    rewrite(folder, config, "settings.n_layers", 3)
+    with pytest.raises(UserError, match=r"^model\.blocks\.2\..*disagree"):
+        from_hf(str(folder))
+    rewrite(folder, config, "settings.n_layer", 3)
+    with pytest.raises(UserError, match="did you mean 'n_layers'"):
+        from_hf(str(folder))
