@@ -128,14 +128,13 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
         if kwargs.pop("inputs_embeds", None) is not None:
             raise ValueError("inputs_embeds: the decoder takes input_ids only")
         wants_cache = self.config.use_cache if use_cache is None else use_cache
-        layout = _layout(attention_mask)
-        if layout is not None:
-            if past_key_values is not None:
-                raise ValueError("padded rows have no key-value cache; pass use_cache=False")
-            wants_cache = False
-        elif wants_cache and past_key_values is None and not self.training:
-            past_key_values = DynamicCache()
         cache = None if past_key_values is None else _Cache(past_key_values)
+        layout = _layout(attention_mask)
+        if layout is not None and cache is not None:
+            raise ValueError("padded rows have no key-value cache; pass use_cache=False")
+        if layout is None and cache is None and wants_cache and not self.training:
+            past_key_values = DynamicCache()
+            cache = _Cache(past_key_values)
         _check_positions(position_ids, layout, cache.length if cache else 0)
         hidden = self.model(input_ids, layout, cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -45,7 +45,8 @@ def decoder(config: ModelConfig) -> Decoder:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.15 if parameter.ndim > 1 else 0.3, generator=generator)
+            matrix = 0.15 if name.startswith(("wte", "wpe", "lm_head")) else 0.3
+            parameter.normal_(0, matrix if parameter.ndim > 1 else 0.3, generator=generator)
             if parameter.ndim == 1 and name.endswith("weight"):
                 parameter += 1
     return model

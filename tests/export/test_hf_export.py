@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    """transformers' model, after making sure that it found each weight and no other."""
+    """Transformers' model, after making sure that it found each weight and no other."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.values()), info
     return model.eval()
@@ -114,9 +114,7 @@ CHANGES: dict[str, Any] = {  # every setting that logits depend on, changed alon
     ),
     "model.attn_config.clip_qkv": lambda c: changed(c, "attn_config.clip_qkv", 0.4),
     "model.attn_config.softmax_scale": lambda c: changed(c, "attn_config.softmax_scale", 0.7),
-    "model.attn_config.qk_ln": lambda c: changed(
-        c, "attn_config.qk_ln", not c.attn_config.qk_ln
-    ),
+    "model.attn_config.qk_ln": lambda c: changed(c, "attn_config.qk_ln", not c.attn_config.qk_ln),
     "model.norm_type": lambda c: changed(
         c, "norm_type", "layernorm" if c.norm_type == "rmsnorm" else "rmsnorm"
     ),
@@ -175,7 +173,7 @@ def test_a_refusal_without_a_wish_lists_what_is_in_the_nearest_ones_way(
     config = settings(attn=ALIBI | {"qk_ln": True, "alibi_bias_max": 4}, no_bias=True)
     with pytest.raises(UserError) as caught:
         to_hf(decoder(config), tokenizer, tmp_path / "out", dtype="fp32", card=CARD)
-    assert caught.value.problems[:-1] == [
+    assert list(caught.value.problems[:-1]) == [
         "model.attn_config.alibi_bias_max: 4; MptForCausalLM needs 8",
         "model.attn_config.qk_ln: true; MptForCausalLM needs false",
     ]
@@ -232,7 +230,7 @@ def test_values_beyond_the_dtype_are_refused_by_the_weights_name(
 ) -> None:
     model = decoder(settings())
     with torch.no_grad():
-        model.blocks[1].ffn.up_proj.weight[0, 0] = 1e5  # type: ignore[union-attr,index]
+        model.blocks[1].ffn.up_proj.weight[0, 0] = 1e5
     with pytest.raises(UserError, match=r"h\.1\.mlp\.c_fc\.weight: .*float16 cannot hold.*bf16"):
         to_hf(model, tokenizer, tmp_path / "out", dtype="fp16", card=CARD)
     with torch.no_grad():
@@ -247,7 +245,7 @@ def test_the_output_must_be_new_or_empty(tokenizer: Path, tmp_path: Path) -> Non
     out.mkdir()
     to_hf(model, tokenizer, out, dtype="fp32", card=CARD)
     assert (out / "config.json").is_file()
-    with pytest.raises(UserError, match="^output: .*not empty"):
+    with pytest.raises(UserError, match=r"^output: .*not empty"):
         to_hf(model, tokenizer, out, dtype="fp32", card=CARD)
 
 

@@ -170,7 +170,10 @@ def rewrite(folder: Path, config: dict[str, Any], key: str, value: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-OTHER = {True: False, False: True, None: 7, 8: 9, 4: 2, 1: 2, 1.0: 3.0}
+def different(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return {type(None): 7, str: "other"}.get(type(value)) or value + 1
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -179,8 +182,7 @@ def test_keys_that_the_decoder_cannot_follow_are_refused_one_by_one(
 ) -> None:
     folder, config = written(name, tmp_path)
     for fixed in ARCHITECTURES[name].fixed:
-        other = "other" if isinstance(fixed.value, str) else OTHER[fixed.value]
-        rewrite(folder, config, fixed.theirs, other)
+        rewrite(folder, config, fixed.theirs, different(fixed.value))
         if fixed.default is ANYTHING:
             from_hf(str(folder))
             continue
@@ -226,7 +228,7 @@ def test_old_style_rope_keys_are_read(tmp_path: Path) -> None:
 
 
 def test_dbrx_means_the_theta_that_its_first_config_json_gave(tmp_path: Path) -> None:
-    """transformers ignores attn_config.rope_theta, and takes 10000 where it is all there is."""
+    """Transformers ignores attn_config.rope_theta, and takes 10000 where it is all there is."""
     folder, config = written("DbrxForCausalLM", tmp_path)
     del config["rope_parameters"], config["rope_theta"]
     rewrite(folder, config, "attn_config.rope_theta", 250000.0)
@@ -239,11 +241,11 @@ def test_dbrx_means_the_theta_that_its_first_config_json_gave(tmp_path: Path) ->
 def test_an_unknown_kind_and_a_missing_key_are_refused(tmp_path: Path) -> None:
     folder, config = written("GPT2LMHeadModel", tmp_path)
     rewrite(folder, config, "model_type", "mamba")
-    with pytest.raises(UserError, match="model_type 'mamba' cannot be read .*llama"):
+    with pytest.raises(UserError, match=r"model_type 'mamba' cannot be read .*llama"):
         from_hf(str(folder))
     del config["n_layer"]
     rewrite(folder, config, "n_head", 4)
-    with pytest.raises(UserError, match="^config.json: n_layer is missing"):
+    with pytest.raises(UserError, match=r"^config.json: n_layer is missing"):
         from_hf(str(folder))
 
 
@@ -271,7 +273,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_or_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="^checkpoint: there is no folder"):
+    with pytest.raises(UserError, match=r"^checkpoint: there is no folder"):
         from_hf(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match=r"config\.json: is missing"):
         from_hf(str(tmp_path))
@@ -285,3 +287,19 @@ def test_weights_of_our_own_class_must_fit_its_settings(tmp_path: Path) -> None:
     rewrite(folder, config, "settings.n_layer", 3)
     with pytest.raises(UserError, match="did you mean 'n_layers'"):
         from_hf(str(folder))
+
+
+def test_a_hub_id_is_fetched_and_a_failure_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = written("LlamaForCausalLM", tmp_path)
+
+    def fetch(name: str, **_: Any) -> str:
+        if name == "someone/small":
+            return str(folder)
+        raise OSError("401 Client Error\nand many lines of advice")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert from_hf("someone/small")[0].n_layers == 2
+    with pytest.raises(UserError, match=r"someone/other is no folder.*: 401 Client Error$"):
+        from_hf("someone/other")

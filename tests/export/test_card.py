@@ -1,0 +1,59 @@
+"""README.md of an exported folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmfoundry.export.card import CardInfo
+from llmfoundry.export.hf import to_hf
+from tests.export.random_models import decoder, settings, write_tokenizer
+
+
+def export(folder: Path, architecture: str | None = None) -> str:
+    card = CardInfo(
+        name="small",
+        recipe="run_name: small\nseed: 17\n",
+        data="two thousand words",
+        trained="300 batches, 1.2e6 tokens",
+        scores={"metrics/eval/LanguageCrossEntropy": 1.23456},
+        prompt="w3 w4",
+    )
+    model, tokenizer = decoder(settings()), write_tokenizer(folder / "tokenizer")
+    out = folder / "small"
+    to_hf(model, tokenizer, out, dtype="bf16", card=card, architecture=architecture)
+    return (out / "README.md").read_text()
+
+
+def test_the_card_says_what_the_model_is_and_how_it_came_about(tmp_path: Path) -> None:
+    text = export(tmp_path)
+    header = yaml.safe_load(text.split("---")[1])
+    assert header["library_name"] == "transformers" and "llmfoundry" in header["tags"]
+    # 128 x 32 tokens, 24 x 32 positions, two blocks of 4+8 squares of 32 with biases, norms
+    block = 12 * 32**2 + (3 + 1 + 4 + 1) * 32 + 4 * 32
+    assert f"{128 * 32 + 24 * 32 + 2 * block + 64:,}" in text
+    for said in ("two thousand words", "300 batches", "GPT2LMHeadModel", "bf16", "24 tokens"):
+        assert said in text
+    assert "| metrics/eval/LanguageCrossEntropy | 1.2346 |" in text
+    recipe = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert recipe and yaml.safe_load(recipe[1]) == {"run_name": "small", "seed": 17}
+
+
+@pytest.mark.parametrize("architecture", [None, "llmfoundry"])
+def test_the_cards_program_runs(
+    architecture: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = re.search(r"```python\n(.*?)```", export(tmp_path, architecture), re.DOTALL)
+    assert program
+    assert ("import llmfoundry.hf" in program[1]) == (architecture == "llmfoundry")
+    monkeypatch.chdir(tmp_path)
+    shorter = program[1].replace("max_new_tokens=64", "max_new_tokens=8")
+    exec(shorter, {})
+    words = capsys.readouterr().out.split()
+    assert words[:3] == ["<|endoftext|>", "w3", "w4"] and len(words) > 3

@@ -1,0 +1,59 @@
+"""Generation on two processes that hold half of each weight, or a copy."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.serve.generate import generate
+from tests.export.random_models import EOS, ROPE, settings
+
+CPU = torch.device("cpu")
+OPTIONS = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4}
+
+
+def continued(module: torch.nn.Module, *, kv_cache: bool) -> list[int]:
+    return generate(
+        module, -1, [EOS, 3, 4], device=CPU, autocast=nullcontext, kv_cache=kv_cache, **OPTIONS
+    )
+
+
+def _continue_on(rank: int, shard: int, port: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    config = ParallelConfig(data_parallel_shard_degree=shard)
+    config.fill()
+    world = World(rank, 2, rank, CPU)
+    mesh = build_mesh(config, world)
+    with torch.device("meta"):
+        root = Root(Decoder(settings(attn=ROPE)))
+    materialize(root, world, mesh, config, precision="fp32")
+    root.model.init_weights(2)
+    module = replicate(root, mesh)
+    found = [continued(module, kv_cache=kv_cache) for kv_cache in (True, False)]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fsdp"])
+def test_every_process_draws_what_one_alone_would(shard: int, tmp_path: Path) -> None:
+    model = Decoder(settings(attn=ROPE))
+    model.init_weights(2)
+    expected = continued(Root(model), kv_cache=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_continue_on, (shard, port, str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == [expected, expected]
