@@ -1,0 +1,1 @@
+"""Speed and memory beside others, in one run, as ratios: `make bench`."""

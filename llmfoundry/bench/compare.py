@@ -1,0 +1,121 @@
+"""Runs the contenders by turns, each a process of its own, and prints ratios.
+
+Absolute times do not travel between machines, nor between minutes on a shared one: contenders
+alternate, medians are taken, and each round gives its own ratio.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmfoundry.bench.bare import HEADS, LAYERS, ROWS, SEQ, VOCAB, D
+from llmfoundry.recipe.paths import ROOT
+
+WARM_UP = 5  # first steps, not counted
+STEP = re.compile(r"^\s*(?:step\s+)?(\d+)(?:/\d+)?\s")
+
+RECIPE = f"""
+max_seq_len: {SEQ}
+global_train_batch_size: {ROWS}
+device_train_microbatch_size: {ROWS}
+eval_interval: 0ba
+save_interval: 0ba
+model: {{d_model: {D}, n_heads: {HEADS}, n_layers: {LAYERS}, no_bias: true}}
+tokenizer: {{name: train, vocab_size: {VOCAB}}}
+data: {{attend_across_documents: true, validation_fraction: 0}} # whole rows, as the others have
+eval: {{validation: false}}
+callbacks: {{speed_window: 1}}
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One process's run.
+
+    Attributes:
+        tokens_per_second: of the median step after the warm-up.
+        first_step: seconds from the command to the end of the first step.
+        memory: peak resident set, bytes.
+    """
+
+    tokens_per_second: float
+    first_step: float
+    memory: int
+
+
+def compare(*, rounds: int, steps: int) -> str:
+    """Run everything; the table of medians and ratios."""
+    lines = [f"{D=} {LAYERS=} {HEADS=} {VOCAB=} {SEQ=} {ROWS=}; {rounds} rounds of {steps} steps"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = folder / "bench.yaml"
+        recipe.write_text(RECIPE)
+        prepare = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), str(recipe)]
+        subprocess.run(prepare, check=True, capture_output=True)
+        for precision in ("fp32", "amp_bf16"):
+            results: dict[str, list[Measured]] = {}
+            for turn in range(rounds):
+                for contender, command in _commands(recipe, precision, steps, turn).items():
+                    results.setdefault(contender, []).append(_measure(command, folder))
+                    print(".", end="", flush=True, file=sys.stderr)
+            lines += _table(precision, results)
+    print(file=sys.stderr)
+    return "\n".join(lines)
+
+
+def _commands(recipe: Path, precision: str, steps: int, turn: int) -> dict[str, list[str]]:
+    options = ["--precision", precision, "--steps", str(steps)]
+    train = [sys.executable, str(ROOT / "scripts" / "train.py"), str(recipe)]
+    length = [f"max_duration={steps}ba", f"precision={precision}"]
+    return {
+        "ours": [*train, *length, f"run_name=bench-{precision}-{turn}"],
+        "bare loop": [sys.executable, "-m", "llmfoundry.bench.bare", *options],
+        "HF Trainer": [sys.executable, "-m", "llmfoundry.bench.hf_trainer", *options],
+    }
+
+
+def _measure(command: Sequence[str], folder: Path) -> Measured:
+    """Time the lines that the process prints, one a step, as they come."""
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    times, said = [], []
+    for line in process.stdout:
+        said.append(line)
+        if STEP.match(line):
+            times.append(time.perf_counter() - started)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0 or len(times) <= WARM_UP + 1:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(said[-30:])}")
+    between = [b - a for a, b in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Measured(ROWS * SEQ / statistics.median(between), times[0], usage.ru_maxrss * unit)
+
+
+def _table(precision: str, results: dict[str, list[Measured]]) -> list[str]:
+    """Medians of each contender, and medians of the rounds' ratios to the bare loop."""
+    lines = ["", f"{precision:12}{'tok/s':>9}{'of bare':>9}{'first step':>12}{'memory':>11}"]
+    for contender, runs in results.items():
+        ratios = [
+            mine.tokens_per_second / bare.tokens_per_second
+            for mine, bare in zip(runs, results["bare loop"], strict=True)
+        ]
+        speed = statistics.median(r.tokens_per_second for r in runs)
+        first = statistics.median(r.first_step for r in runs)
+        memory = statistics.median(r.memory for r in runs) / 2**30
+        lines.append(
+            f"{contender:12}{speed:9.0f}{statistics.median(ratios):9.2f}"
+            f"{first:10.1f} s{memory:7.2f} GiB"
+        )
+    return lines

@@ -1,0 +1,107 @@
+"""Estimates against what PyTorch really keeps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from llmfoundry.errors import UserError
+from llmfoundry.estimate import choose_microbatch, estimate, row_bytes
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.decoder import Root
+from llmfoundry.ops.cross_entropy import linear_cross_entropy
+from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry.recipe.train import TrainRecipe
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mpt": {},
+    "llama": {
+        "attn_config": AttentionConfig(rope=True),
+        "ffn_config": FFNConfig("mptglu", "silu", 352),
+        "norm_type": "rmsnorm",
+        "no_bias": True,
+    },
+    "gqa": {
+        "attn_config": AttentionConfig(
+            attn_type="grouped_query_attention", kv_n_heads=2, rope=True, clip_qkv=8.0
+        )
+    },
+}
+
+
+def make_recipe(name: str, precision: str) -> TrainRecipe:
+    settings = copy.deepcopy(SETTINGS[name])
+    model = ModelConfig(d_model=128, n_heads=4, n_layers=6, vocab_size=512, **settings)
+    recipe = TrainRecipe(
+        model=model, max_seq_len=256, precision=precision, global_train_batch_size=64
+    )
+    recipe.fill()
+    return recipe
+
+
+def kept_bytes(recipe: TrainRecipe, rows: int) -> int:
+    """Bytes of distinct storages that autograd saves in a forward pass, weights left out."""
+    model = Decoder(recipe.model)
+    model.init_weights(1)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    tokens = torch.randint(0, 512, (rows, 256))
+    low = recipe.precision == "amp_bf16"
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=low):
+        Root(model)(tokens, None, lambda m, h: linear_cross_entropy(h, m.head_weight, tokens))
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_activations_of_a_row_are_within_a_quarter_of_those_kept(name: str, precision: str) -> None:
+    recipe = make_recipe(name, precision)
+    measured = (kept_bytes(recipe, 6) - kept_bytes(recipe, 2)) / 4
+    assert row_bytes(recipe) == pytest.approx(measured, rel=0.25)
+
+
+def test_weights_gradients_and_moments_are_16_bytes_a_parameter() -> None:
+    recipe = make_recipe("mpt", "fp32")
+    need = estimate(recipe, 1)
+    assert need.parameters == sum(p.numel() for p in Decoder(recipe.model).parameters())
+    assert need.weights == 16 * need.parameters
+    recipe.parallel.data_parallel_shard_degree = 4
+    recipe.parallel.fill()
+    assert estimate(recipe, 8).weights == 4 * need.parameters
+
+
+def test_auto_takes_the_largest_divisor_that_fits() -> None:
+    recipe = make_recipe("mpt", "fp32")
+    need = estimate(recipe, 1)
+    for rows in (64, 32, 16, 1):
+        room = int(need.total(rows) / 0.9) + 2**20
+        assert choose_microbatch(recipe, world_size=1, available=room) == rows
+    assert choose_microbatch(recipe, world_size=4, available=2**40) == 16
+
+
+def test_what_cannot_fit_says_what_it_needs_what_there_is_and_what_fits() -> None:
+    recipe = make_recipe("mpt", "fp32")
+    recipe.run_name, recipe.model.d_model = "big", 128 * 128
+    with pytest.raises(UserError) as raised:
+        choose_microbatch(recipe, world_size=1, available=8 * 2**30)
+    (line,) = raised.value.problems
+    assert line.startswith("model: big (") and "8.0 GiB are free" in line
+    assert "the largest shipped recipe that fits is yamls/" in line
+
+
+def test_rows_that_processes_cannot_share_are_refused() -> None:
+    with pytest.raises(UserError, match=r"^global_train_batch_size: 64 rows cannot be shared"):
+        choose_microbatch(make_recipe("mpt", "fp32"), world_size=3, available=2**40)

@@ -1,0 +1,69 @@
+"""Every shipped YAML: recipes train two steps when shrunk, groups compose and build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmfoundry.build.job import build_root, filled
+from llmfoundry.commands.train import train
+from llmfoundry.estimate import guess_vocab_size
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.train import TrainRecipe
+from tests.tiny import losses, write_recipe
+
+RECIPES = sorted(YAMLS.glob("*.yaml"))
+GROUPS = sorted(YAMLS.glob("*/*.yaml"))
+NEEDED = {  # what a group leaves to the user
+    "data/files": ["data.paths=[README.md]"],
+    "data/huggingface": ["data.dataset=someone/something"],
+}
+
+
+def shrunk(recipe: Path, folder: Path) -> TrainRecipe:
+    """The same kinds of everything, two layers and two steps, on text that is there."""
+    write_recipe(folder)
+    overrides = [
+        f"save_folder={folder / 'run'}",
+        "model.d_model=32",
+        "model.n_layers=2",
+        "model.n_heads=2",
+        "model.vocab_size=null",
+        "max_seq_len=64",
+        "max_duration=2ba",
+        "global_train_batch_size=4",
+        "log_interval=1ba",
+        "tokenizer=train",
+        "tokenizer.vocab_size=300",
+        "data=files",
+        f"data.paths=[{folder / 'corpus'}]",
+        "data.validation_fraction=0.2",
+        f"data.cache_folder={folder / 'cache'}",
+        "eval=validation",
+        "logger=none",
+    ]
+    if checked(TrainRecipe, recipe).model.ffn_config.ffn_hidden_size is not None:
+        overrides.append("model.ffn_config.ffn_hidden_size=64")
+    return checked(TrainRecipe, recipe, overrides)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_trains_two_steps(recipe: Path, tmp_path: Path) -> None:
+    train(shrunk(recipe, tmp_path))
+    assert sorted(losses(tmp_path / "run")) == [1, 2]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_group_composes_and_its_model_builds(group: Path) -> None:
+    name = f"{group.parent.name}/{group.stem}"
+    choice = f"{group.parent.name}={group.stem}"
+    written = checked(TrainRecipe, YAMLS / "quickstart.yaml", [choice, *NEEDED.get(name, [])])
+    recipe = filled(written)
+    recipe.model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
+    root = build_root(recipe)
+    assert {p.device.type for p in root.parameters()} == {"meta"}
+    hidden = root.model(torch.zeros(1, recipe.max_seq_len, dtype=torch.int64, device="meta"))
+    assert hidden.shape == (1, recipe.max_seq_len, recipe.model.d_model)

@@ -1,0 +1,113 @@
+"""One step: the loss is the global mean whatever the microbatches, and a NaN never lands."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.ops.batch import IGNORE, Batch
+from llmfoundry.ops.layout import Layout
+from llmfoundry.recipe.optimizer import OptimizerConfig
+from llmfoundry.train.optim import OPTIMIZERS
+from llmfoundry.train.step import Guard, StepResult, train_step
+from tests.models.test_decoder import make_config
+
+CPU = torch.device("cpu")
+
+
+def make_root() -> Root:
+    model = Decoder(make_config())
+    model.init_weights(3)
+    return Root(model)
+
+
+def make_batch() -> Batch:
+    """Six rows whose counts of labels differ much: one has none at all."""
+    tokens = torch.randint(0, 64, (6, 16), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1)
+    for row, kept in enumerate([16, 1, 0, 7, 16, 3]):
+        labels[row, kept:] = IGNORE
+    return Batch(tokens, labels, Layout.from_lengths([[16], [5, 11], [16], [8, 8], [1, 15], [16]]))
+
+
+def one_step(root: Root, batch: Batch, microbatch: int, *, max_norm: float = 1e9) -> StepResult:
+    optimizer = OPTIMIZERS["adamw"](root.parameters(), OptimizerConfig(lr=0.01))
+    return train_step(
+        root,
+        optimizer,
+        batch,
+        number=0,
+        microbatch=microbatch,
+        autocast=nullcontext,
+        max_norm=max_norm,
+        guard=Guard(CPU),
+    )
+
+
+def plain_loss(root: Root, batch: Batch) -> torch.Tensor:
+    logits = root.model.head(root.model(batch.tokens, batch.layout))
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE
+    )
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 4, 6])
+def test_loss_norm_and_update_do_not_depend_on_the_microbatch(microbatch: int) -> None:
+    root, batch = make_root(), make_batch()
+    loss = plain_loss(root, batch)
+    grads = torch.autograd.grad(loss, list(root.parameters()))
+    norm = torch.cat([g.flatten() for g in grads]).norm()
+    result = one_step(root, batch, microbatch)
+    torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result.grad_norm, norm, rtol=1e-5, atol=1e-6)
+    assert result.count == 43
+    whole = make_root()
+    one_step(whole, batch, 6)
+    for ours, theirs in zip(root.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_is_scaled_to_the_bound() -> None:
+    root, batch = make_root(), make_batch()
+    seen = {}
+    root.model.wte.weight.register_post_accumulate_grad_hook(lambda p: seen.update(grad=p.grad))
+    result = one_step(root, batch, 6, max_norm=0.01)
+    loose = make_root()
+    grad = torch.autograd.grad(plain_loss(loose, batch), loose.model.wte.weight)[0]
+    expected = grad * 0.01 / result.grad_norm
+    torch.testing.assert_close(seen["grad"], expected, rtol=1e-3, atol=1e-8)
+
+
+def test_a_step_that_is_not_finite_changes_neither_weights_nor_optimizer() -> None:
+    root, batch = make_root(), make_batch()
+    optimizer = OPTIMIZERS["adamw"](root.parameters(), OptimizerConfig(lr=0.01))
+    guard = Guard(CPU)
+
+    def step(number: int) -> None:
+        train_step(
+            root,
+            optimizer,
+            batch,
+            number=number,
+            microbatch=3,
+            autocast=nullcontext,
+            max_norm=1.0,
+            guard=guard,
+        )
+
+    step(0)
+    assert guard.first_bad() is None
+    weights = [p.detach().clone() for p in root.parameters()]
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in root.parameters()]
+    handle = root.model.blocks[0].register_forward_hook(lambda m, i, out: out * float("nan"))
+    step(1)
+    handle.remove()
+    step(2)  # a sound step after it is not taken either: the run has ended there
+    assert guard.first_bad() == 1
+    assert all(torch.equal(p, w) for p, w in zip(root.parameters(), weights, strict=True))
+    after = [optimizer.state[p]["exp_avg"] for p in root.parameters()]
+    assert all(torch.equal(a, m) for a, m in zip(after, moments, strict=True))
+    assert {optimizer.state[p]["step"].item() for p in root.parameters()} == {1.0}
