@@ -162,12 +162,9 @@ def largest_fitting_recipe(world_size: int, available: int) -> str | None:
     best: tuple[int, Path] | None = None
     for path in sorted(YAMLS.glob("*.yaml")):
         recipe = load(TrainRecipe, path)
-        recipe.model.fill(
-            max_seq_len=recipe.max_seq_len, vocab_size=guess_vocab_size(recipe.tokenizer)
-        )
-        recipe.parallel.fill()
+        recipe.fill()
         try:
-            need = estimate(recipe, world_size)
+            need = estimate(with_guessed_vocabulary(recipe), world_size)
         except UserError:  # a mesh that these processes cannot form
             continue
         if need.total(1) <= USABLE * available and (best is None or need.parameters > best[0]):

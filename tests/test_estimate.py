@@ -10,8 +10,7 @@ import torch
 
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch, estimate, row_bytes
-from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.decoder import Root
+from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.train import TrainRecipe
@@ -94,7 +93,7 @@ def test_auto_takes_the_largest_divisor_that_fits() -> None:
 
 def test_what_cannot_fit_says_what_it_needs_what_there_is_and_what_fits() -> None:
     recipe = make_recipe("mpt", "fp32")
-    recipe.run_name, recipe.model.d_model = "big", 128 * 128
+    recipe.run_name, recipe.model.vocab_size = "big", 10**8
     with pytest.raises(UserError) as raised:
         choose_microbatch(recipe, world_size=1, available=8 * 2**30)
     (line,) = raised.value.problems

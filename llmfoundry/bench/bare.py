@@ -1,4 +1,4 @@
-"""The yardstick: the benchmark's mathematics in the shortest PyTorch loop that a person would write.
+"""The yardstick: the benchmark's mathematics in the shortest PyTorch loop one would write.
 
     python -m llmfoundry.bench.bare --precision fp32 --steps 20
 

@@ -38,7 +38,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     options = parser.parse_args()
     config = MptConfig(
-        d_model=D, n_heads=HEADS, n_layers=LAYERS, vocab_size=VOCAB, max_seq_len=SEQ, use_cache=False
+        d_model=D,
+        n_heads=HEADS,
+        n_layers=LAYERS,
+        vocab_size=VOCAB,
+        max_seq_len=SEQ,
+        use_cache=False,
     )
     rows = torch.randint(0, VOCAB, (ROWS * options.steps, SEQ))
     data: Any = [{"input_ids": row, "labels": row} for row in rows]

@@ -27,8 +27,8 @@ def build_evaluate(
 ) -> Callable[[int], dict[str, float]]:
     """A function of the batch number that measures the model and returns metrics.
 
-    Gauntlet files are read here, so that their mistakes show before the first step. Every process must call the function; `record`
-    is given the gauntlet's whole result.
+    Gauntlet files are read here, so that their mistakes show before the first step. Every process
+    must call the function; `record` is given the gauntlet's whole result.
     """
     gauntlet = build_gauntlet(job, config)
     token_bytes = torch.from_numpy(job.tokenizer.token_bytes()).to(job.world.device)

@@ -64,7 +64,7 @@ def _results(trainer: Trainer, job: Job, folder: Path) -> list[tuple[str, str]]:
         *rows,
         ("report", f"{name}/report.html"),
         ("checkpoint", show(checkpoints[0]) if checkpoints else "none"),
-        ("next", f"python scripts/generate.py checkpoint={name} prompt='def '"),
+        ("next", f"python scripts/generate.py checkpoint={name} prompt='def __init__(self'"),
         ("", f"python scripts/eval.py checkpoint={name}"),
         ("", f"python scripts/convert.py checkpoint={name} to=hf output={name}/hf"),
     ]

@@ -23,8 +23,9 @@ class Plan:
     Attributes:
         lengths: lengths of the documents of all rows, in order, where they are attended to one by
             one; None: a single call serves the whole batch.
-        bias: what is added to the logits, broadcastable to (B, H, T, S); with `lengths` its
-            top-left corner serves a document. None: causal attention, nothing added.
+        bias: broadcastable to (B, H, T, S): added to the logits, or a boolean mask, True where a
+            query sees a key; with `lengths` its top-left corner serves a document. None: causal
+            attention, nothing added.
         scale: factor on the logits.
     """
 
@@ -42,11 +43,16 @@ def alibi_slopes(n_heads: int, alibi_bias_max: int, device: torch.device) -> Ten
 
 
 def causal_bias(queries: int, keys: int, slopes: Tensor | None, device: torch.device) -> Tensor:
-    """Bias (1, H or 1, queries, keys) of the last `queries` of `keys` positions, fp32."""
+    """Who sees whom among the last `queries` of `keys` positions.
+
+    Without slopes a boolean mask (1, 1, queries, keys), True where a query sees a key; with them
+    ALiBi's bias (1, H, queries, keys) in fp32, minus infinity where it does not.
+    """
     key = torch.arange(keys, device=device)
-    query = key[keys - queries :, None]
-    distance = (key - query).float()[None, None]
-    bias = torch.zeros_like(distance) if slopes is None else slopes.view(1, -1, 1, 1) * distance
+    distance = (key - key[keys - queries :, None])[None, None]
+    if slopes is None:
+        return distance <= 0
+    bias = slopes.view(1, -1, 1, 1) * distance
     return bias.masked_fill(distance > 0, float("-inf"))
 
 
@@ -83,7 +89,8 @@ def plan(
         bias = None if slopes is None else causal_bias(max(lengths), max(lengths), slopes, device)
         return Plan(lengths, bias, scale)
     same = layout.documents[:, None, :, None] == layout.documents[:, None, None, :]
-    bias = causal_bias(queries, queries, slopes, device).masked_fill(~same, float("-inf"))
+    bias = causal_bias(queries, queries, slopes, device)
+    bias = bias & same if slopes is None else bias.masked_fill(~same, float("-inf"))
     return Plan(None, bias, scale)
 
 
@@ -97,10 +104,11 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
     logits = torch.einsum("bthd,bshd->bhts", q, k) * plan.scale
-    if plan.bias is not None:
-        logits = logits + plan.bias
-    elif q.shape[1] > 1:
-        logits = logits + causal_bias(q.shape[1], k.shape[1], None, q.device)
+    bias = plan.bias
+    if bias is None:
+        bias = causal_bias(q.shape[1], k.shape[1], None, q.device)
+    is_mask = bias.dtype == torch.bool
+    logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return torch.einsum("bhts,bshd->bthd", wide.softmax(-1).to(v.dtype), v)
 
@@ -135,7 +143,7 @@ def _call_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        attn_mask=None if bias is None else bias.to(q.dtype),
+        attn_mask=bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype),
         is_causal=bias is None and q.shape[1] > 1,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],

@@ -35,11 +35,6 @@ class World:
         """Whether this process prints, logs and writes shared files."""
         return self.rank == 0
 
-    def barrier(self) -> None:
-        """Wait for every process."""
-        if self.size > 1:
-            dist.barrier()
-
 
 def relaunch(config: ParallelConfig) -> None:
     """Start the same command under torchrun where more than one local process is wanted.
@@ -59,11 +54,12 @@ def relaunch(config: ParallelConfig) -> None:
 def slurm_environment() -> dict[str, str]:
     """PyTorch's variables as `srun` implies them; empty outside a Slurm step of several tasks."""
     env = os.environ
-    if int(env.get("SLURM_NTASKS", "1")) < 2 or "SLURM_PROCID" not in env:
+    # srun's own variables: in a batch script outside srun, SLURM_NTASKS counts tasks not started
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
     return {
         "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": env["SLURM_NTASKS"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": env["SLURM_LOCALID"],
         "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": env.get("MASTER_PORT") or str(20000 + int(env["SLURM_JOB_ID"]) % 20000),

@@ -7,6 +7,7 @@ weights and optimizer, and a resumed run repeats the uninterrupted one bit for b
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -143,7 +144,7 @@ class Trainer:
         name = CLASS_NAMES[self.recipe.optimizer.name]
         metrics = {
             "loss/train/total": loss,
-            "metrics/train/bits_per_byte": loss / 0.6931471805599453 / self.bytes_per_token,
+            "metrics/train/bits_per_byte": loss / math.log(2) / self.bytes_per_token,
             "l2_norm/grad/global": result.grad_norm.item(),
             f"lr-{name}/group0": self.optimizer.param_groups[0]["lr"],
             "time/epoch": self.batch / self.clock.batches_per_epoch,

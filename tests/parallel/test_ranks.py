@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import first_host, slurm_environment
 from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.parallel import ParallelConfig
-from tests.tiny import losses, run, write_recipe
+from tests.tiny import ENV, command, losses, run, write_recipe
 
 REPLICATE, SHARD = "data_parallel_replicate_degree", "data_parallel_shard_degree"
 LAYOUTS = {
@@ -86,6 +89,26 @@ def test_bf16_shards_stay_near_one_process(alone: Path) -> None:
     assert found == pytest.approx(losses(alone / "runs" / "bf16"), abs=0.03)
 
 
+def test_torchrun_restarts_after_a_process_died_and_the_losses_are_the_same(alone: Path) -> None:
+    name, folder = "restarted", alone / "runs" / "restarted"
+    arguments = ("tiny.yaml", f"run_name={name}", *EIGHT_STEPS, "max_duration=40ba")
+    run("train.py", *arguments, "run_name=unharmed", cwd=alone, processes=2)
+    start = command("train.py", *arguments, processes=2)
+    start.insert(start.index("--standalone"), "--max-restarts=1")
+    agent = subprocess.Popen(
+        start, cwd=alone, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints" / "ba0000004" / "COMMIT").exists():
+        assert agent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    psutil.Process(agent.pid).children()[1].kill()
+    said = agent.communicate(timeout=200)[0]
+    assert agent.returncode == 0, said[-3000:]
+    assert "going on from" in said
+    assert losses(folder) == losses(alone / "runs" / "unharmed")
+
+
 def test_the_script_starts_its_own_processes(alone: Path) -> None:
     arguments = ("tiny.yaml", "run_name=own", *EIGHT_STEPS, "parallel.nproc_per_node=2")
     done = run("train.py", *arguments, cwd=alone)
@@ -113,7 +136,7 @@ def test_the_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
 def test_a_slurm_step_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slurm_environment() == {}
     facts = {
-        "SLURM_NTASKS": "16",
+        "SLURM_STEP_NUM_TASKS": "16",
         "SLURM_PROCID": "9",
         "SLURM_LOCALID": "1",
         "SLURM_STEP_NODELIST": "gpu[03-04]",
