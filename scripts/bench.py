@@ -1,6 +1,6 @@
 """Compare training speed with a bare PyTorch loop and with the Hugging Face Trainer.
 
-    python scripts/bench.py [--rounds 3] [--steps 20]
+    python scripts/bench.py [--rounds 3] [--steps 16]
 
 Each contender is a process of its own; they take turns on this machine's CPU. Takes minutes.
 """
@@ -12,6 +12,6 @@ from llmfoundry.bench.compare import compare
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args()
     print(compare(rounds=options.rounds, steps=options.steps))

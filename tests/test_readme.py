@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,11 +23,14 @@ def test_the_readme_names_commands_and_targets() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_readme_is_understood(command: str) -> None:
+def test_a_command_of_the_readme_is_understood(command: str, tmp_path: Path) -> None:
+    for name in ("scripts", "yamls", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "yamls" / "quickstart.yaml", tmp_path / "my.yaml")
     words = [word for word in shlex.split(command)[1:] if word != "-m"]
     done = subprocess.run(
         [sys.executable, *words, "--cfg", "job"],
-        cwd=ROOT,
+        cwd=tmp_path,
         env=ENV,
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ from llmfoundry.build.job import Job, build_root, filled
 from llmfoundry.build.start import fill_weights, find_start, run_identity
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.prepare import Prepared, prepare
-from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
 from llmfoundry.gauntlet.categories import GauntletResult
@@ -91,7 +91,9 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         first_batch=first_batch,
     )
     tracker.start(
-        first_batch, total=trainer.clock.total, facts=banner(job, trainer.clock, first_batch)
+        first_batch,
+        total=trainer.clock.total,
+        facts=banner(job, loader, trainer.clock, first_batch),
     )
     return trainer, job
 
@@ -195,7 +197,7 @@ def build_generate(job: Job) -> Callable[[str], str]:
     return continue_text
 
 
-def banner(job: Job, clock: Clock, first_batch: int) -> list[tuple[str, str]]:
+def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tuple[str, str]]:
     """What a run is, for the top of its console."""
     recipe, world = job.recipe, job.world
     parameters = sum(p.numel() for p in job.root.parameters())
@@ -203,7 +205,12 @@ def banner(job: Job, clock: Clock, first_batch: int) -> list[tuple[str, str]]:
     return [
         ("run", str(recipe.save_folder)),
         ("model", f"{recipe.model.name}, {parameters:,} parameters"),
-        ("tokenizer", f"{recipe.tokenizer.name}, {job.tokenizer.vocab_size:,} tokens"),
+        ("tokenizer", tokenizer_summary(job.tokenizer, recipe.tokenizer)),
+        (
+            "data",
+            f"{loader.n_rows:,} rows of {recipe.max_seq_len:,} tokens;"
+            f" {loader.tokens_left_out:,} after the last whole row are left out",
+        ),
         (
             "length",
             f"{clock.total:,} batches of {clock.tokens_per_batch:,} tokens"

@@ -156,7 +156,7 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool
 def tokenizer_summary(tokenizer: Tokenizer, config: TokenizerConfig) -> str:
     """A line about what was built."""
     asked = _filled(config).vocab_size
-    line = f"tokenizer: {tokenizer.vocab_size:,} tokens, {tokenizer.eos} is {tokenizer.eos_id}"
+    line = f"{config.name}, {tokenizer.vocab_size:,} tokens, {tokenizer.eos} is {tokenizer.eos_id}"
     if asked is not None and tokenizer.vocab_size < asked:
         line += f"; the text has too few repeated pairs for the {asked:,} asked for"
     return line

@@ -129,13 +129,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    dtype = q.dtype
-    if q.device.type == "cpu" and dtype == torch.bfloat16:
-        # The CPU's bf16 kernel is compiled for every length it meets, and each is kept: documents
-        # of all lengths made it 8 times slower than fp32, and its memory grew without end.
-        q, k, v = q.float(), k.float(), v.float()
-    with torch.autocast(q.device.type, enabled=False):
-        return _call_sdpa(q, k, v, bias, scale).to(dtype)
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16:
+        return _call_sdpa(q, k, v, bias, scale)
+    # The CPU's bf16 kernel is compiled for every length it meets, and each is kept: documents of
+    # all lengths made it 8 times slower than fp32, and its memory grew without end.
+    with torch.autocast("cpu", enabled=False):
+        return _call_sdpa(q.float(), k.float(), v.float(), bias, scale).to(q.dtype)
 
 
 def _call_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
