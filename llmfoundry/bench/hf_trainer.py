@@ -22,11 +22,11 @@ from llmfoundry.bench.bare import HEADS, LAYERS, ROWS, SEQ, VOCAB, D
 class Stopwatch(TrainerCallback):
     """Prints each step's time."""
 
-    def on_step_begin(self, *arguments: Any, **more: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Start the watch."""
         self.started = time.perf_counter()
 
-    def on_step_end(self, arguments: Any, state: Any, *rest: Any, **more: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Stop it."""
         print(f"step {state.global_step} {time.perf_counter() - self.started:.6f}", flush=True)
 
