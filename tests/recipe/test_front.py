@@ -51,7 +51,9 @@ def test_groups_on_the_command_line_replace_those_of_the_recipe(front: Front) ->
     assert (recipe.model.d_model, recipe.model.norm_type) == (768, "layernorm")
     assert not recipe.model.attn_config.rope, "nothing of the replaced group may stay"
     assert (recipe.optimizer.name, recipe.optimizer.weight_decay) == ("adamw", 0.1)
-    assert recipe.optimizer.lr == 3e-3, "what the recipe's own body says stays"
+    assert recipe.optimizer.lr == front(QUICKSTART).recipe.optimizer.lr, (
+        "what the recipe's own body says stays"
+    )
     assert (recipe.eval.validation, recipe.eval.gauntlet) == (False, None)
 
 
@@ -224,7 +226,7 @@ MISTAKES = {
     "--multirum": "unknown flag '--multirum'; did you mean '--multirun'?"
     " (flags: --help, --cfg job, --resolve, -m)",
     "--cfg=all": "--cfg: write --cfg job",
-    "model.n_heads=3": "model.n_heads: 3 does not divide model.d_model (256);"
+    "model.n_heads=5": "model.n_heads: 5 does not divide model.d_model (192);"
     " the nearest that does is 2",
 }
 
