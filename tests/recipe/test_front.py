@@ -227,7 +227,7 @@ MISTAKES = {
     " (flags: --help, --cfg job, --resolve, -m)",
     "--cfg=all": "--cfg: write --cfg job",
     "model.n_heads=5": "model.n_heads: 5 does not divide model.d_model (192);"
-    " the nearest that does is 2",
+    " the nearest that does is 4",
 }
 
 
