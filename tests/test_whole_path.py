@@ -64,6 +64,20 @@ def test_after_kill_9_the_losses_are_bit_for_bit_those_of_the_whole_run(
     assert losses(folder) == losses(whole / "runs" / "whole")
 
 
+def test_a_line_shows_the_mean_loss_since_the_last_also_across_a_resume(whole: Path) -> None:
+    every = losses(whole / "runs" / "whole")
+    arguments = ("train.py", "tiny.yaml", "run_name=sparse", "log_interval=5ba")
+    run(*arguments, cwd=whole)
+    sparse = losses(whole / "runs" / "sparse")
+    spans = {5: range(1, 6), 10: range(6, 11), 12: range(11, 13)}
+    means = {last: sum(every[n] for n in span) / len(span) for last, span in spans.items()}
+    assert sparse == pytest.approx(means, rel=1e-6)
+    for name in ("ba0000008", "ba0000012"):
+        shutil.rmtree(whole / "runs" / "sparse" / "checkpoints" / name)
+    run(*arguments, cwd=whole)  # goes on from batch 4, in the middle of a span
+    assert losses(whole / "runs" / "sparse") == sparse
+
+
 def damage(run_folder: Path, kind: str) -> str:
     """Spoil the newest checkpoint; what the user should be told of it."""
     newest = run_folder / "checkpoints" / "ba0000012"

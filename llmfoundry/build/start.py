@@ -81,14 +81,17 @@ def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
     return Start(found, weights_only=bool(recipe.load_weights_only))
 
 
+ANEW: dict[str, Any] = {"batch": 0, "window": (0.0, 0)}
+
+
 def fill_weights(
     job: Job,
     start: Start,
     optimizer: torch.optim.Optimizer,
     identity: dict[str, Any],
     loader: Loader,
-) -> int:
-    """Initialise, or load a checkpoint; the number of batches that are behind the weights.
+) -> dict[str, Any]:
+    """Initialise, or load a checkpoint; the state that the run goes on with (Trainer._save's).
 
     Raises:
         UserError: the checkpoint belongs to another model, or to another order of samples.
@@ -96,7 +99,7 @@ def fill_weights(
     folder, model, distributed = start.checkpoint, job.root.model, job.world.size > 1
     if folder is None:
         model.init_weights(job.recipe.seed)
-        return 0
+        return dict(ANEW)
     state = read_state(folder)
     then = state["identity"]
     kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
@@ -112,16 +115,15 @@ def fill_weights(
     if start.weights_only:
         load_weights(folder, model, distributed=distributed)
         job.note(f"weights of {folder} (batch {state['batch']})")
-        return 0
+        return dict(ANEW)
     if "order" not in state:
         raise UserError(
             f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
         )
-    batch = int(state["batch"])
-    loader.resume(state["order"], batch)
+    loader.resume(state["order"], state["batch"])
     load_training_state(folder, model, optimizer, distributed=distributed)
     job.note(f"going on from {folder}")
-    return batch
+    return state
 
 
 def run_identity(job: Job) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
     optimizer = OPTIMIZERS[recipe.optimizer.name](root.parameters(), recipe.optimizer)
     identity = run_identity(job)
     loader = build_loader(job)
-    first_batch = fill_weights(job, start, optimizer, identity, loader)
+    state = fill_weights(job, start, optimizer, identity, loader)
 
     def record(batch: int, result: GauntletResult) -> None:
         tracker.gauntlet(batch, result.to_json())
@@ -88,12 +88,13 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         ),
         identity=identity,
         callbacks=build_callbacks(job),
-        first_batch=first_batch,
+        first_batch=state["batch"],
+        window=tuple(state["window"]),
     )
     tracker.start(
-        first_batch,
+        trainer.first_batch,
         total=trainer.clock.total,
-        facts=banner(job, loader, trainer.clock, first_batch),
+        facts=banner(job, loader, trainer.clock, trainer.first_batch),
     )
     return trainer, job
 

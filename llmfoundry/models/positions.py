@@ -12,7 +12,8 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor
     Feature pair (i, i + head_dim/2) turns by position * theta^(-2i / head_dim).
     """
     half = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None].float() * theta ** (-half / head_dim)
+    frequencies = 1 / theta ** (half / head_dim)  # rounded as transformers rounds them
+    angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
     return angles.cos(), angles.sin()
 

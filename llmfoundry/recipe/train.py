@@ -48,7 +48,7 @@ class TrainRecipe:
     eval_first: bool = False
     """Evaluate before the first step too."""
     log_interval: str = "1ba"
-    """How often to read losses from the device, print a line and write metrics."""
+    """How often to print a line and write metrics; the loss is the mean since the last line."""
     save_interval: str = "1000ba"
     """How often to save a checkpoint; the end of the run always is. 0ba: only the end."""
     save_num_checkpoints_to_keep: int = -1

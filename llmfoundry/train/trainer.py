@@ -72,6 +72,8 @@ class Trainer:
     callbacks: list[Callback] = field(default_factory=list)
     first_batch: int = 0
     """Steps done before this process started."""
+    window: tuple[float, int] = (0.0, 0)
+    """Sum and number of the losses since the last log before it."""
 
     def __post_init__(self) -> None:
         self.batch = self.first_batch
@@ -79,6 +81,8 @@ class Trainer:
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
         self.guard = Guard(self.world.device)
+        self._loss_sum = torch.tensor(self.window[0], device=self.world.device)
+        self._loss_count = self.window[1]
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._started = time.perf_counter()
 
@@ -121,6 +125,8 @@ class Trainer:
             guard=self.guard,
         )
         self.batch += 1
+        self._loss_sum += result.loss
+        self._loss_count += 1
         if self.world.device.type == "cpu":
             self._check_guard()  # nothing to wait for there
         last = self.batch == self.clock.total
@@ -138,7 +144,9 @@ class Trainer:
 
     def _log(self, result: StepResult) -> None:
         self._check_guard()
-        loss = result.loss.item()
+        loss = self._loss_sum.item() / self._loss_count
+        self._loss_sum.zero_()
+        self._loss_count = 0
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
         name = CLASS_NAMES[self.recipe.optimizer.name]
@@ -178,6 +186,7 @@ class Trainer:
         self._check_guard()
         state = {
             "batch": self.batch,
+            "window": [self._loss_sum.item(), self._loss_count],
             "order": self.loader.state(self.batch),
             "identity": self.identity,
         }
