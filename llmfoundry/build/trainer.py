@@ -22,7 +22,7 @@ from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
 from llmfoundry.recipe.duration import Clock, Duration
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_yaml
-from llmfoundry.serve.generate import generate
+from llmfoundry.serve.generate import stream_tokens
 from llmfoundry.track.loggers import Tracker
 from llmfoundry.train.callbacks import (
     Callback,
@@ -53,7 +53,8 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
     start = find_start(recipe, world, tracker.note)
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=world.is_main)
     prepared = prepare(recipe.data, tokenizer, progress=world.is_main)
-    tracker.note(prepared.summary)
+    for line in prepared.summary.splitlines():
+        tracker.note(line)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     check_vocabulary(recipe, tokenizer)
     microbatch = choose_microbatch(recipe, world_size=world.size, available=memory)
@@ -182,7 +183,7 @@ def build_generate(job: Job) -> Callable[[str], str]:
     config = job.recipe.callbacks.generate
 
     def continue_text(prompt: str) -> str:
-        ids = generate(
+        tokens = stream_tokens(
             job.root,
             job.tokenizer.eos_id,
             [job.tokenizer.eos_id, *job.tokenizer.encode(prompt)],
@@ -193,7 +194,7 @@ def build_generate(job: Job) -> Callable[[str], str]:
             autocast=job.autocast,
             n_tokens=job.tokenizer.vocab_size,
         )
-        return job.tokenizer.decode(ids)
+        return job.tokenizer.decode(list(tokens))
 
     return continue_text
 

@@ -22,40 +22,6 @@ from llmfoundry.recipe.model import ModelConfig
 _CUT = "\ufffd"  # what decoders write for bytes that are no whole character
 
 
-def generate(
-    root: nn.Module,
-    eos_id: int,
-    prompt_ids: list[int],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[None]],
-    kv_cache: bool = True,
-    n_tokens: int | None = None,
-) -> list[int]:
-    """The continuation's tokens; see `stream_tokens`, which this collects."""
-    return list(
-        stream_tokens(
-            root,
-            eos_id,
-            prompt_ids,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            device=device,
-            autocast=autocast,
-            kv_cache=kv_cache,
-            n_tokens=n_tokens,
-        )
-    )
-
-
 def stream_tokens(
     root: nn.Module,
     eos_id: int,

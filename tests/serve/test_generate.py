@@ -1,4 +1,4 @@
-"""Tokens that `generate` draws, against transformers and against formulas; text that streams."""
+"""Tokens that `stream_tokens` draws, against transformers and formulas; text that streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from llmfoundry.export.hf import to_hf
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.serve.generate import (
     draw_probabilities,
-    generate,
     stream_text,
     stream_tokens,
 )
@@ -48,7 +47,7 @@ def continued(model: Decoder, prompt: list[int] = PROMPT, **options: Any) -> lis
     defaults: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0, "seed": 1}
     defaults |= {"device": CPU, "autocast": autocast}
     eos = options.pop("eos", NEVER)
-    return generate(Root(model), eos, prompt, **{**defaults, **options})
+    return list(stream_tokens(Root(model), eos, prompt, **{**defaults, **options}))
 
 
 def make(kind: str, kv_heads: int = HEADS, **top: Any) -> Decoder:

@@ -16,7 +16,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.serve.generate import generate
+from llmfoundry.serve.generate import stream_tokens
 from tests.export.random_models import EOS, ROPE, settings
 
 CPU = torch.device("cpu")
@@ -24,9 +24,10 @@ OPTIONS = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4}
 
 
 def continued(module: torch.nn.Module, *, kv_cache: bool) -> list[int]:
-    return generate(
+    tokens = stream_tokens(
         module, -1, [EOS, 3, 4], device=CPU, autocast=nullcontext, kv_cache=kv_cache, **OPTIONS
     )
+    return list(tokens)
 
 
 def _continue_on(rank: int, shard: int, port: int, folder: str) -> None:
