@@ -10,6 +10,8 @@ import torch
 from llmfoundry.build.job import build_root, filled
 from llmfoundry.commands.train import train
 from llmfoundry.estimate import guess_vocab_size
+from llmfoundry.models.counts import parameter_count
+from llmfoundry.recipe.duration import Duration
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.train import TrainRecipe
@@ -54,6 +56,30 @@ def shrunk(recipe: Path, folder: Path) -> TrainRecipe:
 def test_a_recipe_trains_two_steps(recipe: Path, tmp_path: Path) -> None:
     train(shrunk(recipe, tmp_path))
     assert sorted(losses(tmp_path / "run")) == [1, 2]
+
+
+PUBLISHED = {  # parameters of LLM Foundry's pretraining recipes, and their tokens
+    "125m": (125_311_488, 2.5e9),
+    "350m": (355_985_408, 7.0e9),
+    "760m": (760_470_528, 15.2e9),
+    "1b": (1_315_950_592, 26.0e9),
+    "3b": (2_651_837_440, 54.0e9),
+    "7b": (6_658_859_008, 134e9),
+    "13b": (12_853_954_560, 260e9),
+    "30b": (29_975_214_080, 600e9),
+    "70b": (64_862_437_376, 1.4e12),
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_an_mpt_recipe_has_the_published_parameters_and_tokens(size: str) -> None:
+    recipe = filled(checked(TrainRecipe, YAMLS / f"mpt-{size}.yaml"))
+    parameters, tokens = PUBLISHED[size]
+    assert parameter_count(recipe.model) == parameters
+    batches = Duration.parse(recipe.max_duration)
+    assert batches.unit == "ba"
+    per_batch = recipe.global_train_batch_size * recipe.max_seq_len
+    assert batches.value * per_batch == pytest.approx(tokens, rel=0.02)
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda path: f"{path.parent.name}/{path.stem}")

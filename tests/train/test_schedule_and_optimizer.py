@@ -22,21 +22,68 @@ CLOCK = Clock(
 )
 
 
+def factors(name: str, **settings: object) -> list[float]:
+    """Of every step of a run of 100; element 0 is time 1."""
+    config = ScheduleConfig(name=name, **settings)
+    assert list(config.check()) == []
+    config.fill()
+    return [lr_factor(config, CLOCK, batch) for batch in range(100)]
+
+
 @pytest.mark.parametrize("warmup", ["10ba", "4000tok", "40sp", "0.1dur", "0.2ep"])
 def test_cosine_with_warmup_in_every_unit_of_time(warmup: str) -> None:
-    config = ScheduleConfig(t_warmup=warmup, alpha_f=0.1)
-    factors = [lr_factor(config, CLOCK, batch) for batch in range(100)]
-    assert factors[0] == pytest.approx(0.1)  # the first step learns
-    assert factors[9] == pytest.approx(1.0)
-    assert factors[54] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.5)))
-    assert factors[99] == pytest.approx(0.1)
-    assert max(factors) == pytest.approx(1.0)
+    found = factors("cosine_with_warmup", t_warmup=warmup)
+    assert found[0] == pytest.approx(0.1)  # the first step learns
+    assert found[9] == pytest.approx(1.0)
+    assert found[54] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.5)))
+    assert found[99] == pytest.approx(0.1)
+    assert max(found) == pytest.approx(1.0)
 
 
-def test_the_factor_stays_at_the_end_after_t_max() -> None:
-    config = ScheduleConfig(t_warmup="0ba", t_max="50ba", alpha_f=0.2)
-    assert lr_factor(config, CLOCK, 49) == pytest.approx(0.2)
-    assert lr_factor(config, CLOCK, 99) == pytest.approx(0.2)
+@pytest.mark.parametrize("name", ["cosine_with_warmup", "linear_decay_with_warmup"])
+def test_the_factor_stays_at_the_end_after_t_max(name: str) -> None:
+    found = factors(name, t_warmup="0ba", t_max="50ba", alpha_f=0.2)
+    assert found[49] == pytest.approx(0.2)
+    assert found[99] == pytest.approx(0.2)
+
+
+def test_linear_decay_is_a_line() -> None:
+    found = factors("linear_decay_with_warmup", t_warmup="20ba")
+    assert found[:20] == pytest.approx([(t + 1) / 20 for t in range(20)])
+    assert found[19:] == pytest.approx([1 - t / 80 for t in range(81)])
+
+
+def test_constant_stays() -> None:
+    assert factors("constant_with_warmup", t_warmup="2ba") == pytest.approx([0.5] + [1.0] * 99)
+
+
+def test_warmup_stable_decay_falls_at_the_end_only() -> None:
+    found = factors("warmup_stable_decay", t_warmup="10ba", t_cooldown="0.25dur", alpha_f=0.5)
+    assert found[9:75] == pytest.approx([1.0] * 66)
+    assert found[75:] == pytest.approx([1 - 0.5 * t / 25 for t in range(1, 26)])
+
+
+def test_inverse_square_root_with_its_cooldown() -> None:
+    found = factors(
+        "inv_sqrt_with_warmup",
+        t_warmup="10ba",
+        t_scale="5ba",
+        t_cooldown="20ba",
+        alpha_f_decay=0.1,
+        alpha_f_cooldown=0.05,
+    )
+    decay = [0.1 + 0.9 / math.sqrt((t + 5) / 5) for t in range(71)]
+    assert found[9:80] == pytest.approx(decay)
+    cooled = [decay[-1] + (0.05 - decay[-1]) * t / 20 for t in range(1, 21)]
+    assert found[80:] == pytest.approx(cooled)
+
+
+def test_a_schedules_setting_that_another_schedule_has_is_refused() -> None:
+    config = ScheduleConfig(name="constant_with_warmup", alpha_f=0.1)
+    (line,) = config.check()
+    assert line.startswith("schedule.alpha_f: has no effect with name: constant_with_warmup")
+    (line,) = ScheduleConfig(name="inv_sqrt_with_warmup").check()
+    assert line.startswith("schedule.t_scale: inv_sqrt_with_warmup needs it")
 
 
 def written_out(name: str, weights: torch.Tensor, gradients: list[torch.Tensor], lrs: list[float]):
