@@ -138,6 +138,7 @@ class TrainRecipe:
         self.model.fill(max_seq_len=self.max_seq_len)
         self.tokenizer.fill()
         self.data.fill()
+        self.optimizer.fill()
         self.schedule.fill()
         self.parallel.fill()
         self.logger.fill()

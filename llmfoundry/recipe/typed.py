@@ -142,8 +142,9 @@ def _convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         hint = f", or `- {key}: {value}` in the defaults list" if isinstance(value, str) else ""
         problems.append(Problem(key, line + hint))
         return None
-    if typing.get_origin(hint) is list:
-        return _convert_list(typing.get_args(hint)[0], value, key, problems)
+    for option in allowed:
+        if typing.get_origin(option) is list:
+            return _convert_list(typing.get_args(option)[0], value, key, problems)
     scalars = [option for option in allowed if option is not types.NoneType]
     for scalar in scalars:
         try:

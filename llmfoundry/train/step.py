@@ -19,6 +19,7 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.parallel.mesh import gradient_sync, sum_factor, whole
+from llmfoundry.recipe.optimizer import GradientClippingConfig
 
 
 @dataclass
@@ -63,7 +64,7 @@ def train_step(
     number: int,
     microbatch: int,
     autocast: Callable[[], AbstractContextManager[None]],
-    max_norm: float,
+    clipping: GradientClippingConfig,
     guard: Guard,
 ) -> StepResult:
     """Run step `number` on this process's rows of the global batch.
@@ -75,7 +76,7 @@ def train_step(
         number: of the step, from 0.
         microbatch: rows computed at a time.
         autocast: gives the context of the forward pass.
-        max_norm: bound on the gradient's global norm.
+        clipping: bound on the gradient.
         guard: stops updates once a loss or gradient is not finite.
     """
     count = (batch.labels != IGNORE).sum()
@@ -92,13 +93,29 @@ def train_step(
     _sum_over_processes(loss)
     parameters = [p for p in module.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
     result = StepResult(loss, whole(norm), count)
     guard.observe(number, result)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return result
+
+
+def clip_norm(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
+    """Scale all gradients so that their global L2 norm is at most `threshold`."""
+    torch.nn.utils.clip_grads_with_norm_(parameters, threshold, norm)
+
+
+def clip_value(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
+    """Clamp every element to [-threshold, threshold]."""
+    torch.nn.utils.clip_grad_value_(parameters, threshold)
+
+
+CLIPPINGS: dict[str, Callable[[list[nn.Parameter], float, Tensor], None]] = {
+    "norm": clip_norm,
+    "value": clip_value,
+}
 
 
 def _loss_of(labels: Tensor) -> Callable[[Decoder, Tensor], Tensor]:

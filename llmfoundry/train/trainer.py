@@ -121,7 +121,7 @@ class Trainer:
             number=self.batch,
             microbatch=self.microbatch,
             autocast=self.autocast,
-            max_norm=self.recipe.gradient_clipping.clipping_threshold,
+            clipping=self.recipe.gradient_clipping,
             guard=self.guard,
         )
         self.batch += 1

@@ -57,6 +57,14 @@ def test_losses_equal_one_process(alone: Path, layout: str) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def test_lion_in_shards_equals_lion_on_one_process(alone: Path) -> None:
+    lion = ("optimizer.name=decoupled_lionw", "optimizer.lr=3e-4", "max_duration=4ba")
+    run("train.py", "tiny.yaml", "run_name=lion", *EIGHT_STEPS, *lion, cwd=alone)
+    found = run_layout(alone, "fsdp-2", "lion-sharded", *lion)
+    # the sign of a mean near 0 may differ in a few elements
+    assert found == pytest.approx(losses(alone / "runs" / "lion"), rel=0, abs=1e-4)
+
+
 def grad_norms(run_folder: Path) -> list[float]:
     rows = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
     return [row["l2_norm/grad/global"] for row in rows if "l2_norm/grad/global" in row]

@@ -201,8 +201,8 @@ MISTAKES = {
     "n_layers=4": "unknown key 'n_layers'; did you mean 'model.n_layers'?",
     "hydra.job.name=x": "unknown key 'hydra'",
     "~modle": "unknown key 'modle'; did you mean 'model'?",
-    "optimizer=adamv": "could not find 'optimizer/adamv'; options: adamw, decoupled_adamw;"
-    " did you mean 'adamw'?",
+    "optimizer=adamv": "could not find 'optimizer/adamv'; options: adamw, decoupled_adamw,"
+    " decoupled_lionw; did you mean 'adamw'?",
     "eval=true": "could not find 'eval/true'; options: generated, off, validation",
     "model.n_layers=four": "model.n_layers: 'four' is not an integer",
     "model.n_layers=2.5": "model.n_layers: 2.5 is not an integer",

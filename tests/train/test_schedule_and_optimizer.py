@@ -87,18 +87,22 @@ def test_a_schedules_setting_that_another_schedule_has_is_refused() -> None:
 
 
 def written_out(name: str, weights: torch.Tensor, gradients: list[torch.Tensor], lrs: list[float]):
-    """Adam with bias correction and the two weight decays, in float64."""
+    """Adam with bias correction and two weight decays, and Lion, in float64."""
     w, m, v = weights.double().clone(), torch.zeros(5).double(), torch.zeros(5).double()
     for step, (g, lr) in enumerate(zip(gradients, lrs, strict=True), start=1):
         g = g.double()
         w *= 1 - (0.1 * lr if name == "adamw" else 0.1 * lr / 0.02)
+        if name == "decoupled_lionw":
+            w -= lr * torch.sign(0.9 * m + 0.1 * g)
+            m = 0.99 * m + 0.01 * g
+            continue
         m = 0.9 * m + 0.1 * g
         v = 0.95 * v + 0.05 * g**2
         w -= lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
     return w
 
 
-@pytest.mark.parametrize("name", ["adamw", "decoupled_adamw"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_follow_the_rule(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(5, generator=generator)
@@ -106,6 +110,7 @@ def test_updates_follow_the_rule(name: str) -> None:
     lrs = [0.01, 0.02, 0.015, 0.005]
     parameter = nn.Parameter(weights.clone())
     config = OptimizerConfig(name=name, lr=0.02, weight_decay=0.1)
+    config.fill()
     optimizer = OPTIMIZERS[name]([parameter], config)
     for gradient, lr in zip(gradients, lrs, strict=True):
         parameter.grad = gradient.clone()

@@ -10,7 +10,7 @@ import torch
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.layout import Layout
-from llmfoundry.recipe.optimizer import OptimizerConfig
+from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.train.optim import OPTIMIZERS
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.models.test_decoder import make_config
@@ -33,8 +33,16 @@ def make_batch() -> Batch:
     return Batch(tokens, labels, Layout.from_lengths([[16], [5, 11], [16], [8, 8], [1, 15], [16]]))
 
 
-def one_step(root: Root, batch: Batch, microbatch: int, *, max_norm: float = 1e9) -> StepResult:
-    optimizer = OPTIMIZERS["adamw"](root.parameters(), OptimizerConfig(lr=0.01))
+def make_optimizer(root: Root, name: str = "adamw") -> torch.optim.Optimizer:
+    config = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1)
+    config.fill()
+    return OPTIMIZERS[name](root.parameters(), config)
+
+
+def one_step(
+    root: Root, batch: Batch, microbatch: int, *, kind: str = "norm", threshold: float = 1e9
+) -> StepResult:
+    optimizer = make_optimizer(root)
     return train_step(
         root,
         optimizer,
@@ -42,7 +50,7 @@ def one_step(root: Root, batch: Batch, microbatch: int, *, max_norm: float = 1e9
         number=0,
         microbatch=microbatch,
         autocast=nullcontext,
-        max_norm=max_norm,
+        clipping=GradientClippingConfig(kind, threshold),
         guard=Guard(CPU),
     )
 
@@ -70,20 +78,23 @@ def test_loss_norm_and_update_do_not_depend_on_the_microbatch(microbatch: int) -
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gradient_is_scaled_to_the_bound() -> None:
+@pytest.mark.parametrize("kind", ["norm", "value"])
+def test_a_gradient_is_clipped_to_the_bound(kind: str) -> None:
     root, batch = make_root(), make_batch()
     seen = {}
     root.model.wte.weight.register_post_accumulate_grad_hook(lambda p: seen.update(grad=p.grad))
-    result = one_step(root, batch, 6, max_norm=0.01)
+    result = one_step(root, batch, 6, kind=kind, threshold=0.01)
     loose = make_root()
     grad = torch.autograd.grad(plain_loss(loose, batch), loose.model.wte.weight)[0]
-    expected = grad * 0.01 / result.grad_norm
+    expected = {"norm": grad * 0.01 / result.grad_norm, "value": grad.clamp(-0.01, 0.01)}[kind]
+    assert grad.abs().max() > 0.01, "the bound must bind"
     torch.testing.assert_close(seen["grad"], expected, rtol=1e-3, atol=1e-8)
 
 
-def test_a_step_that_is_not_finite_changes_neither_weights_nor_optimizer() -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_not_finite_changes_neither_weights_nor_optimizer(name: str) -> None:
     root, batch = make_root(), make_batch()
-    optimizer = OPTIMIZERS["adamw"](root.parameters(), OptimizerConfig(lr=0.01))
+    optimizer = make_optimizer(root, name)
     guard = Guard(CPU)
 
     def step(number: int) -> None:
@@ -94,7 +105,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_optimizer() -> No
             number=number,
             microbatch=3,
             autocast=nullcontext,
-            max_norm=1.0,
+            clipping=GradientClippingConfig(),
             guard=guard,
         )
 
@@ -110,4 +121,5 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_optimizer() -> No
     assert all(torch.equal(p, w) for p, w in zip(root.parameters(), weights, strict=True))
     after = [optimizer.state[p]["exp_avg"] for p in root.parameters()]
     assert all(torch.equal(a, m) for a, m in zip(after, moments, strict=True))
-    assert {optimizer.state[p]["step"].item() for p in root.parameters()} == {1.0}
+    if name != "decoupled_lionw":  # which counts no steps
+        assert {optimizer.state[p]["step"].item() for p in root.parameters()} == {1.0}
