@@ -220,5 +220,5 @@ def test_a_recipe_that_cannot_fit_says_what_does(whole: Path) -> None:
     big = ("model.d_model=65536", "model.n_layers=96", "model.n_heads=512")
     done = run("train.py", "tiny.yaml", "run_name=big", *big, cwd=whole, status=2)
     assert "needs about" in done.stderr and "GiB are free" in done.stderr
-    assert re.search(r"the largest shipped recipe that fits is \S*mpt-125m.yaml", done.stderr)
+    assert re.search(r"the largest shipped recipe that fits is \S*mpt-\w+.yaml", done.stderr)
     assert not (whole / "runs" / "big").exists() or not os.listdir(whole / "runs" / "big")
