@@ -15,6 +15,8 @@ import pytest
 
 from tests.tiny import ENV, command, losses, run, write_recipe
 
+LONG = "max_duration=60ba"
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,6 +25,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_recipe(folder)
     run("train.py", "tiny.yaml", "run_name=whole", cwd=folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def long(whole: Path) -> dict[int, float]:
+    """Losses of an uninterrupted run with enough steps that another can be hit in its midst."""
+    run("train.py", "tiny.yaml", "run_name=long", LONG, cwd=whole)
+    return losses(whole / "runs" / "long")
 
 
 def test_a_run_leaves_what_it_promises(whole: Path) -> None:
@@ -46,10 +55,10 @@ def test_the_same_command_again_finds_the_run_complete(whole: Path) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_after_kill_9_the_losses_are_bit_for_bit_those_of_the_whole_run(
-    whole: Path, background: bool
+    whole: Path, long: dict[int, float], background: bool
 ) -> None:
     name = f"killed-{background}"
-    arguments = ("train.py", "tiny.yaml", f"run_name={name}", f"save_async={background}")
+    arguments = ("train.py", "tiny.yaml", f"run_name={name}", f"save_async={background}", LONG)
     folder = whole / "runs" / name
     process = subprocess.Popen(command(*arguments), cwd=whole, env=ENV, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 120
@@ -58,10 +67,10 @@ def test_after_kill_9_the_losses_are_bit_for_bit_those_of_the_whole_run(
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not (folder / "checkpoints" / "ba0000012" / "COMMIT").exists(), "killed too late"
+    assert not (folder / "checkpoints" / "ba0000060" / "COMMIT").exists(), "killed too late"
     done = run(*arguments, cwd=whole)
     assert "going on from" in done.stdout
-    assert losses(folder) == losses(whole / "runs" / "whole")
+    assert losses(folder) == long
 
 
 def test_a_line_shows_the_mean_loss_since_the_last_also_across_a_resume(whole: Path) -> None:
@@ -113,24 +122,26 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_used(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_same_command_goes_on(whole: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_the_same_command_goes_on(
+    whole: Path, long: dict[int, float], number: signal.Signals
+) -> None:
     name = f"stopped-{number.name}"
-    arguments = ("train.py", "tiny.yaml", f"run_name={name}", "save_interval=0ba")
+    arguments = ("train.py", "tiny.yaml", f"run_name={name}", "save_interval=0ba", LONG)
     folder = whole / "runs" / name
     process = subprocess.Popen(
         command(*arguments), cwd=whole, env=ENV, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if "/12" in line:  # the first step's line
+        if "/60" in line:  # the first step's line
             process.send_signal(number)
             break
     rest = process.stdout.read()
     assert process.wait() == 0, rest
     assert f"stopped by {number.name}" in rest
-    assert 0 < len(losses(folder)) < 12, "the signal came too late"
+    assert 0 < len(losses(folder)) < 60, "the signal came too late"
     run(*arguments, cwd=whole)
-    assert losses(folder) == losses(whole / "runs" / "whole")
+    assert losses(folder) == long
 
 
 def test_a_folder_of_another_run_is_not_overwritten(whole: Path) -> None:
