@@ -79,7 +79,7 @@ def test_four_shards_go_on_as_two_and_then_as_one(alone: Path) -> None:
     run("train.py", *arguments, cwd=alone)
     found = losses(alone / "runs" / "shrinking")
     assert sorted(found) == list(range(1, 9))
-    assert found == pytest.approx(expected, rel=0, abs=1e-5)
+    assert found == pytest.approx(expected, rel=0, abs=EXACT)
 
 
 def test_a_resume_on_the_same_processes_is_bit_for_bit(alone: Path) -> None:
