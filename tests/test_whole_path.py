@@ -152,6 +152,17 @@ def test_a_folder_of_another_run_is_not_overwritten(whole: Path) -> None:
     assert "model.d_model: 64, but checkpoint" in done.stderr
 
 
+def test_a_refused_recipe_with_save_overwrite_deletes_nothing(whole: Path) -> None:
+    shutil.copytree(whole / "runs" / "whole", whole / "runs" / "precious")
+    arguments = ("run_name=precious", "save_overwrite=true")
+    run("train.py", "tiny.yaml", *arguments, "eval.gauntlet=no.yaml", cwd=whole, status=2)
+    names = ["ba0000004", "ba0000008", "ba0000012"]
+    folder = whole / "runs" / "precious" / "checkpoints"
+    assert sorted(f.name for f in folder.iterdir()) == names
+    run("train.py", "tiny.yaml", *arguments, "max_duration=2ba", cwd=whole)
+    assert sorted(f.name for f in folder.iterdir()) == ["ba0000002"]
+
+
 def test_weights_alone_start_another_run(whole: Path) -> None:
     arguments = ("load_path=runs/whole", "load_weights_only=true", "run_name=tuned")
     run("train.py", "tiny.yaml", *arguments, "max_duration=2ba", cwd=whole)
@@ -219,6 +230,10 @@ def test_import_from_hugging_face_gives_back_the_weights(whole: Path) -> None:
         run("convert.py", "checkpoint=runs/whole", "to=hf", "output=hf", cwd=whole)
     run("convert.py", "from=hf", "checkpoint=hf", "output=runs/imported", cwd=whole)
     run("convert.py", "checkpoint=runs/imported", "to=hf", "output=hf2", cwd=whole)
+    arguments = ("load_path=runs/imported", "run_name=onward")
+    done = run("train.py", "tiny.yaml", *arguments, cwd=whole, status=2)
+    assert "write load_weights_only=true" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     first, second = (whole / name / "model.safetensors" for name in ("hf", "hf2"))
     from safetensors.torch import load_file
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from llmfoundry.recipe.load import load
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import flat
 from llmfoundry.train.checkpoint import (
     find_checkpoint,
     list_checkpoints,
@@ -61,14 +61,12 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
 def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
     folder = Path(recipe.save_folder)
     existing = list_checkpoints(folder)
-    if recipe.save_overwrite:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    elif existing and not recipe.autoresume:
+    if existing and not (recipe.autoresume or recipe.save_overwrite):
         raise UserError(
             f"save_folder: {folder} holds checkpoints of an earlier run; write autoresume=true to"
             " go on with it, save_overwrite=true to delete it, or another run_name"
         )
-    elif existing:
+    if existing and not recipe.save_overwrite:
         found = find_checkpoint(folder, note=note)
         if found is not None:
             return Start(found)
@@ -101,6 +99,10 @@ def fill_weights(
         model.init_weights(job.recipe.seed)
         return dict(ANEW)
     state = read_state(folder)
+    if "order" not in state and not start.weights_only:
+        raise UserError(
+            f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
+        )
     then = state["identity"]
     kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
     changed = [k for k in kept if then.get(k) != identity[k]]
@@ -116,10 +118,6 @@ def fill_weights(
         load_weights(folder, model, distributed=distributed)
         job.note(f"weights of {folder} (batch {state['batch']})")
         return dict(ANEW)
-    if "order" not in state:
-        raise UserError(
-            f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
-        )
     loader.resume(state["order"], state["batch"])
     load_training_state(folder, model, optimizer, distributed=distributed)
     job.note(f"going on from {folder}")
@@ -140,15 +138,7 @@ def run_identity(job: Job) -> dict[str, Any]:
 
 def model_identity(config: ModelConfig) -> dict[str, Any]:
     """Every setting of a model by its dotted key; weights fit where all are equal."""
-    return _flat("model", dataclasses.asdict(config))
-
-
-def _flat(key: str, values: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        below = _flat(f"{key}.{name}", value) if isinstance(value, dict) else {}
-        flat |= below or {f"{key}.{name}": value}
-    return flat
+    return dict(flat(dataclasses.asdict(config), "model"))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +93,8 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         first_batch=state["batch"],
         window=tuple(state["window"]),
     )
+    if recipe.save_overwrite and world.is_main:  # only now that nothing can be refused any more
+        shutil.rmtree(Path(recipe.save_folder) / "checkpoints", ignore_errors=True)
     tracker.start(
         trainer.first_batch,
         total=trainer.clock.total,

@@ -19,6 +19,7 @@ from llmfoundry.recipe.tasks import ConvertRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_yaml
+from llmfoundry.track.metrics import read_metrics
 from llmfoundry.train.checkpoint import Checkpointer
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
@@ -68,9 +69,7 @@ def _scores(loaded: Loaded, batch: int) -> dict[str, float]:
     if results.exists():
         return json.loads(results.read_text())["metrics"]
     metrics = run_folder / "metrics.jsonl"
-    rows = (
-        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    )
+    rows = read_metrics(metrics) if metrics.exists() else []
     here = [row for row in rows if row["time/batch"] == batch]
     return {
         key: value

@@ -73,6 +73,16 @@ def dump(plain: Any) -> str:
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+def flat(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested sections by its dotted key, below `key`."""
+    for name, value in values.items():
+        dotted = f"{key}.{name}" if key else name
+        if isinstance(value, dict) and value:
+            yield from flat(value, dotted)
+        else:
+            yield dotted, value
+
+
 def keys(schema: type) -> dict[str, Any]:
     """The keys of a section and their types, as users write them."""
     hints = typing.get_type_hints(schema)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import flat
 from llmfoundry.track.console import Console
 from llmfoundry.track.environment import environment
 from llmfoundry.track.metrics import BATCH, TOKEN, JsonLines, plain
@@ -174,14 +175,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def flatten(recipe: TrainRecipe) -> dict[str, str]:
     """Dotted key → value of every field, as MLflow's parameters; passwords hidden."""
-    flat: dict[str, str] = {}
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                add(f"{prefix}.{key}" if prefix else key, inner)
-        else:
-            flat[prefix] = public(value) if isinstance(value, str) else json.dumps(value)
-
-    add("", dataclasses.asdict(recipe))
-    return flat
+    return {
+        key: public(value) if isinstance(value, str) else json.dumps(value)
+        for key, value in flat(dataclasses.asdict(recipe))
+    }
