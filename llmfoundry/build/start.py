@@ -103,7 +103,7 @@ def fill_weights(
         raise UserError(
             f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
         )
-    then = state["identity"]
+    then = {**model_identity(ModelConfig()), **state["identity"]}  # older ones lack newer settings
     kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
     changed = [k for k in kept if then.get(k) != identity[k]]
     if changed:
@@ -137,8 +137,9 @@ def run_identity(job: Job) -> dict[str, Any]:
 
 
 def model_identity(config: ModelConfig) -> dict[str, Any]:
-    """Every setting of a model by its dotted key; weights fit where all are equal."""
-    return dict(flat(dataclasses.asdict(config), "model"))
+    """Every setting of a model by its dotted key, but for the backend that computes attention."""
+    settings = dict(flat(dataclasses.asdict(config), "model"))
+    return {key: value for key, value in settings.items() if not key.endswith(".attn_impl")}
 
 
 @dataclass(frozen=True)

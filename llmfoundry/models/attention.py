@@ -65,7 +65,7 @@ class Attention(nn.Module):
         attn = config.attn_config
         assert attn.kv_n_heads is not None and config.head_dim is not None
         self.layer, self.head_dim = layer, config.head_dim
-        self.clip, self.impl = attn.clip_qkv, attn.attn_impl
+        self.clip = attn.clip_qkv
         kv_width = attn.kv_n_heads * config.head_dim
         self.widths = (config.n_heads * config.head_dim, kv_width, kv_width)
         bias = not config.no_bias
@@ -91,4 +91,4 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
             k, v = k.to(q.dtype), v.to(q.dtype)
-        return self.out_proj(attend(q, k, v, context.plan, impl=self.impl).flatten(-2))
+        return self.out_proj(attend(q, k, v, context.plan, training=self.training).flatten(-2))

@@ -18,7 +18,8 @@ from llmfoundry.models.attention import Attention, Context, KVCache
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.models.norm import NORMS
 from llmfoundry.models.positions import rotary_table
-from llmfoundry.ops.attention import alibi_slopes, plan
+from llmfoundry.ops.attention import Rules, alibi_slopes, plan
+from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe.model import ModelConfig
 
@@ -98,6 +99,10 @@ class Decoder(nn.Module):
         """Logits (..., V) of hidden states (..., D)."""
         return F.linear(hidden, self.head_weight)
 
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Sum of the cross-entropy of hidden states (..., D) over labels (...), in nats."""
+        return linear_cross_entropy(hidden, self.head_weight, labels)
+
     def init_weights(self, seed: int) -> None:
         """Fill all weights; the same numbers on every layout of processes."""
         init.init_weights(self, self.config, seed)
@@ -116,10 +121,9 @@ class Decoder(nn.Module):
             rotary = rotary_table(positions, head_dim, attn.rope_theta)
         attention = plan(
             layout,
+            Rules(attn.softmax_scale or head_dim**-0.5, slopes=slopes),
             queries=tokens.shape[1],
             past=cache.length if cache is not None else 0,
-            scale=attn.softmax_scale or head_dim**-0.5,
-            slopes=slopes,
             device=tokens.device,
             impl=attn.attn_impl,
         )

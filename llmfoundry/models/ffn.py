@@ -25,7 +25,7 @@ class FFN(nn.Module):
         super().__init__()
         ffn, bias = config.ffn_config, not config.no_bias
         assert ffn.ffn_hidden_size is not None, "the recipe was not filled"
-        self.act = ACTIVATIONS[ffn.ffn_act_fn]
+        self.act = ACTIVATIONS[ffn.activation[0]]
         self.up_proj = nn.Linear(config.d_model, ffn.ffn_hidden_size, bias=bias)
         self.gate_proj = (
             nn.Linear(config.d_model, ffn.ffn_hidden_size, bias=bias) if gated else None

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmfoundry.recipe.checks import at_least, inert
+from llmfoundry.recipe.checks import at_least, fill, inert, one_of
 from llmfoundry.recipe.duration import check_duration
+
+WANDB_MODES = ("online", "offline")
+STOP_MODES = ("min", "max")
 
 
 @dataclass
@@ -19,17 +22,36 @@ class LoggerConfig:
     """MLflow's store; sqlite:///runs/mlflow.db unless a server's address is given."""
     experiment_name: str | None = None
     """MLflow's experiment; llmfoundry there."""
+    tensorboard: bool = False
+    """Write TensorBoard event files to save_folder/tensorboard (extra tensorboard)."""
+    wandb: bool = False
+    """Record in Weights & Biases (extra wandb)."""
+    wandb_mode: str | None = None
+    """online (needs a login), or offline: kept in save_folder/wandb, for `wandb sync`; online."""
+    wandb_project: str | None = None
+    """Weights & Biases' project; llmfoundry."""
+    wandb_entity: str | None = None
+    """Weights & Biases' team or user; unset: the login's default."""
+    in_memory: bool = False
+    """Keep every metric in the tracker, for a Python program that calls the trainer."""
 
     def check(self, key: str = "logger.") -> Iterator[str]:
-        """Lines for values that have no effect."""
+        """Lines for values that cannot be, or have no effect."""
         if not self.mlflow:
             yield from inert(key, self, ["tracking_uri", "experiment_name"], "with mlflow: false")
+        if not self.wandb:
+            names = ["wandb_mode", "wandb_project", "wandb_entity"]
+            yield from inert(key, self, names, "without wandb: true")
+        if self.wandb_mode is not None:
+            yield from one_of(f"{key}wandb_mode", self.wandb_mode, WANDB_MODES)
 
     def fill(self) -> None:
         """Write derived values in place."""
         if self.mlflow:
             self.tracking_uri = self.tracking_uri or "sqlite:///runs/mlflow.db"
             self.experiment_name = self.experiment_name or "llmfoundry"
+        if self.wandb:
+            fill(self, wandb_mode="online", wandb_project="llmfoundry")
 
 
 @dataclass
@@ -53,6 +75,39 @@ class GenerateConfig:
 
 
 @dataclass
+class EarlyStopperConfig:
+    """Ends a run whose metric has stopped improving; the last state is saved as at any end."""
+
+    metric: str | None = None
+    """A metric's name as metrics.jsonl has it, such as
+    metrics/eval/LanguageCrossEntropy; unset: never stop."""
+    mode: str | None = None
+    """min: smaller is better; max: greater is. min for losses, perplexity and bits per byte, max
+    for all else."""
+    patience: int | None = None
+    """Measurements without improvement after which the run ends; 3."""
+    min_delta: float | None = None
+    """What counts as improvement, in the metric's unit; 0."""
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        if self.metric is None:
+            names = ["mode", "patience", "min_delta"]
+            yield from inert(key, self, names, f"without {key}metric")
+        if self.mode is not None:
+            yield from one_of(f"{key}mode", self.mode, STOP_MODES)
+        yield from at_least(f"{key}patience", self.patience, 1)
+        yield from at_least(f"{key}min_delta", self.min_delta, 0)
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.metric is not None:
+            small = ("loss", "CrossEntropy", "Perplexity", "bits_per_byte")
+            mode = "min" if any(word in self.metric for word in small) else "max"
+            fill(self, mode=mode, patience=3, min_delta=0.0)
+
+
+@dataclass
 class CallbacksConfig:
     """Small observers of the training loop; false or an empty list switches one off."""
 
@@ -64,10 +119,25 @@ class CallbacksConfig:
     """Peak memory of the device (GPU) or the process (CPU)."""
     runtime_estimator: bool = True
     """Time that remains."""
+    lr_monitor: bool = True
+    """The learning rate of every parameter group."""
+    optimizer_monitor: bool = False
+    """Norms of each parameter, its gradient and the optimizer's moments, and of all together."""
+    gc_interval: int = 1000
+    """Batches between garbage collections, at the same batch on all processes; Python's own, which
+    comes at any time and makes the others wait, is off. 0 leaves Python's own on."""
+    early_stopper: EarlyStopperConfig = field(default_factory=EarlyStopperConfig)
+    """Ends a run that no longer improves."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     """Samples of text."""
 
     def check(self, key: str = "callbacks.") -> Iterator[str]:
         """Lines for values that cannot be."""
         yield from at_least(f"{key}speed_window", self.speed_window, 1)
+        yield from at_least(f"{key}gc_interval", self.gc_interval, 0)
+        yield from self.early_stopper.check(f"{key}early_stopper.")
         yield from self.generate.check(f"{key}generate.")
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        self.early_stopper.fill()

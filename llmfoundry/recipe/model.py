@@ -9,114 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmfoundry.recipe.checks import above, at_least, divides, fill, inert, one_of
+from llmfoundry.recipe.attention import AttentionConfig
+from llmfoundry.recipe.blocks import BlockOverridesConfig, LayerConfig, layers
+from llmfoundry.recipe.checks import above, at_least, divides, fill, fraction, inert, one_of
+from llmfoundry.recipe.ffn import FFNConfig
+from llmfoundry.recipe.init import InitConfig
 
-ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
-ATTN_IMPLS = ("sdpa", "torch")
-FFN_TYPES = ("mptmlp", "mptglu")
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
-NORM_TYPES = ("layernorm", "rmsnorm")
-INITS = ("kaiming_normal_", "baseline_")
+__all__ = ["AttentionConfig", "FFNConfig", "InitConfig", "ModelConfig"]
 
-
-@dataclass
-class AttentionConfig:
-    """Attention: kinds of heads, positions, numerical guards."""
-
-    attn_type: str = "multihead_attention"
-    """multihead_attention, multiquery_attention (one key-value head), grouped_query_attention."""
-    attn_impl: str = "sdpa"
-    """sdpa: PyTorch's fused attention. torch: plain matmul and softmax, the slow reference."""
-    kv_n_heads: int | None = None
-    """Key-value heads; divides n_heads. Only for, and required by, grouped_query_attention."""
-    softmax_scale: float | None = None
-    """Factor on the attention logits; unset: 1 / sqrt(head_dim)."""
-    clip_qkv: float | None = None
-    """Clamp queries, keys and values to [-c, c] after their projection; unset: no clamp."""
-    qk_ln: bool = False
-    """Normalise the whole query and key width (norm_type) before positions are applied."""
-    alibi: bool = False
-    """Attention with linear biases (Press et al., 2022) in place of position embeddings."""
-    alibi_bias_max: int | None = None
-    """ALiBi's steepest exponent: slopes 2^(-alibi_bias_max * i / n). 8 where alibi is on."""
-    rope: bool = False
-    """Rotary positions (Su et al., 2021), half-split form, over the whole head."""
-    rope_theta: float | None = None
-    """Base of the rotary frequencies. 10000 where rope is on."""
-
-    def check(self, key: str, n_heads: int) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
-        yield from one_of(f"{key}attn_type", self.attn_type, ATTN_TYPES)
-        yield from one_of(f"{key}attn_impl", self.attn_impl, ATTN_IMPLS)
-        if self.attn_type == "grouped_query_attention":
-            if self.kv_n_heads is None:
-                yield f"{key}kv_n_heads: {self.attn_type} needs it; write a divisor of n_heads"
-            else:
-                yield from divides(f"{key}kv_n_heads", self.kv_n_heads, "model.n_heads", n_heads)
-        elif self.kv_n_heads not in (None, self.derived_kv_heads(n_heads)):
-            yield from inert(key, self, ["kv_n_heads"], "without grouped_query_attention")
-        if self.alibi and self.rope:
-            yield f"{key}alibi: and rope exclude each other; set one of them to false"
-        if not self.alibi:
-            yield from inert(key, self, ["alibi_bias_max"], "without alibi: true")
-        if not self.rope:
-            yield from inert(key, self, ["rope_theta"], "without rope: true")
-        yield from above(f"{key}clip_qkv", self.clip_qkv, 0)
-        yield from above(f"{key}softmax_scale", self.softmax_scale, 0)
-        yield from at_least(f"{key}alibi_bias_max", self.alibi_bias_max, 1)
-        yield from above(f"{key}rope_theta", self.rope_theta, 0)
-
-    def derived_kv_heads(self, n_heads: int) -> int | None:
-        """Key-value heads that the attention type alone decides."""
-        return {"multihead_attention": n_heads, "multiquery_attention": 1}.get(self.attn_type)
-
-    def fill(self, n_heads: int) -> None:
-        """Write derived values in place."""
-        fill(self, kv_n_heads=self.derived_kv_heads(n_heads))
-        if self.alibi:
-            fill(self, alibi_bias_max=8)
-        if self.rope:
-            fill(self, rope_theta=10000.0)
-
-
-@dataclass
-class FFNConfig:
-    """The feed-forward layer."""
-
-    ffn_type: str = "mptmlp"
-    """mptmlp: down(act(up x)). mptglu: down(act(gate x) * up x) (Shazeer, 2020)."""
-    ffn_act_fn: str = "gelu"
-    """gelu (exact), gelu_tanh, silu or relu."""
-    ffn_hidden_size: int | None = None
-    """Inner width; unset: d_model * expansion_ratio."""
-
-    def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be."""
-        yield from one_of(f"{key}ffn_type", self.ffn_type, FFN_TYPES)
-        yield from one_of(f"{key}ffn_act_fn", self.ffn_act_fn, ACTIVATIONS)
-        yield from at_least(f"{key}ffn_hidden_size", self.ffn_hidden_size, 1)
-
-
-@dataclass
-class InitConfig:
-    """How weights start."""
-
-    name: str = "kaiming_normal_"
-    """kaiming_normal_ (He et al., 2015; fan_in, relu gain) or baseline_ (normal with init_std)."""
-    init_std: float | None = None
-    """Standard deviation of baseline_; 0.02 there."""
-    emb_init_std: float | None = None
-    """Standard deviation of the embeddings; unset: the same scheme as the other weights."""
-    init_div_is_residual: bool = True
-    """Divide the projections that write to the residual stream by sqrt(2 * n_layers)."""
-
-    def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
-        yield from one_of(f"{key}name", self.name, INITS)
-        if self.name != "baseline_":
-            yield from inert(key, self, ["init_std"], "without name: baseline_")
-        yield from above(f"{key}init_std", self.init_std, 0)
-        yield from above(f"{key}emb_init_std", self.emb_init_std, 0)
+NORM_TYPES = ("layernorm", "rmsnorm", "low_precision_layernorm", "low_precision_rmsnorm")
 
 
 @dataclass
@@ -143,18 +44,33 @@ class ModelConfig:
     """A learned vector for each position; unset: true unless alibi or rope is on."""
     no_bias: bool = False
     """Drop the biases of linear layers and norms."""
+    attention_bias: bool | None = None
+    """Biases of the query, key and value projections; unset: not no_bias."""
     norm_type: str = "layernorm"
-    """layernorm or rmsnorm, computed in fp32."""
+    """layernorm or rmsnorm, computed in fp32; low_precision_layernorm, low_precision_rmsnorm: in
+    the precision of the matrix products."""
     norm_eps: float = 1e-5
     """Added to the variance under the norm's root."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head."""
+    logit_scale: float | str | None = None
+    """Factor on the logits: a number, or inv_sqrt_d_model for 1 / sqrt(d_model); unset: none."""
+    final_logit_softcapping: float | None = None
+    """Logits become c * tanh(logits / c) (Gemma 2), after logit_scale; unset: no cap."""
+    emb_pdrop: float = 0.0
+    """Dropout on the embeddings, while training."""
+    resid_pdrop: float = 0.0
+    """Dropout on what each layer adds to the residual stream, while training."""
+    embedding_fraction: float = 1.0
+    """Share of the gradient that reaches the embeddings (Ding et al., 2021; 1: all)."""
     attn_config: AttentionConfig = field(default_factory=AttentionConfig)
     """Attention."""
     ffn_config: FFNConfig = field(default_factory=FFNConfig)
     """Feed-forward layer."""
     init_config: InitConfig = field(default_factory=InitConfig)
     """Initialisation."""
+    block_overrides: BlockOverridesConfig | None = None
+    """Layers that differ from the settings above; unset: all are alike."""
 
     def check(self, key: str = "model.") -> Iterator[str]:
         """Lines for values that cannot be, contradict each other, or have no effect."""
@@ -164,21 +80,42 @@ class ModelConfig:
         for size in sizes:
             yield from at_least(f"{key}{size}", getattr(self, size), 1)
         yield from above(f"{key}norm_eps", self.norm_eps, 0)
-        if self.n_heads < 1:
+        yield from above(f"{key}final_logit_softcapping", self.final_logit_softcapping, 0)
+        yield from fraction(f"{key}emb_pdrop", self.emb_pdrop)
+        yield from fraction(f"{key}resid_pdrop", self.resid_pdrop)
+        if not 0 < self.embedding_fraction <= 1:
+            yield f"{key}embedding_fraction: {self.embedding_fraction}; write a number in (0, 1]"
+        if isinstance(self.logit_scale, str):
+            yield from one_of(f"{key}logit_scale", self.logit_scale, ("inv_sqrt_d_model",))
+        else:
+            yield from above(f"{key}logit_scale", self.logit_scale, 0)
+        if self.n_heads < 1 or self.n_layers < 1:
             return
         if self.head_dim is None:
             yield from divides(f"{key}n_heads", self.n_heads, f"{key}d_model", self.d_model)
+        yield from self._check_positions(key)
+        yield from self.attn_config.check(f"{key}attn_config.", self.n_heads)
+        yield from self.ffn_config.check(f"{key}ffn_config.")
+        yield from self.init_config.check(f"{key}init_config.")
+        if self.block_overrides is not None:
+            where = f"{key}block_overrides."
+            yield from self.block_overrides.check(where, self.attn_config, self.n_layers)
+        yield from self._check_hidden_size(key)
+
+    def _check_positions(self, key: str) -> Iterator[str]:
         attn = self.attn_config
         head_dim = self.head_dim or self.d_model // self.n_heads
         if attn.rope and head_dim % 2:
             yield f"{key}attn_config.rope: needs an even head_dim, which is {head_dim}"
-        if self.learned_pos_emb and (attn.alibi or attn.rope):
-            other = "alibi" if attn.alibi else "rope"
+        others = [name for name in ("alibi", "rope", "nope") if getattr(attn, name)]
+        if self.learned_pos_emb and others:
+            other = others[0]
             yield f"{key}learned_pos_emb: true, with attn_config.{other}: true; set one to false"
-        yield from attn.check(f"{key}attn_config.", self.n_heads)
-        yield from self.ffn_config.check(f"{key}ffn_config.")
-        yield from self.init_config.check(f"{key}init_config.")
-        yield from self._check_hidden_size(key)
+        if self.learned_pos_emb is False and not others:
+            yield (
+                f"{key}learned_pos_emb: false leaves the model without positions; write"
+                " attn_config.nope: true if that is meant, or set alibi or rope"
+            )
 
     def _check_hidden_size(self, key: str) -> Iterator[str]:
         ratio, hidden = self.expansion_ratio, self.ffn_config.ffn_hidden_size
@@ -202,9 +139,13 @@ class ModelConfig:
             fill(self, expansion_ratio=4.0)
             self.ffn_config.ffn_hidden_size = int(self.d_model * (self.expansion_ratio or 4))
         fill(self, head_dim=self.d_model // self.n_heads, max_seq_len=max_seq_len)
-        fill(self, learned_pos_emb=not (attn.alibi or attn.rope))
+        fill(self, learned_pos_emb=not (attn.alibi or attn.rope or attn.nope))
+        fill(self, attention_bias=not self.no_bias)
         attn.fill(self.n_heads)
-        if self.init_config.name == "baseline_":
-            fill(self.init_config, init_std=0.02)
+        self.init_config.fill()
         if vocab_size is not None:
             fill(self, vocab_size=-(-vocab_size // 64) * 64)
+
+    def layers(self) -> list[LayerConfig]:
+        """What each block's attention does; the model must be checked."""
+        return layers(self.attn_config, self.block_overrides, self.n_layers)

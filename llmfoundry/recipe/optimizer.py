@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmfoundry.recipe.checks import above, at_least, fill, inert, one_of
 
-OPTIMIZERS = ("decoupled_adamw", "adamw", "decoupled_lionw")
-CLIPPING_TYPES = ("norm", "value")
+OPTIMIZERS = ("decoupled_adamw", "adamw", "decoupled_lionw", "muon")
+CLIPPING_TYPES = ("norm", "value", "adaptive")
+
+
+@dataclass
+class ParamGroupConfig:
+    """Parameters that the optimizer treats otherwise; unset: as the optimizer section says."""
+
+    param_str_match: str = ""
+    """A regular expression that is found in the parameters' names; the first group that matches
+    takes a parameter."""
+    lr: float | None = None
+    """Peak learning rate; the schedule is the same."""
+    weight_decay: float | None = None
+    """Shrinkage each step."""
+    betas: list[float] | None = None
+    """Decay of the running means."""
+    eps: float | None = None
+    """Added to the root of the running square."""
+
+    def check(self, key: str, optimizer: str) -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from check_regex(f"{key}param_str_match", self.param_str_match)
+        values = (self.lr, self.weight_decay, self.betas, self.eps)
+        if all(value is None for value in values):
+            yield f"{key}param_str_match: the group changes nothing; remove it, or give it an lr"
+        yield from above(f"{key}lr", self.lr, 0)
+        yield from at_least(f"{key}weight_decay", self.weight_decay, 0)
+        yield from above(f"{key}eps", self.eps, 0)
+        yield from check_betas(f"{key}betas", self.betas)
+        if optimizer == "decoupled_lionw":
+            yield from inert(key, self, ["eps"], f"with optimizer.name: {optimizer}")
 
 
 @dataclass
@@ -18,16 +49,24 @@ class OptimizerConfig:
     name: str = "decoupled_adamw"
     """decoupled_adamw: weights shrink by weight_decay * lr / (first lr) (Composer). adamw: by
     weight_decay * lr (Loshchilov and Hutter, 2019). Both run PyTorch's fused kernel.
-    decoupled_lionw: the sign of a running mean (Chen et al., 2023), decay as decoupled_adamw."""
+    decoupled_lionw: the sign of a running mean (Chen et al., 2023), decay as decoupled_adamw. muon:
+    orthogonal updates (Jordan et al., 2024) for the blocks' matrices, scaled to AdamW's size (Liu
+    et al., 2025) so that one lr serves both; AdamW for embeddings, head, norms and biases."""
     lr: float = 6e-4
     """Peak learning rate."""
     betas: list[float] | None = None
     """Decay of the running mean and of the running square, [0.9, 0.95]; for decoupled_lionw of
-    the mean that steps and of the mean that is kept, [0.9, 0.99]."""
+    the mean that steps and of the mean that is kept, [0.9, 0.99]; for muon of its AdamW."""
     eps: float | None = None
     """Not for decoupled_lionw: added to the root of the running square; 1e-8."""
+    momentum: float | None = None
+    """Only for muon: decay of the running gradient that is made orthogonal, 0.95."""
     weight_decay: float = 0.0
-    """Shrinkage each step; the two optimizers scale it differently."""
+    """Shrinkage each step; times lr for adamw and muon, times lr / (first lr) for decoupled_*."""
+    param_groups: list[ParamGroupConfig] = field(default_factory=list)
+    """Parameters, by regular expression, with values of their own."""
+    disable_grad: list[str] = field(default_factory=list)
+    """Regular expressions of parameters that do not train."""
 
     def check(self, key: str = "optimizer.") -> Iterator[str]:
         """Lines for values that cannot be."""
@@ -35,11 +74,17 @@ class OptimizerConfig:
         yield from above(f"{key}lr", self.lr, 0)
         yield from above(f"{key}eps", self.eps, 0)
         yield from at_least(f"{key}weight_decay", self.weight_decay, 0)
-        betas = self.betas
-        if betas is not None and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
-            yield f"{key}betas: {list(betas)}; write two numbers in [0, 1), such as [0.9, 0.95]"
+        yield from check_betas(f"{key}betas", self.betas)
         if self.name == "decoupled_lionw":
             yield from inert(key, self, ["eps"], f"with name: {self.name}")
+        if self.name != "muon":
+            yield from inert(key, self, ["momentum"], "without name: muon")
+        elif self.momentum is not None and not 0 <= self.momentum < 1:
+            yield f"{key}momentum: {self.momentum}; write a number in [0, 1)"
+        for index, group in enumerate(self.param_groups):
+            yield from group.check(f"{key}param_groups[{index}].", self.name)
+        for index, pattern in enumerate(self.disable_grad):
+            yield from check_regex(f"{key}disable_grad[{index}]", pattern)
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -47,6 +92,24 @@ class OptimizerConfig:
             fill(self, betas=[0.9, 0.99])
         else:
             fill(self, betas=[0.9, 0.95], eps=1e-8)
+        if self.name == "muon":
+            fill(self, momentum=0.95)
+
+
+def check_betas(key: str, betas: list[float] | None) -> Iterator[str]:
+    """Two numbers in [0, 1)."""
+    if betas is not None and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
+        yield f"{key}: {list(betas)}; write two numbers in [0, 1), such as [0.9, 0.95]"
+
+
+def check_regex(key: str, pattern: str) -> Iterator[str]:
+    """A regular expression that matches something."""
+    if not pattern:
+        yield f"{key}: is empty; write a regular expression, such as norm"
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        yield f"{key}: {pattern!r} is no regular expression: {error}"
 
 
 @dataclass
@@ -55,7 +118,9 @@ class GradientClippingConfig:
 
     clipping_type: str = "norm"
     """norm: scale the gradient so that its global L2 norm is at most clipping_threshold. value:
-    clamp each of its elements to [-clipping_threshold, clipping_threshold]."""
+    clamp each of its elements to [-clipping_threshold, clipping_threshold]. adaptive: scale each
+    row of a gradient so that its norm is at most clipping_threshold times its weights' norm (Brock
+    et al., 2021)."""
     clipping_threshold: float = 1.0
     """The bound; infinity (.inf) bounds nothing."""
 

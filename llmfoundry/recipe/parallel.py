@@ -25,6 +25,9 @@ class ParallelConfig:
     reshard_after_forward: bool | None = None
     """Only with shards: free a block's weights after its forward pass and gather them again for
     the backward; true there. False keeps them: faster, more memory."""
+    activation_checkpointing: bool = False
+    """Keep only each block's input for the backward pass and compute the rest again: a third more
+    work, a fraction of the memory."""
     dist_timeout: int = 600
     """Seconds that a collective may wait for other processes."""
 

@@ -16,7 +16,8 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 
-PRECISIONS = ("fp32", "amp_bf16")
+PRECISIONS = ("fp32", "amp_bf16", "bf16")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass
@@ -32,7 +33,12 @@ class TrainRecipe:
     deterministic: bool = False
     """Only deterministic kernels (slower on a GPU; a CPU is deterministic either way)."""
     precision: str = "amp_bf16"
-    """amp_bf16: matrix products in bfloat16, weights and sums in fp32. fp32: everything."""
+    """amp_bf16: matrix products in bfloat16, weights and sums in fp32. fp32: everything. bf16: the
+    weights, gradients and optimizer too are bfloat16: half the memory, small updates are lost."""
+    compile: bool = False
+    """torch.compile each block: faster steps after a first one that takes a minute."""
+    compile_mode: str | None = None
+    """Only with compile: torch.compile's mode; default there."""
     max_duration: str = "1ep"
     """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
     max_seq_len: int = 2048
@@ -90,6 +96,10 @@ class TrainRecipe:
         yield from check_duration("max_duration", self.max_duration, allow_dur=False)
         for key in ("eval_interval", "log_interval", "save_interval"):
             yield from check_duration(key, getattr(self, key))
+        if not self.compile and self.compile_mode is not None:
+            yield "compile_mode: has no effect without compile: true; remove it"
+        if self.compile_mode is not None:
+            yield from one_of("compile_mode", self.compile_mode, COMPILE_MODES)
         yield from at_least("max_seq_len", self.max_seq_len, 2)
         yield from at_least("global_train_batch_size", self.global_train_batch_size, 1)
         yield from check_batch("device_train_microbatch_size", self.device_train_microbatch_size)
@@ -117,6 +127,17 @@ class TrainRecipe:
                 f"model.max_seq_len: {longest} is shorter than the recipe's rows"
                 f" (max_seq_len: {self.max_seq_len}); remove it"
             )
+        impl = self.model.attn_config.attn_impl
+        if self.precision == "fp32" and impl in ("varlen", "flash"):
+            yield (
+                f"model.attn_config.attn_impl: {impl} computes in bf16 alone, but precision is"
+                " fp32; write sdpa, or precision: amp_bf16"
+            )
+        if self.early_stop_unseen():
+            yield (
+                f"callbacks.early_stopper.metric: {self.callbacks.early_stopper.metric} is measured"
+                " on validation text, but eval.validation is false"
+            )
         micro = self.device_train_microbatch_size
         if isinstance(micro, int) and micro > self.global_train_batch_size:
             yield (
@@ -133,6 +154,13 @@ class TrainRecipe:
         if self.data.validation_fraction == 0 and self.eval.validation:
             yield "eval.validation: true, but data.validation_fraction is 0; set one of them"
 
+    def early_stop_unseen(self) -> bool:
+        """Whether the early stopper waits for a metric that nothing measures."""
+        metric = self.callbacks.early_stopper.metric
+        return (
+            metric is not None and metric.startswith("metrics/eval/") and not self.eval.validation
+        )
+
     def fill(self) -> None:
         """Write derived values in place; call after `check` found nothing."""
         self.model.fill(max_seq_len=self.max_seq_len)
@@ -142,6 +170,9 @@ class TrainRecipe:
         self.schedule.fill()
         self.parallel.fill()
         self.logger.fill()
+        self.callbacks.fill()
+        if self.compile and self.compile_mode is None:
+            self.compile_mode = "default"
         if self.load_path is not None and self.load_weights_only is None:
             self.load_weights_only = False
 

@@ -56,11 +56,16 @@ def to_dict(recipe: Any) -> dict[str, Any]:
     """The recipe as plain values under the names that users write, in the schema's order."""
     plain: dict[str, Any] = {}
     for field in dataclasses.fields(recipe):
-        value = getattr(recipe, field.name)
-        if dataclasses.is_dataclass(value):
-            value = to_dict(value)
-        plain[field.name.rstrip("_")] = list(value) if isinstance(value, list) else value
+        plain[field.name.rstrip("_")] = _to_plain(getattr(recipe, field.name))
     return plain
+
+
+def _to_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, dict):
+        return {name: _to_plain(item) for name, item in value.items()}
+    return [_to_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def to_yaml(recipe: Any) -> str:
@@ -152,10 +157,12 @@ def _convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         hint = f", or `- {key}: {value}` in the defaults list" if isinstance(value, str) else ""
         problems.append(Problem(key, line + hint))
         return None
-    for option in allowed:
-        if typing.get_origin(option) is list:
-            return _convert_list(typing.get_args(option)[0], value, key, problems)
-    scalars = [option for option in allowed if option is not types.NoneType]
+    kinds = {typing.get_origin(option): typing.get_args(option) for option in allowed}
+    scalars = [option for option in allowed if option in _SCALARS]
+    if list in kinds and (isinstance(value, list) or not scalars):
+        return _convert_list(kinds[list][0], value, key, problems)
+    if dict in kinds and (isinstance(value, dict) or not scalars):
+        return _convert_dict(kinds[dict][1], value, key, problems)
     for scalar in scalars:
         try:
             return _SCALARS[scalar][0](value)
@@ -171,6 +178,17 @@ def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> l
         problems.append(Problem(key, f"{key}: {_show(value)} is not a list; write [{value}]"))
         return None
     return [_convert(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
+
+
+def _convert_dict(hint: Any, value: Any, key: str, problems: list[Problem]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        problems.append(
+            Problem(key, f"{key}: {_show(value)} is not a mapping; write {{name: ...}}")
+        )
+        return {}
+    if hint is Any:
+        return dict(value)
+    return {str(k): _convert(hint, item, f"{key}.{k}", problems) for k, item in value.items()}
 
 
 def _integer(value: Any) -> int:

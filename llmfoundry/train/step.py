@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.parallel.mesh import gradient_sync, sum_factor, whole
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 
@@ -119,7 +118,7 @@ CLIPPINGS: dict[str, Callable[[list[nn.Parameter], float, Tensor], None]] = {
 
 
 def _loss_of(labels: Tensor) -> Callable[[Decoder, Tensor], Tensor]:
-    return lambda model, hidden: linear_cross_entropy(hidden, model.head_weight, labels)
+    return lambda model, hidden: model.loss(hidden, labels)
 
 
 def _sum_over_processes(value: Tensor) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
 
 
 @torch.no_grad()
@@ -42,7 +41,7 @@ def validate(
         labels = batch.labels
 
         def loss(model: Decoder, hidden: Tensor, labels: Tensor = labels) -> Tensor:
-            return linear_cross_entropy(hidden, model.head_weight, labels)
+            return model.loss(hidden, labels)
 
         with autocast():
             nats = root(batch.tokens, batch.layout, loss)

@@ -12,7 +12,7 @@ from llmfoundry.recipe.typed import keys, section_of
 
 GQA = "model.attn_config.attn_type=grouped_query_attention"
 LINES = {
-    "precision=fp16": "precision: 'fp16' is not a choice (choices: fp32, amp_bf16)",
+    "precision=fp16": "precision: 'fp16' is not a choice; did you mean 'bf16'? (cho",
     "max_duration=0.5dur": "max_duration: '0.5dur' is a fraction of itself; write ba, sp, tok",
     "max_duration=10": "max_duration: '10' is not a duration; write a number and a unit: 10ba",
     "save_interval=1.5ba": "save_interval: '1.5ba' is not a whole number of batches",
@@ -31,7 +31,7 @@ LINES = {
     "model.norm_eps=0": "model.norm_eps: 0.0 must be greater than 0",
     "model.expansion_ratio=0.0001": "model.expansion_ratio: 0.0001 * d_model (2048) is not a w",
     "model.expansion_ratio=3 model.ffn_config.ffn_hidden_size=9": "model.expansion_ratio: has no",
-    "model.attn_config.attn_impl=flash": "model.attn_config.attn_impl: 'flash' is not a choice",
+    "model.attn_config.attn_impl=flesh": "model.attn_config.attn_impl: 'flesh' is not a choice",
     GQA: "model.attn_config.kv_n_heads: grouped_query_attention needs it; write a divisor of",
     f"{GQA} model.attn_config.kv_n_heads=5": "model.attn_config.kv_n_heads: 5 does not divide",
     "model.attn_config.kv_n_heads=4": "model.attn_config.kv_n_heads: has no effect without gro",

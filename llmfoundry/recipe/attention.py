@@ -1,0 +1,172 @@
+"""The `model.attn_config` section: kinds of heads, positions, numerical guards, backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llmfoundry.recipe.checks import above, at_least, divides, fill, fraction, inert, one_of
+
+ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
+ATTN_IMPLS = ("auto", "sdpa", "flex", "varlen", "flash", "torch")
+ROPE_TYPES = ("no_scaling", "linear", "dynamic", "llama3")
+LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+CANNOT = {  # what a backend cannot do, whatever the device: setting -> why, and what to write
+    "sdpa": {
+        "attn_logit_softcapping": "PyTorch's fused attention has no softcap; write flex or torch",
+    },
+    "flex": {"attn_pdrop": "FlexAttention has no dropout; write sdpa, flash or torch"},
+    "varlen": {
+        "alibi": "PyTorch's varlen attention adds no bias; write flex or flash",
+        "attn_logit_softcapping": "PyTorch's varlen attention has no softcap; write flex or flash",
+        "attn_pdrop": "PyTorch's varlen attention has no dropout; write sdpa, flash or torch",
+    },
+}
+
+
+@dataclass
+class RopeConfig:
+    """How rotary frequencies are stretched beyond the length that they were trained for."""
+
+    type: str = "no_scaling"
+    """no_scaling; linear: positions / factor (Chen et al., 2023); dynamic: theta grows with rows
+    longer than max_seq_len (NTK-aware); llama3: low frequencies / factor, high ones kept."""
+    factor: float | None = None
+    """Stretch; required by every type but no_scaling."""
+    low_freq_factor: float | None = None
+    """Only with llama3, required: wavelengths above original length / this are stretched."""
+    high_freq_factor: float | None = None
+    """Only with llama3, required: wavelengths below original length / this are kept."""
+    original_max_position_embeddings: int | None = None
+    """Only with llama3, required: the length that the frequencies were trained for."""
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be, are missing, or have no effect."""
+        yield from one_of(f"{key}type", self.type, ROPE_TYPES)
+        wanted = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(self.type, ("factor",))
+        for name in ("factor", *LLAMA3_KEYS):
+            if name not in wanted:
+                yield from inert(key, self, [name], f"with type: {self.type}")
+            elif getattr(self, name) is None:
+                yield f"{key}{name}: type: {self.type} needs it; write a number"
+        yield from at_least(f"{key}factor", self.factor, 1)
+        for name in LLAMA3_KEYS:
+            yield from above(f"{key}{name}", getattr(self, name), 0)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and not low < high:
+            yield f"{key}high_freq_factor: {high} must be greater than low_freq_factor ({low})"
+
+
+@dataclass
+class TemperatureConfig:
+    """Queries sharpened with their position, as Llama 4 does in layers without positions."""
+
+    floor_scale: int = 8192
+    """Positions to which the same factor applies."""
+    attn_scale: float = 0.0
+    """A query at p is multiplied by 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)); 0: by
+    nothing."""
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be."""
+        yield from at_least(f"{key}floor_scale", self.floor_scale, 1)
+        yield from at_least(f"{key}attn_scale", self.attn_scale, 0)
+
+
+@dataclass
+class AttentionConfig:
+    """Attention: kinds of heads, positions, numerical guards."""
+
+    attn_type: str = "multihead_attention"
+    """multihead_attention, multiquery_attention (one key-value head), grouped_query_attention."""
+    attn_impl: str = "auto"
+    """auto: the fastest that the device and the other settings allow. sdpa: PyTorch's fused
+    attention. On CUDA alone: flex (FlexAttention), varlen (PyTorch's variable-length kernel), flash
+    (the flash-attn package). torch: plain matmul and softmax, the slow reference."""
+    kv_n_heads: int | None = None
+    """Key-value heads; divides n_heads. Only for, and required by, grouped_query_attention."""
+    softmax_scale: float | None = None
+    """Factor on the attention logits; unset: 1 / sqrt(head_dim)."""
+    attn_logit_softcapping: float | None = None
+    """Attention logits become c * tanh(logits / c) (Gemma 2); unset: no cap."""
+    attn_pdrop: float = 0.0
+    """Dropout on attention weights, while training."""
+    clip_qkv: float | None = None
+    """Clamp queries, keys and values to [-c, c] after their projection; unset: no clamp."""
+    qk_ln: bool = False
+    """Normalise the whole query and key width (norm_type) before positions are applied."""
+    qk_gn: bool = False
+    """Normalise each query and key head by itself (norm_type) before positions are applied."""
+    sliding_window_size: int = -1
+    """A token sees itself and so many tokens before it; -1: all."""
+    alibi: bool = False
+    """Attention with linear biases (Press et al., 2022) in place of position embeddings."""
+    alibi_bias_max: int | None = None
+    """ALiBi's steepest exponent: slopes 2^(-alibi_bias_max * i / n). 8 where alibi is on."""
+    rope: bool = False
+    """Rotary positions (Su et al., 2021), half-split form, over the whole head."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies. 10000 where rope is on."""
+    rope_hf_config: RopeConfig = field(default_factory=RopeConfig)
+    """Only with rope: how frequencies are stretched for longer rows."""
+    nope: bool = False
+    """No positions at all (Kazemnejad et al., 2023): causality alone orders the tokens."""
+    attn_temperature_tuning: TemperatureConfig = field(default_factory=TemperatureConfig)
+    """Queries sharpened with their position."""
+
+    def check(self, key: str, n_heads: int) -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from one_of(f"{key}attn_type", self.attn_type, ATTN_TYPES)
+        yield from one_of(f"{key}attn_impl", self.attn_impl, ATTN_IMPLS)
+        for name, why in CANNOT.get(self.attn_impl, {}).items():
+            if getattr(self, name):
+                yield f"{key}attn_impl: {self.attn_impl} cannot serve {name}: {why}"
+        if self.attn_type == "grouped_query_attention":
+            if self.kv_n_heads is None:
+                yield f"{key}kv_n_heads: {self.attn_type} needs it; write a divisor of n_heads"
+            else:
+                yield from divides(f"{key}kv_n_heads", self.kv_n_heads, "model.n_heads", n_heads)
+        elif self.kv_n_heads not in (None, self.derived_kv_heads(n_heads)):
+            yield from inert(key, self, ["kv_n_heads"], "without grouped_query_attention")
+        if self.qk_ln and self.qk_gn:
+            yield f"{key}qk_gn: and qk_ln exclude each other; set one of them to false"
+        yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
+        yield from fraction(f"{key}attn_pdrop", self.attn_pdrop)
+        for name in ("clip_qkv", "softmax_scale", "attn_logit_softcapping"):
+            yield from above(f"{key}{name}", getattr(self, name), 0)
+        yield from self.attn_temperature_tuning.check(f"{key}attn_temperature_tuning.")
+        yield from self._check_positions(key)
+
+    def _check_positions(self, key: str) -> Iterator[str]:
+        chosen = [name for name in ("alibi", "rope", "nope") if getattr(self, name)]
+        if len(chosen) > 1:
+            both = " and ".join(chosen[1:])
+            yield f"{key}{chosen[0]}: and {both} exclude each other; set one of them to false"
+        if not self.alibi:
+            yield from inert(key, self, ["alibi_bias_max"], "without alibi: true")
+        if not self.rope:
+            yield from inert(key, self, ["rope_theta"], "without rope: true")
+            if self.rope_hf_config != RopeConfig():
+                yield f"{key}rope_hf_config: has no effect without rope: true; remove it"
+        yield from self.rope_hf_config.check(f"{key}rope_hf_config.")
+        yield from at_least(f"{key}alibi_bias_max", self.alibi_bias_max, 1)
+        yield from above(f"{key}rope_theta", self.rope_theta, 0)
+
+    def derived_kv_heads(self, n_heads: int) -> int | None:
+        """Key-value heads that the attention type alone decides."""
+        return {"multihead_attention": n_heads, "multiquery_attention": 1}.get(self.attn_type)
+
+    def fill(self, n_heads: int) -> None:
+        """Write derived values in place."""
+        fill(self, kv_n_heads=self.derived_kv_heads(n_heads))
+        if self.alibi:
+            fill(self, alibi_bias_max=8)
+        if self.rope:
+            fill(self, rope_theta=10000.0)
+
+
+def check_window(key: str, size: int | None) -> Iterator[str]:
+    """A window is a positive number of tokens, or -1 for all."""
+    if size is not None and (size < -1 or size == 0):
+        yield f"{key}: {size}; write -1 (all earlier tokens) or a number of tokens"

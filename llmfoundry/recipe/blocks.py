@@ -1,0 +1,175 @@
+"""The `model.block_overrides` section: layers that differ from the model's own settings.
+
+`layers` expands it, one `LayerConfig` a block, which is all that the decoder asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llmfoundry.recipe.attention import AttentionConfig, check_window
+from llmfoundry.recipe.checks import at_least, nearest
+
+DEFAULT = "default"
+
+
+@dataclass
+class AttentionOverride:
+    """What one kind of layer does otherwise; unset: as model.attn_config says."""
+
+    sliding_window_size: int | None = None
+    """A token sees itself and so many tokens before it; -1: all."""
+    nope: bool | None = None
+    """With rope: true this layer does not rotate."""
+    reuse_kv_layer_idx: int | None = None
+    """Take keys and values of the layer so many places up, a negative number; that layer must be
+    of the same kind otherwise."""
+
+    def check(self, key: str, attn: AttentionConfig) -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
+        if self.nope and not attn.rope:
+            yield f"{key}nope: has no effect without attn_config.rope: true; remove it"
+        if self.reuse_kv_layer_idx is not None and self.reuse_kv_layer_idx >= 0:
+            yield (
+                f"{key}reuse_kv_layer_idx: {self.reuse_kv_layer_idx}; write a negative number,"
+                " -1 for the layer before"
+            )
+
+
+@dataclass
+class BlockOverride:
+    """A named kind of layer."""
+
+    attn_config: AttentionOverride = field(default_factory=AttentionOverride)
+    """Attention."""
+
+
+@dataclass
+class BlockRun:
+    """One kind of layer, or a sequence of runs, repeated."""
+
+    name: str | None = None
+    """default, or a key of block_overrides.overrides."""
+    order: list[BlockRun] | None = None
+    """In place of a name: runs that are repeated together."""
+    repeat: int = 1
+    """How often."""
+
+
+@dataclass
+class BlockOverridesConfig:
+    """Layers that differ: kinds by name, and the order in which they are stacked."""
+
+    order: list[BlockRun] = field(default_factory=list)
+    """From the first block to the last: {name: local, repeat: 3}, or {order: [...], repeat: 2}."""
+    overrides: dict[str, BlockOverride] = field(default_factory=dict)
+    """What each name means."""
+
+    def check(self, key: str, attn: AttentionConfig, n_layers: int) -> Iterator[str]:
+        """Lines for kinds that do not exist or fit, and for an order of another length."""
+        if DEFAULT in self.overrides:
+            yield f"{key}overrides.{DEFAULT}: the name of the model's own settings; write another"
+        for name, override in self.overrides.items():
+            yield from override.attn_config.check(f"{key}overrides.{name}.attn_config.", attn)
+        problems = list(self._check_runs(f"{key}order", self.order))
+        yield from problems
+        if problems:
+            return
+        names = self.names()
+        if len(names) != n_layers:
+            yield f"{key}order: is {len(names)} layers long, but n_layers is {n_layers}"
+        for unused in sorted(set(self.overrides) - set(names) - {DEFAULT}):
+            yield f"{key}overrides.{unused}: is not in order and has no effect; remove it"
+        for index, name in enumerate(names):
+            yield from self._check_reuse(f"{key}overrides.{name}.", names, index)
+
+    def _check_runs(self, key: str, runs: list[BlockRun]) -> Iterator[str]:
+        options = [DEFAULT, *self.overrides]
+        for index, run in enumerate(runs):
+            where = f"{key}[{index}]"
+            yield from at_least(f"{where}.repeat", run.repeat, 1)
+            if (run.name is None) == (run.order is None):
+                yield f"{where}: has both or neither; write a name or an order"
+            elif run.order is not None:
+                yield from self._check_runs(f"{where}.order", run.order)
+            elif run.name not in options:
+                hint = nearest(str(run.name), options)
+                yield f"{where}.name: {run.name!r} is not in overrides{hint}"
+
+    def _check_reuse(self, key: str, names: list[str], index: int) -> Iterator[str]:
+        back = self._kind(names[index]).reuse_kv_layer_idx
+        if back is None or back >= 0:
+            return
+        source = self.source(names, index)
+        if source < 0:
+            where = f"{key}attn_config.reuse_kv_layer_idx"
+            yield f"{where}: {back} from layer {index} is before the first"
+            return
+        mine, theirs = self._kind(names[index]), self._kind(names[source])
+        same = ("sliding_window_size", "nope")
+        if any(getattr(mine, name) != getattr(theirs, name) for name in same):
+            yield (
+                f"{key}attn_config.reuse_kv_layer_idx: layer {index} would take the keys of layer"
+                f" {source} ({names[source]}), which differs in sliding_window_size or nope"
+            )
+
+    def names(self) -> list[str]:
+        """The kind of every layer, in order."""
+        return list(_expand(self.order))
+
+    def source(self, names: list[str], index: int) -> int:
+        """The layer whose keys and values layer `index` uses in the end; itself without reuse."""
+        while index >= 0 and self._kind(names[index]).reuse_kv_layer_idx is not None:
+            index += self._kind(names[index]).reuse_kv_layer_idx or 0
+        return index
+
+    def _kind(self, name: str) -> AttentionOverride:
+        found = self.overrides.get(name)
+        return found.attn_config if found is not None else AttentionOverride()
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ between layers.
+
+    Attributes:
+        window: a token sees itself and so many tokens before it; -1: all.
+        rotary: whether queries and keys are rotated.
+        kv_from: the layer whose keys and values are used; its own number where they are its own.
+    """
+
+    window: int
+    rotary: bool
+    kv_from: int
+
+
+def layers(
+    attn: AttentionConfig, overrides: BlockOverridesConfig | None, n_layers: int
+) -> list[LayerConfig]:
+    """The settings of every layer of a checked model."""
+    if overrides is None or not overrides.order:
+        return [LayerConfig(attn.sliding_window_size, attn.rope, i) for i in range(n_layers)]
+    names, found = overrides.names(), []
+    for index, name in enumerate(names):
+        kind = overrides._kind(name)
+        window = kind.sliding_window_size
+        found.append(
+            LayerConfig(
+                window=attn.sliding_window_size if window is None else window,
+                rotary=attn.rope and not kind.nope,
+                kv_from=overrides.source(names, index),
+            )
+        )
+    return found
+
+
+def _expand(runs: list[BlockRun]) -> Iterator[str]:
+    for run in runs:
+        for _ in range(run.repeat):
+            if run.order is not None:
+                yield from _expand(run.order)
+            else:
+                assert run.name is not None, "check the recipe first"
+                yield run.name
