@@ -1,82 +1,37 @@
-"""Attention over packed rows: a slow reference, PyTorch's fused kernels, and what picks.
+"""Attention over packed rows: one function, its backends, and what picks among them.
 
-`models/attention.py` calls `attend`. A `Plan` is made once a forward pass from the layout and
-shared by all layers, so that masks and document borders are worked out once.
+`models/decoder.py` makes a `Plan` once a forward pass for all layers with the same rules, so that
+masks and document borders are worked out once; `models/attention.py` calls `attend` with it.
+
+Every backend computes the same: logits times scale, softcap, ALiBi's bias slope * (key - query),
+mask, softmax, dropout, times values. A token sees itself and earlier tokens of its own document, no
+further back than the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmfoundry.errors import UserError
+from llmfoundry.ops import attention_flash, attention_flex, attention_sdpa, attention_varlen
+from llmfoundry.ops.attention_plan import (
+    Plan,
+    Rules,
+    alibi_slopes,
+    autocast_dtype,
+    dense_bias,
+    repeat_heads,
+    without_autocast,
+    working_dtype,
+)
 from llmfoundry.ops.layout import Layout
 
-
-@dataclass(frozen=True)
-class Rules:
-    """What a layer asks of attention.
-
-    Attributes:
-        scale: factor on the logits.
-        softcap: logits become c * tanh(logits / c), after the scale and before any bias.
-        slopes: (H,) ALiBi's slopes; None: no ALiBi.
-        window: a query sees itself and so many keys before it; -1: all.
-        dropout: share of the attention weights that are dropped while training.
-    """
-
-    scale: float
-    softcap: float | None = None
-    slopes: Tensor | None = None
-    window: int = -1
-    dropout: float = 0.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the layers of one forward pass that have the same rules share.
-
-    Attributes:
-        impl: the backend that serves.
-        rules: what the layers ask.
-        lengths: lengths of the documents of all rows, in order, where they are attended to one by
-            one; None: a single call serves the whole batch.
-        bias: broadcastable to (B, H, T, S): added to the logits, or a boolean mask, True where a
-            query sees a key; with `lengths` its top-left corner serves a document. None: causal
-            attention, nothing added.
-    """
-
-    impl: str
-    rules: Rules
-    lengths: tuple[int, ...] | None
-    bias: Tensor | None
-
-
-def alibi_slopes(n_heads: int, alibi_bias_max: int, device: torch.device) -> Tensor:
-    """Slopes (H,) of ALiBi (Press et al., 2022), in MPT's order for any number of heads."""
-    power = 1 << (n_heads - 1).bit_length()
-    exponents = torch.arange(1, power + 1, dtype=torch.float32, device=device)
-    slopes = torch.exp2(-exponents * alibi_bias_max / power)
-    return torch.cat([slopes[1::2], slopes[::2]])[:n_heads] if power != n_heads else slopes
-
-
-def causal_bias(queries: int, keys: int, rules: Rules, device: torch.device) -> Tensor:
-    """Who sees whom among the last `queries` of `keys` positions.
-
-    Without slopes a boolean mask (1, 1, queries, keys), True where a query sees a key; with them
-    ALiBi's bias (1, H, queries, keys) in fp32, minus infinity where it does not.
-    """
-    key = torch.arange(keys, device=device)
-    distance = (key - key[keys - queries :, None])[None, None]
-    sees = distance <= 0
-    if rules.window >= 0:
-        sees &= distance >= -rules.window
-    if rules.slopes is None:
-        return sees
-    return (rules.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
+__all__ = ["Plan", "Rules", "alibi_slopes", "attend", "plan", "refusal"]
 
 
 def plan(
@@ -87,8 +42,13 @@ def plan(
     past: int,
     device: torch.device,
     impl: str,
+    dtype: torch.dtype | None = None,
+    head_dim: int | None = None,
 ) -> Plan:
-    """Decide how one forward pass attends.
+    """Decide how one forward pass attends. Nothing here waits for the device.
+
+    Tokens after cached ones, and single ones, are served by sdpa (torch, where there is a softcap)
+    whatever was named: the kernels for training have no use there.
 
     Args:
         layout: documents of the rows; None: one document a row.
@@ -97,98 +57,118 @@ def plan(
         past: earlier tokens of each row, in a key-value cache.
         device: where the tokens are.
         impl: a name of the recipe's attn_impl.
+        dtype: of the weights; None: torch's default. Autocast's goes before it.
+        head_dim: width of a head; None: one that every kernel has.
+
+    Raises:
+        UserError: the backend was named, and cannot serve.
     """
-    if impl == "auto":
+    if layout is not None and all(len(row) == 1 for row in layout.lengths):
+        layout = None
+    assert layout is None or past == 0, "packed rows have no key-value cache"
+    if rules.window >= past + queries - 1:
+        rules = replace(rules, window=-1)
+    dtype = autocast_dtype(device.type, dtype or torch.get_default_dtype())
+    if (past or queries == 1) and impl != "torch":
         impl = "sdpa" if rules.softcap is None else "torch"
-    packed = layout is not None and any(len(row) > 1 for row in layout.lengths)
-    assert not (packed and past), "packed rows have no key-value cache"
-    keys = past + queries
-    bounded = 0 <= rules.window < keys - 1
-    if not packed:
-        plain = rules.slopes is None and not bounded and (past == 0 or queries == 1)
-        bias = None if plain else causal_bias(queries, keys, rules, device)
-        return Plan(impl, rules, None, bias)
-    assert layout is not None
-    if impl == "sdpa" and device.type == "cpu":  # cheaper there than one call with a mask
-        lengths = tuple(n for row in layout.lengths for n in row)
-        plain = rules.slopes is None and not 0 <= rules.window < max(lengths) - 1
-        bias = None if plain else causal_bias(max(lengths), max(lengths), rules, device)
-        return Plan(impl, rules, lengths, bias)
-    same = layout.documents[:, None, :, None] == layout.documents[:, None, None, :]
-    bias = causal_bias(queries, queries, rules, device)
-    bias = bias & same if rules.slopes is None else bias.masked_fill(~same, float("-inf"))
-    return Plan(impl, rules, None, bias)
+    elif impl == "auto":
+        impl = choose(rules, layout is not None, device, dtype, head_dim)
+    elif reason := refusal(impl, rules, device, dtype, head_dim=head_dim):
+        raise UserError(f"model.attn_config.attn_impl: {reason}")
+    return PLANS[impl](layout, rules, queries=queries, past=past, device=device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, training: bool = False) -> Tensor:
     """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd), KV dividing H; (B, T, H, hd).
 
-    Dropout only where `training`.
+    In and out of autocast's dtype where autocast is on, else of that of the values. Dropout only
+    where `training`.
     """
+    if not plan.shared_heads:
+        k, v = repeat_heads(q, k, v)
     return IMPLS[plan.impl](q, k, v, plan, plan.rules.dropout if training else 0.0)
 
 
-def _torch(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
-    """Plain matmul and softmax, in any dtype: the reference."""
-    rules, groups = plan.rules, q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    logits = torch.einsum("bthd,bshd->bhts", q, k) * rules.scale
-    if rules.softcap is not None:
-        logits = rules.softcap * torch.tanh(logits / rules.softcap)
-    bias = plan.bias
-    if bias is None:
-        bias = causal_bias(q.shape[1], k.shape[1], Rules(rules.scale), q.device)
-    is_mask = bias.dtype == torch.bool
-    logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    weights = F.dropout(wide.softmax(-1), dropout)
-    return torch.einsum("bhts,bshd->bthd", weights.to(v.dtype), v)
+def choose(
+    rules: Rules, packed: bool, device: torch.device, dtype: torch.dtype, head_dim: int | None
+) -> str:
+    """The backend that `auto` stands for: the first that can serve, the cheapest first.
+
+    On CUDA plain rows are SDPA's own case; then varlen (no mask, nothing to compile), flex (every
+    option but dropout), flash (every option, where it is installed). What is left is sdpa with a
+    dense mask, and torch, which has the softcap.
+    """
+    order = ["sdpa", "torch"]
+    plain = rules.slopes is None and rules.softcap is None and rules.window < 0 and not packed
+    if device.type == "cuda" and not plain:
+        order = ["varlen", "flex", "flash", *order]
+    able = (name for name in order if not refusal(name, rules, device, dtype, head_dim=head_dim))
+    return next(able)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
-    """PyTorch's fused kernels; per document where the plan says so."""
-    scale = plan.rules.scale
-    if plan.lengths is None:
-        return _fused(q, k, v, plan.bias, scale, dropout)
-    # split and cat, not slices: their backward passes touch each gradient once
-    parts = zip(*(x.flatten(0, 1).split(plan.lengths) for x in (q, k, v)), strict=True)
-    outputs = []
-    for q_doc, k_doc, v_doc in parts:
-        n = len(q_doc)
-        bias = None if plan.bias is None else plan.bias[..., :n, :n]
-        out = _fused(q_doc[None], k_doc[None], v_doc[None], bias, scale, dropout)
-        outputs.append(out[0])
-    return torch.cat(outputs).view(q.shape)
+def refusal(
+    impl: str,
+    rules: Rules,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int | None = None,
+) -> str | None:
+    """Why a backend cannot serve these rules here, and what to write; None: it can.
+
+    Args:
+        impl: a name of the recipe's attn_impl; auto always can.
+        rules: what the layers ask.
+        device: where the tokens will be.
+        dtype: what attention will compute in: autocast's dtype, or that of the weights.
+        head_dim: width of a head; None: one that every kernel has.
+    """
+    if impl == "auto":
+        return None
+    reason = REFUSALS[impl](rules, device, dtype, head_dim)
+    return None if reason is None else f"{impl}: {reason}"
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
-) -> Tensor:
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16:
-        return _call_sdpa(q, k, v, bias, scale, dropout)
-    # The CPU's bf16 kernel is compiled for every length it meets, and each is kept: documents of
-    # all lengths made it 8 times slower than fp32, and its memory grew without end.
-    with torch.autocast("cpu", enabled=False):
-        return _call_sdpa(q.float(), k.float(), v.float(), bias, scale, dropout).to(q.dtype)
+def _prepare_torch(
+    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
+) -> Plan:
+    bias = dense_bias(layout, rules, queries, past, device)
+    return Plan("torch", rules, shared_heads=False, bias=bias)
 
 
-def _call_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
-) -> Tensor:
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype),
-        dropout_p=dropout,
-        is_causal=bias is None and q.shape[1] > 1,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2)
+def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """Plain matmul and softmax in fp32 (fp64 for fp64), all logits in memory: the reference."""
+    rules, bias, dtype = plan.rules, plan.bias, working_dtype(v)
+    assert bias is not None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    with without_autocast(q.device.type):
+        logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide)) * rules.scale
+        if rules.softcap is not None:
+            logits = rules.softcap * torch.tanh(logits / rules.softcap)
+        is_mask = bias.dtype == torch.bool
+        logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias
+        weights = F.dropout(logits.softmax(-1), dropout)
+        return torch.einsum("bhts,bshd->bthd", weights, v.to(wide)).to(dtype)
 
 
+REFUSALS: dict[str, Callable[[Rules, torch.device, torch.dtype, int | None], str | None]] = {
+    "torch": lambda *_: None,
+    "sdpa": attention_sdpa.refusal,
+    "flex": attention_flex.refusal,
+    "varlen": attention_varlen.refusal,
+    "flash": attention_flash.refusal,
+}
+PLANS: dict[str, Callable[..., Plan]] = {
+    "torch": _prepare_torch,
+    "sdpa": attention_sdpa.prepare,
+    "flex": attention_flex.prepare,
+    "varlen": attention_varlen.prepare,
+    "flash": attention_flash.prepare,
+}
 IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor]] = {
-    "sdpa": _sdpa,
-    "torch": _torch,
+    "torch": _attend_torch,
+    "sdpa": attention_sdpa.attend,
+    "flex": attention_flex.attend,
+    "varlen": attention_varlen.attend,
+    "flash": attention_flash.attend,
 }

@@ -1,0 +1,175 @@
+"""What every attention backend reads: the rules of a layer, the plan of a forward pass.
+
+The backends are `attention_sdpa`, `attention_flex`, `attention_varlen`, `attention_flash`, and the
+plain one in `attention`, which is also what the rest of the house calls. Each has three functions:
+`refusal` (what it cannot serve, and why), `prepare` (a `Plan`, once a forward pass) and `attend`
+(once a layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llmfoundry.ops.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a layer asks of attention.
+
+    Attributes:
+        scale: factor on the logits.
+        softcap: logits become c * tanh(logits / c), after the scale and before any bias.
+        slopes: (H,) ALiBi's slopes; None: no ALiBi.
+        window: a query sees itself and so many keys before it; -1: all.
+        dropout: share of the attention weights that are dropped while training.
+    """
+
+    scale: float
+    softcap: float | None = None
+    slopes: Tensor | None = None
+    window: int = -1
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the layers of one forward pass that have the same rules share.
+
+    Attributes:
+        impl: the backend that serves; what follows `shared_heads` is for one or two of them.
+        rules: what the layers ask; a window that bounds nothing is gone.
+        shared_heads: whether the backend reads a key-value head that several query heads share;
+            else such heads are repeated for it.
+        bias: torch and sdpa: broadcastable to (B, H, T, S): added to the logits, or a boolean
+            mask, True where a query sees a key; a document's or a run's is its top-left corner.
+            None: causal attention, nothing added.
+        packed: sdpa on a CPU: documents are attended to by runs. A flag of its own: torch.compile
+            guards a flag, but the runs' number and lengths too if it is asked whether there are
+            any, and nothing if it is asked so of `by_run`.
+        runs: with `packed`: (count, length) of neighbouring documents of one length, in order.
+        by_run: with `packed`: what attends to them.
+        block_mask: flex: which blocks of keys a block of queries sees.
+        score_mod: flex: what is done to a logit; None: nothing.
+        borders: varlen and flash, packed rows: (N + 1,) int32, where the N documents of all rows,
+            one after the other, begin and end.
+        longest: varlen and flash: tokens of the longest document.
+    """
+
+    impl: str
+    rules: Rules
+    shared_heads: bool = True
+    bias: Tensor | None = None
+    packed: bool = False
+    runs: tuple[tuple[int, int], ...] = ()
+    by_run: Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor] | None = None
+    block_mask: BlockMask | None = None
+    score_mod: Callable[..., Tensor] | None = None
+    borders: Tensor | None = None
+    longest: int = 0
+
+
+def alibi_slopes(n_heads: int, alibi_bias_max: int, device: torch.device) -> Tensor:
+    """Slopes (H,) of ALiBi (Press et al., 2022), in MPT's order for any number of heads."""
+    power = 1 << (n_heads - 1).bit_length()
+    exponents = torch.arange(1, power + 1, dtype=torch.float32, device=device)
+    slopes = torch.exp2(-exponents * alibi_bias_max / power)
+    return torch.cat([slopes[1::2], slopes[::2]])[:n_heads] if power != n_heads else slopes
+
+
+def causal_bias(queries: int, keys: int, rules: Rules, device: torch.device) -> Tensor:
+    """Who sees whom among the last `queries` of `keys` positions.
+
+    Without slopes a boolean mask (1, 1, queries, keys), True where a query sees a key; with them
+    ALiBi's bias (1, H, queries, keys) in their dtype, minus infinity where it does not.
+    """
+    key = torch.arange(keys, device=device)
+    distance = (key - key[keys - queries :, None])[None, None]
+    sees = distance <= 0
+    if rules.window >= 0:
+        sees &= distance >= -rules.window
+    if rules.slopes is None:
+        return sees
+    return (rules.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
+
+
+def dense_bias(
+    layout: Layout | None, rules: Rules, queries: int, past: int, device: torch.device
+) -> Tensor:
+    """As `causal_bias`, (1 or B, 1 or H, queries, past + queries), documents kept apart."""
+    bias = causal_bias(queries, past + queries, rules, device)
+    if layout is None:
+        return bias
+    same = layout.documents[:, None, :, None] == layout.documents[:, None, None, :]
+    return bias & same if rules.slopes is None else bias.masked_fill(~same, float("-inf"))
+
+
+def document_borders(layout: Layout, device: torch.device) -> tuple[Tensor, int]:
+    """Where the N documents of all rows, one after the other, begin and end; the longest's length.
+
+    Returns:
+        (N + 1,) int32 on the device, from 0 to B * T; tokens.
+    """
+    lengths = [n for row in layout.lengths for n in row]
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    if device.type == "cuda":
+        borders = borders.pin_memory()  # from pageable memory the copy would wait for the device
+    return borders.to(device, non_blocking=True), max(lengths)
+
+
+def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """Autocast's dtype where it is on for devices of this kind, else `dtype`; fp64 stays."""
+    available = torch.amp.is_autocast_available(kind)  # the meta device has none
+    if dtype == torch.float64 or not available or not torch.is_autocast_enabled(kind):
+        return dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(kind: str) -> AbstractContextManager[object]:
+    """Operations in their inputs' own dtypes."""
+    available = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if available else nullcontext()
+
+
+def working_dtype(v: Tensor) -> torch.dtype:
+    """What attention computes in: autocast's dtype where it is on, else the values' own.
+
+    Queries and keys may come wider than the values, from their normalisation.
+    """
+    return autocast_dtype(v.device.type, v.dtype)
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, S, KV, hd) with as many heads as q (B, T, H, hd)."""
+    groups = q.shape[2] // k.shape[2]
+    if groups == 1:
+        return k, v
+    return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+
+
+def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
+    """What FlashAttention 2 cannot serve, PyTorch's build (varlen) or its own (flash)."""
+    if device.type != "cuda":
+        return f"its kernel runs on CUDA alone, not on {device.type}; write auto"
+    if dtype not in (torch.float16, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        return f"its kernel takes bf16 and fp16, not {name}; write auto, or precision: amp_bf16"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return (
+            "its kernel needs a GPU of compute capability 8.0 (A100) or newer, this one has"
+            f" {major}.{minor}; write auto"
+        )
+    if head_dim is not None and head_dim > 256:
+        return f"its kernel's heads are at most 256 wide, not {head_dim}; write auto"
+    return None

@@ -1,0 +1,337 @@
+"""Every backend that runs on a CPU against attention's definition, and what picks among them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+from llmfoundry.errors import UserError
+from llmfoundry.ops import attention_flash, attention_flex, attention_varlen
+from llmfoundry.ops.attention import PLANS, Plan, Rules, attend, plan, refusal
+from llmfoundry.ops.layout import Layout
+from llmfoundry.recipe.attention import CANNOT
+from tests.ops.plain_attention import (
+    CPU,
+    DTYPES,
+    GRID,
+    TOLERANCE,
+    Case,
+    distance,
+    errors,
+    expected,
+    plain_attention,
+)
+
+CUDA = torch.device("cuda")
+SDPA = [name for name, case in GRID.items() if case.softcap is None]
+SERVED = [("torch", name) for name in GRID] + [("sdpa", name) for name in SDPA]
+FLEX = {name: case for name, case in GRID.items() if sum(case.lengths[0]) < 300}
+SLOPES = torch.ones(4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("impl", "name"), SERVED)
+def test_output_and_gradients_equal_the_definitions(impl: str, name: str, dtype: str) -> None:
+    forward, backward = errors(GRID[name], impl, dtype)
+    assert forward <= TOLERANCE[dtype][0]
+    assert backward <= TOLERANCE[dtype][1]
+
+
+@pytest.fixture
+def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention's own uncompiled form: the same mask and score functions, run as they are."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(attention_flex, "_compiled", lambda: flex_attention.flex_attention)
+
+
+def flex_plan(case: Case) -> Plan:
+    """As `plan` makes it on CUDA; on a CPU it refuses, for want of a backward pass."""
+    packed = len(case.lengths[0]) > 1
+    queries = sum(case.lengths[0])
+    layout = case.layout() if packed else None
+    return PLANS["flex"](layout, case.rules(), queries=queries, past=0, device=CPU)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", FLEX)
+def test_flex_output_equals_the_definitions(name: str, dtype: str, eager_flex: None) -> None:
+    q, k, v = (x.to(DTYPES[dtype]) for x in GRID[name].tensors()[:3])
+    out = attend(q, k, v, flex_plan(GRID[name]))
+    assert out.dtype == DTYPES[dtype]
+    assert distance([out], [expected(GRID[name])[0]]) <= 2 * TOLERANCE[dtype][0]
+
+
+@pytest.mark.parametrize("lengths", [None, ((900,), (128, 772)), ((1, 127, 129, 643), (300,) * 3)])
+@pytest.mark.parametrize("window", [-1, 0, 100, 127, 128, 129, 400])
+@pytest.mark.parametrize("length", [900, 896, 128, 1])
+def test_block_mask_is_the_one_that_pytorch_finds_by_looking_at_every_pair(
+    lengths: tuple[tuple[int, ...], ...] | None, window: int, length: int
+) -> None:
+    documents = None
+    if lengths is not None:
+        documents = Layout.from_lengths(lengths).documents[:, :length]
+    ours = attention_flex.block_mask(length, window, documents, CPU)
+    rows = None if documents is None else len(documents)
+    theirs = flex_attention.create_block_mask(
+        ours.mask_mod, rows, None, length, length, device="cpu"
+    )
+    assert ours.shape == theirs.shape
+    for part in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        torch.testing.assert_close(getattr(ours, part), getattr(theirs, part))
+        full = f"full_{part}"
+        torch.testing.assert_close(getattr(ours, full), getattr(theirs, full))
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("impl", ["auto", "torch", "sdpa", "flex", "varlen", "flash"])
+@pytest.mark.parametrize("name", ["gqa-rows", "gqa-alibi-window-rows", "mqa-softcap-rows"])
+def test_tokens_after_cached_ones_see_the_cache(name: str, impl: str, queries: int) -> None:
+    case = GRID[name]
+    q, k, v, _ = case.tensors()
+    past, q = q.shape[1] - queries, q[:, -queries:]
+    rules = case.rules(torch.float64)
+    chosen = plan(None, rules, queries=queries, past=past, device=CPU, impl=impl)
+    served = "torch" if impl == "torch" or case.softcap else "sdpa"
+    assert chosen.impl == served  # the kernels for training have no use here
+    out = attend(q, k, v, chosen)
+    assert distance([out], [plain_attention(q, k, v, case, past)]) < 1e-13
+
+
+@pytest.mark.parametrize("impl", ["torch", "sdpa"])
+def test_under_autocast_wide_queries_and_narrow_values_are_served(impl: str) -> None:
+    case = GRID["gqa-alibi-packed"]
+    q, k, v = (x.float() for x in case.tensors()[:3])
+    chosen = plan(case.layout(), case.rules(), queries=19, past=0, device=CPU, impl=impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(q, k, v.bfloat16(), chosen)
+    assert out.dtype == torch.bfloat16
+    assert distance([out], [expected(case)[0]]) <= TOLERANCE["bf16"][0]
+
+
+@pytest.mark.parametrize("impl", ["torch", "sdpa"])
+@pytest.mark.parametrize("lengths", [((256,),), ((100, 156),)])
+def test_dropout_drops_that_share_of_the_weights_while_training_only(
+    impl: str, lengths: tuple[tuple[int, ...], ...]
+) -> None:
+    case = Case(heads=8, kv_heads=8, lengths=lengths)
+    q = k = torch.zeros(1, 256, 8, 8)  # equal weights
+    rules = replace(case.rules(), dropout=0.25)
+    chosen = plan(case.layout(), rules, queries=256, past=0, device=CPU, impl=impl)
+    seen = torch.cat([torch.arange(1, n + 1) for n in lengths[0]]).view(1, -1, 1)
+    ones = torch.ones_like(q)
+    torch.manual_seed(0)
+    kept = (attend(q, k, ones, chosen, training=True)[..., 0] * 0.75 * seen).sum()
+    assert kept / (8 * seen.sum()) == pytest.approx(0.75, abs=0.005)
+    torch.testing.assert_close(attend(q, k, ones, chosen), ones)
+
+
+@pytest.mark.parametrize("impl", ["torch", "sdpa", "flex", "varlen"])
+def test_a_plan_asks_the_device_for_no_number(impl: str) -> None:
+    """The meta device has none to give: .item(), nonzero and their like raise there."""
+    meta = torch.device("meta")
+    layout = Layout.from_lengths(((7, 300), (307,))).to(meta)
+    rules = Rules(0.3, None, torch.ones(4, device=meta), window=40)
+    chosen = PLANS[impl](layout, rules, queries=307, past=0, device=meta)
+    if impl in ("torch", "sdpa"):
+        q = torch.empty(2, 307, 4, 8, device=meta)
+        assert attend(q, q, q, chosen).shape == q.shape
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A machine with a GPU, Triton and flash-attn, as far as `refusal` asks; fields may change."""
+    machine = SimpleNamespace(capability=(9, 0), triton=True, flash="2.8.3.post2", loads=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine.capability)
+
+    def find_spec(name: str) -> object:
+        return object() if machine.triton else None
+
+    def version(name: str) -> str:
+        if machine.flash is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return machine.flash
+
+    def import_module(name: str) -> object:
+        if not machine.loads:
+            raise ImportError("undefined symbol")
+        return object()
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    attention_flash._missing.cache_clear()
+    yield machine
+    attention_flash._missing.cache_clear()
+
+
+CAP, DROP, BIAS, LOCAL = {"softcap": 5.0}, {"dropout": 0.1}, {"slopes": SLOPES}, {"window": 9}
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+REFUSED = [
+    ("sdpa", CAP, CUDA, BF16, {}, "has no softcap; write flex or torch"),
+    ("flex", DROP, CUDA, BF16, {}, "has no dropout; write sdpa, flash or torch"),
+    ("flex", {}, CPU, FP32, {}, "has no backward pass on a CPU; write auto"),
+    ("flex", {}, torch.device("mps"), FP32, {}, "on CUDA alone, not on mps; write auto"),
+    ("flex", {}, CUDA, FP64, {}, "no double precision; write auto"),
+    ("flex", {}, CUDA, BF16, {"triton": False}, "Triton, which is not installed; write auto"),
+    ("varlen", BIAS, CUDA, BF16, {}, "adds no bias; write flex or flash"),
+    ("varlen", CAP, CUDA, BF16, {}, "has no softcap; write flex or flash"),
+    ("varlen", DROP, CUDA, BF16, {}, "has no dropout; write sdpa, flash or torch"),
+    ("varlen", {}, CPU, BF16, {}, "runs on CUDA alone, not on cpu; write auto"),
+    ("varlen", {}, CUDA, FP32, {}, "bf16 and fp16, not float32; write auto, or precision: amp_bf"),
+    ("varlen", {}, CUDA, BF16, {"capability": (7, 5)}, "8.0 (A100) or newer, this one has 7.5;"),
+    ("varlen", {}, CUDA, BF16, {"head_dim": 320}, "at most 256 wide, not 320; write auto"),
+    ("flash", {}, CPU, BF16, {}, "runs on CUDA alone, not on cpu; write auto"),
+    ("flash", {}, CUDA, FP32, {}, "bf16 and fp16, not float32; write auto, or precision: amp_bf"),
+    ("flash", {}, CUDA, BF16, {"capability": (7, 0)}, "8.0 (A100) or newer, this one has 7.0;"),
+    ("flash", {}, CUDA, BF16, {"head_dim": 320}, "at most 256 wide, not 320; write auto"),
+    ("flash", {}, CUDA, BF16, {"flash": None}, "not installed; pip install flash-attn --no-build"),
+    ("flash", {}, CUDA, BF16, {"flash": "2.5.9"}, "flash-attn 2.5.9 is older than 2.6.2; pip inst"),
+    ("flash", {}, CUDA, BF16, {"loads": False}, "does not load (undefined symbol); build it anew"),
+]
+
+
+@pytest.mark.parametrize(("impl", "options", "device", "dtype", "machine", "reason"), REFUSED)
+def test_what_a_backend_cannot_serve_is_refused_with_the_reason(
+    impl: str,
+    options: dict[str, object],
+    device: torch.device,
+    dtype: torch.dtype,
+    machine: dict[str, object],
+    reason: str,
+    gpu: SimpleNamespace,
+) -> None:
+    head_dim = machine.get("head_dim", 64)
+    vars(gpu).update(machine)
+    rules = Rules(0.1, **options)
+    found = refusal(impl, rules, device, dtype, head_dim=head_dim)
+    assert found is not None
+    assert found.startswith(f"{impl}: ")
+    assert reason in found
+    with pytest.raises(UserError, match=r"^model.attn_config.attn_impl: " + impl):
+        plan(None, rules, queries=64, past=0, device=device, impl=impl, dtype=dtype, head_dim=320)
+    assert refusal("auto", rules, device, dtype) is None
+    assert refusal("torch", rules, device, dtype) is None
+
+
+def test_an_old_torch_without_windows_in_varlen_is_refused(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refusal("varlen", Rules(0.1), CUDA, BF16) is None
+    monkeypatch.setattr(attention_varlen, "_parameters", lambda: frozenset({"is_causal"}))
+    found = refusal("varlen", Rules(0.1), CUDA, BF16)
+    assert found is not None
+    assert "install 2.11 or newer" in found
+
+
+@pytest.mark.parametrize("impl", CANNOT)
+def test_the_recipe_and_the_backends_refuse_the_same_options(
+    impl: str, gpu: SimpleNamespace
+) -> None:
+    settings = {"alibi": BIAS, "attn_logit_softcapping": CAP, "attn_pdrop": DROP}
+    settings["sliding_window_size"] = LOCAL
+    for setting, options in settings.items():
+        found = refusal(impl, Rules(0.1, **options), CUDA, BF16)
+        why = CANNOT[impl].get(setting)
+        assert found == (None if why is None else f"{impl}: {why}")
+
+
+ALL = BIAS | CAP | DROP | LOCAL
+CHOICES = [  # device, dtype, packed, rules, machine -> backend
+    (CPU, FP32, False, {}, {}, "sdpa"),
+    (CPU, FP32, True, BIAS | LOCAL | DROP, {}, "sdpa"),
+    (CPU, FP32, True, CAP, {}, "torch"),
+    (torch.device("mps"), FP32, True, BIAS, {}, "sdpa"),
+    (CUDA, BF16, False, {}, {}, "sdpa"),
+    (CUDA, BF16, False, DROP, {}, "sdpa"),
+    (CUDA, FP32, False, {}, {}, "sdpa"),
+    (CUDA, BF16, True, {}, {}, "varlen"),
+    (CUDA, BF16, True, LOCAL, {}, "varlen"),
+    (CUDA, BF16, False, LOCAL, {}, "varlen"),
+    (CUDA, FP32, True, {}, {}, "flex"),
+    (CUDA, FP32, False, LOCAL, {}, "flex"),
+    (CUDA, BF16, False, BIAS, {}, "flex"),
+    (CUDA, BF16, True, BIAS | CAP | LOCAL, {}, "flex"),
+    (CUDA, BF16, True, {}, {"capability": (7, 5)}, "flex"),
+    (CUDA, BF16, True, DROP, {}, "flash"),
+    (CUDA, BF16, False, CAP | DROP, {}, "flash"),
+    (CUDA, BF16, True, ALL, {"flash": None}, "torch"),
+    (CUDA, BF16, True, BIAS | DROP, {"flash": None}, "sdpa"),
+    (CUDA, FP64, True, BIAS, {}, "sdpa"),
+    (CUDA, FP64, True, CAP, {}, "torch"),
+    (CUDA, BF16, True, CAP, {"triton": False}, "flash"),
+    (CUDA, BF16, True, CAP, {"triton": False, "flash": None}, "torch"),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "packed", "options", "machine", "impl"), CHOICES)
+def test_auto_takes_the_cheapest_that_can_serve(
+    device: torch.device,
+    dtype: torch.dtype,
+    packed: bool,
+    options: dict[str, object],
+    machine: dict[str, object],
+    impl: str,
+    gpu: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vars(gpu).update(machine)
+    for name in PLANS:  # the choice alone: no tensor can be on the device
+        monkeypatch.setitem(PLANS, name, lambda *_, name=name, **__: Plan(name, Rules(0.1)))
+    layout = Layout.from_lengths(((20, 44),) if packed else ((64,),))
+    rules = Rules(0.1, **options)
+    chosen = plan(layout, rules, queries=64, past=0, device=device, impl="auto", dtype=dtype)
+    assert chosen.impl == impl
+
+
+def test_autocast_decides_what_auto_computes_in(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in PLANS:
+        monkeypatch.setitem(PLANS, name, lambda *_, name=name, **__: Plan(name, Rules(0.1)))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    layout = Layout.from_lengths(((20, 44),))
+
+    def choice(dtype: torch.dtype | None) -> str:
+        rules = Rules(0.1)
+        return plan(layout, rules, queries=64, past=0, device=CUDA, impl="auto", dtype=dtype).impl
+
+    assert choice(None) == choice(torch.float32) == "varlen"
+    assert choice(torch.float64) == "sdpa"  # autocast leaves it alone
+
+
+def test_rows_of_one_document_are_not_packed() -> None:
+    rules = Rules(0.1)
+    layout = Layout.from_lengths(((64,), (64,)))
+    chosen = plan(layout, rules, queries=64, past=0, device=CPU, impl="sdpa")
+    assert chosen == Plan("sdpa", rules)
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, lengths: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Rows of each call of PyTorch's function, for documents of these lengths."""
+    rows: list[int] = []
+    function = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(q: Tensor, *inputs: Tensor, **options: object) -> Tensor:
+        rows.append(len(q))
+        return function(q, *inputs, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    case = Case(heads=1, kv_heads=1, lengths=lengths)
+    errors(case, "sdpa", "fp32")
+    return rows
+
+
+def test_neighbouring_documents_of_one_length_are_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert calls_of(monkeypatch, ((30,), (30,), (10, 20), (20, 10), (10, 10, 10))) == [2, 1, 2, 4]
