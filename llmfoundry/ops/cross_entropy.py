@@ -19,8 +19,25 @@ CHUNK_LOGITS = 1 << 22  # logits held at a time: 16 MiB in fp32, which a CPU's c
 MIN_CHUNK = 256  # tokens; below it a matrix product no longer fills the machine
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Sum of -log softmax(hidden @ weight.T)[label] over labelled tokens, an fp32 scalar.
+def cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Logits times scale and then, with a cap c, c * tanh(logits / c); in fp32 or wider within."""
+    if scale == 1 and softcap is None:
+        return logits
+    wide = scale * (logits if logits.dtype == torch.float64 else logits.float())
+    if softcap is not None:
+        wide = softcap * torch.tanh(wide / softcap)
+    return wide.to(logits.dtype)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Sum of -log softmax(cap(hidden @ weight.T))[label] over labelled tokens, an fp32 scalar.
 
     Matrix products run in autocast's dtype where it is on; softmax and sums in fp32.
 
@@ -28,6 +45,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
         hidden: (..., D).
         weight: (V, D), the output head.
         labels: (...), int64; IGNORE counts nothing.
+        scale: factor on the logits.
+        softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     dtype = hidden.dtype
@@ -35,12 +54,19 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
         dtype = torch.get_autocast_dtype(hidden.device.type)
     chunk = max(MIN_CHUNK, CHUNK_LOGITS // weight.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, labels, dtype, chunk)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, dtype, chunk, scale, softcap)
 
 
-def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def reference_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
     """The same sum with all logits at once, in the inputs' dtype: what tests compare with."""
-    logits = hidden.flatten(0, -2) @ weight.T
+    logits = cap(hidden.flatten(0, -2) @ weight.T, scale, softcap)
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -49,7 +75,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        dtype: torch.dtype,
+        chunk: int,
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -61,16 +94,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             low_hidden, target = hidden[part].to(dtype), labels[part]
             logits = (low_hidden @ low_weight.T).to(wide)
+            slope = _cap_in_place(logits, scale, softcap)
             keep = target != IGNORE
             index = torch.where(keep, target, 0)[:, None]
-            log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-            losses = (log_norm - logits.gather(1, index)).squeeze(1)
-            total += torch.where(keep, losses, 0.0).sum()
+            # softmax in the logits' memory, divided last: each pass over it costs as much as exp
+            peak = logits.amax(-1, keepdim=True)
+            at_target = logits.gather(1, index) - peak
+            norm = logits.sub_(peak).exp_().sum(-1, keepdim=True)
+            total += torch.where(keep, (norm.log() - at_target).squeeze(1), 0.0).sum()
             if not (wants_hidden or wants_weight):
                 continue
-            grad = logits.sub_(log_norm).exp_()  # softmax, in the logits' memory
-            grad.scatter_(1, index, grad.gather(1, index) - 1)  # one place a row: deterministic
-            low_grad = grad.mul_(keep[:, None]).to(dtype)
+            # softmax - 1 at the target; one place a row: deterministic
+            logits.scatter_(1, index, at_target.exp() - norm)
+            if slope is not None:
+                logits.mul_(slope)
+            low_grad = torch.empty_like(logits, dtype=dtype)
+            torch.mul(logits, keep[:, None] / norm, out=low_grad)
             if grad_hidden is not None:
                 grad_hidden[part] = low_grad @ low_weight
             if grad_weight is not None:
@@ -79,15 +118,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     grad_weight += low_grad.T @ low_hidden
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.scale = weight.dtype, scale
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grads[0]
+        scale = grads[0] * ctx.scale  # the logits' own factor, at no cost for each of them
         grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * scale.to(grad_hidden.dtype)
+        if grad_hidden is not None:  # in bf16 the scale itself would be off by up to 0.4 %
+            grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _cap_in_place(logits: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+    """Scale and cap logits in their memory; the cap's slope, 1 - tanh^2, None without one."""
+    if softcap is None:
+        if scale != 1:
+            logits.mul_(scale)
+        return None
+    logits.mul_(scale / softcap).tanh_()
+    slope = 1 - logits * logits
+    logits.mul_(softcap)
+    return slope

@@ -7,7 +7,14 @@ import torch
 
 from llmfoundry.ops import cross_entropy
 from llmfoundry.ops.batch import IGNORE
-from llmfoundry.ops.cross_entropy import linear_cross_entropy, reference_cross_entropy
+from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy, reference_cross_entropy
+
+SHAPES: dict[str, dict[str, float]] = {
+    "plain": {},
+    "scaled": {"scale": 0.3},
+    "capped": {"softcap": 2.5},
+    "scaled-and-capped": {"scale": 1.7, "softcap": 3.0},
+}
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,28 +33,61 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", 64 * 50)
 
 
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_value_and_gradients_equal_pytorchs(dtype: torch.dtype, tolerance: float) -> None:
+def test_value_and_gradients_equal_pytorchs(
+    dtype: torch.dtype, tolerance: float, name: str
+) -> None:
     hidden, weight, labels = inputs(dtype)
-    loss = linear_cross_entropy(hidden, weight, labels)
-    expected = reference_cross_entropy(hidden, weight, labels)
+    loss = linear_cross_entropy(hidden, weight, labels, **SHAPES[name])
+    expected = reference_cross_entropy(hidden, weight, labels, **SHAPES[name])
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
     ours = torch.autograd.grad(loss * 0.3, (hidden, weight))
     theirs = torch.autograd.grad(expected * 0.3, (hidden, weight))
     torch.testing.assert_close(ours, theirs, rtol=tolerance * 10, atol=tolerance * 10)
 
 
-def test_autocast_loss_is_near_float64_and_its_gradients_too() -> None:
+def test_gradients_are_those_of_finite_differences() -> None:
+    hidden, weight, labels = inputs(torch.float64)
+    small = (hidden[0, :5].detach().requires_grad_(), weight[:9].detach().requires_grad_())
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, labels[0, :5] % 9, scale=0.7, softcap=1.5)
+
+    assert torch.autograd.gradcheck(loss, small)
+
+
+def test_logits_are_scaled_and_then_capped() -> None:
+    logits = torch.linspace(-40, 40, 33)
+    torch.testing.assert_close(cap(logits, 0.5, 6.0), 6 * torch.tanh(logits * 0.5 / 6))
+    assert cap(logits, 1.0, None) is logits
+    low = cap(logits.bfloat16(), 0.3, 6.0)
+    assert low.dtype == torch.bfloat16  # rounded once, at the end
+    assert torch.equal(low, (6 * torch.tanh(logits.bfloat16().float() * 0.3 / 6)).bfloat16())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_autocast_loss_is_near_float64_and_its_gradients_too(name: str) -> None:
     hidden, weight, labels = inputs(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = linear_cross_entropy(hidden, weight, labels)
+        loss = linear_cross_entropy(hidden, weight, labels, **SHAPES[name])
     assert loss.dtype == torch.float32
-    exact = reference_cross_entropy(hidden.double(), weight.double(), labels)
+    exact = reference_cross_entropy(hidden.double(), weight.double(), labels, **SHAPES[name])
     assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
     ours = torch.autograd.grad(loss, (hidden, weight))
     theirs = torch.autograd.grad(exact, (hidden, weight))
     for mine, right in zip(ours, theirs, strict=True):
         assert torch.nn.functional.cosine_similarity(mine.flatten(), right.flatten(), dim=0) > 0.999
+
+
+def test_the_divisor_of_the_mean_is_not_rounded_to_bf16() -> None:
+    hidden, weight, labels = inputs(torch.bfloat16)
+    whole, part = (
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, labels) / n, hidden)[0].double()
+        for n in (1, 491)
+    )
+    ratio = (part * whole).sum() / whole.square().sum()  # roundings cancel, a bias stays
+    assert ratio.item() == pytest.approx(1 / 491, rel=5e-4)  # bfloat16(1 / 491) is off by 0.36 %
 
 
 def test_rows_without_labels_cost_nothing() -> None:
