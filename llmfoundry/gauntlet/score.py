@@ -207,7 +207,8 @@ def _finish(
     """What happens inside the model's forward pass: the head, at scored places only.
 
     It gives for each place the target's log-probability and how many tokens have a higher, and an
-    equal, logit. Autocast is off: bf16 logits are so coarse that the first two tokens often tie.
+    equal, logit. Logits are computed in fp32 whatever the model's precision: those of bf16 are so
+    coarse that the first two tokens often tie.
     """
     places, targets = call.places.to(device), call.targets.to(device)
 
@@ -218,7 +219,7 @@ def _finish(
             for x, target in zip(
                 scored.tensor_split(call.chunks), targets.tensor_split(call.chunks), strict=True
             ):
-                logits = model.head(x.to(model.head_weight.dtype)).float()
+                logits = model.head(x.float())
                 chosen = logits.gather(1, target[:, None])
                 logprobs.append((chosen - logits.logsumexp(1, keepdim=True)).squeeze(1))
                 above.append((logits > chosen).sum(1))

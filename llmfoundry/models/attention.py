@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.models.norm import NORMS
-from llmfoundry.models.positions import rotate
+from llmfoundry.models.positions import Table, rotate
 from llmfoundry.ops.attention import Plan, attend
+from llmfoundry.recipe.blocks import LayerConfig
 from llmfoundry.recipe.model import ModelConfig
+
+KeysValues = tuple[Tensor, Tensor]  # (B, S, KV, hd) each, as attention takes them
 
 
 class KVCache:
-    """Keys and values of the tokens that a row has had, for every layer.
+    """Keys and values of the tokens that a row has had, for every layer that makes its own.
 
     Attributes:
         length: tokens held; new tokens take positions length, length + 1, …
@@ -31,26 +34,39 @@ class KVCache:
     ) -> None:
         kv_heads, head_dim = config.attn_config.kv_n_heads, config.head_dim
         assert kv_heads is not None and head_dim is not None, "the recipe was not filled"
-        shape = (config.n_layers, batch, max_len, kv_heads, head_dim)
+        owners = [i for i, layer in enumerate(config.layers()) if layer.kv_from == i]
+        self._slots = {layer: slot for slot, layer in enumerate(owners)}
+        shape = (len(owners), batch, max_len, kv_heads, head_dim)
         self._keys = torch.empty(shape, device=device, dtype=dtype)
         self._values = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
         """Store k, v (B, T, KV, hd) of one layer; all of its keys and values so far."""
-        end = self.length + k.shape[1]
+        slot, end = self._slots[layer], self.length + k.shape[1]
         assert end <= self._keys.shape[2], "the key-value cache is full"
-        self._keys[layer, :, self.length : end] = k
-        self._values[layer, :, self.length : end] = v
-        return self._keys[layer, :, :end], self._values[layer, :, :end]
+        self._keys[slot, :, self.length : end] = k
+        self._values[slot, :, self.length : end] = v
+        return self._keys[slot, :, :end], self._values[slot, :, :end]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What one forward pass hands to every block."""
+    """What one forward pass hands to every block of one kind.
+
+    Attributes:
+        plan: who attends to whom.
+        rotary: table of the new tokens; None: no layer rotates.
+        cached_rotary: table of all tokens of the row, where frequencies change as it grows: keys
+            are then stored unrotated, and turned when they are read. Otherwise None.
+        temperature: factors (..., T, 1, 1) on the queries; None: no factors.
+        cache: earlier tokens of the rows.
+    """
 
     plan: Plan
-    rotary: tuple[Tensor, Tensor] | None
+    rotary: Table | None
+    cached_rotary: Table | None
+    temperature: Tensor | None
     cache: KVCache | None
 
 
@@ -58,37 +74,90 @@ class Attention(nn.Module):
     """Multi-head, multi-query or grouped-query attention.
 
     The order is MPT's: project, clip, normalise queries and keys, rotate, attend, project.
+
+    Args:
+        config: filled.
+        index: number of the block.
+        layer: what this block's attention does. With the keys and values of another block it
+            projects queries alone, by Wq in the place of Wqkv.
+        is_reused: later blocks take this one's keys and values.
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, layer: LayerConfig, *, is_reused: bool
+    ) -> None:
         super().__init__()
         attn = config.attn_config
-        assert attn.kv_n_heads is not None and config.head_dim is not None
-        self.layer, self.head_dim = layer, config.head_dim
-        self.clip = attn.clip_qkv
-        kv_width = attn.kv_n_heads * config.head_dim
-        self.widths = (config.n_heads * config.head_dim, kv_width, kv_width)
-        bias = not config.no_bias
-        self.Wqkv = nn.Linear(config.d_model, sum(self.widths), bias=bias)
-        norm = NORMS[config.norm_type]
-        if attn.qk_ln:
-            self.q_ln = norm(self.widths[0], eps=config.norm_eps, bias=bias)
-            self.k_ln = norm(self.widths[1], eps=config.norm_eps, bias=bias)
-        self.qk_ln = attn.qk_ln
-        self.out_proj = nn.Linear(self.widths[0], config.d_model, bias=bias)
+        assert attn.kv_n_heads and config.head_dim and config.attention_bias is not None
+        self.index, self.head_dim = index, config.head_dim
+        self.rotary, self.is_reused = layer.rotary, is_reused
+        self.clip, self.per_head = attn.clip_qkv, attn.qk_gn
+        q_width, kv_width = config.n_heads * config.head_dim, attn.kv_n_heads * config.head_dim
+        self.owns_kv = layer.kv_from == index
+        self.widths = (q_width, kv_width, kv_width) if self.owns_kv else (q_width,)
+        projection = nn.Linear(config.d_model, sum(self.widths), bias=config.attention_bias)
+        if self.owns_kv:
+            self.Wqkv = projection
+        else:
+            self.Wq = projection
+        norm, bias = NORMS[config.norm_type], not config.no_bias
+        self.q_ln: nn.Module | None = None
+        self.k_ln: nn.Module | None = None
+        if attn.qk_ln or attn.qk_gn:
+            q_norm, k_norm = (config.head_dim,) * 2 if attn.qk_gn else (q_width, kv_width)
+            self.q_ln = norm(q_norm, eps=config.norm_eps, bias=bias)
+            self.k_ln = norm(k_norm, eps=config.norm_eps, bias=bias) if self.owns_kv else None
+        self.out_proj = nn.Linear(q_width, config.d_model, bias=bias)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix tokens of x (B, T, D)."""
-        qkv = self.Wqkv(x)
+    def forward(
+        self, x: Tensor, context: Context, kv: KeysValues | None = None
+    ) -> tuple[Tensor, KeysValues | None]:
+        """Mix tokens of x (B, T, D).
+
+        Args:
+            x: normalised residual stream.
+            context: of this forward pass.
+            kv: of the block whose keys and values this one takes; None where it makes its own.
+
+        Returns:
+            (B, T, D), and where later blocks take them the keys and values, as attention had them.
+        """
+        assert (kv is None) == self.owns_kv
+        projected = self.Wqkv(x) if self.owns_kv else self.Wq(x)
         if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        q, k, v = qkv.split(self.widths, dim=-1)
-        if self.qk_ln:
-            q, k = self.q_ln(q), self.k_ln(k)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
-        if context.rotary is not None:
-            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
-        if context.cache is not None:
-            k, v = context.cache.append(self.layer, k, v)
-            k, v = k.to(q.dtype), v.to(q.dtype)
-        return self.out_proj(attend(q, k, v, context.plan, training=self.training).flatten(-2))
+            projected = projected.clamp(-self.clip, self.clip)
+        parts = projected.split(self.widths, dim=-1)
+        q = self._heads(parts[0], self.q_ln)
+        if kv is None:
+            k, v = self._heads(parts[1], self.k_ln), self._heads(parts[2], None)
+            kv = self._keys_values(k, v, context)
+        if self.rotary:
+            assert context.rotary is not None
+            q = rotate(q, context.rotary)
+        if context.temperature is not None:
+            q = (q * context.temperature).to(q.dtype)
+        mixed = attend(q, *kv, context.plan, training=self.training)
+        return self.out_proj(mixed.flatten(-2)), kv if self.is_reused else None
+
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """(B, T, heads, hd) of x (B, T, heads * hd), normalised as a whole or head by head."""
+        if norm is None:
+            return x.unflatten(-1, (-1, self.head_dim))
+        if self.per_head:
+            return norm(x.unflatten(-1, (-1, self.head_dim)))
+        return norm(x).unflatten(-1, (-1, self.head_dim))
+
+    def _keys_values(self, k: Tensor, v: Tensor, context: Context) -> KeysValues:
+        """Keys, rotated, and values of the new tokens and of those in the cache."""
+        if self.rotary and context.cached_rotary is None:
+            assert context.rotary is not None
+            k = rotate(k, context.rotary)
+        if context.cache is None:
+            # as views, those that later blocks take would keep the whole projection alive
+            return (k.contiguous(), v.contiguous()) if self.is_reused else (k, v)
+        dtype = k.dtype
+        k, v = context.cache.append(self.index, k, v)
+        k, v = k.to(dtype), v.to(dtype)
+        if self.rotary and context.cached_rotary is not None:
+            k = rotate(k, context.cached_rotary)
+        return k, v

@@ -1,11 +1,15 @@
 """Parameters and FLOPs of a decoder, from its settings alone.
 
 Convention (PaLM, Chowdhery et al., 2022, appendix B; LLM Foundry's): a multiply-add is two FLOPs,
-the backward pass costs twice the forward pass, attention is counted over the whole row (causality
-not discounted), recomputation not counted. Embedding look-ups are no matrix products.
+the backward pass costs twice the forward pass, attention is counted over the whole row (neither
+causality, nor sliding windows, nor borders of documents discounted), recomputation not counted.
+Embedding look-ups are no matrix products. A layer that takes another's keys and values is counted
+without their projection.
 """
 
 from __future__ import annotations
+
+import re
 
 import torch
 
@@ -34,23 +38,40 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return 3 * 2 * (matrices + attention)
 
 
-PEAK_FLOPS = {  # dense bf16 FLOP/s by a part of torch.cuda.get_device_name(), longest match wins
+PEAK_FLOPS = {  # dense bf16 FLOP/s by words of torch.cuda.get_device_name(); most words win
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989.5e12,
     "H200": 989.5e12,
+    "H200 NVL": 835.5e12,
     "H100": 989.5e12,
+    "H100 NVL": 835.5e12,
     "H100 PCIe": 756e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
     "A10": 125e12,
+    "A10G": 70e12,
+    "V100": 125e12,  # this one and T4 know fp16 only; it is what their peak is given for
+    "V100 PCIE": 112e12,
+    "T4": 65e12,
+    "RTX 5090": 209.5e12,
     "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI325X": 1307e12,
     "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # of one of its two dies, which is what PyTorch calls a device
 }
+CUT_DOWN = {"Laptop", "MIG", "D"}  # words of parts that have the name but not the peak
 
 
 def peak_flops(device: torch.device) -> float | None:
     """The device's dense bf16 peak in FLOP/s; None where it is not known, as for every CPU."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    known = [key for key in PEAK_FLOPS if all(word in name for word in key.split())]
-    return PEAK_FLOPS[max(known, key=len)] if known else None
+    words = set(re.split(r"[\s/-]+", torch.cuda.get_device_name(device)))
+    known = [key for key in PEAK_FLOPS if words.issuperset(key.split())]
+    if not known or words & CUT_DOWN:
+        return None
+    return PEAK_FLOPS[max(known, key=lambda key: len(key.split()))]

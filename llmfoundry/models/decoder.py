@@ -14,33 +14,68 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry.models import init
-from llmfoundry.models.attention import Attention, Context, KVCache
+from llmfoundry.models.attention import Attention, Context, KeysValues, KVCache
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.models.norm import NORMS
-from llmfoundry.models.positions import rotary_table
+from llmfoundry.models.positions import (
+    Table,
+    dynamic_lengths,
+    query_temperature,
+    rotary_frequencies,
+    rotary_table,
+)
 from llmfoundry.ops.attention import Rules, alibi_slopes, plan
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
+from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy
 from llmfoundry.ops.layout import Layout
+from llmfoundry.recipe.blocks import LayerConfig
 from llmfoundry.recipe.model import ModelConfig
 
 R = TypeVar("R")
+Kind = tuple[int, tuple[int, float] | None]  # window and sharpening: what contexts differ by
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + ffn(norm x)."""
+    """x + dropout(attention(norm x)), then x + dropout(ffn(norm x)).
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    Keys and values that other blocks take come in and go out as arguments and results, not through
+    something that all blocks write to: checkpointing, compilation and FSDP then see them.
+    """
+
+    def __init__(
+        self, config: ModelConfig, index: int, layer: LayerConfig, *, is_reused: bool
+    ) -> None:
         super().__init__()
         norm, bias = NORMS[config.norm_type], not config.no_bias
+        self.pdrop = config.resid_pdrop
         self.norm_1 = norm(config.d_model, eps=config.norm_eps, bias=bias)
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config, index, layer, is_reused=is_reused)
         self.norm_2 = norm(config.d_model, eps=config.norm_eps, bias=bias)
         self.ffn = FFNS[config.ffn_config.ffn_type](config)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Update the residual stream x (B, T, D)."""
-        x = x + self.attn(self.norm_1(x), context)
-        return x + self.ffn(self.norm_2(x))
+    def forward(
+        self, x: Tensor, context: Context, kv: KeysValues | None = None
+    ) -> tuple[Tensor, KeysValues | None]:
+        """Update the residual stream x (B, T, D).
+
+        Args:
+            x: the residual stream.
+            context: of this forward pass.
+            kv: keys and values of the block that this one takes them from; else None.
+
+        Returns:
+            The residual stream, and this block's keys and values where later ones take them.
+        """
+        mixed, made = self.attn(self.norm_1(x), context, kv)
+        x = x + _dropped(mixed, self.pdrop, self.training)
+        return x + _dropped(self.ffn(self.norm_2(x)), self.pdrop, self.training), made
+
+
+def _kind(layer: LayerConfig) -> Kind:
+    return layer.window, layer.temperature
+
+
+def _dropped(x: Tensor, share: float, training: bool) -> Tensor:
+    return F.dropout(x, share) if share and training else x
 
 
 class Decoder(nn.Module):
@@ -54,10 +89,14 @@ class Decoder(nn.Module):
         super().__init__()
         assert config.vocab_size and config.max_seq_len and config.head_dim, "fill the recipe"
         self.config = config
+        self.layers = config.layers()
         self.wte = nn.Embedding(config.vocab_size, config.d_model)
         if config.learned_pos_emb:
             self.wpe = nn.Embedding(config.max_seq_len, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        reused = {layer.kv_from for i, layer in enumerate(self.layers) if layer.kv_from != i}
+        self.blocks = nn.ModuleList(
+            Block(config, i, layer, is_reused=i in reused) for i, layer in enumerate(self.layers)
+        )
         norm = NORMS[config.norm_type]
         self.norm_f = norm(config.d_model, eps=config.norm_eps, bias=not config.no_bias)
         if not config.tie_word_embeddings:
@@ -67,6 +106,15 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         """(V, D): the output head, or the embedding that it is tied to."""
         return self.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the logits."""
+        scale = self.config.logit_scale
+        if isinstance(scale, str):
+            assert scale == "inv_sqrt_d_model"
+            return self.config.d_model**-0.5
+        return 1.0 if scale is None else scale
 
     def forward(
         self, tokens: Tensor, layout: Layout | None = None, cache: KVCache | None = None
@@ -83,51 +131,109 @@ class Decoder(nn.Module):
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
         else:
             positions = layout.positions
-        x = self.wte(tokens)
-        if self.config.learned_pos_emb:
-            x = x + self.wpe(positions)
-        if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # FSDP gathers bf16 weights; the residual stream stays fp32 all the same
-        context = self._context(tokens, layout, positions, cache)
-        for block in self.blocks:
-            x = block(x, context)
+        x = self._embed(tokens, positions)
+        contexts = self._contexts(layout, positions, past, cache, x.dtype)
+        shared: dict[int, KeysValues] = {}
+        for i, (block, layer) in enumerate(zip(self.blocks, self.layers, strict=True)):
+            x, kv = block(x, contexts[_kind(layer)], shared.get(layer.kv_from))
+            if kv is not None:
+                shared[i] = kv
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.norm_f(x)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., D)."""
-        return F.linear(hidden, self.head_weight)
+        """Logits (..., V) of hidden states (..., D), scaled and capped.
+
+        In autocast's dtype where it is on, else in that of the hidden states.
+        """
+        weight = self.head_weight
+        if not torch.is_autocast_enabled(hidden.device.type):
+            weight = weight.to(hidden.dtype)
+        logits = F.linear(hidden, weight)
+        return cap(logits, self.logit_scale, self.config.final_logit_softcapping)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Sum of the cross-entropy of hidden states (..., D) over labels (...), in nats."""
-        return linear_cross_entropy(hidden, self.head_weight, labels)
+        return linear_cross_entropy(
+            hidden,
+            self.head_weight,
+            labels,
+            scale=self.logit_scale,
+            softcap=self.config.final_logit_softcapping,
+        )
 
     def init_weights(self, seed: int) -> None:
         """Fill all weights; the same numbers on every layout of processes."""
         init.init_weights(self, self.config, seed)
 
-    def _context(
-        self, tokens: Tensor, layout: Layout | None, positions: Tensor, cache: KVCache | None
-    ) -> Context:
-        attn, head_dim = self.config.attn_config, self.config.head_dim
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings (B, T, D) of tokens (B, T) at positions (B or 1, T)."""
+        x = self.wte(tokens)
+        if self.config.learned_pos_emb:
+            x = x + self.wpe(positions)
+        if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # FSDP gathers bf16 weights; the residual stream stays fp32 all the same
+        share = self.config.embedding_fraction
+        if share < 1:
+            x = share * x + (1 - share) * x.detach()
+        return _dropped(x, self.config.emb_pdrop, self.training)
+
+    def _contexts(
+        self,
+        layout: Layout | None,
+        positions: Tensor,
+        past: int,
+        cache: KVCache | None,
+        dtype: torch.dtype,
+    ) -> dict[Kind, Context]:
+        """What each kind of block gets; tables are made once, plans once for each window."""
+        attn, head_dim, device = self.config.attn_config, self.config.head_dim, positions.device
         assert head_dim is not None
-        slopes = rotary = None
+        slopes = None
         if attn.alibi:
             assert attn.alibi_bias_max is not None
-            slopes = alibi_slopes(self.config.n_heads, attn.alibi_bias_max, tokens.device)
-        if attn.rope:
-            assert attn.rope_theta is not None
-            rotary = rotary_table(positions, head_dim, attn.rope_theta)
-        attention = plan(
-            layout,
-            Rules(attn.softmax_scale or head_dim**-0.5, slopes=slopes),
-            queries=tokens.shape[1],
-            past=cache.length if cache is not None else 0,
-            device=tokens.device,
-            impl=attn.attn_impl,
-        )
-        return Context(attention, rotary, cache)
+            slopes = alibi_slopes(self.config.n_heads, attn.alibi_bias_max, device)
+        rotary, cached_rotary = self._rotary(layout, positions, past, cache)
+        plans = {}
+        for window in {layer.window for layer in self.layers}:
+            rules = Rules(
+                attn.softmax_scale or head_dim**-0.5,
+                softcap=attn.attn_logit_softcapping,
+                slopes=slopes,
+                window=window,
+                dropout=attn.attn_pdrop,
+            )
+            plans[window] = plan(
+                layout,
+                rules,
+                queries=positions.shape[1],
+                past=past,
+                device=device,
+                impl=attn.attn_impl,
+                dtype=dtype,
+                head_dim=head_dim,
+            )
+        contexts = {}
+        for kind in {_kind(layer) for layer in self.layers}:
+            window, tuning = kind
+            factors = None if tuning is None else query_temperature(positions, *tuning)
+            contexts[kind] = Context(plans[window], rotary, cached_rotary, factors, cache)
+        return contexts
+
+    def _rotary(
+        self, layout: Layout | None, positions: Tensor, past: int, cache: KVCache | None
+    ) -> tuple[Table | None, Table | None]:
+        """Tables of the new tokens and, where keys are cached unrotated, of all."""
+        if not any(layer.rotary for layer in self.layers):
+            return None, None
+        device, total = positions.device, past + positions.shape[1]
+        lengths = dynamic_lengths(self.config, layout, total, device)
+        frequencies = rotary_frequencies(self.config, lengths, device)
+        rotary = rotary_table(positions, frequencies)
+        if cache is None or self.config.attn_config.rope_hf_config.type != "dynamic":
+            return rotary, None
+        return rotary, rotary_table(torch.arange(total, device=device)[None], frequencies)
 
 
 class Root(nn.Module):

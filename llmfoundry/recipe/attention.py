@@ -44,6 +44,8 @@ class RopeConfig:
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, are missing, or have no effect."""
         yield from one_of(f"{key}type", self.type, ROPE_TYPES)
+        if self.type not in ROPE_TYPES:
+            return
         wanted = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(self.type, ("factor",))
         for name in ("factor", *LLAMA3_KEYS):
             if name not in wanted:
@@ -62,8 +64,8 @@ class RopeConfig:
 class TemperatureConfig:
     """Queries sharpened with their position, as Llama 4 does in layers without positions."""
 
-    floor_scale: int = 8192
-    """Positions to which the same factor applies."""
+    floor_scale: int | None = None
+    """Positions to which the same factor applies; 8192 where attn_scale is above 0."""
     attn_scale: float = 0.0
     """A query at p is multiplied by 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)); 0: by
     nothing."""
@@ -72,6 +74,18 @@ class TemperatureConfig:
         """Lines for values that cannot be."""
         yield from at_least(f"{key}floor_scale", self.floor_scale, 1)
         yield from at_least(f"{key}attn_scale", self.attn_scale, 0)
+        if not self.attn_scale:
+            yield from inert(key, self, ["floor_scale"], "with attn_scale: 0")
+
+    @property
+    def key(self) -> tuple[int, float] | None:
+        """floor_scale and attn_scale; None where queries are not sharpened."""
+        return (self.floor_scale or 8192, self.attn_scale) if self.attn_scale else None
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.attn_scale:
+            fill(self, floor_scale=8192)
 
 
 @dataclass
@@ -164,6 +178,7 @@ class AttentionConfig:
             fill(self, alibi_bias_max=8)
         if self.rope:
             fill(self, rope_theta=10000.0)
+        self.attn_temperature_tuning.fill()
 
 
 def check_window(key: str, size: int | None) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmfoundry.recipe.attention import AttentionConfig, check_window
+from llmfoundry.recipe.attention import AttentionConfig, TemperatureConfig, check_window
 from llmfoundry.recipe.checks import at_least, nearest
 
 DEFAULT = "default"
@@ -25,10 +25,15 @@ class AttentionOverride:
     reuse_kv_layer_idx: int | None = None
     """Take keys and values of the layer so many places up, a negative number; that layer must be
     of the same kind otherwise."""
+    attn_temperature_tuning: TemperatureConfig | None = None
+    """Queries sharpened with their position."""
 
     def check(self, key: str, attn: AttentionConfig) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
+        if self.attn_temperature_tuning is not None:
+            where = f"{key}attn_temperature_tuning."
+            yield from self.attn_temperature_tuning.check(where)
         if self.nope and not attn.rope:
             yield f"{key}nope: has no effect without attn_config.rope: true; remove it"
         if self.reuse_kv_layer_idx is not None and self.reuse_kv_layer_idx >= 0:
@@ -138,11 +143,13 @@ class LayerConfig:
         window: a token sees itself and so many tokens before it; -1: all.
         rotary: whether queries and keys are rotated.
         kv_from: the layer whose keys and values are used; its own number where they are its own.
+        temperature: floor_scale and attn_scale of the queries' sharpening; None: none.
     """
 
     window: int
     rotary: bool
     kv_from: int
+    temperature: tuple[int, float] | None = None
 
 
 def layers(
@@ -150,16 +157,18 @@ def layers(
 ) -> list[LayerConfig]:
     """The settings of every layer of a checked model."""
     if overrides is None or not overrides.order:
-        return [LayerConfig(attn.sliding_window_size, attn.rope, i) for i in range(n_layers)]
+        overrides = BlockOverridesConfig(order=[BlockRun(DEFAULT, repeat=n_layers)])
     names, found = overrides.names(), []
     for index, name in enumerate(names):
         kind = overrides._kind(name)
-        window = kind.sliding_window_size
+        window, tuning = kind.sliding_window_size, kind.attn_temperature_tuning
+        tuning = attn.attn_temperature_tuning if tuning is None else tuning
         found.append(
             LayerConfig(
                 window=attn.sliding_window_size if window is None else window,
                 rotary=attn.rope and not kind.nope,
                 kv_from=overrides.source(names, index),
+                temperature=tuning.key,
             )
         )
     return found

@@ -62,6 +62,9 @@ class InitConfig:
         if self.name == "neox_init_":
             why = "with name: neox_init_, which divides by n_layers / sqrt(10)"
             yield from inert(key, self, ["init_div_is_residual"], why)
+        if self.name == "default_":
+            why = f"with name: {self.name}"
+            yield from inert(key, self, ["init_div_is_residual"], why)
         if self.fan_mode is not None:
             yield from one_of(f"{key}fan_mode", self.fan_mode, FAN_MODES)
         if self.init_nonlinearity is not None:
@@ -97,5 +100,5 @@ class InitConfig:
                 fill(self, init_gain=0.0)
         if self.name.startswith("xavier"):
             fill(self, init_gain=1.0)
-        if self.name != "neox_init_":
+        if self.name not in ("neox_init_", "default_"):
             fill(self, init_div_is_residual=True)

@@ -107,6 +107,8 @@ class ModelConfig:
         head_dim = self.head_dim or self.d_model // self.n_heads
         if attn.rope and head_dim % 2:
             yield f"{key}attn_config.rope: needs an even head_dim, which is {head_dim}"
+        if attn.rope_hf_config.type == "dynamic" and head_dim == 2:
+            yield f"{key}attn_config.rope_hf_config.type: dynamic needs a head_dim above 2"
         others = [name for name in ("alibi", "rope", "nope") if getattr(attn, name)]
         if self.learned_pos_emb and others:
             other = others[0]

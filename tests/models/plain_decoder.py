@@ -1,16 +1,23 @@
 """The decoder written out plainly in float64, one document and one head at a time.
 
-Shares no code with llmfoundry.models: it follows MPT's published definitions.
+Shares no code with llmfoundry.models: it follows MPT's published definitions, and reads by itself
+what `block_overrides` say of each layer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmfoundry.recipe.blocks import AttentionOverride, BlockRun
 from llmfoundry.recipe.model import ModelConfig
+
+Weights = dict[str, Tensor]
+Kept = dict[int, tuple[list[Tensor], list[Tensor]]]  # keys and values of each head, by layer
 
 
 def slope(head: int, n_heads: int, bias_max: int) -> float:
@@ -20,8 +27,8 @@ def slope(head: int, n_heads: int, bias_max: int) -> float:
     return (every[1::2] + every[::2])[head] if power != n_heads else every[head]
 
 
-def norm(x: Tensor, w: dict[str, Tensor], name: str, config: ModelConfig) -> Tensor:
-    if config.norm_type == "rmsnorm":
+def norm(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
+    if config.norm_type.endswith("rmsnorm"):
         return x / torch.sqrt((x**2).mean(-1, keepdim=True) + config.norm_eps) * w[f"{name}.weight"]
     mean = x.mean(-1, keepdim=True)
     var = ((x - mean) ** 2).mean(-1, keepdim=True)
@@ -29,66 +36,187 @@ def norm(x: Tensor, w: dict[str, Tensor], name: str, config: ModelConfig) -> Ten
     return out + w.get(f"{name}.bias", torch.zeros(()))
 
 
-def linear(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+def linear(x: Tensor, w: Weights, name: str) -> Tensor:
     out = x @ w[f"{name}.weight"].T
     return out + w[f"{name}.bias"] if f"{name}.bias" in w else out
 
 
-def activation(x: Tensor, name: str) -> Tensor:
-    if name == "gelu":
-        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-    if name == "gelu_tanh":
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "tanh":
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    return x / (1 + torch.exp(-x)) if name == "silu" else x.clamp(min=0)
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
 
 
-def turn(x: Tensor, theta: float) -> Tensor:
+def bent(x: Tensor, negative: Tensor) -> Tensor:
+    return torch.where(x > 0, x, negative)
+
+
+def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    return bent(x, alpha * (torch.exp(x) - 1))
+
+
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    return torch.where(beta * x > threshold, x, torch.log(1 + torch.exp(beta * x)) / beta)
+
+
+def selu(x: Tensor) -> Tensor:
+    return 1.0507009873554805 * elu(x, 1.6732632423543772)
+
+
+def hardsigmoid(x: Tensor) -> Tensor:
+    return (x / 6 + 0.5).clamp(0, 1)
+
+
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, "tanh"),
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
+    "silu": lambda x: x * sigmoid(x),
+    "relu": lambda x: x.clamp(min=0),
+    "relu2": lambda x: x.clamp(min=0) ** 2,
+    "relu6": lambda x: x.clamp(0, 6),
+    "leaky_relu": lambda x, negative_slope=0.01: bent(x, negative_slope * x),
+    "elu": elu,
+    "celu": lambda x, alpha=1.0: bent(x, alpha * (torch.exp(x / alpha) - 1)),
+    "selu": selu,
+    "mish": lambda x: x * torch.tanh(softplus(x)),
+    "softplus": softplus,
+    "softsign": lambda x: x / (1 + x.abs()),
+    "sigmoid": sigmoid,
+    "logsigmoid": lambda x: -torch.log(1 + torch.exp(-x)),
+    "tanh": lambda x: 2 * sigmoid(2 * x) - 1,
+    "tanhshrink": lambda x: x - torch.tanh(x),
+    "softshrink": lambda x, lambd=0.5: x.sign() * (x.abs() - lambd).clamp(min=0),
+    "hardshrink": lambda x, lambd=0.5: torch.where(x.abs() > lambd, x, 0.0),
+    "hardsigmoid": hardsigmoid,
+    "hardswish": lambda x: x * hardsigmoid(x),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0: x.clamp(min_val, max_val),
+}
+
+
+def activation(x: Tensor, written: str | dict[str, Any]) -> Tensor:
+    arguments = dict(written) if isinstance(written, dict) else {"name": written}
+    return ACTIVATIONS[arguments.pop("name")](x, **arguments)
+
+
+def frequency(pair: int, length: int, config: ModelConfig) -> float:
+    """Radians per position of a feature pair, in a document of `length` tokens."""
+    rope, theta, hd = (
+        config.attn_config.rope_hf_config,
+        config.attn_config.rope_theta,
+        config.head_dim,
+    )
+    if rope.type == "dynamic" and length > config.max_seq_len:
+        stretch = rope.factor * length / config.max_seq_len - (rope.factor - 1)
+        theta = theta * stretch ** (hd / (hd - 2))
+    plain = theta ** (-2 * pair / hd)
+    if rope.type == "linear":
+        return plain / rope.factor
+    if rope.type != "llama3":
+        return plain
+    wavelength = 2 * math.pi / plain
+    if wavelength < rope.original_max_position_embeddings / rope.high_freq_factor:
+        return plain
+    if wavelength > rope.original_max_position_embeddings / rope.low_freq_factor:
+        return plain / rope.factor
+    smooth = rope.original_max_position_embeddings / wavelength - rope.low_freq_factor
+    smooth /= rope.high_freq_factor - rope.low_freq_factor
+    return (1 - smooth) * plain / rope.factor + smooth * plain
+
+
+def turn(x: Tensor, config: ModelConfig) -> Tensor:
     """Rotate feature pairs (i, i + half) of x (T, hd) as complex numbers."""
     half = x.shape[1] // 2
     number = torch.complex(x[:, :half], x[:, half:])
     positions = torch.arange(len(x), dtype=torch.float64)[:, None]
-    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    turned = number * torch.exp(1j * positions * frequency)
+    frequencies = [frequency(pair, len(x), config) for pair in range(half)]
+    turned = number * torch.exp(1j * positions * torch.tensor(frequencies, dtype=torch.float64))
     return torch.cat([turned.real, turned.imag], dim=1)
 
 
-def attention(x: Tensor, w: dict[str, Tensor], name: str, config: ModelConfig) -> Tensor:
-    attn, hd = config.attn_config, config.head_dim
+def kinds(runs: list[BlockRun]) -> Iterator[str]:
+    for run in runs:
+        yield from (list(kinds(run.order)) if run.order else [run.name]) * run.repeat
+
+
+def overrides(config: ModelConfig) -> list[AttentionOverride]:
+    """What each layer does otherwise than the model."""
+    if config.block_overrides is None:
+        return [AttentionOverride()] * config.n_layers
+    found = config.block_overrides.overrides
+    named = {name: override.attn_config for name, override in found.items()}
+    named["default"] = AttentionOverride()
+    return [named[name] for name in kinds(config.block_overrides.order)]
+
+
+def attention(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, layer: AttentionOverride, kept: Kept
+) -> Tensor:
+    """Attention of x (T, D), whose keys and values go to `kept` under the next layer's number."""
+    attn, hd, index = config.attn_config, config.head_dim, len(kept)
+    back = layer.reuse_kv_layer_idx
+    rotates = attn.rope and not layer.nope
+    window = attn.sliding_window_size
+    window = layer.sliding_window_size if layer.sliding_window_size is not None else window
+    position = torch.arange(len(x), dtype=torch.float64)
+
+    def heads(part: Tensor, ln: str, *, turns: bool) -> list[Tensor]:
+        if attn.clip_qkv:
+            part = part.clamp(-attn.clip_qkv, attn.clip_qkv)
+        if ln and attn.qk_ln:
+            part = norm(part, w, f"{name}.{ln}", config)
+        parts = part.split(hd, dim=1)
+        if ln and attn.qk_gn:
+            parts = [norm(p, w, f"{name}.{ln}", config) for p in parts]
+        return [turn(p, config) for p in parts] if turns else list(parts)
+
     q_width, kv_width = config.n_heads * hd, attn.kv_n_heads * hd
-    qkv = linear(x, w, f"{name}.Wqkv")
-    if attn.clip_qkv:
-        qkv = qkv.clamp(-attn.clip_qkv, attn.clip_qkv)
-    q, k, v = qkv[:, :q_width], qkv[:, q_width : q_width + kv_width], qkv[:, q_width + kv_width :]
-    if attn.qk_ln:
-        q, k = norm(q, w, f"{name}.q_ln", config), norm(k, w, f"{name}.k_ln", config)
+    if back is None:
+        qkv = linear(x, w, f"{name}.Wqkv")
+        q, k, v = qkv.split([q_width, kv_width, kv_width], dim=1)
+        kept[index] = heads(k, "k_ln", turns=rotates), heads(v, "", turns=False)
+    else:
+        q = linear(x, w, f"{name}.Wq")
+        kept[index] = kept[index + back]
+    keys, values = kept[index]
     scale = attn.softmax_scale or 1 / math.sqrt(hd)
-    heads = []
-    for head in range(config.n_heads):
+    tuning = layer.attn_temperature_tuning or attn.attn_temperature_tuning
+    steps = torch.log(1 + torch.floor((position + 1) / (tuning.floor_scale or 8192)))
+    distance = position[:, None] - position[None, :]  # how far key j lies before query i
+    hidden = (distance < 0) | ((distance > window) if window >= 0 else False)
+    mixed = []
+    for head, qh in enumerate(heads(q, "q_ln", turns=rotates)):
         shared = head // (config.n_heads // attn.kv_n_heads)
-        qh = q[:, head * hd : (head + 1) * hd]
-        kh, vh = (m[:, shared * hd : (shared + 1) * hd] for m in (k, v))
-        if attn.rope:
-            qh, kh = turn(qh, attn.rope_theta), turn(kh, attn.rope_theta)
-        rows = []
-        for i in range(len(x)):  # token i sees tokens 0..i
-            logits = (kh[: i + 1] @ qh[i]) * scale
-            if attn.alibi:
-                distance = torch.arange(i + 1, dtype=torch.float64) - i
-                logits = logits + slope(head, config.n_heads, attn.alibi_bias_max) * distance
-            weights = torch.exp(logits - logits.max())
-            rows.append((weights / weights.sum()) @ vh[: i + 1])
-        heads.append(torch.stack(rows))
-    return linear(torch.cat(heads, dim=1), w, f"{name}.out_proj")
+        logits = (qh * (1 + tuning.attn_scale * steps)[:, None]) @ keys[shared].T * scale
+        if attn.attn_logit_softcapping:
+            logits = capped(logits, attn.attn_logit_softcapping)
+        if attn.alibi:
+            logits = logits - slope(head, config.n_heads, attn.alibi_bias_max) * distance
+        logits = torch.where(hidden, -torch.inf, logits)
+        weights = torch.exp(logits - logits.detach().amax(1, keepdim=True))
+        mixed.append((weights / weights.sum(1, keepdim=True)) @ values[shared])
+    return linear(torch.cat(mixed, dim=1), w, f"{name}.out_proj")
 
 
-def document_logits(tokens: Tensor, w: dict[str, Tensor], config: ModelConfig) -> Tensor:
+def capped(logits: Tensor, c: float) -> Tensor:
+    return c * torch.tanh(logits / c)
+
+
+def document_logits(tokens: Tensor, w: Weights, config: ModelConfig) -> Tensor:
     """Logits (T, V) of one document (T,)."""
     x = w["wte.weight"][tokens]
     if config.learned_pos_emb:
         x = x + w["wpe.weight"][: len(tokens)]
-    for i in range(config.n_layers):
+    passed = config.embedding_fraction
+    x = passed * x + (1 - passed) * x.detach()
+    kept: Kept = {}
+    for i, layer in enumerate(overrides(config)):
         b = f"blocks.{i}"
-        x = x + attention(norm(x, w, f"{b}.norm_1", config), w, f"{b}.attn", config)
+        x = x + attention(norm(x, w, f"{b}.norm_1", config), w, f"{b}.attn", config, layer, kept)
         h = norm(x, w, f"{b}.norm_2", config)
         act = config.ffn_config.ffn_act_fn
         up = linear(h, w, f"{b}.ffn.up_proj")
@@ -98,4 +226,9 @@ def document_logits(tokens: Tensor, w: dict[str, Tensor], config: ModelConfig) -
             inner = activation(up, act)
         x = x + linear(inner, w, f"{b}.ffn.down_proj")
     head = w["wte.weight"] if config.tie_word_embeddings else w["lm_head.weight"]
-    return norm(x, w, "norm_f", config) @ head.T
+    logits = norm(x, w, "norm_f", config) @ head.T
+    if config.logit_scale is not None:
+        inverse_root = config.logit_scale == "inv_sqrt_d_model"
+        logits = logits * (1 / math.sqrt(config.d_model) if inverse_root else config.logit_scale)
+    c = config.final_logit_softcapping
+    return logits if c is None else capped(logits, c)

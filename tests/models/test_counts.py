@@ -1,0 +1,114 @@
+"""Parameters against closed formulas and MPT's own counts, FLOPs against counted products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmfoundry.models import counts
+from llmfoundry.models.counts import flops_per_token, parameter_count, peak_flops
+from llmfoundry.recipe.model import ModelConfig
+from tests.models.test_decoder import SETTINGS, make_config, make_model
+
+PUBLISHED = {  # d_model, n_heads, n_layers, parameters of MPT with learned positions and tied head
+    "125m": (768, 12, 12, 125_311_488),
+    "350m": (1024, 16, 24, 355_985_408),
+    "760m": (1536, 12, 24, 760_470_528),
+    "1b": (2048, 16, 24, 1_315_950_592),
+    "7b": (4096, 32, 32, 6_658_859_008),
+    "70b": (8192, 64, 80, 64_862_437_376),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_mpts(name: str) -> None:
+    d, heads, layers, expected = PUBLISHED[name]
+    config = ModelConfig(
+        d_model=d, n_heads=heads, n_layers=layers, vocab_size=50368, max_seq_len=2048
+    )
+    config.fill()
+    assert parameter_count(config) == expected
+
+
+def expected_parameters(config: ModelConfig) -> int:
+    """Counted from the definitions, layer by layer."""
+    attn, d, hd = config.attn_config, config.d_model, config.head_dim
+    hidden, bias = config.ffn_config.ffn_hidden_size, not config.no_bias
+    vectors = 2 if bias and "layernorm" in config.norm_type else 1  # of one norm
+    gates = 2 if config.ffn_config.ffn_type == "mptglu" else 1
+    total = (1 if config.tie_word_embeddings else 2) * config.vocab_size * d + vectors * d
+    total += config.max_seq_len * d if config.learned_pos_emb else 0
+    for index, layer in enumerate(config.layers()):
+        kv_heads = attn.kv_n_heads if layer.kv_from == index else 0
+        projected = (config.n_heads + 2 * kv_heads) * hd
+        total += d * projected + (projected if config.attention_bias else 0)
+        total += config.n_heads * hd * d + (d if bias else 0)
+        total += (gates + 1) * d * hidden + (gates * hidden + d if bias else 0)
+        total += 2 * vectors * d
+        if attn.qk_ln:
+            total += vectors * (config.n_heads + kv_heads) * hd
+        if attn.qk_gn:
+            total += vectors * (2 if kv_heads else 1) * hd
+    return total
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_parameter_counts_follow_every_setting(name: str) -> None:
+    config = make_config(**SETTINGS[name])
+    assert parameter_count(config) == expected_parameters(config)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_flops_are_the_counted_matrix_products(name: str) -> None:
+    config = make_config(**(SETTINGS[name] | {"d_model": 48, "max_seq_len": 32}))
+    config.attn_config.attn_impl = "torch"  # its attention is over the whole row, as we count it
+    model = make_model(config)
+    tokens = torch.randint(0, 64, (2, 32))
+    with FlopCounterMode(display=False) as counter:
+        model.head(model(tokens)).sum().backward()
+    counted = counter.get_total_flops() / tokens.numel()
+    assert flops_per_token(config, 32) == pytest.approx(counted, rel=0.02)
+
+
+def test_mfu_of_mpt_7b_is_llm_foundrys() -> None:
+    """10,643 tokens/s of an H100 at 2048 tokens a row were published as 46.44 % of its peak."""
+    config = ModelConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50368, max_seq_len=2048)
+    config.attn_config.alibi = True
+    config.fill()
+    assert 10_643 * flops_per_token(config, 2048) / 989.5e12 == pytest.approx(0.4644, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("Tesla T4", 65e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("Tesla V100-PCIE-32GB", 112e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("AMD Instinct MI250X", 191.5e12),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_peaks_are_found_by_the_devices_name(
+    name: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counts.torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == expected
+
+
+def test_a_cpu_has_no_known_peak() -> None:
+    assert peak_flops(torch.device("cpu")) is None

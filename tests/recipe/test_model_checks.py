@@ -1,0 +1,150 @@
+"""Every line that the model's sections can yield, from recipes as users write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.attention import CANNOT
+from llmfoundry.recipe.blocks import LayerConfig
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
+
+ROPE = "model.attn_config.rope=true"
+LLAMA3 = "type: llama3, factor: 8, low_freq_factor: 4, high_freq_factor: 1"
+KINDS = "overrides: {near: {attn_config: {sliding_window_size: 8}}}"
+LINES = {
+    "model.attn_config={nope: true, alibi: true}": "model.attn_config.alibi: and nope exclude",
+    "model.attn_config={qk_ln: true, qk_gn: true}": "model.attn_config.qk_gn: and qk_ln exclude",
+    "model.attn_config.sliding_window_size=0": "model.attn_config.sliding_window_size: 0; write -1",
+    "model.attn_config.attn_pdrop=1": "model.attn_config.attn_pdrop: 1.0 is not a fraction",
+    "model.attn_config.attn_logit_softcapping=0": "model.attn_config.attn_logit_softcapping: 0.0 m",
+    "model.attn_config.rope_hf_config={type: linear, factor: 2}": "model.attn_config.rope_hf_confi"
+    "g: has no effect without rope: true; remove it",
+    f"{ROPE} model.attn_config.rope_hf_config.type=linaer": "model.attn_config.rope_hf_config.type:"
+    " 'linaer' is not a choice; did you mean 'linear'?",
+    f"{ROPE} model.attn_config.rope_hf_config.type=linear": "model.attn_config.rope_hf_config.facto"
+    "r: type: linear needs it; write a number",
+    f"{ROPE} model.attn_config.rope_hf_config.factor=2": "model.attn_config.rope_hf_config.factor:"
+    " has no effect with type: no_scaling",
+    "model.attn_config={rope: true, rope_hf_config: {"
+    f"{LLAMA3}, original_max_position_embeddings: 64}}}}": "model.attn_config.rope_hf_config.high_"
+    "freq_factor: 1.0 must be greater than low_freq_factor (4.0)",
+    "model.attn_config.attn_temperature_tuning={attn_scale: 1, floor_scale: 0}": "model.attn_config"
+    ".attn_temperature_tuning.floor_scale: 0 is too small",
+    "model.attn_config.attn_temperature_tuning.floor_scale=9": "model.attn_config.attn_temperature_"
+    "tuning.floor_scale: has no effect with attn_scale: 0; remove it",
+    "model={head_dim: 2, attn_config: {rope: true, rope_hf_config: {type: dynamic, factor: 2}}}": (
+        "model.attn_config.rope_hf_config.type: dynamic needs a head_dim above 2"
+    ),
+    "model.learned_pos_emb=false": "model.learned_pos_emb: false leaves the model without po",
+    "model.attn_config.nope=true model.learned_pos_emb=true": "model.learned_pos_emb: true, with",
+    "model.ffn_config.ffn_act_fn=gelo": "model.ffn_config.ffn_act_fn: 'gelo' is not a choice; did",
+    "model.ffn_config.ffn_act_fn={name: gelu, slope: 1}": "model.ffn_config.ffn_act_fn.slope: gelu"
+    " takes approximate; remove it",
+    "model.ffn_config.ffn_act_fn={name: gelu, approximate: tnah}": "model.ffn_config.ffn_act_fn.app"
+    "roximate: 'tnah' is not a choice; did you mean 'tanh'?",
+    "model.ffn_config.ffn_act_fn={name: elu, alpha: much}": "model.ffn_config.ffn_act_fn.alpha: 'mu"
+    "ch' is not a number",
+    "model.ffn_config.ffn_act_fn={alpha: 1}": "model.ffn_config.ffn_act_fn: has no name; write {na",
+    "model.init_config.name=kaiming_normal": "model.init_config.name: 'kaiming_normal' is not a ch",
+    "model.init_config={name: baseline_, fan_mode: fan_in}": "model.init_config.fan_mode: has no e",
+    "model.init_config.init_gain=1": "model.init_config.init_gain: has no effect without an xavier",
+    "model.init_config={name: neox_init_, init_div_is_residual: 2}": "model.init_config.init_div_i",
+    "model.init_config.init_div_is_residual=0.0": "model.init_config.init_div_is_residual: 0.0 mu",
+    "model.init_config.fan_mode=fan": "model.init_config.fan_mode: 'fan' is not a choice; did you",
+    "model.init_config.init_nonlinearity=gelu": "model.init_config.init_nonlinearity: 'gelu' is no",
+    "model.init_config.emb_init_uniform_lim=[1,0]": "model.init_config.emb_init_uniform_lim: [1.0",
+    "model.init_config={emb_init_std: 1, emb_init_uniform_lim: 1}": "model.init_config.emb_init_un",
+    "model.logit_scale=inv_sqrt": "model.logit_scale: 'inv_sqrt' is not a choice; did you mean",
+    "model.logit_scale=0": "model.logit_scale: 0.0 must be greater than 0",
+    "model.final_logit_softcapping=0": "model.final_logit_softcapping: 0.0 must be greater than 0",
+    "model.emb_pdrop=-1": "model.emb_pdrop: -1.0 is not a fraction",
+    "model.resid_pdrop=2": "model.resid_pdrop: 2.0 is not a fraction",
+    "model.embedding_fraction=0": "model.embedding_fraction: 0.0; write a number in (0, 1]",
+    "model.block_overrides={order: [{name: default, repeat: 3}]}": "model.block_overrides.order: is"
+    " 3 layers long, but n_layers is 24",
+    "model.block_overrides={order: [{name: nera, repeat: 24}], " + KINDS + "}": "model.block_overri"
+    "des.order[0].name: 'nera' is not in overrides; did you mean 'near'?",
+    "model.block_overrides={order: [{name: default, repeat: 24}], " + KINDS + "}": "model.block_ove"
+    "rrides.overrides.near: is not in order and has no effect; remove it",
+    "model.block_overrides={order: [{repeat: 24}]}": "model.block_overrides.order[0]: has both or",
+    "precision=fp32 model.attn_config.attn_impl=flash": "model.attn_config.attn_impl: flash comput",
+    "compile_mode=default": "compile_mode: has no effect without compile: true; remove it",
+    "compile=true compile_mode=fast": "compile_mode: 'fast' is not a choice",
+    "optimizer.momentum=0.9": "optimizer.momentum: has no effect without name: muon; remove it",
+    "optimizer={name: muon, momentum: 1}": "optimizer.momentum: 1.0; write a number in [0, 1)",
+    "optimizer.disable_grad=['(']": "optimizer.disable_grad[0]: '(' is no regular expression: miss",
+    "optimizer.param_groups=[{param_str_match: norm}]": "optimizer.param_groups[0].param_str_match:"
+    " the group changes nothing",
+    "optimizer.param_groups=[{param_str_match: norm, lr: 0}]": "optimizer.param_groups[0].lr: 0.0",
+    "optimizer.param_groups=[{lr: 1}]": "optimizer.param_groups[0].param_str_match: is empty",
+    "callbacks.early_stopper.patience=2": "callbacks.early_stopper.patience: has no effect without",
+    "callbacks.early_stopper={metric: a, mode: less}": "callbacks.early_stopper.mode: 'less' is no",
+    "callbacks.gc_interval=-1": "callbacks.gc_interval: -1 is too small; write 0 or more",
+    "logger.wandb_project=x": "logger.wandb_project: has no effect without wandb: true; remove it",
+    "logger={wandb: true, wandb_mode: on}": "logger.wandb_mode: ",
+}
+
+
+def problems(*words: str) -> tuple[str, ...]:
+    try:
+        checked(TrainRecipe, None, ["run_name=x", *words])
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_a_mistake_is_one_line_that_names_its_key(words: str) -> None:
+    found = problems(*([words] if "{" in words else words.split(" ")))
+    assert len(found) == 1 and found[0].startswith(LINES[words])
+
+
+VALUES = {"alibi": "true", "attn_logit_softcapping": "30.0", "attn_pdrop": "0.1"}
+
+
+@pytest.mark.parametrize(("impl", "name"), [(i, name) for i in CANNOT for name in CANNOT[i]])
+def test_a_backend_refuses_what_it_cannot_serve(impl: str, name: str) -> None:
+    found = problems(f"model.attn_config={{attn_impl: {impl}, {name}: {VALUES[name]}}}")
+    assert len(found) == 1
+    assert found[0].startswith(f"model.attn_config.attn_impl: {impl} cannot serve {name}: ")
+    assert "; write " in found[0]
+    assert problems(f"model.attn_config={{attn_impl: torch, {name}: {VALUES[name]}}}") == ()
+
+
+def overridden(order: str, **more: object) -> TrainRecipe:
+    kinds = (
+        "{near: {attn_config: {sliding_window_size: 8}},"
+        " same: {attn_config: {sliding_window_size: 8, reuse_kv_layer_idx: -1}},"
+        " far: {attn_config: {nope: true}}}"
+    )
+    words = [f"model.block_overrides={{order: {order}, overrides: {kinds}}}", ROPE]
+    return checked(
+        TrainRecipe, None, ["run_name=x", *words, *(f"{k}={v}" for k, v in more.items())]
+    )
+
+
+def test_block_overrides_expand_in_order() -> None:
+    order = "[{name: default}, {order: [{name: near}, {name: same, repeat: 2}], repeat: 2}, "
+    recipe = overridden(order + "{name: far}]", **{"model.n_layers": 8})
+    recipe.fill()
+    assert list(recipe.check()) == []
+    plain, near = LayerConfig(-1, True, 0), LayerConfig(8, True, 1)
+    again = LayerConfig(8, True, 4)
+    assert recipe.model.layers() == [
+        *(plain, near, near, near, again, again, again),
+        LayerConfig(-1, False, 7),
+    ]
+
+
+def test_keys_of_another_kind_of_layer_cannot_be_reused() -> None:
+    with pytest.raises(UserError) as raised:
+        overridden(
+            "[{name: near}, {name: default}, {name: same}, {name: far}]", **{"model.n_layers": 4}
+        )
+    line = raised.value.problems[0]
+    assert line.startswith("model.block_overrides.overrides.same.attn_config.reuse_kv_layer_idx:")
+    assert "layer 2 would take the keys of layer 1 (default), which differs in" in line
+    with pytest.raises(UserError, match="-1 from layer 0 is before the first"):
+        overridden("[{name: same}, {name: near}, {name: far}]", **{"model.n_layers": 3})
