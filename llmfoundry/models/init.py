@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,53 +19,146 @@ from llmfoundry.recipe.model import InitConfig, ModelConfig
 
 RESIDUAL = ("out_proj.weight", "down_proj.weight")  # projections that write to the residual stream
 EMBEDDINGS = ("wte.weight", "wpe.weight")
+STACKED_HEADS = ("attn.Wqkv.weight", "attn.Wq.weight")
 
 
-def kaiming_std(config: InitConfig, fan_in: int) -> float:
-    """sqrt(2 / fan_in) (He et al., 2015, for ReLU)."""
-    return math.sqrt(2 / fan_in)
+@dataclass(frozen=True)
+class Law:
+    """The distribution of a tensor's elements.
 
+    Attributes:
+        std: standard deviation.
+        uniform: over mean ± sqrt(3) std; else normal.
+        mean: its centre.
+    """
 
-def baseline_std(config: InitConfig, fan_in: int) -> float:
-    """init_std, whatever the shape."""
-    assert config.init_std is not None, "the recipe was not filled"
-    return config.init_std
-
-
-STDS: dict[str, Callable[[InitConfig, int], float]] = {
-    "kaiming_normal_": kaiming_std,
-    "baseline_": baseline_std,
-}
-
-
-def weight_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
-    """Standard deviation of the matrix `name` of shape (out, in)."""
-    init = config.init_config
-    if name.endswith(EMBEDDINGS) and init.emb_init_std is not None:
-        return init.emb_init_std
-    std = STDS[init.name](init, shape[1])
-    if init.init_div_is_residual and name.endswith(RESIDUAL):
-        std /= math.sqrt(2 * config.n_layers)
-    return std
+    std: float
+    uniform: bool = False
+    mean: float = 0.0
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill every parameter in place: matrices normal, norm weights 1, biases 0."""
-    for name, parameter in model.named_parameters():
+    """Fill every parameter in place: matrices by the recipe's scheme, norm weights 1, biases 0.
+
+    default_ alone draws biases too, those of linear layers.
+    """
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        law: Law | None = None
         if name.endswith("bias"):
-            parameter.zero_()
-        elif parameter.ndim == 1:
-            parameter.fill_(1.0)
+            law = _bias_law(parameters[name.removesuffix("bias") + "weight"], config)
+        elif parameter.ndim > 1:
+            law = weight_law(name, parameter, config)
+        if law is not None:
+            _draw(parameter, law, seed, name)
         else:
-            _fill_normal(parameter, weight_std(name, parameter.shape, config), seed, name)
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def _fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
+def _bias_law(weight: Tensor, config: ModelConfig) -> Law | None:
+    """The distribution of the bias beside `weight`; None: it is 0."""
+    if config.init_config.name != "default_" or weight.ndim == 1:
+        return None
+    return Law(default_std(config, weight.shape[1], weight.shape[0]), uniform=True)
+
+
+def weight_law(name: str, weight: Tensor, config: ModelConfig) -> Law:
+    """The distribution of the matrix `name`, of shape (out, in)."""
+    init = config.init_config
+    if name.endswith(EMBEDDINGS):
+        law = _embedding_law(init)
+        if law is not None:
+            return law
+    std = STDS[init.name](config, *_fans(name, weight, config))
+    if name.endswith(RESIDUAL):
+        std /= residual_divisor(config)
+    return Law(std, uniform=init.name in UNIFORM)
+
+
+def _embedding_law(init: InitConfig) -> Law | None:
+    """What the recipe says of embeddings alone; None: nothing."""
+    if init.emb_init_std is not None:
+        return Law(init.emb_init_std)
+    if init.emb_init_uniform_lim is not None:
+        limits = init.emb_init_uniform_lim
+        low, high = limits if isinstance(limits, list) else (-limits, limits)
+        return Law((high - low) / math.sqrt(12), uniform=True, mean=(low + high) / 2)
+    return Law(1.0) if init.name == "default_" else None  # nn.Embedding's own
+
+
+def residual_divisor(config: ModelConfig) -> float:
+    """What projections that write to the residual stream are divided by."""
+    init = config.init_config
+    if init.name == "neox_init_":
+        return config.n_layers / math.sqrt(10)
+    if init.name == "default_" or not init.init_div_is_residual:
+        return 1.0
+    if init.init_div_is_residual is True:
+        return math.sqrt(2 * config.n_layers)
+    return float(init.init_div_is_residual)
+
+
+def _fans(name: str, weight: Tensor, config: ModelConfig) -> tuple[int, int]:
+    """Inputs and outputs of a matrix; of one head where it stacks heads, as LLM Foundry counts."""
+    assert config.head_dim is not None, "the recipe was not filled"
+    out, into = weight.shape
+    return into, config.head_dim if name.endswith(STACKED_HEADS) else out
+
+
+def default_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+    """nn.Linear's own: uniform in ± 1 / sqrt(fan_in)."""
+    return math.sqrt(1 / (3 * fan_in))
+
+
+def baseline_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+    """init_std, whatever the shape."""
+    assert config.init_config.init_std is not None, "the recipe was not filled"
+    return config.init_config.init_std
+
+
+def small_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+    """sqrt(2 / (5 d_model)) (Nguyen and Salazar, 2019)."""
+    return math.sqrt(2 / (5 * config.d_model))
+
+
+def kaiming_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+    """The gain over sqrt(fan) (He et al., 2015)."""
+    init = config.init_config
+    assert init.fan_mode and init.init_nonlinearity, "the recipe was not filled"
+    gain = nn.init.calculate_gain(init.init_nonlinearity, init.init_gain)  # type: ignore[arg-type]
+    return gain / math.sqrt(fan_in if init.fan_mode == "fan_in" else fan_out)
+
+
+def xavier_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+    """The gain times sqrt(2 / (fan_in + fan_out)) (Glorot and Bengio, 2010)."""
+    assert config.init_config.init_gain is not None, "the recipe was not filled"
+    return config.init_config.init_gain * math.sqrt(2 / (fan_in + fan_out))
+
+
+STDS: dict[str, Callable[[ModelConfig, int, int], float]] = {
+    "default_": default_std,
+    "baseline_": baseline_std,
+    "small_init_": small_std,
+    "neox_init_": small_std,
+    "kaiming_normal_": kaiming_std,
+    "kaiming_uniform_": kaiming_std,
+    "xavier_normal_": xavier_std,
+    "xavier_uniform_": xavier_std,
+}
+UNIFORM = ("default_", "kaiming_uniform_", "xavier_uniform_")
+
+
+def _draw(parameter: Tensor, law: Law, seed: int, name: str) -> None:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big"))
+    # in fp32 whatever the parameter's dtype, which rounds it
     whole = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
-    whole.normal_(0.0, std, generator=generator)
+    if law.uniform:
+        half = math.sqrt(3) * law.std
+        whole.uniform_(law.mean - half, law.mean + half, generator=generator)
+    else:
+        whole.normal_(law.mean, law.std, generator=generator)
     if isinstance(parameter, DTensor):
         # every rank has drawn the same numbers, so nothing needs to be sent
         local = distribute_tensor(

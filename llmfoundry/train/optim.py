@@ -1,57 +1,182 @@
-"""Optimizers by recipe name; a new one is one entry in OPTIMIZERS."""
+"""From the recipe's optimizer section to an optimizer; a new one is an entry in two dicts.
+
+`freeze` comes before the model is sharded or wrapped, `build_optimizer` after.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.recipe.optimizer import OptimizerConfig
+from llmfoundry.errors import UserError
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.optimizer import OptimizerConfig, ParamGroupConfig
+from llmfoundry.train.muon import Muon
+
+Named: TypeAlias = dict[str, nn.Parameter]
+Groups: TypeAlias = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # as torch.optim takes them
 
 
-def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def freeze(model: Decoder, config: OptimizerConfig) -> None:
+    """Switch off the gradients that disable_grad names.
+
+    Raises:
+        UserError: an expression matches nothing, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for index, pattern in enumerate(config.disable_grad):
+        for name in _matches(pattern, parameters, f"optimizer.disable_grad[{index}]"):
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError("optimizer.disable_grad: matches every parameter; leave one to train")
+
+
+def build_optimizer(model: Decoder, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the parameters that train.
+
+    Its first group holds those that no group of the recipe takes, if there are any.
+
+    Args:
+        model: with parameters in the form (whole or sharded) in which they will be updated.
+        config: filled.
+
+    Raises:
+        UserError: a group matches nothing that is left to it, or a value of it has no effect.
+    """
+    groups = []
+    for settings, parameters in _sections(model, config):
+        values = VALUES[config.name](settings)
+        parts = (
+            _muon_parts(parameters, model.config) if config.name == "muon" else [({}, parameters)]
+        )
+        groups += [
+            {"params": list(part.values())} | values | extra for extra, part in parts if part
+        ]
+    return OPTIMIZERS[config.name](groups, config)
+
+
+def _sections(model: Decoder, config: OptimizerConfig) -> list[tuple[OptimizerConfig, Named]]:
+    """Settings, and the parameters that they are for: the rest's, then the recipe's groups'."""
+    every = dict(model.named_parameters())
+    left = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
+    sections = []
+    for index, group in enumerate(config.param_groups):
+        key = f"optimizer.param_groups[{index}]."
+        where = f"{key}param_str_match"
+        matches = _matches(group.param_str_match, every, where)
+        taken = {name: left.pop(name) for name in matches if name in left}
+        if not taken:
+            raise UserError(
+                f"{where}: all that {group.param_str_match!r} matches is frozen or in an earlier"
+                " group; remove the group, or write it first"
+            )
+        if config.name == "muon":
+            _refuse_inert(key, group, taken)
+        given = {k: v for k, v in vars(group).items() if v is not None and k != "param_str_match"}
+        sections.append((dataclasses.replace(config, **given), taken))
+    return [(config, left), *sections]
+
+
+def _matches(pattern: str, parameters: Named, key: str) -> list[str]:
+    """Names in which a regular expression is found."""
+    found = [name for name in parameters if re.search(pattern, name)]
+    if found:
+        return found
+
+    def likeness(name: str) -> float:
+        parts = [name, *name.split(".")]
+        return max(difflib.SequenceMatcher(None, pattern, part).ratio() for part in parts)
+
+    kinds = {re.sub(r"\.\d+\.", ".0.", name): None for name in parameters}  # one layer's are enough
+    nearest = sorted(kinds, key=likeness, reverse=True)[:3]
+    raise UserError(
+        f"{key}: {pattern!r} is found in no parameter's name; the nearest are {', '.join(nearest)}"
+    )
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon takes it: matrices of the blocks, no embedding and no head."""
+    return name.startswith("blocks.") and parameter.ndim == 2
+
+
+def _muon_parts(parameters: Named, config: ModelConfig) -> list[tuple[dict[str, Any], Named]]:
+    """AdamW's parameters, Muon's matrices, and Muon's fused queries, keys and values."""
+    assert config.head_dim and config.attn_config.kv_n_heads, "the recipe was not filled"
+    kv_width = config.attn_config.kv_n_heads * config.head_dim
+    rows = (config.n_heads * config.head_dim, kv_width, kv_width)
+    others: Named = {}
+    matrices: Named = {}
+    fused: Named = {}
+    for name, parameter in parameters.items():
+        kind = fused if name.endswith("attn.Wqkv.weight") else matrices
+        (kind if _is_matrix(name, parameter) else others)[name] = parameter
+    return [
+        ({}, others),
+        ({"orthogonal": True}, matrices),
+        ({"orthogonal": True, "rows": rows}, fused),
+    ]
+
+
+def _refuse_inert(key: str, group: ParamGroupConfig, parameters: Named) -> None:
+    if not all(_is_matrix(name, parameter) for name, parameter in parameters.items()):
+        return
+    for name in ("betas", "eps"):
+        if getattr(group, name) is not None:
+            raise UserError(f"{key}{name}: has no effect, as all of the group is Muon's; remove it")
+
+
+def adamw_values(config: OptimizerConfig) -> dict[str, Any]:
     """AdamW (Loshchilov and Hutter, 2019): weights shrink by weight_decay * lr a step."""
-    return _fused_adamw(parameters, config, config.weight_decay)
+    assert config.eps is not None, "the recipe was not filled"
+    return {
+        "lr": config.lr,
+        "betas": _pair(config.betas),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
 
 
-def decoupled_adamw(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.Optimizer:
+def decoupled_adamw_values(config: OptimizerConfig) -> dict[str, Any]:
     """Composer's DecoupledAdamW: weights shrink by weight_decay * lr / (first lr) a step.
 
     That is AdamW with weight_decay divided by the first learning rate, so PyTorch's kernel serves.
     """
-    return _fused_adamw(parameters, config, config.weight_decay / config.lr)
+    return adamw_values(config) | {"weight_decay": config.weight_decay / config.lr}
 
 
-def decoupled_lionw(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.Optimizer:
+def decoupled_lionw_values(config: OptimizerConfig) -> dict[str, Any]:
     """LLM Foundry's DecoupledLionW."""
-    return DecoupledLionW(
-        parameters, lr=config.lr, betas=_pair(config.betas), weight_decay=config.weight_decay
-    )
+    return {
+        "lr": config.lr,
+        "initial_lr": config.lr,
+        "betas": _pair(config.betas),
+        "weight_decay": config.weight_decay,
+    }
 
 
-def _fused_adamw(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, weight_decay: float
-) -> torch.optim.Optimizer:
-    assert config.eps is not None, "the recipe was not filled"
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.lr,
-        betas=_pair(config.betas),
-        eps=config.eps,
-        weight_decay=weight_decay,
-        fused=True,
-    )
+def muon_values(config: OptimizerConfig) -> dict[str, Any]:
+    """Muon (Jordan et al., 2024) beside AdamW; weights shrink by weight_decay * lr a step."""
+    return adamw_values(config) | {"momentum": config.momentum}
 
 
 def _pair(betas: list[float] | None) -> tuple[float, float]:
     assert betas is not None, "the recipe was not filled"
     return betas[0], betas[1]
+
+
+VALUES: dict[str, Callable[[OptimizerConfig], dict[str, Any]]] = {  # of a group of parameters
+    "adamw": adamw_values,
+    "decoupled_adamw": decoupled_adamw_values,
+    "decoupled_lionw": decoupled_lionw_values,
+    "muon": muon_values,
+}
 
 
 class DecoupledLionW(torch.optim.Optimizer):
@@ -66,14 +191,15 @@ class DecoupledLionW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parameters: Groups,
         *,
         lr: float,
+        initial_lr: float,
         betas: tuple[float, float],
         weight_decay: float,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "initial_lr": lr}
-        super().__init__(parameters, defaults)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(parameters, defaults | {"initial_lr": initial_lr})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -99,13 +225,32 @@ class DecoupledLionW(torch.optim.Optimizer):
         mean.add_((grad - mean) * (taken * (1 - beta_2)))
 
 
-OPTIMIZERS: dict[
-    str, Callable[[Iterable[nn.Parameter], OptimizerConfig], torch.optim.Optimizer]
-] = {"adamw": adamw, "decoupled_adamw": decoupled_adamw, "decoupled_lionw": decoupled_lionw}
+def adamw(parameters: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW, or decoupled AdamW, by PyTorch's fused kernel."""
+    return torch.optim.AdamW(parameters, **VALUES[config.name](config), fused=True)
+
+
+def decoupled_lionw(parameters: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """DecoupledLionW."""
+    return DecoupledLionW(parameters, **decoupled_lionw_values(config))
+
+
+def muon(parameters: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Muon."""
+    return Muon(parameters, **muon_values(config))
+
+
+OPTIMIZERS: dict[str, Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "decoupled_adamw": adamw,
+    "decoupled_lionw": decoupled_lionw,
+    "muon": muon,
+}
 
 # How Composer's learning-rate metric names them: lr-<class>/group0.
 CLASS_NAMES = {
     "adamw": "AdamW",
     "decoupled_adamw": "DecoupledAdamW",
     "decoupled_lionw": "DecoupledLionW",
+    "muon": "Muon",
 }

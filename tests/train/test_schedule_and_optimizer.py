@@ -87,11 +87,11 @@ def test_a_schedules_setting_that_another_schedule_has_is_refused() -> None:
 
 
 def written_out(name: str, weights: torch.Tensor, gradients: list[torch.Tensor], lrs: list[float]):
-    """Adam with bias correction and two weight decays, and Lion, in float64."""
+    """Adam with bias correction and two weight decays (muon's, of a vector), and Lion; float64."""
     w, m, v = weights.double().clone(), torch.zeros(5).double(), torch.zeros(5).double()
     for step, (g, lr) in enumerate(zip(gradients, lrs, strict=True), start=1):
         g = g.double()
-        w *= 1 - (0.1 * lr if name == "adamw" else 0.1 * lr / 0.02)
+        w *= 1 - 0.1 * (lr / 0.02 if name.startswith("decoupled") else lr)
         if name == "decoupled_lionw":
             w -= lr * torch.sign(0.9 * m + 0.1 * g)
             m = 0.99 * m + 0.01 * g
