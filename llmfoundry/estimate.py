@@ -24,6 +24,8 @@ from llmfoundry.recipe.train import TrainRecipe
 
 GIB = 2**30
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
+MOMENTS = {"adamw": 2, "decoupled_adamw": 2, "decoupled_lionw": 1, "muon": 2}  # a weight's, at most
+CPU_TOKENS = 1024  # a microbatch's on a CPU: more is no faster there, and takes more memory
 KNOWN_VOCABULARIES = {"bytes": 257, "tiktoken": 100_277, "huggingface": 50_277}
 
 
@@ -33,7 +35,7 @@ class Estimate:
 
     Attributes:
         parameters: of the whole model.
-        weights: fp32 weights, gradients and the optimizer's two moments, of this process's shard.
+        weights: weights, gradients and the optimizer's moments, of this process's shard.
         gathered: weights of one block and of embedding and head, gathered from other shards.
         per_row: what the backward pass keeps of one row, and the loss's gradient.
         fixed: logits of one chunk, and the framework.
@@ -55,13 +57,14 @@ def estimate(recipe: TrainRecipe, world_size: int) -> Estimate:
     model = recipe.model
     assert model.vocab_size is not None
     parameters = parameter_count(model)
+    width = 2 if recipe.precision == "bf16" else 4
     shard = degrees(recipe.parallel, world_size)[1]
     embedding = model.vocab_size * model.d_model * (1 if model.tie_word_embeddings else 2)
     block = (parameters - embedding) // model.n_layers
     chunk = max(MIN_CHUNK, CHUNK_LOGITS // model.vocab_size) * model.vocab_size
     return Estimate(
         parameters=parameters,
-        weights=16 * parameters // shard,
+        weights=width * (2 + MOMENTS[recipe.optimizer.name]) * parameters // shard,
         gathered=8 * (embedding + block) if shard > 1 else 4 * embedding,
         per_row=row_bytes(recipe),
         fixed=3 * 4 * chunk + GIB // 2,
@@ -69,29 +72,40 @@ def estimate(recipe: TrainRecipe, world_size: int) -> Estimate:
 
 
 def row_bytes(recipe: TrainRecipe) -> int:
-    """Bytes that the backward pass keeps of one row of max_seq_len.
+    """Bytes that the backward pass keeps of one row of max_seq_len."""
+    stream = recipe.model.d_model * (2 if recipe.precision == "bf16" else 4)
+    block = block_bytes(recipe)
+    blocks = recipe.model.n_layers * block
+    if recipe.parallel.activation_checkpointing:  # inputs of all blocks, and one computed again
+        blocks = recipe.model.n_layers * stream * recipe.max_seq_len + block
+    return blocks + 5 * 4 * recipe.model.d_model * recipe.max_seq_len
+
+
+def block_bytes(recipe: TrainRecipe) -> int:
+    """Bytes that the backward pass keeps of one row in one block.
 
     Counted tensor by tensor from the block's forward pass: the inputs of norms and of the
     residual sums in fp32, those of matrix products and of attention in the compute dtype.
     """
-    model, low = recipe.model, 2 if recipe.precision == "amp_bf16" else 4
-    assert model.head_dim and model.attn_config.kv_n_heads and model.ffn_config.ffn_hidden_size
-    d, hidden = model.d_model, model.ffn_config.ffn_hidden_size
-    q = model.n_heads * model.head_dim
-    kv = model.attn_config.kv_n_heads * model.head_dim
-    cast = 2 if low == 2 else 0  # a bf16 copy of each product's fp32 input
+    model, low = recipe.model, 4 if recipe.precision == "fp32" else 2
+    attn, d, hidden = model.attn_config, model.d_model, model.ffn_config.ffn_hidden_size
+    assert model.head_dim and attn.kv_n_heads and hidden, "the recipe was not filled"
+    q, kv = model.n_heads * model.head_dim, attn.kv_n_heads * model.head_dim
+    cast = 2 if recipe.precision == "amp_bf16" else 0  # a bf16 copy of each product's fp32 input
     norms = 2 * d * (4 + 4) + 2 * d * cast  # input, output (fp32), and the cast copy
     attention = low * (q + 2 * kv) + low * q * 2
-    if model.attn_config.rope:
+    if attn.rope:
         attention += low * (q + kv) + 4 * model.head_dim
-    if model.attn_config.clip_qkv is not None:
+    if attn.clip_qkv is not None:
         attention += low * (q + 2 * kv)
-    if model.attn_config.qk_ln:
+    if attn.qk_ln or attn.qk_gn:
         attention += 2 * 4 * (q + kv)
+    if attn.attn_impl == "torch" or attn.attn_logit_softcapping is not None:
+        attention += 3 * 4 * model.n_heads * recipe.max_seq_len  # logits, capped and their softmax
+    dropped = 2 * d * (4 + 1) if model.resid_pdrop else 0  # what was kept, and which
     gated = model.ffn_config.ffn_type == "mptglu"
     ffn = low * hidden * (4 if gated else 2)
-    per_token = model.n_layers * (norms + attention + ffn) + 5 * 4 * d
-    return per_token * recipe.max_seq_len
+    return (norms + attention + dropped + ffn) * recipe.max_seq_len
 
 
 def available_memory(device: torch.device) -> int:
@@ -106,15 +120,19 @@ def guess_vocab_size(config: TokenizerConfig) -> int:
     return config.vocab_size or KNOWN_VOCABULARIES[config.name]
 
 
-def choose_microbatch(recipe: TrainRecipe, *, world_size: int, available: int) -> int:
+def choose_microbatch(
+    recipe: TrainRecipe, *, world_size: int, available: int, device: torch.device
+) -> int:
     """Rows that a process computes at a time.
 
-    `auto` is the largest divisor of the process's rows that the estimate says fits.
+    `auto` is the largest divisor of the process's rows that the estimate says fits; on a CPU of
+    those that hold CPU_TOKENS at most.
 
     Args:
         recipe: filled.
         world_size: processes of the run.
         available: bytes for this process.
+        device: where it computes.
 
     Raises:
         UserError: the recipe cannot fit; says what it needs, what there is and what fits.
@@ -122,7 +140,8 @@ def choose_microbatch(recipe: TrainRecipe, *, world_size: int, available: int) -
     rows = rows_per_process(recipe, world_size)
     need = estimate(recipe, world_size)
     asked = recipe.device_train_microbatch_size
-    candidates = [n for n in range(rows, 0, -1) if rows % n == 0]
+    most = rows if device.type != "cpu" else max(1, CPU_TOKENS // recipe.max_seq_len)
+    candidates = [n for n in range(min(rows, most), 0, -1) if rows % n == 0]
     if isinstance(asked, int):
         candidates = [min(asked, rows)]
     for candidate in candidates:

@@ -30,6 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
+GPU, CPU = torch.device("cuda"), torch.device("cpu")  # nothing is placed on either
+
 
 def make_recipe(name: str, precision: str) -> TrainRecipe:
     settings = copy.deepcopy(SETTINGS[name])
@@ -87,15 +89,35 @@ def test_auto_takes_the_largest_divisor_that_fits() -> None:
     need = estimate(recipe, 1)
     for rows in (64, 32, 16, 1):
         room = int(need.total(rows) / 0.9) + 2**20
-        assert choose_microbatch(recipe, world_size=1, available=room) == rows
-    assert choose_microbatch(recipe, world_size=4, available=2**40) == 16
+        assert choose_microbatch(recipe, world_size=1, available=room, device=GPU) == rows
+    assert choose_microbatch(recipe, world_size=4, available=2**40, device=GPU) == 16
+
+
+def test_auto_on_a_cpu_takes_no_more_than_a_thousand_tokens() -> None:
+    recipe = make_recipe("mpt", "fp32")
+    assert choose_microbatch(recipe, world_size=1, available=2**40, device=CPU) == 4
+    recipe.device_train_microbatch_size = 32
+    assert choose_microbatch(recipe, world_size=1, available=2**40, device=CPU) == 32
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "bytes_each"),
+    [("adamw", "fp32", 16), ("decoupled_lionw", "amp_bf16", 12), ("decoupled_adamw", "bf16", 8)],
+)
+def test_weights_need_what_the_optimizer_really_keeps(
+    optimizer: str, precision: str, bytes_each: int
+) -> None:
+    recipe = make_recipe("mpt", precision)
+    recipe.optimizer.name = optimizer
+    need = estimate(recipe, 1)
+    assert need.weights == bytes_each * need.parameters
 
 
 def test_what_cannot_fit_says_what_it_needs_what_there_is_and_what_fits() -> None:
     recipe = make_recipe("mpt", "fp32")
     recipe.run_name, recipe.model.vocab_size = "big", 10**8
     with pytest.raises(UserError) as raised:
-        choose_microbatch(recipe, world_size=1, available=8 * 2**30)
+        choose_microbatch(recipe, world_size=1, available=8 * 2**30, device=GPU)
     (line,) = raised.value.problems
     assert line.startswith("model: big (") and "8.0 GiB are free" in line
     assert "the largest shipped recipe that fits is yamls/" in line
@@ -103,4 +125,4 @@ def test_what_cannot_fit_says_what_it_needs_what_there_is_and_what_fits() -> Non
 
 def test_rows_that_processes_cannot_share_are_refused() -> None:
     with pytest.raises(UserError, match=r"^global_train_batch_size: 64 rows cannot be shared"):
-        choose_microbatch(make_recipe("mpt", "fp32"), world_size=3, available=2**40)
+        choose_microbatch(make_recipe("mpt", "fp32"), world_size=3, available=2**40, device=GPU)

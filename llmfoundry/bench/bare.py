@@ -1,6 +1,6 @@
 """The yardstick: the benchmark's mathematics in the shortest PyTorch loop one would write.
 
-    python -m llmfoundry.bench.bare --precision fp32 --steps 20
+    python -m llmfoundry.bench.bare --precision fp32 --steps 20 [--compile]
 
 Learned positions, pre-norm blocks without biases, exact GELU, a tied head, AdamW, clipping; all
 rows causal and whole. No checkpoints, no logging, no data: random tokens. Prints `step N` lines.
@@ -61,8 +61,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--precision", choices=["fp32", "amp_bf16"], required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     model = Model()
+    if options.compile:
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
     low = options.precision == "amp_bf16"
     for step in range(1, options.steps + 1):

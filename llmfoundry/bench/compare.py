@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmfoundry.bench.bare import HEADS, LAYERS, ROWS, SEQ, VOCAB, D
+from llmfoundry.bench.matmul import flops_per_token
 from llmfoundry.recipe.paths import ROOT
 
 WARM_UP = 5  # first steps, not counted
@@ -26,7 +27,6 @@ STEP = re.compile(r"^\s*(?:step\s+)?(\d+)(?:/\d+)?\s")
 RECIPE = f"""
 max_seq_len: {SEQ}
 global_train_batch_size: {ROWS}
-device_train_microbatch_size: {ROWS}
 eval_interval: 0ba
 save_interval: 0ba
 model: {{d_model: {D}, n_heads: {HEADS}, n_layers: {LAYERS}, no_bias: true}}
@@ -52,6 +52,9 @@ class Measured:
     memory: int
 
 
+YARDSTICK = {"ours compiled": "bare compiled"}  # whom a contender is measured by; the bare loop
+
+
 def compare(*, rounds: int, steps: int) -> str:
     """Run everything; the table of medians and ratios."""
     lines = [f"{D=} {LAYERS=} {HEADS=} {VOCAB=} {SEQ=} {ROWS=}; {rounds} rounds of {steps} steps"]
@@ -63,11 +66,13 @@ def compare(*, rounds: int, steps: int) -> str:
         subprocess.run(prepare, check=True, capture_output=True)
         for precision in ("fp32", "amp_bf16"):
             results: dict[str, list[Measured]] = {}
+            rates = []
             for turn in range(rounds):
+                rates.append(_matmul_rate(precision))
                 for contender, command in _commands(recipe, precision, steps, turn).items():
                     results.setdefault(contender, []).append(_measure(command, folder))
                     print(".", end="", flush=True, file=sys.stderr)
-            lines += _table(precision, results)
+            lines += _table(precision, results, statistics.median(rates))
     print(file=sys.stderr)
     return "\n".join(lines)
 
@@ -76,9 +81,12 @@ def _commands(recipe: Path, precision: str, steps: int, turn: int) -> dict[str, 
     options = ["--precision", precision, "--steps", str(steps)]
     train = [sys.executable, str(ROOT / "scripts" / "train.py"), str(recipe)]
     length = [f"max_duration={steps}ba", f"precision={precision}"]
+    bare, run = [sys.executable, "-m", "llmfoundry.bench.bare", *options], f"{precision}-{turn}"
     return {
-        "ours": [*train, *length, f"run_name=bench-{precision}-{turn}"],
-        "bare loop": [sys.executable, "-m", "llmfoundry.bench.bare", *options],
+        "ours": [*train, *length, f"run_name={run}"],
+        "bare loop": bare,
+        "ours compiled": [*train, *length, f"run_name={run}-compiled", "compile=true"],
+        "bare compiled": [*bare, "--compile"],
         "HF Trainer": [sys.executable, "-m", "llmfoundry.bench.hf_trainer", *options],
     }
 
@@ -103,19 +111,27 @@ def _measure(command: Sequence[str], folder: Path) -> Measured:
     return Measured(ROWS * SEQ / statistics.median(between), times[0], usage.ru_maxrss * unit)
 
 
-def _table(precision: str, results: dict[str, list[Measured]]) -> list[str]:
-    """Medians of each contender, and medians of the rounds' ratios to the bare loop."""
-    lines = ["", f"{precision:12}{'tok/s':>9}{'of bare':>9}{'first step':>12}{'memory':>11}"]
+def _matmul_rate(precision: str) -> float:
+    """FLOP/s of the model's matrix products alone."""
+    command = [sys.executable, "-m", "llmfoundry.bench.matmul", "--precision", precision]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def _table(precision: str, results: dict[str, list[Measured]], rate: float) -> list[str]:
+    """Medians of each contender, of the rounds' ratios to its yardstick, and share of `rate`."""
+    head = f"{'tok/s':>9}{'of bare':>9}{'of matmul':>11}{'first step':>12}{'memory':>11}"
+    lines = ["", f"{precision:14}{head}   (matrix products alone: {rate / 1e9:.0f} GFLOP/s)"]
     for contender, runs in results.items():
+        yardstick = results[YARDSTICK.get(contender, "bare loop")]
         ratios = [
             mine.tokens_per_second / bare.tokens_per_second
-            for mine, bare in zip(runs, results["bare loop"], strict=True)
+            for mine, bare in zip(runs, yardstick, strict=True)
         ]
         speed = statistics.median(r.tokens_per_second for r in runs)
         first = statistics.median(r.first_step for r in runs)
         memory = statistics.median(r.memory for r in runs) / 2**30
         lines.append(
-            f"{contender:12}{speed:9.0f}{statistics.median(ratios):9.2f}"
-            f"{first:10.1f} s{memory:7.2f} GiB"
+            f"{contender:14}{speed:9.0f}{statistics.median(ratios):9.2f}"
+            f"{speed * flops_per_token() / rate:10.0%} {first:10.1f} s{memory:7.2f} GiB"
         )
     return lines
