@@ -1,221 +1,115 @@
 """transformers' architectures that some of our settings express exactly: one table, both ways.
 
-`choose` picks the one to export to, `write_settings` and `read_settings` turn a `model` section
-into config.json's keys and back. transformers ignores keys that it does not know, and several
-that it does (an MPT always has ALiBi with exponent 8, whatever its config.json says); so a
-setting goes out only where `needs` allows it, and comes in only where `fields` and `fixed` cover
-it. Anything else is refused by key.
+`settings.py` picks the one to export to, and turns a `model` section into config.json's keys and
+back by its row. transformers ignores keys that it does not know, and several that it does (an MPT
+always has ALiBi with exponent 8, whatever its config.json says); so a row claims only what its
+class was read, and is tested, to do. Which row keeps which setting: `coverage.markdown()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
 from typing import Any
 
+from llmfoundry.export.common import (
+    ACTIVATIONS,
+    FOUR_TIMES,
+    GLU,
+    GPT2_FIELDS,
+    GPT2_FIXED,
+    HEADS_DIVIDE,
+    HEADS_FILL,
+    LAYERNORM,
+    LEARNED,
+    MHA,
+    MLP,
+    MOSAIC_FIELDS,
+    MQA,
+    NO_BIAS,
+    NO_QKV_BIAS,
+    RMSNORM,
+    ROPE,
+    ROPE_OR_NOPE,
+    head_dim,
+    llama_fields,
+    shared_head,
+)
+from llmfoundry.export.layers import read_nope
+from llmfoundry.export.parts import ANYTHING, Architecture, Field, Fixed, Need, Windows, only
 from llmfoundry.recipe.model import ModelConfig
 
-REQUIRED = object()  # config.json must have the key
-ANYTHING = object()  # whatever it says when read, logits are the same
+
+def _scale(config: ModelConfig) -> float:
+    """The factor on attention's logits."""
+    scale, width = config.attn_config.softmax_scale, config.head_dim
+    assert width is not None, "the recipe was not filled"
+    return width**-0.5 if scale is None else scale
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a model must be for an architecture to express it.
-
-    Attributes:
-        key: our setting.
-        holds: whether a filled config fits.
-        must: what to write for `key`, for the user who reads the refusal.
-        value: what `key` is in every model of the architecture; None where it follows from others.
-    """
-
-    key: str
-    holds: Callable[[ModelConfig], bool]
-    must: str
-    value: Any = None
+def _is_root_of_whole(config: ModelConfig) -> bool:
+    square = _scale(config) ** -2
+    return math.isclose(square, round(square), rel_tol=1e-9)
 
 
-@dataclass(frozen=True)
-class Field:
-    """A key of config.json (dotted where nested) that says what one of our settings says.
-
-    Attributes:
-        default: what transformers takes where the key is missing; None: what our setting derives.
-        choices: our values by theirs; the first of theirs is written.
-        derived: written where our setting is unset.
-    """
-
-    theirs: str
-    ours: str
-    default: Any = REQUIRED
-    choices: Mapping[str, Any] | None = None
-    derived: Callable[[ModelConfig], Any] | None = None
+def _divisor(config: ModelConfig) -> float:
+    """What Granite divides logits by; `config` is plain, so its logit_scale is a number."""
+    factor = config.logit_scale
+    assert not isinstance(factor, str)
+    return 1.0 if factor is None else 1 / factor
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """A key of config.json that must be `value`, because the decoder has nothing else.
-
-    Attributes:
-        default: what transformers takes where the key is missing; ANYTHING: the key is written for
-            transformers' sake, and read whatever it says, since logits do not depend on it.
-    """
-
-    theirs: str
-    value: Any
-    default: Any
+def _gemma_head(config: ModelConfig) -> bool:
+    """Gemma multiplies the embedding, not the head that shares it, by sqrt(d_model)."""
+    wanted = config.d_model**-0.5 if config.tie_word_embeddings else 1.0
+    return math.isclose(1 / _divisor(config), wanted, rel_tol=1e-9)
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """How one of transformers' classes says what the decoder is.
-
-    Attributes:
-        biases: keys that say whether linear layers have biases. Written only: what is read is
-            decided by the biases that the file holds.
-        partial_rotary: share of a head that rotates where config.json does not say.
-    """
-
-    model_type: str
-    needs: tuple[Need, ...]
-    fields: tuple[Field, ...]
-    fixed: tuple[Fixed, ...] = ()
-    biases: tuple[str, ...] = ()
-    partial_rotary: float = 1.0
-
-    @property
-    def rope(self) -> bool:
-        """Whether positions are rotary."""
-        return any(need.key == "attn_config.rope" for need in self.needs)
+def _qwen_types(written: Mapping[str, Any], n_layers: int) -> list[str]:
+    full = written.get("max_window_layers", 28)
+    return ["full_attention" if i < full else "sliding_attention" for i in range(n_layers)]
 
 
-def get(config: ModelConfig, key: str) -> Any:
-    """The setting at dotted `key`."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
+def _smollm_types(written: Mapping[str, Any], n_layers: int) -> list[str]:
+    rotary = read_nope(written, n_layers, [])
+    return ["full_attention" if rotates else "sliding_attention" for rotates in rotary]
 
 
-def show(value: Any) -> str:
-    """A setting's value as YAML would write it."""
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+def _llama4_types(written: Mapping[str, Any], n_layers: int) -> list[str]:
+    rotary = read_nope(written, n_layers, [])
+    return ["chunked_attention" if rotates else "full_attention" for rotates in rotary]
 
 
-def _only(key: str, value: Any) -> Need:
-    return Need(key, lambda config: get(config, key) == value, show(value), value)
+def _gemma_types(_: Mapping[str, Any], n_layers: int) -> list[str]:
+    return ["full_attention" if i % 2 else "sliding_attention" for i in range(n_layers)]
 
 
-_PLAIN = (_only("attn_config.clip_qkv", None), _only("attn_config.softmax_scale", None))
-_NO_QK_LN = _only("attn_config.qk_ln", False)
-_MHA = Need(
-    "attn_config.attn_type",
-    lambda c: c.attn_config.kv_n_heads == c.n_heads,
-    "multihead_attention",
-    "multihead_attention",
-)
-_MQA = Need(
-    "attn_config.attn_type",
-    lambda c: c.attn_config.kv_n_heads == 1,
-    "multiquery_attention",
-    "multiquery_attention",
-)
-_HEADS_FILL = Need("head_dim", lambda c: c.head_dim == c.d_model / c.n_heads, "d_model / n_heads")
-_HEADS_DIVIDE = Need("n_heads", lambda c: c.d_model % c.n_heads == 0, "a divisor of d_model")
-_FOUR_TIMES = Need(
-    "ffn_config.ffn_hidden_size",
-    lambda c: c.ffn_config.ffn_hidden_size == 4 * c.d_model,
-    "4 * d_model",
-)
-_LEARNED, _ROPE = _only("learned_pos_emb", True), _only("attn_config.rope", True)
-_LAYERNORM, _RMSNORM = _only("norm_type", "layernorm"), _only("norm_type", "rmsnorm")
-_MLP, _GLU = _only("ffn_config.ffn_type", "mptmlp"), _only("ffn_config.ffn_type", "mptglu")
-_NO_BIAS = _only("no_bias", True)
-_LLAMA_NEEDS = (_ROPE, _RMSNORM, _GLU, _NO_QK_LN, *_PLAIN)
+_LLAMA = (ROPE, RMSNORM, GLU)
+_LLAMA_FIELDS = (*llama_fields(kv_heads=None), head_dim())
+_LLAMA_BIASES = {"attention_bias": "any", "mlp_bias": "other"}
+_QWEN_WINDOWS = Windows(types=_qwen_types)
+_ONE_WINDOW = Windows(key="sliding_window", switch=False)
 
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-}
-
-
-def _tied(default: bool) -> Field:
-    return Field("tie_word_embeddings", "tie_word_embeddings", default)
-
-
-_GPT2_FIELDS = (
-    Field("vocab_size", "vocab_size"),
-    Field("n_embd", "d_model"),
-    Field("n_head", "n_heads"),
-    Field("n_layer", "n_layers"),
-    Field("n_positions", "max_seq_len"),
-    Field("n_inner", "ffn_config.ffn_hidden_size", None),
-    Field("activation_function", "ffn_config.ffn_act_fn", choices=_ACTIVATIONS),
-    Field("layer_norm_epsilon", "norm_eps"),
-    _tied(True),
-)
-_GPT2_FIXED = (
-    Fixed("scale_attn_weights", True, True),
-    Fixed("add_cross_attention", False, False),
-    Fixed("resid_pdrop", 0.0, ANYTHING),
-    Fixed("embd_pdrop", 0.0, ANYTHING),
-    Fixed("attn_pdrop", 0.0, ANYTHING),
-)
-_MOSAIC_FIELDS = (
-    Field("vocab_size", "vocab_size"),
-    Field("d_model", "d_model"),
-    Field("n_heads", "n_heads"),
-    Field("n_layers", "n_layers"),
-    Field("max_seq_len", "max_seq_len"),
-    Field("attn_config.clip_qkv", "attn_config.clip_qkv", None),
-)
-
-
-def _llama_fields(*, eps: str, tied: bool = False, kv_heads: Any = REQUIRED) -> tuple[Field, ...]:
-    return (
-        Field("vocab_size", "vocab_size"),
-        Field("hidden_size", "d_model"),
-        Field("num_attention_heads", "n_heads"),
-        Field("num_key_value_heads", "attn_config.kv_n_heads", kv_heads),
-        Field("num_hidden_layers", "n_layers"),
-        Field("intermediate_size", "ffn_config.ffn_hidden_size"),
-        Field("hidden_act", "ffn_config.ffn_act_fn", choices=_ACTIVATIONS),
-        Field("max_position_embeddings", "max_seq_len"),
-        Field(eps, "norm_eps"),
-        _tied(tied),
-    )
-
-
-_HEAD_DIM = Field("head_dim", "head_dim", None)
-_LLAMA_FIELDS = (*_llama_fields(eps="rms_norm_eps", kv_heads=None), _HEAD_DIM)
-_LLAMA_BIASES = ("attention_bias", "mlp_bias")
-
-ARCHITECTURES: dict[str, Architecture] = {  # the first that fits is written
+ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the first is written
     "MptForCausalLM": Architecture(
         "mpt",
         (
-            _only("attn_config.alibi", True),
-            _only("attn_config.alibi_bias_max", 8),
-            _LAYERNORM,
-            _NO_BIAS,
-            _MLP,
-            _only("ffn_config.ffn_act_fn", "gelu"),
-            _FOUR_TIMES,
-            _MHA,
-            _HEADS_FILL,
-            _NO_QK_LN,
+            only("attn_config.alibi", True),
+            only("attn_config.alibi_bias_max", 8),
+            LAYERNORM,
+            NO_BIAS,
+            NO_QKV_BIAS,
+            MLP,
+            only("ffn_config.ffn_act_fn", "gelu"),
+            FOUR_TIMES,
+            MHA,
+            HEADS_FILL,
         ),
         (
-            *_MOSAIC_FIELDS,
+            *MOSAIC_FIELDS,
             Field("layer_norm_epsilon", "norm_eps", 1e-5),
             Field("attn_config.softmax_scale", "attn_config.softmax_scale", None),
-            _tied(True),
+            shared_head(True),
         ),
         (
             Fixed("attn_config.attn_type", "multihead_attention", "multihead_attention"),
@@ -228,83 +122,97 @@ ARCHITECTURES: dict[str, Architecture] = {  # the first that fits is written
             Fixed("logit_scale", None, None),
             Fixed("learned_pos_emb", False, ANYTHING),  # true in MPT-7B's own, beside ALiBi
         ),
+        # its attn_pdrop is all of its dropouts at once, and must be a whole number
+        unread=("resid_pdrop", "emb_pdrop", "attn_config.attn_pdrop"),
     ),
     "GPT2LMHeadModel": Architecture(
         "gpt2",
-        (_LEARNED, _LAYERNORM, _MLP, _MHA, _HEADS_FILL, _NO_QK_LN, *_PLAIN),
-        _GPT2_FIELDS,
-        (*_GPT2_FIXED, Fixed("scale_attn_by_inverse_layer_idx", False, False)),
+        (LEARNED, LAYERNORM, MLP, MHA, HEADS_FILL),
+        GPT2_FIELDS,
+        (*GPT2_FIXED, Fixed("scale_attn_by_inverse_layer_idx", False, False)),
     ),
     "GPTBigCodeForCausalLM": Architecture(
         "gpt_bigcode",
-        (_LEARNED, _LAYERNORM, _MLP, _MQA, _HEADS_FILL, _NO_QK_LN, *_PLAIN),
-        _GPT2_FIELDS,
-        (*_GPT2_FIXED, Fixed("multi_query", True, True)),
+        (LEARNED, LAYERNORM, MLP, MQA, HEADS_FILL),
+        GPT2_FIELDS,
+        (*GPT2_FIXED, Fixed("multi_query", True, True)),
     ),
     "LlamaForCausalLM": Architecture(
-        "llama", (*_LLAMA_NEEDS, _HEADS_DIVIDE), _LLAMA_FIELDS, biases=_LLAMA_BIASES
+        "llama",
+        (*_LLAMA, HEADS_DIVIDE),
+        _LLAMA_FIELDS,
+        biases=_LLAMA_BIASES,
+        partial_rotary=1.0,
     ),
     "GraniteForCausalLM": Architecture(
         "granite",
-        (_ROPE, _RMSNORM, _GLU, _NO_QK_LN, _only("attn_config.clip_qkv", None)),
+        _LLAMA,
         (
             *_LLAMA_FIELDS,
+            Field("attention_multiplier", "attn_config.softmax_scale", 1.0, write=_scale),
             Field(
-                "attention_multiplier",
-                "attn_config.softmax_scale",
+                "logits_scaling",
+                "logit_scale",
                 1.0,
-                derived=lambda c: (c.head_dim or 1) ** -0.5,
+                write=_divisor,
+                read=lambda divisor: None if divisor == 1 else 1 / divisor,
             ),
         ),
-        (
-            Fixed("embedding_multiplier", 1.0, 1.0),
-            Fixed("residual_multiplier", 1.0, 1.0),
-            Fixed("logits_scaling", 1.0, 1.0),
-        ),
+        (Fixed("embedding_multiplier", 1.0, 1.0), Fixed("residual_multiplier", 1.0, 1.0)),
         biases=_LLAMA_BIASES,
+        partial_rotary=1.0,
     ),
     "ArceeForCausalLM": Architecture(
         "arcee",
-        (_ROPE, _RMSNORM, _MLP, _NO_QK_LN, *_PLAIN, _HEADS_DIVIDE),
+        (ROPE, RMSNORM, MLP, HEADS_DIVIDE),
         _LLAMA_FIELDS,
         biases=_LLAMA_BIASES,
+        partial_rotary=1.0,
     ),
     "Starcoder2ForCausalLM": Architecture(
         "starcoder2",
-        (_ROPE, _LAYERNORM, _MLP, _NO_QK_LN, *_PLAIN),
-        (*_llama_fields(eps="norm_epsilon", tied=True), _HEAD_DIM),
-        (Fixed("sliding_window", None, None),),
-        biases=("use_bias",),
+        (ROPE, LAYERNORM, MLP),
+        (
+            *llama_fields(eps="norm_epsilon", tied=True),
+            head_dim(),
+            Field("residual_dropout", "resid_pdrop", 0.0),
+            Field("embedding_dropout", "emb_pdrop", 0.0),
+        ),
+        biases={"use_bias": "any"},
+        partial_rotary=1.0,
+        windows=Windows(key="sliding_window", default=None, switch=False),
     ),
     "StableLmForCausalLM": Architecture(
         "stablelm",
-        (_ROPE, _LAYERNORM, _GLU, _NO_BIAS, _HEADS_FILL, _NO_QK_LN, *_PLAIN),
-        _llama_fields(eps="layer_norm_eps"),
+        (ROPE, LAYERNORM, GLU, NO_BIAS, HEADS_FILL),
         (
-            Fixed("use_parallel_residual", False, False),
-            Fixed("qk_layernorm", False, False),
+            *llama_fields(eps="layer_norm_eps"),
+            Field("qk_layernorm", "attn_config.qk_gn", False),
         ),
-        biases=("use_qkv_bias",),
+        (Fixed("use_parallel_residual", False, False),),
+        biases={"use_qkv_bias": "qkv"},
         partial_rotary=0.25,
+        unread=("hidden_dropout",),  # of the feed-forward layer alone
     ),
     "DbrxForCausalLM": Architecture(
         "dbrx",
         (
-            _ROPE,
-            _LAYERNORM,
-            _only("norm_eps", 1e-5),
-            _GLU,
-            _NO_BIAS,
-            _HEADS_FILL,
-            _only("tie_word_embeddings", False),
-            _NO_QK_LN,
-            _only("attn_config.softmax_scale", None),
+            ROPE,
+            LAYERNORM,
+            only("norm_eps", 1e-5),
+            GLU,
+            NO_BIAS,
+            NO_QKV_BIAS,
+            HEADS_FILL,
+            only("tie_word_embeddings", False),
         ),
         (
-            *_MOSAIC_FIELDS,
+            *MOSAIC_FIELDS,
             Field("attn_config.kv_n_heads", "attn_config.kv_n_heads", 1),
+            Field("attn_config.attn_pdrop", "attn_config.attn_pdrop", 0.0),
+            Field("resid_pdrop", "resid_pdrop", 0.0),
             Field("ffn_config.ffn_hidden_size", "ffn_config.ffn_hidden_size"),
-            Field("ffn_config.ffn_act_fn.name", "ffn_config.ffn_act_fn", "silu", _ACTIVATIONS),
+            Field("ffn_config.ffn_act_fn.name", "ffn_config.ffn_act_fn", "silu", ACTIVATIONS),
         ),
         (  # a mixture of one expert, which gets all of the weight
             Fixed("ffn_config.moe_num_experts", 1, 4),
@@ -312,37 +220,127 @@ ARCHITECTURES: dict[str, Architecture] = {  # the first that fits is written
             Fixed("ffn_config.moe_normalize_expert_weights", 1.0, ANYTHING),
             Fixed("tie_word_embeddings", False, False),
         ),
+        partial_rotary=1.0,
+        unread=("emb_pdrop",),  # transformers has the key, and does nothing with it
     ),
     "OlmoeForCausalLM": Architecture(
         "olmoe",
-        (
-            _ROPE,
-            _RMSNORM,
-            _GLU,
-            _only("attn_config.qk_ln", True),
-            _NO_BIAS,
-            _HEADS_FILL,
-            *_PLAIN,
-        ),
-        _llama_fields(eps="rms_norm_eps", kv_heads=None),
+        (*_LLAMA, only("attn_config.qk_ln", True), NO_BIAS, HEADS_FILL),
+        llama_fields(kv_heads=None),
         (  # a mixture of one expert, which gets all of the weight
             Fixed("num_experts", 1, 64),
             Fixed("num_experts_per_tok", 1, 8),
             Fixed("clip_qkv", None, None),  # theirs clamps after the norm of queries and keys
             Fixed("sliding_window", None, None),
         ),
-        biases=("attention_bias",),
+        biases={"attention_bias": "any"},
+        partial_rotary=1.0,
     ),
     "MistralForCausalLM": Architecture(
         "mistral",
-        (*_LLAMA_NEEDS, _NO_BIAS),
-        (*_llama_fields(eps="rms_norm_eps"), _HEAD_DIM),
-        (Fixed("sliding_window", None, 4096),),
+        (*_LLAMA, NO_BIAS, NO_QKV_BIAS),
+        (*llama_fields(), head_dim()),
+        partial_rotary=1.0,
+        windows=_ONE_WINDOW,
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2",
-        (*_LLAMA_NEEDS, _NO_BIAS),
-        (*_llama_fields(eps="rms_norm_eps"), _HEAD_DIM),
-        (Fixed("use_sliding_window", False, False),),
+        (*_LLAMA, NO_BIAS),
+        (*llama_fields(), head_dim()),
+        partial_rotary=1.0,
+        windows=_QWEN_WINDOWS,
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3",
+        (*_LLAMA, only("attn_config.qk_gn", True), NO_BIAS),
+        (*llama_fields(), head_dim(128)),
+        biases={"attention_bias": "any"},
+        partial_rotary=1.0,
+        windows=_QWEN_WINDOWS,
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3",
+        (ROPE_OR_NOPE, RMSNORM, GLU),
+        (*llama_fields(tied=True), head_dim()),
+        biases=_LLAMA_BIASES,
+        partial_rotary=1.0,
+        theta=2000000.0,
+        windows=Windows(default=None, types=_smollm_types),
+        nope=True,
+    ),
+    "VaultGemmaForCausalLM": Architecture(
+        "vaultgemma",
+        (
+            *_LLAMA,
+            NO_BIAS,
+            HEADS_DIVIDE,
+            Need("d_model", lambda c: math.isqrt(c.d_model) ** 2 == c.d_model, "a square number"),
+            Need("logit_scale", _gemma_head, "inv_sqrt_d_model if tie_word_embeddings, else null"),
+            Need("attn_config.softmax_scale", _is_root_of_whole, "1 / sqrt(a whole number)"),
+        ),
+        (
+            *llama_fields(act="hidden_activation", tied=True),
+            head_dim(256),
+            Field(
+                "query_pre_attn_scalar",
+                "attn_config.softmax_scale",
+                256,
+                write=lambda config: round(_scale(config) ** -2),
+                read=lambda square: square**-0.5,
+            ),
+            Field("attn_logit_softcapping", "attn_config.attn_logit_softcapping", 50.0),
+            Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
+            Field(
+                "tie_word_embeddings",
+                "logit_scale",
+                True,
+                write=lambda config: config.tie_word_embeddings,
+                read=lambda tied: "inv_sqrt_d_model" if tied else None,
+            ),
+        ),
+        # before 5.23 transformers takes SDPA, which knows no softcap, unless told otherwise
+        (Fixed("_attn_implementation", "eager", ANYTHING),),
+        biases={"attention_bias": "any"},
+        partial_rotary=1.0,
+        windows=Windows(switch=False, types=_gemma_types, always=True),
+    ),
+    "Llama4ForCausalLM": Architecture(
+        "llama4_text",
+        (ROPE_OR_NOPE, RMSNORM, GLU, NO_BIAS),
+        (*llama_fields(hidden="intermediate_size_mlp"), head_dim(128)),
+        (Fixed("moe_layers", [], None), Fixed("use_qk_norm", False, True)),
+        biases={"attention_bias": "any"},
+        partial_rotary=1.0,
+        theta=500000.0,
+        windows=Windows(switch=False, types=_llama4_types, sizes=False),
+        nope=True,
+        tuned=True,
+    ),
+    "GPTNeoForCausalLM": Architecture(
+        "gpt_neo",
+        (
+            LEARNED,
+            LAYERNORM,
+            MLP,
+            MHA,
+            HEADS_FILL,
+            NO_QKV_BIAS,
+            only("attn_config.softmax_scale", 1.0),
+        ),
+        (
+            Field("vocab_size", "vocab_size"),
+            Field("hidden_size", "d_model"),
+            Field("num_heads", "n_heads"),
+            Field("num_layers", "n_layers"),
+            Field("max_position_embeddings", "max_seq_len"),
+            Field("intermediate_size", "ffn_config.ffn_hidden_size", None),
+            Field("activation_function", "ffn_config.ffn_act_fn", "gelu_new", ACTIVATIONS),
+            Field("layer_norm_epsilon", "norm_eps", 1e-5),
+            Field("resid_dropout", "resid_pdrop", 0.0),
+            Field("embed_dropout", "emb_pdrop", 0.0),
+            Field("attention_dropout", "attn_config.attn_pdrop", 0.0),
+            shared_head(True),
+        ),
+        windows=Windows(key="attention_types", default=256, switch=False),
     ),
 }

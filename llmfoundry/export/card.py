@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,10 +44,17 @@ class CardInfo:
 
 
 def write_card(
-    path: Path, card: CardInfo, model: Decoder, *, architecture: str, dtype: str
+    path: Path,
+    card: CardInfo,
+    model: Decoder,
+    *,
+    architecture: str,
+    dtype: str,
+    unkept: Sequence[str] = (),
 ) -> None:
-    """Write the card to `path`."""
-    path.write_text("\n".join(_lines(card, model, architecture, dtype)) + "\n")
+    """Write the card to `path`; `unkept` are lines about settings that config.json leaves out."""
+    lines = [*_lines(card, model, architecture, dtype), *_recipe(card, unkept)]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Iterator[str]:
@@ -74,4 +81,10 @@ def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Ite
     if card.scores:
         yield from ("", "## Scores", "", "| metric | value |", "|---|---|")
         yield from (f"| {name} | {value:.4f} |" for name, value in card.scores.items())
+
+
+def _recipe(card: CardInfo, unkept: Sequence[str]) -> Iterator[str]:
     yield from ("", "## Recipe", "", "```yaml", card.recipe.rstrip(), "```")
+    if unkept:
+        yield from ("", "Settings of the recipe that config.json does not keep:", "")
+        yield from (f"- {line}" for line in unkept)

@@ -20,7 +20,14 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.export.architectures import ARCHITECTURES
 from llmfoundry.export.card import CardInfo, write_card
-from llmfoundry.export.settings import OWN, choose, read_settings, write_settings
+from llmfoundry.export.settings import (
+    OWN,
+    choose,
+    read_settings,
+    unkept,
+    unread,
+    write_settings,
+)
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.hf_maps import MAPS, bias_names, to_ours, to_theirs
 from llmfoundry.recipe.model import ModelConfig
@@ -48,6 +55,7 @@ def to_hf(
     card: CardInfo,
     architecture: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    note: Callable[[str], None] = print,
 ) -> str:
     """Write a folder that transformers loads.
 
@@ -60,6 +68,8 @@ def to_hf(
         architecture: transformers' class; None: the first that expresses the model exactly;
             `llmfoundry`: our own class.
         shard_bytes: size of a weight file, at most.
+        note: gets a line for each setting that is left out because only training feels it; the
+            model card has them too.
 
     Returns:
         The architecture's name.
@@ -82,7 +92,10 @@ def to_hf(
         pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
         _write_json(folder / "generation_config.json", {**ids, "pad_token_id": pad})
         _write_weights(folder, list(_tensors(model, name)), DTYPES[dtype], shard_bytes)
-        write_card(folder / "README.md", card, model, architecture=name, dtype=dtype)
+        lines = unkept(model.config, name)
+        write_card(folder / "README.md", card, model, architecture=name, dtype=dtype, unkept=lines)
+    for line in lines:
+        note(line)
     return name
 
 
@@ -182,19 +195,26 @@ def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def from_hf(path_or_id: str) -> tuple[ModelConfig, dict[str, Tensor]]:
+def from_hf(
+    path_or_id: str, *, note: Callable[[str], None] = print
+) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The filled `model` section and the decoder's state that a Hugging Face folder holds.
 
-    `no_bias` is true where every bias in the file is zero: the decoder has all biases or none.
+    `attention_bias` is false where every bias of queries, keys and values in the file is zero, and
+    `no_bias` is true where all others are: beyond that the decoder has all biases or none.
 
     Args:
         path_or_id: a folder with config.json and safetensors, or a hub id.
+        note: gets a line for each dropout that the decoder has not.
 
     Raises:
         UserError: what the decoder cannot follow exactly, by config.json's key or tensor's name.
     """
     folder = hf_folder(path_or_id)
-    name, config = read_settings(_read_json(folder / "config.json"))
+    written = _read_json(folder / "config.json")
+    name, config = read_settings(written)
+    for line in unread(written):
+        note(line)
     with _open_weights(folder) as (names, get):
         if name == OWN:
             return config, _own_state(config, names, get)
@@ -209,7 +229,9 @@ def from_hf(path_or_id: str) -> tuple[ModelConfig, dict[str, Tensor]]:
         def read(key: str) -> Tensor:
             return get(where[key])
 
-        config.no_bias = not any(read(key).any() for key in bias_names(weights, config, where))
+        qkv, other = (bias_names(weights, config, where, qkv=of_qkv) for of_qkv in (True, False))
+        config.attention_bias = any(read(key).any() for key in qkv)
+        config.no_bias = not any(read(key).any() for key in other)
         return config, to_ours(weights, config, where, read)
 
 

@@ -1,92 +1,117 @@
 """A `model` section as config.json's keys and back, by the table in `architectures.py`.
 
-Called by `hf.py`. What cannot be said exactly is refused, with every key that is in the way.
+Called by `hf.py`. What cannot be said exactly is refused, with every key that is in the way; what
+only training feels goes along where there is a key for it, and is named by `unkept` where not.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.architectures import (
+from llmfoundry.export.architectures import ARCHITECTURES
+from llmfoundry.export.layers import missed_layers, read_layers, write_layers
+from llmfoundry.export.parts import (
     ANYTHING,
-    ARCHITECTURES,
     REQUIRED,
+    TRAINING,
     Architecture,
     Field,
-    Need,
     get,
     show,
 )
+from llmfoundry.export.rope import read_rope, write_rope
+from llmfoundry.models.hf_maps import MAPS, has_bias, padding
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.typed import Problem, build, to_dict
 
 OWN, OWN_TYPE = "llmfoundry", "llmfoundry"  # the name in recipes, and config.json's model_type
 
-POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope")
+POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope", "attn_config.nope")
+LOW = "low_precision_"
+DEFAULT_ARGUMENTS: dict[str, dict[str, Any]] = {  # of torch, where transformers has the function
+    "gelu": {"approximate": "none"},
+    "leaky_relu": {"negative_slope": 0.01},
+}
 
 
 def choose(config: ModelConfig, architecture: str | None) -> str:
-    """The architecture to write: the one asked for, else the first that fits exactly.
+    """The architecture to write: the one asked for, else the one that fits exactly.
+
+    Of several that fit it is the one with the fewest linear layers whose bias would be zeros, and
+    of these the first of the table.
 
     Raises:
         UserError: it does not fit, or none does; a line for each setting in its way.
     """
     if architecture == OWN:
         return OWN
+    if architecture is not None and architecture not in ARCHITECTURES:
+        options = [*ARCHITECTURES, OWN]
+        raise UserError(
+            f"architecture: {architecture!r} is not a choice{nearest(architecture, options)}"
+            f" (choices: {', '.join(options)})"
+        )
     plain = _plain(config)
-    if architecture is not None:
-        if architecture not in ARCHITECTURES:
-            options = [*ARCHITECTURES, OWN]
-            raise UserError(
-                f"architecture: {architecture!r} is not a choice{nearest(architecture, options)}"
-                f" (choices: {', '.join(options)})"
-            )
-        if _obstacles(plain, architecture):
-            why = f"{architecture} cannot be this model"
-            raise UserError(*_obstacles(plain, architecture), _other_ways(why))
-        return architecture
-    closest = min(ARCHITECTURES, key=lambda name: _distance(plain, name))
-    if not _obstacles(plain, closest):
-        return closest
-    why = f"no transformers architecture is exactly this model; {closest} is nearest"
-    raise UserError(*_obstacles(plain, closest), _other_ways(why))
-
-
-def _missed(config: ModelConfig, name: str) -> list[Need]:
-    return [need for need in ARCHITECTURES[name].needs if not need.holds(config)]
-
-
-def _distance(config: ModelConfig, name: str) -> tuple[int, int]:
-    """Missed needs, those of positions first: no one changes these for an export."""
-    missed = _missed(config, name)
-    return sum(need.key in POSITIONS for need in missed), len(missed)
-
-
-def _obstacles(config: ModelConfig, name: str) -> list[str]:
-    return [
-        f"model.{need.key}: {show(get(config, need.key))}; {name} needs {need.must}"
-        for need in _missed(config, name)
-    ]
-
-
-def _other_ways(why: str) -> str:
-    return (
+    name = architecture or min(ARCHITECTURES, key=lambda name: _distance(plain, name))
+    missed = _missed(plain, name)
+    if not missed:
+        return name
+    why = f"{name} cannot be this model"
+    if architecture is None:
+        why = f"no transformers architecture is exactly this model; {name} is nearest"
+    lines = [f"model.{key}: {_say(config, key)}; {name} needs {must}" for key, must in missed]
+    raise UserError(
+        *lines,
         f"architecture: {why}; write architecture={OWN} for a folder that transformers loads"
-        " after `import llmfoundry.hf`"
+        " after `import llmfoundry.hf`",
     )
 
 
+def _missed(plain: ModelConfig, name: str) -> list[tuple[str, str]]:
+    architecture = ARCHITECTURES[name]
+    missed = architecture.missed(plain) | missed_layers(plain, architecture)
+    return list(missed.items())
+
+
+def _distance(plain: ModelConfig, name: str) -> tuple[int, int, int]:
+    """Missed needs, those of positions first: no one changes these for an export."""
+    missed = _missed(plain, name)
+    return sum(key in POSITIONS for key, _ in missed), len(missed), padding(MAPS[name], plain)
+
+
+def _say(config: ModelConfig, key: str) -> str:
+    if key != "block_overrides":
+        return show(get(config, key))
+    assert config.block_overrides is not None
+    return ", ".join(config.block_overrides.overrides)
+
+
 def _plain(config: ModelConfig) -> ModelConfig:
-    """The same model, a softmax_scale that says what is so anyway left out."""
-    scale, default = config.attn_config.softmax_scale, (config.head_dim or 1) ** -0.5
-    if scale is None or not math.isclose(scale, default, rel_tol=1e-9):
-        return config
-    attn = dataclasses.replace(config.attn_config, softmax_scale=None)
-    return dataclasses.replace(config, attn_config=attn)
+    """The model of the same logits in fp32, each setting in the shortest way to say it."""
+    attn, ffn = config.attn_config, config.ffn_config
+    scale, default = attn.softmax_scale, (config.head_dim or 1) ** -0.5
+    if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
+        attn = dataclasses.replace(attn, softmax_scale=None)
+    name, arguments = ffn.activation
+    if arguments.items() <= DEFAULT_ARGUMENTS.get(name, {}).items():
+        ffn = dataclasses.replace(ffn, ffn_act_fn=name)
+    elif (name, arguments) == ("gelu", {"approximate": "tanh"}):
+        ffn = dataclasses.replace(ffn, ffn_act_fn="gelu_tanh")
+    factor = config.logit_scale
+    if factor == "inv_sqrt_d_model":
+        factor = config.d_model**-0.5
+    return dataclasses.replace(
+        config,
+        attn_config=attn,
+        ffn_config=ffn,
+        logit_scale=None if factor == 1 else factor,
+        norm_type=config.norm_type.removeprefix(LOW),
+    )
 
 
 def write_settings(config: ModelConfig, name: str) -> dict[str, Any]:
@@ -99,18 +124,24 @@ def write_settings(config: ModelConfig, name: str) -> dict[str, Any]:
         _put(written, field.theirs, _written(field, config))
     for fixed in architecture.fixed:
         _put(written, fixed.theirs, fixed.value)
-    for key in architecture.biases:
-        _put(written, key, not config.no_bias)
-    if architecture.rope:
-        _put_rope(written, architecture, config)
+    for key, kind in architecture.biases.items():
+        _put(written, key, has_bias(kind, config))
+    written |= write_layers(config, architecture)
+    if architecture.partial_rotary is not None:
+        written |= write_rope(config, architecture)
+        if architecture.model_type == "dbrx":
+            # transformers reads this one without using it, and fails where it is missing
+            written["attn_config"]["rope_theta"] = written["rope_theta"]
     return written
 
 
 def _written(field: Field, config: ModelConfig) -> Any:
+    if field.write is not None:
+        return field.write(config)
     value = get(config, field.ours)
     if field.choices is not None:
         return next(theirs for theirs, ours in field.choices.items() if ours == value)
-    return field.derived(config) if value is None and field.derived else value
+    return value
 
 
 def _put(written: dict[str, Any], key: str, value: Any) -> None:
@@ -120,24 +151,43 @@ def _put(written: dict[str, Any], key: str, value: Any) -> None:
     written[last] = value
 
 
-def _put_rope(written: dict[str, Any], architecture: Architecture, config: ModelConfig) -> None:
-    theta = config.attn_config.rope_theta
-    assert theta is not None, "the recipe was not filled"
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if architecture.partial_rotary != 1.0:
-        rope["partial_rotary_factor"] = written["partial_rotary_factor"] = 1.0
-    written["rope_parameters"] = rope
-    written["rope_theta"] = theta  # for readers older than rope_parameters
-    if architecture.model_type == "dbrx":
-        # transformers reads this one without using it, and fails where it is missing
-        written["attn_config"]["rope_theta"] = theta
+def unkept(config: ModelConfig, name: str) -> list[str]:
+    """A line for each setting that `name` has no key for, and that logits do not depend on."""
+    if name == OWN:
+        return []
+    architecture = ARCHITECTURES[name]
+    lines = [
+        f"model.{key}: {show(get(config, key))} is left out; {name} has nothing like it, and only"
+        " training feels it"
+        for key, off in TRAINING.items()
+        if get(config, key) != off and not architecture.keeps(key)
+    ]
+    if config.norm_type.startswith(LOW):
+        lines.append(
+            f"model.norm_type: {config.norm_type} is written as"
+            f" {config.norm_type.removeprefix(LOW)}; transformers has no other, and in fp32 the"
+            " two are one"
+        )
+    return lines
+
+
+def unread(written: Mapping[str, Any]) -> list[str]:
+    """A line for each dropout in config.json that the decoder has not, or has elsewhere."""
+    kind = written.get("model_type")
+    keys = next((a.unread for a in ARCHITECTURES.values() if a.model_type == kind), ())
+    return [
+        f"config.json: {key} {_look_up(written, key, 0)} is left out; the decoder has no such"
+        " dropout, and only training feels it"
+        for key in keys
+        if _look_up(written, key, 0)
+    ]
 
 
 def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     """The architecture and the filled `model` section that config.json describes.
 
-    `no_bias` is left at what the architecture forces; the file's tensors decide it. Dropout is
-    not read: the decoder has none, and logits do not depend on it.
+    `no_bias` and `attention_bias` are left at what the architecture forces; the file's tensors
+    decide them.
 
     Raises:
         UserError: a line for each key that the decoder cannot follow exactly.
@@ -154,8 +204,11 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     values = {n.key: n.value for n in architecture.needs if n.value is not None}
     for field in architecture.fields:
         values[field.ours] = _read(field, written, problems)
-    if architecture.rope:
-        values["attn_config.rope_theta"] = _read_rope(written, architecture, problems)
+    layers = values["n_layers"]
+    if isinstance(layers, int):
+        values |= read_layers(written, architecture, layers, problems)
+    if architecture.partial_rotary is not None and values.get("attn_config.rope"):
+        values |= read_rope(written, architecture, problems)
     _check_fixed(written, architecture, problems)
     if problems:
         raise UserError(*problems)
@@ -170,7 +223,7 @@ def _read_own(written: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def _look_up(written: dict[str, Any], key: str, default: Any) -> Any:
+def _look_up(written: Mapping[str, Any], key: str, default: Any) -> Any:
     found: Any = written
     for part in key.split("."):
         if not isinstance(found, dict) or part not in found:
@@ -184,6 +237,8 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
     if value is REQUIRED:
         problems.append(f"config.json: {field.theirs} is missing")
         return None
+    if field.read is not None:
+        return field.read(value)
     if field.choices is None:
         return value
     if value not in field.choices:
@@ -200,33 +255,8 @@ def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: 
                 f"config.json: {fixed.theirs} {show(value)}; the decoder has only"
                 f" {show(fixed.value)}"
             )
-    if any(kind != "full_attention" for kind in written.get("layer_types") or ()):
-        problems.append("config.json: layer_types; the decoder's attention has no window")
     if written.get("quantization_config") is not None:
         problems.append("config.json: quantization_config; write a folder that is not quantised")
-
-
-def _read_rope(written: dict[str, Any], architecture: Architecture, problems: list[str]) -> float:
-    """The base of the rotary frequencies; anything beyond it is a problem."""
-    rope = written.get("rope_parameters") or {}
-    scaling = written.get("rope_scaling") or {}
-    said = {**scaling, **rope}
-    kind = said.get("rope_type", said.get("type", "default"))
-    if kind != "default":
-        problems.append(f"config.json: rope_type {kind!r}; the decoder's rotary has no scaling")
-    share = rope.get("partial_rotary_factor", written.get("partial_rotary_factor"))
-    if (architecture.partial_rotary if share is None else share) != 1.0:
-        problems.append(
-            f"config.json: partial_rotary_factor {share or architecture.partial_rotary}; the"
-            " decoder's rotary turns the whole head"
-        )
-    places = ("rope_parameters.rope_theta", "rope_theta", "attn_config.rope_theta")
-    found = {key: _look_up(written, key, None) for key in places}
-    thetas = {key: theta for key, theta in found.items() if theta is not None}
-    if len({float(theta) for theta in thetas.values()}) > 1:
-        each = ", ".join(f"{key} {theta}" for key, theta in thetas.items())
-        problems.append(f"config.json: {each} disagree; write the one it was trained with in all")
-    return float(next(iter(thetas.values()), 10000.0))
 
 
 def _assemble(values: dict[str, Any]) -> ModelConfig:
@@ -243,4 +273,7 @@ def _assemble(values: dict[str, Any]) -> ModelConfig:
     if problems:
         raise UserError(*problems)
     config.fill()
-    return _plain(config)
+    scale, default = attn.softmax_scale, (config.head_dim or 1) ** -0.5
+    if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
+        attn.softmax_scale = None
+    return config

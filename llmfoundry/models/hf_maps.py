@@ -2,7 +2,8 @@
 
 `export/hf.py` reads and writes the folders; here is only which tensor becomes which. One table
 serves both directions: a `Rule` ties one of our layers to theirs, and biases follow its weight.
-Nothing is computed, only split, joined and transposed, so what goes out comes back bit for bit.
+Rows are split, joined, repeated and put in order, so what goes out comes back bit for bit. Only for
+Gemma is anything computed: its norms count from one, its embedding is multiplied.
 """
 
 from __future__ import annotations
@@ -26,15 +27,22 @@ class Rule:
     Attributes:
         ours: our layer, without `.weight`; `{i}` is the block's number.
         theirs: the weight's full names; several share its rows as queries, keys and values do.
-        bias: whether theirs has one: `never`, `follow` (where ours has), `always` (zeros if ours
-            has none).
+        bias: when theirs has one, as `has_bias` says; zeros if ours has none.
         transposed: theirs is (in, out).
+        interleaved: their queries and keys hold a rotary pair side by side, ours half a head apart.
+        heads: `q` or `k`: theirs has the same weight once for each such head, `{h}` its number.
+        less: theirs is so much less than ours.
+        multiplied: theirs is multiplied by sqrt(d_model) before its use, ours is not.
     """
 
     ours: str
     theirs: tuple[str, ...]
     bias: str = "never"
     transposed: bool = False
+    interleaved: bool = False
+    heads: str = ""
+    less: float = 0.0
+    multiplied: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,28 +61,64 @@ class WeightMap:
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
 
 
+def has_bias(kind: str, config: ModelConfig) -> bool:
+    """Whether their layer has a bias.
+
+    Args:
+        kind: `never`; `always`; `qkv`: where our queries, keys and values have one; `other`: where
+            our other layers have; `any`: where either has.
+        config: filled.
+    """
+    assert config.attention_bias is not None, "the recipe was not filled"
+    qkv, other = config.attention_bias, not config.no_bias
+    return {"never": False, "always": True, "qkv": qkv, "other": other, "any": qkv or other}[kind]
+
+
+def padding(weights: WeightMap, config: ModelConfig) -> int:
+    """Linear layers of a block that have a bias in theirs alone: it is written as zeros."""
+    return sum(
+        has_bias(rule.bias, config)
+        and not has_bias("qkv" if rule.ours.endswith("Wqkv") else "other", config)
+        for rule in weights.rules
+        if "norm" not in rule.ours
+    )
+
+
 def to_theirs(
     weights: WeightMap, config: ModelConfig, ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Their names and tensors, in order; all but zeros are views of `ours`."""
+    """Their names and tensors, in order."""
     like = ours["wte.weight"]
     for rule, layer, theirs in _layers(weights, config):
         if layer == "lm_head" and config.tie_word_embeddings:
             continue
-        weight = ours[f"{layer}.weight"]
-        parts = _rows(weight, len(theirs), config)
+        if f"{layer}.weight" not in ours:
+            assert layer.endswith("_ln"), f"{layer}.weight is missing"
+            continue
+        weight = _computed(rule, config, ours[f"{layer}.weight"])
+        parts = _rows(rule, weight, len(theirs), config)
         for name, part in zip(theirs, parts, strict=True):
             yield name, part.T if rule.transposed else part
         bias = ours.get(f"{layer}.bias")
-        assert bias is None or rule.bias != "never", f"{layer}.bias has no place to go"
-        if bias is None and rule.bias == "always":
-            bias = like.new_zeros(len(weight))
-        if bias is not None:
-            for name, part in zip(theirs, _rows(bias, len(theirs), config), strict=True):
+        if has_bias(rule.bias, config):
+            bias = like.new_zeros(len(weight)) if bias is None else bias
+            for name, part in zip(theirs, _rows(rule, bias, len(theirs), config), strict=True):
                 yield _bias_name(name), part
+        else:
+            assert bias is None, f"{layer}.bias has no place to go"
     if weights.router is not None:
         for block in range(config.n_layers):
             yield weights.router.format(i=block), like.new_zeros(1, config.d_model)
+
+
+def _computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = False) -> Tensor:
+    """Theirs of our weight, or, `back`, ours of theirs; in fp32 where anything is computed."""
+    if rule.less:
+        return weight.float() + (rule.less if back else -rule.less)
+    if rule.multiplied:
+        root = config.d_model**0.5
+        return weight.float() * root if back else weight.float() / root
+    return weight
 
 
 def to_ours(
@@ -102,9 +146,13 @@ def to_ours(
             if name not in names:
                 raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
         parts = [get(name).T if rule.transposed else get(name) for name in theirs]
-        state[f"{layer}.weight"] = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        if rule.heads:
+            parts = [_same(theirs, parts)]
+        weight = _computed(rule, config, _joined(rule, parts, config), back=True)
+        state[f"{layer}.weight"] = weight
         if f"{layer}.bias" in shapes:
-            state[f"{layer}.bias"] = _join_biases(theirs, parts, names, get)
+            biases = _read_biases(theirs[: len(parts)], parts, names, get)
+            state[f"{layer}.bias"] = _joined(rule, biases, config)
     for name, tensor in state.items():
         if tensor.shape != shapes[name]:
             raise UserError(
@@ -115,42 +163,76 @@ def to_ours(
     return state
 
 
-def bias_names(weights: WeightMap, config: ModelConfig, names: Collection[str]) -> list[str]:
-    """Biases among `names` that the map knows."""
-    known = {_bias_name(name) for _, _, theirs in _layers(weights, config) for name in theirs}
+def _same(names: tuple[str, ...], weights: list[Tensor]) -> Tensor:
+    """The weight that all heads share."""
+    for name, weight in zip(names, weights, strict=True):
+        if not torch.equal(weight, weights[0]):
+            raise UserError(f"{name}: differs from {names[0]}; the decoder's heads share one norm")
+    return weights[0]
+
+
+def bias_names(
+    weights: WeightMap, config: ModelConfig, names: Collection[str], *, qkv: bool
+) -> list[str]:
+    """Biases among `names`: those of queries, keys and values, or all the others."""
+    known = {
+        _bias_name(name)
+        for rule, _, theirs in _layers(weights, config)
+        for name in theirs
+        if rule.ours.endswith("Wqkv") == qkv
+    }
     return sorted(known & set(names))
 
 
 def _layers(weights: WeightMap, config: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
     """Each rule with our layer and their weights, block by block."""
+    heads = {"q": config.n_heads, "k": config.attn_config.kv_n_heads or 1, "": 1}
     for rule in weights.rules:
         for block in range(config.n_layers) if "{i}" in rule.ours else (0,):
-            yield rule, rule.ours.format(i=block), tuple(t.format(i=block) for t in rule.theirs)
+            numbers = range(heads[rule.heads])
+            theirs = (name.format(i=block, h=h) for name in rule.theirs for h in numbers)
+            yield rule, rule.ours.format(i=block), tuple(theirs)
 
 
-def _rows(tensor: Tensor, parts: int, config: ModelConfig) -> tuple[Tensor, ...]:
-    if parts == 1:
-        return (tensor,)
+def _rows(rule: Rule, tensor: Tensor, parts: int, config: ModelConfig) -> tuple[Tensor, ...]:
+    if parts == 1 or rule.heads:
+        return (tensor,) * parts
     assert config.head_dim is not None and config.attn_config.kv_n_heads is not None
     kv_width = config.attn_config.kv_n_heads * config.head_dim
-    return tensor.split((config.n_heads * config.head_dim, kv_width, kv_width))
+    q, k, v = tensor.split((config.n_heads * config.head_dim, kv_width, kv_width))
+    if rule.interleaved:
+        q, k = (_swap_pairs(part, 2, config.head_dim // 2) for part in (q, k))
+    return q, k, v
+
+
+def _swap_pairs(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """Rows (heads * outer * inner, …) with outer and inner exchanged within each head."""
+    return rows.unflatten(0, (-1, outer, inner)).transpose(1, 2).flatten(0, 2)
 
 
 def _bias_name(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _join_biases(
+def _read_biases(
     theirs: tuple[str, ...],
     weights: list[Tensor],
     names: Collection[str],
     get: Callable[[str], Tensor],
-) -> Tensor:
+) -> list[Tensor]:
     """Their biases, zeros where they have none."""
-    parts = []
-    for name, weight in zip(theirs, weights, strict=True):
-        bias = _bias_name(name)
-        parts.append(get(bias) if bias in names else weight.new_zeros(len(weight)))
+    pairs = zip(map(_bias_name, theirs), weights, strict=True)
+    return [get(bias) if bias in names else w.new_zeros(len(w)) for bias, w in pairs]
+
+
+def _joined(rule: Rule, parts: list[Tensor], config: ModelConfig) -> Tensor:
+    """What `_rows` takes apart."""
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    if rule.interleaved:
+        assert config.head_dim is not None
+        pairs = [_swap_pairs(part, config.head_dim // 2, 2) for part in parts[:2]]
+        parts = [*pairs, *parts[2:]]
     return torch.cat(parts)
 
 
@@ -170,19 +252,25 @@ def _refuse_unknown(weights: WeightMap, config: ModelConfig, names: Collection[s
 
 
 def _llama_like(
-    *ffn: Rule, norm_bias: str = "never", qkv_bias: str = "follow", out_bias: str = "follow"
+    *ffn: Rule,
+    qkv_bias: str = "any",
+    out_bias: str = "any",
+    norm_bias: str = "never",
+    norm_2: str = "post_attention_layernorm",
+    gemma: bool = False,
+    interleaved: bool = False,
 ) -> tuple[Rule, ...]:
     """Llama's names, which most architectures share up to the feed-forward layer."""
-    layer = "model.layers.{i}."
+    layer, less = "model.layers.{i}.", 1.0 if gemma else 0.0
     qkv = tuple(f"{layer}self_attn.{part}_proj.weight" for part in "qkv")
     return (
-        Rule("wte", ("model.embed_tokens.weight",)),
-        Rule("blocks.{i}.norm_1", (f"{layer}input_layernorm.weight",), norm_bias),
-        Rule("blocks.{i}.attn.Wqkv", qkv, qkv_bias),
+        Rule("wte", ("model.embed_tokens.weight",), multiplied=gemma),
+        Rule("blocks.{i}.norm_1", (f"{layer}input_layernorm.weight",), norm_bias, less=less),
+        Rule("blocks.{i}.attn.Wqkv", qkv, qkv_bias, interleaved=interleaved),
         Rule("blocks.{i}.attn.out_proj", (f"{layer}self_attn.o_proj.weight",), out_bias),
-        Rule("blocks.{i}.norm_2", (f"{layer}post_attention_layernorm.weight",), norm_bias),
+        Rule("blocks.{i}.norm_2", (f"{layer}{norm_2}.weight",), norm_bias, less=less),
         *ffn,
-        Rule("norm_f", ("model.norm.weight",), norm_bias),
+        Rule("norm_f", ("model.norm.weight",), norm_bias, less=less),
         Rule("lm_head", ("lm_head.weight",)),
     )
 
@@ -238,10 +326,28 @@ _DBRX_FFN = (
     Rule("blocks.{i}.ffn.up_proj", (f"{_EXPERT}v1",)),
     Rule("blocks.{i}.ffn.down_proj", (f"{_EXPERT}w2",), transposed=True),
 )
-_OLMOE_NORMS = tuple(
-    Rule(f"blocks.{{i}}.attn.{part}_ln", (f"model.layers.{{i}}.self_attn.{part}_norm.weight",))
-    for part in "qk"
-)
+
+
+def _qk_norms(name: str, heads: bool = False) -> tuple[Rule, ...]:
+    """Norms of queries and keys; `name` has {part}, q or k."""
+    return tuple(
+        Rule(
+            f"blocks.{{i}}.attn.{part}_ln",
+            ("model.layers.{i}.self_attn." + name.replace("{part}", part),),
+            heads=part if heads else "",
+        )
+        for part in "qk"
+    )
+
+
+def _gpt_neo() -> tuple[Rule, ...]:
+    attn, gpt2 = "transformer.h.{i}.attn.attention.", _gpt2_like(transposed=False)
+    return (
+        *(rule for rule in gpt2 if ".attn." not in rule.ours),
+        Rule("blocks.{i}.attn.Wqkv", tuple(f"{attn}{part}_proj.weight" for part in "qkv")),
+        Rule("blocks.{i}.attn.out_proj", (f"{attn}out_proj.weight",), "always"),
+    )
+
 
 MAPS: dict[str, WeightMap] = {
     "MptForCausalLM": WeightMap(_mosaic_like("", *_MPT_FFN)),
@@ -249,21 +355,29 @@ MAPS: dict[str, WeightMap] = {
         _gpt2_like(transposed=True), ignored=("*.attn.bias", "*.attn.masked_bias")
     ),
     "GPTBigCodeForCausalLM": WeightMap(_gpt2_like(transposed=False), ignored=("*.attn.bias",)),
-    "LlamaForCausalLM": WeightMap(_llama_like(*_ffn("follow", *_GLU))),
-    "GraniteForCausalLM": WeightMap(_llama_like(*_ffn("follow", *_GLU))),
-    "ArceeForCausalLM": WeightMap(_llama_like(*_ffn("follow", "up_proj", "down_proj"))),
+    "LlamaForCausalLM": WeightMap(_llama_like(*_ffn("other", *_GLU))),
+    "GraniteForCausalLM": WeightMap(_llama_like(*_ffn("other", *_GLU))),
+    "ArceeForCausalLM": WeightMap(_llama_like(*_ffn("other", "up_proj", "down_proj"))),
     "Starcoder2ForCausalLM": WeightMap(
-        _llama_like(*_ffn("follow", up_proj="c_fc", down_proj="c_proj"), norm_bias="always")
+        _llama_like(*_ffn("any", up_proj="c_fc", down_proj="c_proj"), norm_bias="always")
     ),
     "StableLmForCausalLM": WeightMap(
-        _llama_like(*_ffn("never", *_GLU), norm_bias="always", out_bias="never")
+        _llama_like(
+            *_ffn("never", *_GLU),
+            *_qk_norms("{part}_layernorm.norms.{h}.weight", heads=True),
+            qkv_bias="qkv",
+            out_bias="never",
+            norm_bias="always",
+        )
     ),
     "DbrxForCausalLM": WeightMap(
         _mosaic_like("norm_attn_norm.", *_DBRX_FFN),
         router="transformer.blocks.{i}.ffn.router.layer.weight",
     ),
     "OlmoeForCausalLM": WeightMap(
-        _llama_like(*_ffn("never", *_GLU, module="mlp.experts.0"), *_OLMOE_NORMS),
+        _llama_like(
+            *_ffn("never", *_GLU, module="mlp.experts.0"), *_qk_norms("{part}_norm.weight")
+        ),
         router="model.layers.{i}.mlp.gate.weight",
     ),
     "MistralForCausalLM": WeightMap(
@@ -271,5 +385,18 @@ MAPS: dict[str, WeightMap] = {
     ),
     "Qwen2ForCausalLM": WeightMap(
         _llama_like(*_ffn("never", *_GLU), qkv_bias="always", out_bias="never")
+    ),
+    "Qwen3ForCausalLM": WeightMap(
+        _llama_like(*_ffn("never", *_GLU), *_qk_norms("{part}_norm.weight"))
+    ),
+    "SmolLM3ForCausalLM": WeightMap(_llama_like(*_ffn("other", *_GLU))),
+    "VaultGemmaForCausalLM": WeightMap(
+        _llama_like(*_ffn("never", *_GLU), norm_2="pre_feedforward_layernorm", gemma=True)
+    ),
+    "Llama4ForCausalLM": WeightMap(
+        _llama_like(*_ffn("never", *_GLU, module="feed_forward"), interleaved=True)
+    ),
+    "GPTNeoForCausalLM": WeightMap(
+        _gpt_neo(), ignored=("*.attention.bias", "*.attention.masked_bias")
     ),
 }

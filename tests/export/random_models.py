@@ -11,7 +11,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from llmfoundry.export.card import CardInfo
+from llmfoundry.export.hf import to_hf
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.attention import RopeConfig, TemperatureConfig
+from llmfoundry.recipe.blocks import (
+    AttentionOverride,
+    BlockOverride,
+    BlockOverridesConfig,
+    BlockRun,
+)
 from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 
 WIDTH, HEADS, ROWS, LENGTH = 32, 4, 128, 24
@@ -25,8 +33,8 @@ def settings(
     *, attn: dict[str, Any] | None = None, ffn: dict[str, Any] | None = None, **top: Any
 ) -> ModelConfig:
     """A filled `model` section of a small decoder; `attn` may give kv_n_heads alone."""
-    attn = dict(attn or {})
-    kinds = {None: "multihead_attention", HEADS: "multihead_attention", 1: "multiquery_attention"}
+    attn, heads = dict(attn or {}), top.get("n_heads", HEADS)
+    kinds = {None: "multihead_attention", heads: "multihead_attention", 1: "multiquery_attention"}
     attn["attn_type"] = kinds.get(attn.get("kv_n_heads"), "grouped_query_attention")
     shape = {"d_model": WIDTH, "n_heads": HEADS, "n_layers": 2}
     config = ModelConfig(
@@ -52,14 +60,21 @@ def decoder(config: ModelConfig) -> Decoder:
     return model
 
 
+def stack(names: str, **kinds: dict[str, Any]) -> dict[str, Any]:
+    """`block_overrides` and n_layers of a stack such as `default local local`."""
+    runs = [BlockRun(name=name) for name in names.split()]
+    overrides = {name: BlockOverride(AttentionOverride(**kind)) for name, kind in kinds.items()}
+    return {"block_overrides": BlockOverridesConfig(runs, overrides), "n_layers": len(runs)}
+
+
 def logits(model: Decoder, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        return model.head(model(tokens))
+        return model.eval().head(model(tokens))
 
 
-def rows() -> Tensor:
-    """Two rows of full length."""
-    return torch.randint(0, ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+def rows(length: int = LENGTH) -> Tensor:
+    """Two rows, by default of full length."""
+    return torch.randint(0, ROWS, (2, length), generator=torch.Generator().manual_seed(5))
 
 
 def write_tokenizer(folder: Path) -> Path:
@@ -75,74 +90,202 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-_GLU = {"ffn_type": "mptglu", "ffn_act_fn": "silu", "ffn_hidden_size": 48}
-_MLP = {"ffn_type": "mptmlp", "ffn_act_fn": "gelu_tanh", "ffn_hidden_size": 48}
-_RMS = {"norm_type": "rmsnorm", "norm_eps": 1e-3}
-_BARE = {"no_bias": True}
-_UNTIED = {"tie_word_embeddings": False}
-_GQA, _MQA = {"kv_n_heads": 2}, {"kv_n_heads": 1}
-_CLIP, _SCALE = {"clip_qkv": 0.5}, {"softmax_scale": 0.3}
+def written(name: str, tmp_path: Path, case: int = 0) -> tuple[Path, dict[str, Any]]:
+    """An exported folder and its config.json."""
+    out, wanted = tmp_path / "out", name
+    model = decoder(settings(**CASES[name][case]))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    to_hf(model, tokenizer, out, dtype="fp32", card=CARD, architecture=wanted)
+    return out, json.loads((out / "config.json").read_text())
+
+
+def rewrite(folder: Path, config: dict[str, Any], key: str, value: Any) -> None:
+    config = json.loads(json.dumps(config))
+    section = config
+    *parents, last = key.split(".")
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[last] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+GLU = {"ffn_type": "mptglu", "ffn_act_fn": "silu", "ffn_hidden_size": 48}
+MLP = {"ffn_type": "mptmlp", "ffn_act_fn": "gelu_tanh", "ffn_hidden_size": 48}
+RMS = {"norm_type": "rmsnorm", "norm_eps": 1e-3}
+BARE, UNTIED = {"no_bias": True}, {"tie_word_embeddings": False}
+GQA, MQA = {"kv_n_heads": 2}, {"kv_n_heads": 1}
+CLIP, SCALE = {"clip_qkv": 0.5}, {"softmax_scale": 0.3}
+WINDOW = {"sliding_window_size": 5}
+LLAMA: dict[str, Any] = {"attn": ROPE | GQA, "ffn": GLU, **RMS, **BARE}  # a start for variations
+LINEAR = {"rope": True, "rope_hf_config": RopeConfig(type="linear", factor=2.5)}
+DYNAMIC = {"rope": True, "rope_hf_config": RopeConfig(type="dynamic", factor=3.0)}
+LLAMA3 = {  # one frequency in the band between kept and stretched, two above, one below
+    "rope": True,
+    "rope_hf_config": RopeConfig(
+        type="llama3",
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=1000,
+    ),
+}
+DROPOUTS = {"emb_pdrop": 0.2, "resid_pdrop": 0.3}
+ALL = {"sliding_window_size": -1}
+LOCAL = {"local": {"sliding_window_size": 5}}
+NOPES = {"free": {"nope": True}}
+BOTH = {"local": {"sliding_window_size": 5, "nope": True}}
+SQUARE = {"d_model": 64}
+CAPS = {"attn_logit_softcapping": 1.5}
+TUNED = {"attn_temperature_tuning": TemperatureConfig(floor_scale=5, attn_scale=0.7)}
+SHARP = {"free": {"nope": True} | TUNED}
+INVERSE = {"logit_scale": "inv_sqrt_d_model"}
+QKV = {"attention_bias": True, **BARE}
+NO_QKV = {"attention_bias": False}
 
 CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is the first to express
     "MptForCausalLM": [
-        {"attn": ALIBI, **_BARE},
-        {"attn": ALIBI | _CLIP, "norm_eps": 1e-3, **_BARE, **_UNTIED},
-        {"attn": ALIBI | _SCALE, "n_heads": 2, **_BARE},
-        {"attn": ALIBI, "d_model": 36, "n_heads": 6, **_BARE},
+        {"attn": ALIBI, **BARE},
+        {"attn": ALIBI | CLIP, "norm_eps": 1e-3, **BARE, **UNTIED},
+        {"attn": ALIBI | SCALE, "n_heads": 2, **BARE},
+        {"attn": ALIBI, "d_model": 36, "n_heads": 6, **BARE},
     ],
     "GPT2LMHeadModel": [
         {},
-        {"ffn": _MLP, **_BARE, **_UNTIED},
+        {"ffn": MLP, **BARE, **UNTIED},
         {"ffn": {"ffn_act_fn": "relu"}, "norm_eps": 1e-3},
-        {"ffn": {"ffn_act_fn": "silu"}, **_UNTIED},
+        {"ffn": {"ffn_act_fn": "quick_gelu"}, **UNTIED},
+        {"ffn": {"ffn_act_fn": "mish"}, **NO_QKV},
+        {"ffn": {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}, **QKV},
+        {"attn": {"attn_pdrop": 0.1}, **DROPOUTS},
     ],
     "GPTBigCodeForCausalLM": [
-        {"attn": _MQA},
-        {"attn": _MQA, "ffn": _MLP, **_BARE, **_UNTIED},
+        {"attn": MQA},
+        {"attn": MQA, "ffn": MLP, **BARE, **UNTIED},
+        {"attn": MQA | {"attn_pdrop": 0.1}, "ffn": {"ffn_act_fn": "relu2"}, **DROPOUTS},
     ],
     "LlamaForCausalLM": [
-        {"attn": ROPE, "ffn": _GLU, **_RMS},
-        {"attn": ROPE | _GQA, "ffn": _GLU, **_RMS, **_BARE, **_UNTIED},
-        {"attn": ROPE | _MQA, "ffn": _GLU | {"ffn_act_fn": "gelu"}, "head_dim": 16, **_RMS},
+        {"attn": ROPE, "ffn": GLU, **RMS},
+        {**LLAMA, **UNTIED},
+        {"attn": ROPE | MQA, "ffn": GLU | {"ffn_act_fn": "gelu"}, "head_dim": 16, **RMS},
+        {**LLAMA, "attn": LINEAR},
+        {**LLAMA, "attn": DYNAMIC},
+        {**LLAMA, "attn": LLAMA3, "no_bias": False, **NO_QKV},
+        {**LLAMA, "attn": ROPE | {"attn_pdrop": 0.1}},
     ],
     "GraniteForCausalLM": [
-        {"attn": ROPE | _SCALE, "ffn": _GLU, **_RMS},
-        {"attn": ROPE | _GQA | _SCALE, "ffn": _GLU, "head_dim": 16, **_RMS, **_BARE, **_UNTIED},
+        {**LLAMA, "attn": ROPE | SCALE, "no_bias": False},
+        {**LLAMA, "attn": ROPE | GQA | SCALE, "head_dim": 16, **UNTIED},
+        {**LLAMA, "logit_scale": 0.3},
+        {**LLAMA, "attn": LLAMA3 | SCALE, **INVERSE, **QKV},
     ],
     "ArceeForCausalLM": [
-        {"attn": ROPE, "ffn": _MLP, **_RMS},
-        {"attn": ROPE | _GQA, "ffn": _MLP, "head_dim": 16, **_RMS, **_BARE, **_UNTIED},
+        {"attn": ROPE, "ffn": MLP, **RMS},
+        {"attn": ROPE | GQA, "ffn": MLP, "head_dim": 16, **RMS, **BARE, **UNTIED},
+        {"attn": LINEAR, "ffn": MLP | {"ffn_act_fn": "relu2"}, **RMS, **QKV},
     ],
     "Starcoder2ForCausalLM": [
-        {"attn": ROPE, "ffn": _MLP, "norm_eps": 1e-3},
-        {"attn": ROPE | _GQA, "ffn": _MLP, **_BARE, **_UNTIED},
-        {"attn": ROPE | _MQA, "head_dim": 16},
+        {"attn": ROPE, "ffn": MLP, "norm_eps": 1e-3},
+        {"attn": ROPE | GQA, "ffn": MLP, **BARE, **UNTIED},
+        {"attn": ROPE | MQA, "head_dim": 16},
+        {"attn": ROPE | WINDOW, "ffn": {"ffn_act_fn": "leaky_relu"}},
+        {"attn": LLAMA3 | {"attn_pdrop": 0.1}, "ffn": {"ffn_act_fn": "tanh"}, **DROPOUTS},
+        {"attn": ROPE | WINDOW | GQA, **stack("local default local", local=WINDOW), **QKV},
     ],
     "StableLmForCausalLM": [
-        {"attn": ROPE, "ffn": _GLU, "norm_eps": 1e-3, **_BARE},
-        {"attn": ROPE | _GQA, "ffn": _GLU, **_BARE, **_UNTIED},
+        {"attn": ROPE, "ffn": GLU, "norm_eps": 1e-3, **BARE},
+        {"attn": ROPE | GQA, "ffn": GLU, **BARE, **UNTIED},
+        {"attn": ROPE | GQA | {"qk_gn": True}, "ffn": GLU, **BARE},
+        {"attn": LINEAR | {"qk_gn": True}, "ffn": GLU, **QKV},
     ],
     "DbrxForCausalLM": [
-        {"attn": ROPE | _CLIP, "ffn": _GLU, **_BARE, **_UNTIED},
-        {"attn": ROPE | _CLIP | _GQA, "ffn": _GLU, **_BARE, **_UNTIED},
+        {"attn": ROPE | CLIP, "ffn": GLU, **BARE, **UNTIED},
+        {"attn": ROPE | CLIP | GQA, "ffn": GLU, **BARE, **UNTIED},
+        {
+            "attn": LLAMA3 | CLIP | {"attn_pdrop": 0.1},
+            "ffn": GLU | {"ffn_act_fn": "sigmoid"},
+            "resid_pdrop": 0.3,
+            **BARE,
+            **UNTIED,
+        },
     ],
     "OlmoeForCausalLM": [
-        {"attn": ROPE | {"qk_ln": True}, "ffn": _GLU, **_RMS, **_BARE},
-        {"attn": ROPE | _GQA | {"qk_ln": True}, "ffn": _GLU, **_RMS, **_BARE, **_UNTIED},
+        {"attn": ROPE | {"qk_ln": True}, "ffn": GLU, **RMS, **BARE},
+        {"attn": ROPE | GQA | {"qk_ln": True}, "ffn": GLU, **RMS, **BARE, **UNTIED},
+        {"attn": LLAMA3 | {"qk_ln": True, "attn_pdrop": 0.1}, "ffn": GLU, **RMS, **QKV},
     ],
     "MistralForCausalLM": [
-        {"attn": ROPE, "ffn": _GLU, "head_dim": 16, **_RMS, **_BARE},
-        {"attn": ROPE | _GQA, "ffn": _GLU, **_RMS, **_BARE, **_UNTIED},
+        {**LLAMA, "attn": ROPE | WINDOW, "head_dim": 16},
+        {**LLAMA, "attn": LLAMA3 | WINDOW | GQA, **UNTIED},
+        {**LLAMA, "attn": ROPE, **stack("local local", local=WINDOW)},
     ],
     "Qwen2ForCausalLM": [
-        {"attn": ROPE, "ffn": _GLU, "head_dim": 16, **_RMS, **_BARE},
-        {"attn": ROPE | _GQA, "ffn": _GLU, **_RMS, **_BARE, **_UNTIED},
+        {**LLAMA, "head_dim": 16, **QKV},
+        {**LLAMA, "attn": LLAMA3 | GQA | WINDOW, **QKV, **UNTIED},
+        {**LLAMA, **stack("default local local", local=WINDOW), **QKV},
+        {**LLAMA, "attn": ROPE | WINDOW, **stack("full default", full=ALL), **QKV},
+    ],
+    "Qwen3ForCausalLM": [
+        {**LLAMA, "attn": ROPE | GQA | {"qk_gn": True}, "head_dim": 16},
+        {**LLAMA, "attn": LINEAR | {"qk_gn": True, "attn_pdrop": 0.1}, **QKV, **UNTIED},
+        {**LLAMA, "attn": ROPE | {"qk_gn": True}, **stack("local default default", **LOCAL)},
+    ],
+    "SmolLM3ForCausalLM": [
+        {**LLAMA, **stack("default free default", **NOPES)},
+        {**LLAMA, "attn": {"nope": True}},
+        {**LLAMA, "attn": {"nope": True} | WINDOW, "head_dim": 16, **UNTIED, **QKV},
+        {**LLAMA, "attn": LLAMA3, "no_bias": False, **stack("local default", **BOTH)},
+        {**LLAMA, "attn": ROPE | WINDOW, "no_bias": False},
+        {**LLAMA, **stack("default free local free", **NOPES, **LOCAL)},
+        {**LLAMA, **stack("local default local", **LOCAL)},
+    ],
+    "VaultGemmaForCausalLM": [
+        {**LLAMA, "attn": ROPE | GQA | CAPS, **SQUARE, **UNTIED},
+        {**LLAMA, "final_logit_softcapping": 2.0, **SQUARE, **UNTIED, **QKV},
+        {
+            **LLAMA,
+            "attn": LLAMA3 | CAPS | {"softmax_scale": 24**-0.5},
+            "final_logit_softcapping": 2.0,
+            **SQUARE,
+            **INVERSE,
+            **stack("local local default", **LOCAL),
+        },
+    ],
+    "Llama4ForCausalLM": [
+        {**LLAMA, "attn": {"nope": True} | TUNED},
+        {**LLAMA, "attn": {"nope": True} | TUNED | GQA, "head_dim": 16, **QKV, **UNTIED},
+        {**LLAMA, **stack("default free default free", **SHARP), **QKV},
+        {**LLAMA, "attn": LLAMA3 | {"attn_pdrop": 0.1}, **stack("free default", **SHARP)},
+    ],
+    "GPTNeoForCausalLM": [
+        {"attn": {"softmax_scale": 1.0}, **NO_QKV},
+        {
+            "attn": {"softmax_scale": 1.0, "attn_pdrop": 0.1},
+            "ffn": MLP,
+            **stack("default local local default", **LOCAL),
+            **DROPOUTS,
+            **BARE,
+            **UNTIED,
+        },
     ],
     "llmfoundry": [
-        {"attn": ROPE | _GQA | _SCALE | {"qk_ln": True}, "ffn": _GLU},
-        {"attn": ALIBI | {"alibi_bias_max": 4}, "ffn": _GLU, **_UNTIED},
-        {"attn": _MQA | _CLIP, **_RMS},
-        {"learned_pos_emb": False},
+        {"attn": ROPE | GQA | SCALE | {"qk_ln": True}, "ffn": GLU},
+        {"attn": ALIBI | {"alibi_bias_max": 4}, "ffn": GLU, **UNTIED},
+        {"attn": MQA | CLIP, **RMS},
+        {"attn": {"nope": True}},
+        {
+            "attn": LLAMA3 | TUNED | CAPS | GQA | {"qk_gn": True},
+            "ffn": {"ffn_act_fn": {"name": "leaky_relu", "negative_slope": 0.3}},
+            "logit_scale": 0.7,
+            "final_logit_softcapping": 3.0,
+            **stack(
+                "local default again free",
+                **LOCAL,
+                **NOPES,
+                again={"reuse_kv_layer_idx": -1, "attn_temperature_tuning": TemperatureConfig()},
+            ),
+            **NO_QKV,
+        },
+        {"attn": DYNAMIC | WINDOW, "norm_type": "low_precision_layernorm", **DROPOUTS},
     ],
 }
-ASKED_FOR = ("MistralForCausalLM", "Qwen2ForCausalLM", "llmfoundry")  # never the first to fit
+ASKED_FOR = ("llmfoundry",)  # never the first to fit

@@ -17,9 +17,11 @@ from llmfoundry.hf import LlmfoundryForCausalLM
 from tests.export.random_models import (
     CARD,
     CASES,
+    DYNAMIC,
     EOS,
     LENGTH,
     ROWS,
+    WINDOW,
     decoder,
     logits,
     rows,
@@ -56,6 +58,23 @@ def test_generation_does_not_depend_on_the_cache(theirs: Any) -> None:
     assert greedy == continued(theirs, PROMPT, 20, use_cache=False)
     beams = continued(theirs, PROMPT, 20, num_beams=3)
     assert beams == continued(theirs, PROMPT, 20, num_beams=3, use_cache=False)
+
+
+def test_rows_that_outgrow_max_seq_len_do_not_depend_on_the_cache(tmp_path: Path) -> None:
+    """Dynamic frequencies change with every token, and with them all keys of the cache."""
+    (case,) = (i for i, c in enumerate(CASES["llmfoundry"]) if c.get("attn") == DYNAMIC | WINDOW)
+    model = export(case, tmp_path)
+    greedy = continued(model, PROMPT, 2 * LENGTH)
+    assert greedy == continued(model, PROMPT, 2 * LENGTH, use_cache=False)
+
+
+def test_dropout_is_for_training_alone(tmp_path: Path) -> None:
+    (case,) = (i for i, c in enumerate(CASES["llmfoundry"]) if "resid_pdrop" in c)
+    model = export(case, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(model(rows()).logits, model(rows()).logits)
+        model.train()
+        assert not torch.equal(model(rows()).logits, model(rows()).logits)
 
 
 def test_padding_on_the_left_changes_nothing(theirs: Any) -> None:

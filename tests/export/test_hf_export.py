@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
-from llmfoundry.export.architectures import ARCHITECTURES
+from llmfoundry.export.common import ACTIVATIONS
 from llmfoundry.export.hf import from_hf, to_hf
+from llmfoundry.export.settings import choose, write_settings
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.ffn import ACTIVATIONS as OURS
 from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.typed import to_dict
 from tests.export.random_models import (
     ALIBI,
     ASKED_FOR,
     CARD,
     CASES,
     EOS,
+    GLU,
     HEADS,
+    LENGTH,
+    LLAMA,
     ROPE,
     ROWS,
     WIDTH,
@@ -65,10 +70,10 @@ def test_transformers_gives_the_same_logits_and_reading_back_the_same_model(
     used = to_hf(model, tokenizer, out, dtype="fp32", card=CARD, architecture=wanted)
     assert used == name
     ours = logits(model, rows())
-    assert (transformers_logits(out) - ours).abs().max() < 1e-5
+    assert (transformers_logits(out) - ours).abs().max() < 2e-5
 
     config, state = from_hf(str(out))
-    assert same_shape(config, model.config)
+    assert said(config) == said(model.config)
     back = Decoder(config)
     back.load_state_dict(state)
     for key, weight in model.state_dict().items():
@@ -76,95 +81,20 @@ def test_transformers_gives_the_same_logits_and_reading_back_the_same_model(
     assert torch.equal(logits(back, rows()), ours)
 
 
-def same_shape(one: ModelConfig, two: ModelConfig) -> bool:
-    """Equal but for the ways of writing the feed-forward width, and how weights once started."""
-    either = {"expansion_ratio": None, "init_config": one.init_config}
-    return dataclasses.replace(one, **either) == dataclasses.replace(two, **either)
-
-
-def changed(config: ModelConfig, key: str, value: Any) -> ModelConfig:
-    """`config` with dotted `key` set and what is derived from it derived anew."""
-    section, _, name = key.rpartition(".")
-    parts = {part: getattr(config, part) for part in ("attn_config", "ffn_config")}
-    if section:
-        new = {section: dataclasses.replace(parts[section], **{name: value})}
-    else:
-        new = {name: value}
-    return dataclasses.replace(config, **{**parts, **new})
-
-
-def _other_positions(config: ModelConfig, positions: dict[str, Any]) -> ModelConfig:
-    none = {"alibi": False, "alibi_bias_max": None, "rope": False, "rope_theta": None}
-    attn = dataclasses.replace(config.attn_config, **{**none, **positions})
-    new = dataclasses.replace(config, attn_config=attn, learned_pos_emb=None)
-    new.fill()
-    return new
-
-
-CHANGES: dict[str, Any] = {  # every setting that logits depend on, changed alone
-    "model.attn_config.alibi": lambda c: _other_positions(c, {"rope": True}),
-    "model.attn_config.rope": lambda c: _other_positions(c, {"alibi": True}),
-    "model.learned_pos_emb": lambda c: _other_positions(
-        c, {"alibi": True} if c.learned_pos_emb else {}
-    ),
-    "model.attn_config.alibi_bias_max": lambda c: changed(c, "attn_config.alibi_bias_max", 4),
-    "model.attn_config.rope_theta": lambda c: changed(c, "attn_config.rope_theta", 77.0),
-    "model.attn_config.attn_type": lambda c: changed(
-        c, "attn_config.kv_n_heads", 2 if c.attn_config.kv_n_heads == HEADS else HEADS
-    ),
-    "model.attn_config.clip_qkv": lambda c: changed(c, "attn_config.clip_qkv", 0.4),
-    "model.attn_config.softmax_scale": lambda c: changed(c, "attn_config.softmax_scale", 0.7),
-    "model.attn_config.qk_ln": lambda c: changed(c, "attn_config.qk_ln", not c.attn_config.qk_ln),
-    "model.norm_type": lambda c: changed(
-        c, "norm_type", "layernorm" if c.norm_type == "rmsnorm" else "rmsnorm"
-    ),
-    "model.norm_eps": lambda c: changed(c, "norm_eps", 0.3),
-    "model.no_bias": lambda c: changed(c, "no_bias", not c.no_bias),
-    "model.tie_word_embeddings": lambda c: changed(
-        c, "tie_word_embeddings", not c.tie_word_embeddings
-    ),
-    "model.ffn_config.ffn_type": lambda c: changed(
-        c, "ffn_config.ffn_type", "mptmlp" if c.ffn_config.ffn_type == "mptglu" else "mptglu"
-    ),
-    "model.ffn_config.ffn_act_fn": lambda c: changed(c, "ffn_config.ffn_act_fn", "relu"),
-    "model.ffn_config.ffn_hidden_size": lambda c: changed(c, "ffn_config.ffn_hidden_size", 40),
-    "model.head_dim": lambda c: changed(c, "head_dim", 2 * c.head_dim),
-    "model.n_heads": lambda c: dataclasses.replace(
-        changed(c, "attn_config.kv_n_heads", 3), n_heads=3, head_dim=12
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_each_setting_is_either_kept_exactly_or_refused_by_its_key(
-    name: str, tokenizer: Path, tmp_path: Path
-) -> None:
-    """No setting is dropped in silence, as transformers itself would with several of them."""
-    base = settings(**CASES[name][0])
-    refused = set()
-    for number, (key, change) in enumerate(CHANGES.items()):
-        config = change(base)
-        model, out = decoder(config), tmp_path / str(number)
-        try:
-            to_hf(model, tokenizer, out, dtype="fp32", card=CARD, architecture=name)
-        except UserError as error:
-            refused.add(key)
-            blamed = [line.split(":")[0] for line in error.problems]
-            assert alike(key) & set(blamed), (key, error.problems)
-            assert all(name in line for line in error.problems)
-            assert "architecture=llmfoundry" in error.problems[-1]
-        else:
-            theirs = transformers_logits(out)
-            assert (theirs - logits(model, rows())).abs().max() < 1e-5, key
-    needs = {f"model.{need.key}" for need in ARCHITECTURES[name].needs}
-    assert needs <= refused, "a need that no change offends"
-
-
-def alike(key: str) -> set[str]:
-    """Keys that a refusal may name for a change of `key`: it offends what excludes it."""
-    positions = {"model.attn_config.alibi", "model.attn_config.rope", "model.learned_pos_emb"}
-    groups = (positions, {"model.n_heads", "model.head_dim"}, {key})
-    return next(group for group in groups if key in group)
+def said(config: ModelConfig) -> dict[str, Any]:
+    """What matters of a model, whichever way it is written; not how its weights once started."""
+    written = to_dict(config)
+    for key in ("expansion_ratio", "init_config", "block_overrides", "logit_scale"):
+        del written[key]
+    for key in ("sliding_window_size", "rope", "nope", "attn_impl"):  # layers() tells them
+        del written["attn_config"][key]
+    if not any(layer.rotary for layer in config.layers()):
+        written["attn_config"]["rope_theta"] = None
+    name, arguments = config.ffn_config.activation
+    if (name, arguments) == ("gelu", {"approximate": "tanh"}):
+        written["ffn_config"]["ffn_act_fn"] = "gelu_tanh"
+    scale = Decoder(config).logit_scale
+    return written | {"layers": config.layers(), "logit_scale": pytest.approx(scale)}
 
 
 def test_a_refusal_without_a_wish_lists_what_is_in_the_nearest_ones_way(
@@ -267,3 +197,68 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         to_hf(decoder(settings()), tmp_path, tmp_path / "out", dtype="fp32", card=CARD)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("case", [3, 4, 5], ids=["linear", "dynamic", "llama3"])
+def test_rows_longer_than_max_seq_len_are_stretched_alike(
+    case: int, tokenizer: Path, tmp_path: Path
+) -> None:
+    """Only there dynamic does anything: theta grows with the row."""
+    model, out = decoder(settings(**CASES["LlamaForCausalLM"][case])), tmp_path / "out"
+    to_hf(model, tokenizer, out, dtype="fp32", card=CARD)
+    for length in (LENGTH + 1, 3 * LENGTH):
+        with torch.no_grad():
+            theirs = load(out)(rows(length)).logits  # loaded anew: it remembers the longest row
+        assert (theirs - logits(model, rows(length))).abs().max() < 2e-5
+
+
+PRECISE = ("LlamaForCausalLM", "VaultGemmaForCausalLM")  # the second is all that computes anything
+
+
+@pytest.mark.parametrize("name", PRECISE)
+def test_a_model_trained_in_bf16_comes_back_bit_for_bit(
+    name: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    model, out = decoder(settings(**CASES[name][1])).to(torch.bfloat16), tmp_path / "out"
+    with torch.no_grad():  # norms near one, as training leaves them, where bf16 is coarse
+        for key, weight in model.named_parameters():
+            if "norm" in key:
+                weight.copy_(1 + torch.arange(-4, 4).repeat(len(weight) // 8) / 128)
+    to_hf(model, tokenizer, out, dtype="bf16", card=CARD, architecture=name)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load(out).dtype == torch.bfloat16
+    config, state = from_hf(str(out))
+    back = Decoder(config).to(torch.bfloat16)
+    back.load_state_dict(state)
+    for key, weight in model.state_dict().items():
+        assert torch.equal(back.state_dict()[key], weight), key
+    with torch.no_grad():  # the same weights, so in fp32 transformers gives the same logits
+        theirs = load(out, dtype=torch.float32)(rows()).logits
+    assert (theirs - logits(model.float(), rows())).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_an_activation_is_kept_exactly_or_refused(
+    name: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    config = settings(**LLAMA | {"ffn": GLU | {"ffn_act_fn": name}})
+    if name in ACTIVATIONS.values():
+        model = decoder(config)
+        to_hf(model, tokenizer, tmp_path / "out", dtype="fp32", card=CARD)
+        theirs = transformers_logits(tmp_path / "out")
+        assert (theirs - logits(model, rows())).abs().max() < 2e-5
+    else:
+        with pytest.raises(UserError, match=rf"^model\.ffn_config\.ffn_act_fn: {name}; Llama"):
+            choose(config, "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("arguments", [{"negative_slope": 0.01}, {"negative_slope": 0.1}])
+def test_arguments_of_an_activation_must_be_its_defaults(arguments: dict[str, float]) -> None:
+    case = {"ffn": {"ffn_act_fn": {"name": "leaky_relu", **arguments}}}
+    if arguments["negative_slope"] == 0.01:
+        assert write_settings(settings(**case), "GPT2LMHeadModel")["activation_function"] == (
+            "leaky_relu"
+        )
+    else:
+        with pytest.raises(UserError, match=r"\{name: leaky_relu, negative_slope: 0\.1\}; GPT2"):
+            choose(settings(**case), "GPT2LMHeadModel")
