@@ -1,33 +1,48 @@
 """`Tracker`: all that a run tells, behind one object that the trainer calls.
 
-It gives each metric to the console, metrics.jsonl and MLflow, keeps samples and evaluations in the
-run's folder, and writes the report. The idea: the trainer calls it on every rank and only the main
-one does anything, so the training loop has no `if rank == 0` for it.
+It gives each metric to the console, metrics.jsonl and the loggers of the recipe, keeps samples and
+evaluations in the run's folder, and writes the report. The idea: the trainer calls it on every rank
+and only the main one does anything, so the training loop has no `if rank == 0` for it. Nothing that
+fails here ends a run that has begun: it is said, and what is lost is counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import flat
 from llmfoundry.track.console import Console
 from llmfoundry.track.environment import environment
+from llmfoundry.track.format import public
 from llmfoundry.track.metrics import BATCH, TOKEN, JsonLines, plain
-from llmfoundry.track.mlflow_store import public
-from llmfoundry.track.mlflow_writer import MlflowWriter
+from llmfoundry.track.mlflow_session import mlflow_target
 from llmfoundry.track.report import TRAIN_LOSS, read_json, write_report
+from llmfoundry.track.tensorboard_session import tensorboard_target
+from llmfoundry.track.wandb_session import wandb_target
+from llmfoundry.track.writer import BackgroundWriter, RunFacts, Target, close_all, milliseconds
+
+# By the key of `logger` that switches it on.
+TARGETS: dict[str, Callable[[LoggerConfig, Path], Target]] = {
+    "mlflow": mlflow_target,
+    "tensorboard": tensorboard_target,
+    "wandb": wandb_target,
+}
 
 
 class Tracker:
     """A run's record. `recipe` is filled; `console` prints at once and may be used directly.
 
+    `history` is every metric of this process as (batch, value) by name, with logger.in_memory.
+
     Raises:
-        UserError: logger.tracking_uri is of no kind that MLflow writes to.
+        UserError: logger.tracking_uri is of no kind that MLflow writes to, or a logger's package is
+            not installed.
     """
 
     def __init__(
@@ -40,31 +55,33 @@ class Tracker:
     ) -> None:
         self.console = console or Console(is_main=is_main)
         self._is_main, self._folder = is_main, run_folder
-        self._metrics = JsonLines(run_folder / "metrics.jsonl")
-        self._samples = JsonLines(run_folder / "samples.jsonl")
+        self._metrics = JsonLines(run_folder / "metrics.jsonl", self.console.warn)
+        self._samples = JsonLines(run_folder / "samples.jsonl", self.console.warn)
         self._run: dict[str, Any] = {"name": recipe.run_name or run_folder.resolve().name}
+        self._params, self._began = flatten(recipe), milliseconds()
         self._first, self._total = 0, 0
         self._is_open = False
-        self._in_background = False  # versions are asked for and MLflow's thread runs
-        self._mlflow: MlflowWriter | None = None
-        if is_main and recipe.logger.mlflow:
-            self._mlflow = MlflowWriter(
-                recipe.logger,
-                run_name=self._run["name"],
-                run_folder=run_folder,
-                params=flatten(recipe),
-                note=self.console.note,
-                warn=self.console.warn,
+        self._in_background = False  # versions are asked for and the loggers' threads run
+        self.history: dict[str, list[tuple[int, float]]] = {}
+        self._in_memory = recipe.logger.in_memory
+        wanted = [target for key, target in TARGETS.items() if getattr(recipe.logger, key)]
+        self._writers = [
+            BackgroundWriter(
+                target(recipe.logger, run_folder), note=self.console.note, warn=self.console.warn
             )
+            for target in wanted
+            if is_main
+        ]
 
     def start(self, first_batch: int, *, total: int, facts: Iterable[tuple[str, str]] = ()) -> None:
         """Open the record of a run of `total` batches that goes on after `first_batch`.
 
         What an earlier process wrote beyond `first_batch` is dropped; with 0 all of it. `facts` are
-        the banner's rows: they are printed, and kept for the report and MLflow.
+        the banner's rows: they are printed, and kept for the report and the loggers.
 
         Raises:
-            UserError: a file of the record is broken elsewhere than at its end.
+            UserError: a file of the record is broken elsewhere than at its end, or cannot be
+                written.
         """
         self._first, self._total = first_batch, total
         if not self._is_main:
@@ -93,8 +110,11 @@ class Tracker:
         self._metrics.write({BATCH: batch, TOKEN: tokens, **metrics})
         if TRAIN_LOSS in metrics:
             self.console.step(batch, metrics, total=self._total)
-        if self._mlflow is not None:
-            self._mlflow.log(batch, {TOKEN: tokens, **metrics})
+        for writer in self._writers:
+            writer.log(batch, {TOKEN: tokens, **metrics})
+        if self._in_memory:
+            for name, value in metrics.items():
+                self.history.setdefault(name, []).append((batch, value))
         if batch > self._first and not self._in_background:
             self._begin_background()
 
@@ -104,15 +124,15 @@ class Tracker:
             return
         for prompt, text in samples:
             self._samples.write({BATCH: batch, "prompt": prompt, "text": text})
+        for writer in self._writers:
+            writer.samples(batch, samples)
         self.console.samples(batch, samples)
 
     def gauntlet(self, batch: int, result: Mapping[str, Any]) -> None:
         """Keep a gauntlet's whole result (GauntletResult.to_json) as eval/ba0000100.json."""
         if not self._is_main:
             return
-        path = self._folder / "eval" / f"ba{batch:07d}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {BATCH: batch, **result})
+        self._keep(self._folder / "eval" / f"ba{batch:07d}.json", {BATCH: batch, **result})
 
     def note(self, text: str) -> None:
         """Say what the run decided or did."""
@@ -142,28 +162,43 @@ class Tracker:
         self._run["summary"] = {"status": status, **{k: plain(v) for k, v in (final or {}).items()}}
         self._write_run()
         report = self.report()
-        if self._mlflow is not None:
+        for writer in self._writers:
             if report is not None:
-                self._mlflow.file(report)
-            self._mlflow.close(status)
+                writer.file(report)
+        close_all(self._writers, status)
 
     def _begin_background(self) -> None:
-        """After the first step, whose time counts: ask for versions, start MLflow's thread."""
+        """After the first step, whose time counts: ask for versions, start the loggers' threads."""
         self._in_background = True
         self._run["environment"] = environment()
         self._write_run()
-        if self._mlflow is not None:
-            tags = {**dict(self._run["facts"]), **self._run["environment"]}
-            if "git commit" in tags:  # the name under which MLflow's pages show it
-                tags["mlflow.source.git.commit"] = tags["git commit"].split()[0]
-            recipe = self._folder / "recipe.yaml"
+        tags = {**dict(self._run["facts"]), **self._run["environment"]}
+        if "git commit" in tags:  # the name under which MLflow's pages show it
+            tags["mlflow.source.git.commit"] = tags["git commit"].split()[0]
+        facts = RunFacts(
+            name=self._run["name"],
+            folder=self._folder,
+            first_batch=self._first,
+            began=self._began,
+            params=self._params,
+            tags=tags,
+        )
+        recipe = self._folder / "recipe.yaml"
+        for writer in self._writers:
             if recipe.exists():
-                self._mlflow.file(recipe)
-            self._mlflow.start(resume=self._first > 0, tags=tags)
+                writer.file(recipe)
+            writer.start(facts)
 
     def _write_run(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_json(self._folder / "run.json", self._run)
+        self._keep(self._folder / "run.json", self._run)
+
+    def _keep(self, path: Path, value: Mapping[str, Any]) -> None:
+        """Write a file of the record; a warning if that fails."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, value)
+        except OSError as error:
+            self.console.warn(f"{path} was not written: {error.strerror}")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -173,9 +208,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     partial.replace(path)
 
 
-def flatten(recipe: TrainRecipe) -> dict[str, str]:
-    """Dotted key → value of every field, as MLflow's parameters; passwords hidden."""
-    return {
-        key: public(value) if isinstance(value, str) else json.dumps(value)
-        for key, value in flat(dataclasses.asdict(recipe))
-    }
+def flatten(recipe: TrainRecipe) -> dict[str, Any]:
+    """Dotted key → value of every field, for the loggers; passwords hidden."""
+    return {key: _public(value) for key, value in flat(dataclasses.asdict(recipe))}
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _public(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_public(part) for part in value]
+    return public(value) if isinstance(value, str) else value

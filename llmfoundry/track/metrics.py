@@ -9,104 +9,181 @@ JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity", 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from llmfoundry.errors import UserError
 
 BATCH, TOKEN = "time/batch", "time/token"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_MAX_WAITING = 256 * 2**20  # bytes of lines kept while the disk is full
 
 
 class JsonLines:
-    """An append-only file of JSON objects that each carry `time/batch`; flushed line by line."""
+    """An append-only file of JSON objects that each carry `time/batch`; a write call a line.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: TextIO | None = None
+    A disk that is full, or gone, does not end training: lines wait in memory and are written once
+    they can be. `warn` prints a line.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self.path, self._warn = path, warn
+        self._file: FileIO | None = None
+        self._waiting: deque[bytes] = deque()
+        self._problem = ""  # why lines wait
+        self._lost = 0
 
     def start(self, batch: int) -> int:
-        """Open for a run that goes on after `batch`; 0 begins anew. Returns the lines dropped."""
+        """Open for a run that goes on after `batch`; 0 begins anew. Returns the lines dropped.
+
+        Raises:
+            UserError: a line that is not the last is no JSON object, or the file cannot be written.
+        """
         self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        dropped = trim(self.path, batch)
-        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            dropped = trim(self.path, batch)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(
+                f"save_folder: {self.path} cannot be written ({error.strerror}); make room, or"
+                " write another folder"
+            ) from error
         return dropped
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one object."""
         assert self._file is not None, "start() opens the file"
         text = json.dumps({k: plain(v) for k, v in row.items()}, allow_nan=False)
-        # One write call: a kill leaves at most one torn line, the last.
-        self._file.write(text + "\n")
-        self._file.flush()
+        if sum(map(len, self._waiting)) > _MAX_WAITING:
+            self._lost += 1
+        else:
+            self._waiting.append(text.encode() + b"\n")
+        self._write_waiting(self._file)
 
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._file is None:
+            return
+        self._write_waiting(self._file)
+        lost = self._lost + len(self._waiting)
+        if lost:
+            self._warn(f"{self.path} lacks {lost} lines: {self._problem or 'the disk was full'}")
+        self._waiting.clear()
+        self._lost, self._problem = 0, ""
+        self._file.close()
+        self._file = None
+
+    def _write_waiting(self, file: FileIO) -> None:
+        try:
+            while self._waiting:
+                append(file, self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not self._problem:
+                self._warn(
+                    f"{self.path} cannot be written: {error.strerror}; training goes on, and its"
+                    " lines wait in memory"
+                )
+            self._problem = str(error.strerror)
+        else:
+            if self._problem:
+                self._warn(f"{self.path} is written again; {self._lost} lines were lost")
+            self._problem = ""
+
+
+def append(file: FileIO, data: bytes) -> None:
+    """Write all of `data` at the end of a file opened unbuffered for appending, or none of it.
+
+    A kill meanwhile leaves at most one torn record, the last.
+
+    Raises:
+        OSError: it could not be written; what had been is cut off again.
+    """
+    before, rest = os.fstat(file.fileno()).st_size, memoryview(data)
+    try:
+        while rest:
+            written = file.write(rest)
+            if not written:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            rest = rest[written:]
+    except OSError:
+        if len(rest) < len(data):
+            file.truncate(before)
+        raise
 
 
 def trim(path: Path, batch: int) -> int:
     """Keep the lines up to `batch` (none if it is 0) and drop a torn last one.
 
-    The file is replaced as a whole, so a kill meanwhile leaves the old one. Returns the number of
-    lines dropped.
+    Lines are in the order of batches, so what goes is the file's end: it is cut off in one step,
+    which needs no room on the disk. Returns the number of lines dropped.
 
     Raises:
         UserError: a line that is not the last is no JSON object.
     """
     if not path.exists():
         return 0
-    lines, torn = _lines(path)
-    kept = [line for line, row in lines if batch > 0 and row[BATCH] <= batch]
-    dropped = len(lines) - len(kept) + torn
-    if dropped or not path.read_bytes().endswith(b"\n"):
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.write("".join(line + "\n" for line in kept))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+    kept, dropped = 0, 0
+    for end, row in _lines(path):
+        if dropped or row is None or batch == 0 or row[BATCH] > batch:
+            dropped += 1
+        else:
+            kept = end
+    with path.open("r+b") as file:
+        file.truncate(kept)
+        file.seek(max(0, kept - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.write(b"\n")
+        os.fsync(file.fileno())
     return dropped
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(
+    path: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> list[dict[str, Any]]:
     """The objects of a metrics.jsonl (or samples.jsonl), a torn last line left out.
+
+    Only names that are `wanted` are kept: norms of every parameter can be hundreds a line.
 
     Raises:
         UserError: a line that is not the last is no JSON object.
     """
-    return [row for _, row in _lines(path)[0]]
+    rows = (row for _, row in _lines(path) if row is not None)
+    return [{k: _restored(v) for k, v in row.items() if wanted(k)} for row in rows]
 
 
-def _lines(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], int]:
-    """(text, object) of each whole line, and the number of torn ones at the end (0 or 1)."""
-    # Split at line feeds only: other separators may stand inside a JSON string.
-    texts = path.read_bytes().split(b"\n")
-    rows: list[tuple[str, dict[str, Any]]] = []
-    for i, raw in enumerate(texts):
-        if not raw.strip():
-            continue
-        try:
-            text = raw.decode("utf-8")
-            row = json.loads(text)
-            if not isinstance(row, dict) or not isinstance(row.get(BATCH), int):
-                raise ValueError(f"no object with {BATCH}")
-        except ValueError as error:
-            if not any(later.strip() for later in texts[i + 1 :]):
-                return rows, 1
-            raise UserError(
-                f"{path}:{i + 1}: not a line of this file ({error}); delete the line, or restore"
-                " the file"
-            ) from error
-        rows.append((text, {k: _restored(v) for k, v in row.items()}))
-    return rows, 0
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(byte where it ends, object) of each line that is not empty; None for a torn last one."""
+    end, broken = 0, ""
+    with path.open("rb") as file:
+        # Split at line feeds only: other separators may stand inside a JSON string.
+        for number, raw in enumerate(file, 1):
+            end += len(raw)
+            if not raw.strip():
+                continue
+            if broken:
+                raise UserError(broken)
+            try:
+                row = json.loads(raw.decode("utf-8"))
+                if not isinstance(row, dict) or not isinstance(row.get(BATCH), int):
+                    raise ValueError(f"no object with {BATCH}")
+            except ValueError as error:
+                broken = (
+                    f"{path}:{number}: not a line of this file ({error}); delete the line, or"
+                    " restore the file"
+                )
+            else:
+                yield end, row
+    if broken:
+        yield end, None
 
 
 def plain(value: Any) -> Any:

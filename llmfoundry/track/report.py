@@ -19,7 +19,7 @@ from typing import Any
 
 from llmfoundry.track.chart import Series, line_chart
 from llmfoundry.track.console import printable
-from llmfoundry.track.format import count, number, percent, size
+from llmfoundry.track.format import count, number, percent, public, size
 from llmfoundry.track.metrics import BATCH, TOKEN, read_metrics
 from llmfoundry.track.report_page import bar, page, pairs, table
 
@@ -61,7 +61,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
     run = read_json(run_folder / "run.json")
     result = {**run.get("summary", {}), **(summary or {})}
     status = str(result.pop("status", "running"))
-    rows = _read_rows(run_folder / "metrics.jsonl")
+    rows = _read_rows(run_folder / "metrics.jsonl", is_drawn)
     evaluations = read_evaluations(run_folder)
     sections = [
         ("Training", training_charts(rows)),
@@ -110,7 +110,7 @@ def training_charts(rows: Rows) -> str:
     """The standard pictures, then one for every metric that they do not show."""
     if not rows:
         return '<p class="hint">No step was logged.</p>'
-    rates = {name.split("/")[0]: name for name in _names(rows) if name.startswith("lr-")}
+    rates = {name.removeprefix("lr-"): name for name in _names(rows) if name.startswith("lr-")}
     losses = {"training": TRAIN_LOSS, "validation": EVAL_LOSS}
     speed, use = {"tokens per second": SPEED}, {"MFU": MFU}
     bits = {"training": TRAIN_BPB, "validation": EVAL_BPB}
@@ -179,10 +179,10 @@ def samples(rows: Rows) -> str:
 
 
 def recipe(path: Path) -> str:
-    """The recipe as it was saved, folded."""
+    """The recipe as it was saved, passwords hidden, folded."""
     if not path.exists():
         return ""
-    text = escape(path.read_text(encoding="utf-8"))
+    text = escape(public(path.read_text(encoding="utf-8")))
     return f"<details><summary>{escape(path.name)}</summary><pre>{text}</pre></details>"
 
 
@@ -203,6 +203,11 @@ def draw(chart: Chart, rows: Rows) -> str:
         y_skip=0.05 if chart.steep else 0.0,
         note=chart.note,
     )
+
+
+def is_drawn(name: str) -> bool:
+    """Whether the report needs a metric: of norms, which are hundreds, only those of all."""
+    return not name.startswith("l2_norm/") or name.endswith("/global")
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
@@ -306,5 +311,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_rows(path: Path) -> Rows:
-    return read_metrics(path) if path.exists() else []
+def _read_rows(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Rows:
+    return read_metrics(path, wanted) if path.exists() else []

@@ -142,3 +142,13 @@ def test_a_console_that_went_away_does_not_end_training() -> None:
     console = Console(stream=Closed())
     console.note("x")
     console.step(1, FIRST, total=2)
+
+
+def test_norms_of_single_parameters_do_not_lengthen_the_line() -> None:
+    many = {f"l2_norm/{k}/blocks.{i}.w": 1.0 for k in ("grad", "moment") for i in range(300)}
+    lines = []
+    for metrics in (LATER, {**many, **LATER}):
+        stream = io.StringIO()
+        Console(stream=stream).step(120, metrics, total=1000)
+        lines.append(stream.getvalue())
+    assert lines[0] == lines[1]

@@ -16,7 +16,7 @@ from llmfoundry.track.metrics import JsonLines, read_metrics
 
 def train(path: Path, first: int, last: int) -> None:
     """What a deterministic run writes: a line a step, and an evaluation every third."""
-    file = JsonLines(path)
+    file = JsonLines(path, pytest.fail)
     file.start(first)
     for batch in range(first + 1, last + 1):
         file.write({"time/batch": batch, "time/token": batch * 64, "loss/train/total": 1 / batch})
@@ -67,7 +67,7 @@ def test_every_line_is_on_disk_when_the_process_is_killed(tmp_path: Path) -> Non
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from llmfoundry.track.metrics import JsonLines\n"
-        "file = JsonLines(Path(sys.argv[1])); file.start(0)\n"
+        "file = JsonLines(Path(sys.argv[1]), print); file.start(0)\n"
         "for b in range(1, 51): file.write({'time/batch': b, 'time/token': b})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -77,7 +77,7 @@ def test_every_line_is_on_disk_when_the_process_is_killed(tmp_path: Path) -> Non
 
 
 def test_numbers_keep_every_digit(tmp_path: Path) -> None:
-    path, file = tmp_path / "m.jsonl", JsonLines(tmp_path / "m.jsonl")
+    path, file = tmp_path / "m.jsonl", JsonLines(tmp_path / "m.jsonl", pytest.fail)
     values = [1 / 3, 2**-1074, 1.7976931348623157e308, 0.1 + 0.2, 6e-4]
     file.start(0)
     for i, value in enumerate(values):
@@ -87,7 +87,7 @@ def test_numbers_keep_every_digit(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_lacks_are_strings_and_come_back(tmp_path: Path) -> None:
-    path, file = tmp_path / "m.jsonl", JsonLines(tmp_path / "m.jsonl")
+    path, file = tmp_path / "m.jsonl", JsonLines(tmp_path / "m.jsonl", pytest.fail)
     file.start(0)
     row = {"time/batch": 1, "time/token": 2, "a": math.nan, "b": math.inf, "c": -math.inf}
     file.write(row)
@@ -103,7 +103,7 @@ def test_numbers_that_json_lacks_are_strings_and_come_back(tmp_path: Path) -> No
 
 
 def test_text_with_odd_line_separators_stays_one_line(tmp_path: Path) -> None:
-    path, file = tmp_path / "samples.jsonl", JsonLines(tmp_path / "samples.jsonl")
+    path, file = tmp_path / "samples.jsonl", JsonLines(tmp_path / "samples.jsonl", pytest.fail)
     text = "a\nb\r\nc\u2028d\x85e\x00 \u65e5"
     file.start(0)
     file.write({"time/batch": 1, "text": text})
@@ -119,5 +119,58 @@ def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -
     path.write_text("".join([*lines[:2], "{broken\n", *lines[2:]]))
     before = path.read_bytes()
     with pytest.raises(UserError, match=r"metrics\.jsonl:3: .*delete the line"):
-        JsonLines(path).start(2)
+        JsonLines(path, pytest.fail).start(2)
     assert path.read_bytes() == before
+
+
+def test_a_full_disk_stops_nothing_and_lines_are_written_once_there_is_room(tmp_path: Path) -> None:
+    """The file may not grow beyond 1000 bytes for a while, as on a disk that fills."""
+    code = (
+        "import json, resource, sys; from pathlib import Path\n"
+        "from llmfoundry.track.metrics import JsonLines, read_metrics\n"
+        "path, said = Path(sys.argv[1]), []\n"
+        "file = JsonLines(path, said.append); file.start(0)\n"
+        "def limit(n): resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.RLIM_INFINITY))\n"
+        "def write(first, last):\n"
+        "    for b in range(first, last):\n"
+        "        file.write({'time/batch': b, 'loss/train/total': 1 / b, 'time/token': b * 64})\n"
+        "limit(1000); write(1, 51); full = path.read_bytes()\n"
+        "if sys.argv[2] == 'cleared': limit(resource.RLIM_INFINITY); write(51, 61)\n"
+        "file.close()\n"
+        "print(json.dumps([said, len(read_metrics(path)), full.endswith(b'\\n'), len(full)]))\n"
+    )
+    results = {}
+    for end in ("full", "cleared"):
+        path = tmp_path / f"{end}.jsonl"
+        arguments = [sys.executable, "-c", code, str(path), end]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+        results[end] = json.loads(done.stdout)
+        said, lines, is_whole, size = results[end]
+        assert is_whole and 900 < size <= 1000  # no torn line at the edge
+        assert [row["time/batch"] for row in read_metrics(path)] == list(range(1, lines + 1))
+        assert "full.jsonl cannot be written: File too large; training goes on" in said[0] or (
+            "cleared.jsonl cannot be written: File too large; training goes on" in said[0]
+        )
+    said, lines, _, _ = results["full"]
+    assert len(said) == 2 and f"lacks {50 - lines} lines: File too large" in said[1]
+    said, lines, _, _ = results["cleared"]
+    assert lines == 60 and len(said) == 2 and "is written again; 0 lines were lost" in said[1]
+
+
+def test_norms_of_every_parameter_stay_one_line_a_step_and_can_be_left_out(tmp_path: Path) -> None:
+    path, file = tmp_path / "m.jsonl", JsonLines(tmp_path / "m.jsonl", pytest.fail)
+    file.start(0)
+    norms = {f"l2_norm/grad/blocks.{i}.ffn.up_proj.weight": i / 7 for i in range(500)}
+    for batch in range(1, 6):
+        file.write({"time/batch": batch, "loss/train/total": 1 / batch, **norms})
+    file.close()
+    assert path.read_bytes().count(b"\n") == 5
+    assert read_metrics(path)[2] == {"time/batch": 3, "loss/train/total": 1 / 3, **norms}
+    slim = read_metrics(path, lambda name: not name.startswith("l2_norm/"))
+    assert slim[2] == {"time/batch": 3, "loss/train/total": 1 / 3}
+
+
+def test_a_folder_that_cannot_be_written_is_a_user_error_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"save_folder: .*File exists.*another folder"):
+        JsonLines(tmp_path / "file" / "metrics.jsonl", pytest.fail).start(0)

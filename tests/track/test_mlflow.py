@@ -18,31 +18,14 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.mlflow_store import cut, metric_name, public
-from llmfoundry.track.mlflow_writer import MlflowWriter
+from llmfoundry.track.format import public
+from llmfoundry.track.mlflow_session import metric_name, param_value
+from llmfoundry.track.writer import BackgroundWriter
+from tests.track.hearing import Hears, closed_port, facts, finish, writer
 
 
-class Hears(list[str]):
-    """Collects what the writer says."""
-
-    def text(self) -> str:
-        return "\n".join(self)
-
-
-def writer(
-    uri: str, folder: Path, heard: Hears, params: dict[str, str] | None = None
-) -> MlflowWriter:
-    config = LoggerConfig(tracking_uri=uri, experiment_name="tests")
-    folder.mkdir(parents=True, exist_ok=True)
-    return MlflowWriter(
-        config,
-        run_name=folder.name,
-        run_folder=folder,
-        params={"seed": "17"} if params is None else params,
-        note=heard.append,
-        warn=heard.append,
-    )
+def mlflow_writer(uri: str, folder: Path, heard: Hears) -> BackgroundWriter:
+    return writer("mlflow", folder, heard, tracking_uri=uri, experiment_name="tests")
 
 
 @pytest.fixture(scope="module")
@@ -57,25 +40,21 @@ def read_back(uri: str, folder: Path) -> tuple[Any, Any]:
     return client, client.get_run((folder / "mlflow_run_id").read_text().strip())
 
 
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_run_reads_back_from_sqlite(store: str, tmp_path: Path) -> None:
     heard, began = Hears(), time.time()
     params = {f"section.key_{i}": str(i) for i in range(150)} | {"long": "x" * 7000}
-    mlflow = writer(store, tmp_path / "tiny", heard, params)
+    mlflow = mlflow_writer(store, tmp_path / "tiny", heard)
     mlflow.log(0, {"metrics/eval/bits_per_byte": 8.0})  # before the first step: kept
-    mlflow.start(resume=False, tags={"torch": "2.9", "git commit": "abc"})
+    tags = {"torch": "2.9", "git commit": "abc"}
+    mlflow.start(facts(tmp_path / "tiny", params=params, tags=tags))
     for batch in range(1, 301):
         mlflow.log(batch, {"lr-DecoupledAdamW/group0": batch / 7, "loss/train/total": 1 / batch})
     mlflow.log(301, {"icl/metrics/eval_gauntlet/a (b)": 0.5, "loss/train/total": math.nan})
     for name in ("recipe.yaml", "report.html"):
-        (tmp_path / name).write_text(f"the {name}")
+        (tmp_path / name).write_text(f"the {name} http://me:secret@host")
         mlflow.file(tmp_path / name)
-    mlflow.close("finished")
+    mlflow.samples(301, [("def f(", "x):"), ("a", "b")])
+    finish(mlflow)
 
     client, run = read_back(store, tmp_path / "tiny")
     assert (run.info.status, run.info.run_name) == ("FINISHED", "tiny")
@@ -94,41 +73,61 @@ def test_a_run_reads_back_from_sqlite(store: str, tmp_path: Path) -> None:
     runs = Path(store.removeprefix("sqlite:///")).parent
     for name in ("recipe.yaml", "report.html"):
         [kept] = runs.glob(f"mlartifacts/{run.info.run_id}/artifacts/{name}")
-        assert kept.read_text() == f"the {name}"
+        assert kept.read_text() == f"the {name} http://me:***@host"
+    [kept] = runs.glob(f"mlartifacts/{run.info.run_id}/artifacts/samples/ba0000301.txt")
+    assert kept.read_text() == "> def f(x):\n\n> ab"
     assert [text for text in heard if "sending the rest" not in text] == [
         "MLflow: long exceeds its 6000 characters and is cut there; recipe.yaml is not"
     ]
 
 
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run(store: str, tmp_path: Path) -> None:
+    """With the same recipe each step is there once; with another the repeated ones are twice."""
     folder, heard = tmp_path / "again", Hears()
-    ids, values = [], []
-    for batch, resume, seed in ((1, False, "17"), (2, True, "18"), (1, False, "17")):
-        params = {"seed": seed} | ({"new": "1"} if resume else {})
-        mlflow = writer(store, folder, heard, params)
-        mlflow.start(resume=resume, tags={})
-        mlflow.log(batch, {"loss": float(batch)})
-        mlflow.close("killed" if batch == 1 else "finished")
+    ids, steps = [], []
+    starts: list[tuple[int, int, dict[str, Any]]] = [
+        (0, 14, {"seed": 17}),
+        (9, 20, {"seed": 17, "new": 1.5}),  # resumed after 9
+        (18, 22, {"seed": 18, "new": 1.5}),  # with another recipe
+        (21, 24, {"seed": 18, "new": 1.5}),  # with the same as the last time
+        (0, 2, {"seed": 17}),  # from the first batch
+    ]
+    for first, last, params in starts:
+        mlflow = mlflow_writer(store, folder, heard)
+        mlflow.start(facts(folder, first, params=params))
+        for batch in range(first + 1, last + 1):
+            mlflow.log(batch, {"loss": 1 / batch})
+            if batch % 5 == 0:
+                mlflow.log(batch, {"eval": 2 / batch})
+        finish(mlflow, "killed" if first == 0 else "finished")
         client, run = read_back(store, folder)
         ids.append(run.info.run_id)
-        values.append([m.value for m in client.get_metric_history(run.info.run_id, "loss")])
-        if resume:
+        history = client.get_metric_history(run.info.run_id, "loss")
+        assert all(m.value == 1 / m.step for m in history)
+        steps.append(sorted(m.step for m in history))
+        if first == 9:
             assert run.info.status == "FINISHED"
-            assert run.data.params == {"seed": "17", "new": "1"}
+            assert run.data.params == {"seed": "17", "new": "1.5"}
+            evaluations = client.get_metric_history(run.info.run_id, "eval")
+            assert sorted(m.step for m in evaluations) == [5, 10, 15, 20]
+        if first == 18:
             assert run.data.tags["resumed.seed"] == "18"
-    assert ids[0] == ids[1] != ids[2]
-    assert values == [[1.0], [1.0, 2.0], [1.0]]
-    assert "these changed and are tags: seed" in heard.text()
+    assert len(set(ids[:4])) == 1 and ids[4] not in ids[:4]
+    assert steps[:2] == [[*range(1, 15)], [*range(1, 21)]]
+    assert steps[2] == sorted([*range(1, 23), 19, 20])
+    assert steps[3] == sorted([*range(1, 25), 19, 20])
+    assert steps[4] == [1, 2]
+    assert heard.text().count("these changed and are tags: seed") == 1
 
 
 def test_a_resumed_run_whose_mlflow_run_is_gone_begins_another(store: str, tmp_path: Path) -> None:
     folder, heard = tmp_path / "gone", Hears()
     folder.mkdir()
     (folder / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
-    mlflow = writer(store, folder, heard)
-    mlflow.start(resume=True, tags={})
+    mlflow = mlflow_writer(store, folder, heard)
+    mlflow.start(facts(folder, 4))
     mlflow.log(5, {"loss": 1.0})
-    mlflow.close("finished")
+    finish(mlflow)
     assert read_back(store, folder)[1].data.metrics == {"loss": 1.0}
     assert "is no longer in the store; a new one begins" in heard.text()
 
@@ -137,7 +136,7 @@ def test_a_dead_server_never_holds_training_up(tmp_path: Path) -> None:
     import mlflow.tracking  # noqa: F401  (loading a library may hold every thread for a moment)
 
     heard = Hears()
-    sender = writer(f"http://me:secret@127.0.0.1:{closed_port()}", tmp_path / "run", heard)
+    sender = mlflow_writer(f"http://me:secret@127.0.0.1:{closed_port()}", tmp_path / "run", heard)
     slowest = 0.0
 
     def timed(action: Any) -> None:
@@ -146,20 +145,31 @@ def test_a_dead_server_never_holds_training_up(tmp_path: Path) -> None:
         action()
         slowest = max(slowest, time.perf_counter() - began)
 
-    timed(lambda: sender.start(resume=False, tags={}))
+    timed(lambda: sender.start(facts(tmp_path / "run")))
     until = time.monotonic() + 30
     while not heard and time.monotonic() < until:  # as training: until the outage is noticed
         timed(lambda: sender.log(1, {"loss": 1.0, "lr": 2.0}))
         time.sleep(0.01)
-    sent = len(sender._points)
+    sent = len(sender._waiting)
     assert slowest < 0.05
-    assert len(heard) == 1 and "does not answer" in heard[0] and "training goes on" in heard[0]
+    assert len(heard) == 1 and "fails: " in heard[0] and "training goes on" in heard[0]
     began = time.monotonic()
-    sender.close("finished", timeout=2.0)
+    finish(sender, timeout=2.0)
     assert time.monotonic() - began < 3.5
     assert "metric values" in heard[-1] and "metrics.jsonl has every value" in heard[-1]
     assert f"lacks {sent} " in heard[-1] or sent >= 1000
     assert "secret" not in heard.text()
+
+
+def test_an_outage_after_training_is_given_up_soon(tmp_path: Path) -> None:
+    heard = Hears()
+    mlflow = mlflow_writer(f"http://127.0.0.1:{closed_port()}", tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
+    mlflow.log(1, {"loss": 1.0})
+    began = time.monotonic()
+    finish(mlflow, timeout=60.0)
+    assert time.monotonic() - began < 20
+    assert "lacks 1 metric values" in heard[-1]
 
 
 def test_a_server_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
@@ -171,13 +181,53 @@ def test_a_server_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     heard = Hears()
-    mlflow = writer(f"http://127.0.0.1:{server.server_port}", tmp_path / "run", heard)
-    mlflow.start(resume=False, tags={})
+    mlflow = mlflow_writer(f"http://127.0.0.1:{server.server_port}", tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
     mlflow.log(1, {"loss": 1.0})
     began = time.monotonic()
-    mlflow.close("finished", timeout=1.0)
+    finish(mlflow, timeout=1.0)
     assert time.monotonic() - began < 3
     assert "lacks 1 metric values" in heard.text()
+    server.shutdown()
+
+
+def test_a_server_that_refuses_the_credentials_is_said_once(tmp_path: Path) -> None:
+    asked = []
+
+    class Refuses(BaseHTTPRequestHandler):
+        """As MLflow's server with basic-auth answers."""
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = b"You are not authenticated. Please see https://mlflow.org/docs/latest/auth"
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", 'Basic realm="mlflow"')
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    heard = Hears()
+    uri = f"http://me:secret@127.0.0.1:{server.server_port}"
+    mlflow = mlflow_writer(uri, tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
+    until = time.monotonic() + 30
+    while not heard and time.monotonic() < until:
+        mlflow.log(1, {"loss": 1.0})
+        time.sleep(0.01)
+    mlflow.log(2, {"loss": 1.0})
+    began = time.monotonic()
+    finish(mlflow)
+    assert time.monotonic() - began < 1 and len(asked) == 1
+    assert "MLflow (http://me:***@127.0.0.1" in heard[0] and "refuses the run" in heard[0]
+    assert "401" in heard[0] and "training goes on" in heard[0]
+    assert len(heard) == 2 and "metric values" in heard[1] and "secret" not in heard.text()
     server.shutdown()
 
 
@@ -199,26 +249,26 @@ def test_a_store_that_comes_back_gets_everything(
 
     away.set()
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    mlflow = writer(store, tmp_path / "run", heard)
-    mlflow.start(resume=False, tags={})
+    mlflow = mlflow_writer(store, tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
     for batch in range(1, 11):
         mlflow.log(batch, {"loss": float(batch)})
     until = time.monotonic() + 30
     while away.is_set() and time.monotonic() < until:
         time.sleep(0.05)
-    mlflow.close("finished")
+    finish(mlflow)
     client, run = read_back(store, tmp_path / "run")
     history = client.get_metric_history(run.info.run_id, "loss")
     assert sorted(m.value for m in history) == [float(b) for b in range(1, 11)]
-    assert ["does not answer" in heard[0], "answers again" in heard[1], len(heard)] == [1, 1, 2]
+    assert ["fails: " in heard[0], "works again" in heard[1], len(heard)] == [1, 1, 2]
 
 
 def test_a_missing_driver_is_said_once(tmp_path: Path) -> None:
     heard = Hears()
-    mlflow = writer("mysql+nosuchdriver://me:secret@127.0.0.1/db", tmp_path / "run", heard)
-    mlflow.start(resume=False, tags={})
+    mlflow = mlflow_writer("mysql+nosuchdriver://me:secret@127.0.0.1/db", tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
     mlflow.log(1, {"loss": 1.0})
-    mlflow.close("failed")
+    finish(mlflow, "failed")
     assert "secret" not in heard.text()
     assert ["refuses the run" in text for text in heard if "sending" not in text] == [1, 0]
     assert "lacks 1 metric values" in heard[-1]
@@ -260,9 +310,11 @@ def test_names_values_and_addresses_fit_mlflow() -> None:
     for name in ("lr-DecoupledAdamW/group0", "a:b c.d_e", "x" * 400, "é%$", "metrics/x/0-shot/Y"):
         _validate_metric_name(metric_name(name))
     assert metric_name("lr-DecoupledAdamW/group0") == "lr-DecoupledAdamW/group0"
-    _validate_param("key", cut("x" * 10_000))
-    assert len(cut("x" * 10_000)) == 6000 and cut("x" * 6000) == "x" * 6000
+    _validate_param("key", param_value("x" * 10_000))
+    assert len(param_value("x" * 10_000)) == 6000 and param_value("x" * 6000) == "x" * 6000
+    assert [param_value(v) for v in ([0.9, 0.95], None, True)] == ["[0.9, 0.95]", "null", "true"]
     assert public("at http://a:b@h:1/x and postgresql://c:d@e") == (
         "at http://a:***@h:1/x and postgresql://c:***@e"
     )
+    assert public("http://a:b@c@h:1/x") == "http://a:***@h:1/x"
     assert public("sqlite:///runs/mlflow.db") == "sqlite:///runs/mlflow.db"

@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
 
 def write_run(folder: Path, steps: int) -> None:
-    metrics = JsonLines(folder / "metrics.jsonl")
+    metrics = JsonLines(folder / "metrics.jsonl", pytest.fail)
     metrics.start(0)
     for b in range(1, steps + 1):
         row = {"time/batch": b, "time/token": b * 4096}
@@ -86,7 +86,7 @@ def write_run(folder: Path, steps: int) -> None:
 def run(tmp_path: Path) -> Path:
     write_run(tmp_path, 300)
     (tmp_path / "recipe.yaml").write_text("run_name: x # <script>alert(1)</script>\n")
-    samples = JsonLines(tmp_path / "samples.jsonl")
+    samples = JsonLines(tmp_path / "samples.jsonl", pytest.fail)
     samples.start(0)
     samples.write({"time/batch": 100, "prompt": "def f(", "text": "x): <b>\x1b[2J\n"})
     samples.close()
@@ -207,3 +207,38 @@ def test_the_moving_mean_is_the_mean_of_its_window() -> None:
         assert means[i] == pytest.approx(sum(values[i - 5 : i + 6]) / 11)
     assert moving_mean([1.0, math.nan, 3.0], 2)[1] == 2.0
     assert moving_mean([float(i) for i in range(50)], 10) == pytest.approx(range(50))
+
+
+def test_norms_of_single_parameters_are_not_drawn(tmp_path: Path) -> None:
+    metrics = JsonLines(tmp_path / "metrics.jsonl", pytest.fail)
+    metrics.start(0)
+    for batch in range(1, 4):
+        row = {"time/batch": batch, "time/token": batch * 8, "loss/train/total": 1 / batch}
+        for kind in ("grad", "param", "moment"):
+            row[f"l2_norm/{kind}/global"] = batch / 3
+            row |= {f"l2_norm/{kind}/blocks.{i}.weight": batch / 5 for i in range(300)}
+        metrics.write(row)
+    metrics.close()
+    html = write_report(tmp_path).read_text()
+    titles = re.findall(r"<figcaption><b>(.*?)</b>", html)
+    assert titles == ["Loss", "Gradient norm", "l2_norm/param/global", "l2_norm/moment/global"]
+    assert "blocks.0" not in html
+
+
+def test_the_learning_rate_of_every_group_is_a_line(tmp_path: Path) -> None:
+    metrics = JsonLines(tmp_path / "metrics.jsonl", pytest.fail)
+    metrics.start(0)
+    for batch in (1, 2):
+        rates = {f"lr-DecoupledAdamW/group{i}": (i + 1) * batch / 1000 for i in range(3)}
+        metrics.write({"time/batch": batch, "time/token": batch * 8, **rates})
+    metrics.close()
+    drawn = figure(write_report(tmp_path).read_text(), "Learning rate")
+    assert drawn.count('<path class="line" style') >= 6  # three lines, and three in the legend
+    for i, rate in enumerate((0.002, 0.004, 0.006)):
+        assert f"DecoupledAdamW/group{i}: {rate}" in drawn
+
+
+def test_a_password_in_the_recipe_is_hidden(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("logger: {tracking_uri: 'http://me:secret@host:5000'}\n")
+    html = write_report(tmp_path).read_text()
+    assert "http://me:***@host:5000" in html and "secret" not in html

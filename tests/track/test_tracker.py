@@ -115,11 +115,11 @@ def test_a_recipe_is_flat_and_its_passwords_hidden() -> None:
     made.logger.tracking_uri = "http://me:secret@host:5000"
     made.fill()
     flat = flatten(made)
-    assert flat["optimizer.betas"] == "[0.9, 0.95]"
+    assert flat["optimizer.betas"] == [0.9, 0.95]
     assert flat["model.attn_config.attn_type"] == "multihead_attention"
-    assert flat["load_path"] == "null" and flat["save_async"] == "true"
+    assert flat["load_path"] is None and flat["save_async"] is True
     assert flat["logger.tracking_uri"] == "http://me:***@host:5000"
-    assert not any("secret" in value for value in flat.values())
+    assert "secret" not in str(flat)
 
 
 @pytest.mark.parametrize(
@@ -142,3 +142,56 @@ def test_an_address_that_mlflow_has_no_store_for_is_a_user_error(
     with pytest.raises(UserError, match=r"logger\.tracking_uri") as caught:
         Tracker(made, tmp_path, is_main=True)
     assert words in str(caught.value) and "sqlite:///runs/mlflow.db" in str(caught.value)
+
+
+def test_metrics_are_kept_in_memory_for_a_program(tmp_path: Path) -> None:
+    for wanted in (True, False):
+        made = recipe()
+        made.logger.in_memory = wanted
+        tracker = Tracker(made, tmp_path, is_main=True, console=Console(stream=io.StringIO()))
+        tracker.start(4, total=7)
+        for batch in (5, 6):
+            tracker.log(batch, batch * 8, {"loss/train/total": 1 / batch})
+        tracker.log(6, 48, {"metrics/eval/bits_per_byte": 2.5})
+        tracker.close("finished")
+        kept = {
+            "loss/train/total": [(5, 1 / 5), (6, 1 / 6)],
+            "metrics/eval/bits_per_byte": [(6, 2.5)],
+        }
+        assert tracker.history == (kept if wanted else {})
+
+
+def test_a_logger_gets_what_the_run_tells(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    made, folder, stream = recipe(), tmp_path / "run", io.StringIO()
+    made.logger.tensorboard = True
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("run_name: tiny\n")
+    tracker = Tracker(made, folder, is_main=True, console=Console(stream=stream))
+    tracker.start(0, total=3)
+    for batch in (1, 2, 3):
+        tracker.log(batch, batch * 8, {"loss/train/total": 1 / batch})
+    tracker.samples(3, [("a", "b")])
+    tracker.close("finished")
+    seen = EventAccumulator(str(folder / "tensorboard")).Reload()
+    for name in ("loss/train/total", "time/token"):
+        drawn = [(e.step, make_ndarray(e.tensor_proto).item()) for e in seen.Tensors(name)]
+        rows = read_metrics(folder / "metrics.jsonl")
+        assert drawn == [(r["time/batch"], pytest.approx(r[name], rel=1e-6)) for r in rows]
+    assert {"samples", "recipe"} <= set(seen.Tags()["tensors"])
+    assert "warning" not in stream.getvalue()
+
+
+def test_an_evaluation_that_cannot_be_kept_is_said_and_ends_nothing(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    tracker = Tracker(recipe(), tmp_path / "run", is_main=True, console=Console(stream=stream))
+    tracker.start(0, total=3)
+    tracker.log(1, 8, {"loss/train/total": 1.0})
+    (tmp_path / "run" / "eval").write_text("in the way")
+    tracker.gauntlet(1, {"tasks": []})
+    tracker.close("finished")
+    assert "ba0000001.json was not written: File exists" in stream.getvalue()
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["time/token"] == 8

@@ -1,0 +1,258 @@
+"""MLflow's side of a run: is the address one it knows, open the run, send, upload, end.
+
+The tracker calls `mlflow_target` when a run is set up; a `BackgroundWriter` calls the rest from its
+thread, because importing MLflow takes seconds. The idea: a folder's MLflow run is found again by
+the id kept in the folder, so a resumed run goes on in the same one.
+
+A resume repeats the steps after its checkpoint, and MLflow cannot delete what it has. With the same
+recipe the repetition is exact, so values that MLflow has are not sent again, and it keeps the
+wall-clock ones of the first time. With another recipe they are sent, and it shows both;
+metrics.jsonl holds the steps once, always.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.track.format import public
+from llmfoundry.track.writer import Point, RunFacts, Samples, Target
+
+SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+RUN_ID_FILE = "mlflow_run_id"
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+# MLflow's limits (mlflow.utils.validation): metrics and parameters a request, characters of a name
+# and of a parameter's value.
+MAX_METRICS, MAX_PARAMS, MAX_NAME, MAX_VALUE = 1000, 100, 250, 6000
+# Answers that a repetition would not change.
+_PERMANENT = {
+    "BAD_REQUEST",
+    "ENDPOINT_NOT_FOUND",
+    "INVALID_PARAMETER_VALUE",
+    "PERMISSION_DENIED",
+    "RESOURCE_DOES_NOT_EXIST",
+    "UNAUTHENTICATED",
+}
+
+
+@dataclass(frozen=True)
+class MlflowSession:
+    """An open MLflow run. `known`: the last batch of each metric that it needs no more."""
+
+    client: Any
+    run_id: str
+    known: Mapping[str, int]
+    max_points: int = MAX_METRICS
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Write at most MAX_METRICS points in one request."""
+        from mlflow.entities import Metric
+
+        rows = [Metric(metric_name(p.name), p.value, p.milliseconds, p.batch) for p in points]
+        rows = [row for row in rows if row.step > self.known.get(row.key, -1)]
+        if rows:
+            self.client.log_batch(self.run_id, metrics=rows)
+
+    def samples(self, samples: Samples) -> None:
+        """Keep texts as an artifact."""
+        text = "\n\n".join(f"> {prompt}{text}" for prompt, text in samples.texts)
+        self.client.log_text(self.run_id, text, f"samples/ba{samples.batch:07d}.txt")
+
+    def upload(self, path: Path) -> None:
+        """Keep a text file with the run, passwords hidden."""
+        self.client.log_text(self.run_id, public(path.read_text(encoding="utf-8")), path.name)
+
+    def end(self, status: str) -> None:
+        """Mark the run."""
+        self.client.set_terminated(self.run_id, STATUS[status])
+
+
+def mlflow_target(config: LoggerConfig, run_folder: Path) -> Target:
+    """Where `logger.tracking_uri` points.
+
+    Raises:
+        UserError: it is of no kind that MLflow writes to.
+    """
+    assert config.tracking_uri is not None and config.experiment_name is not None
+    check_uri(config.tracking_uri)
+    return Target(
+        f"MLflow ({public(config.tracking_uri)})",
+        partial(open_session, config.tracking_uri, config.experiment_name),
+        lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),
+        _is_permanent,
+    )
+
+
+def check_uri(uri: str) -> None:
+    """Refuse what is no store that MLflow writes to, without importing MLflow.
+
+    Raises:
+        UserError: an unknown kind of store, or an address without its file or host.
+    """
+    key, scheme = "logger.tracking_uri", urlsplit(uri).scheme.split("+")[0]
+    hint = "write sqlite:///runs/mlflow.db (a file) or http://HOST:PORT (a server)"
+    shown = public(uri)
+    if uri == "databricks":
+        return
+    if not scheme or scheme == "file":
+        raise UserError(
+            f"{key}: '{shown}' is a path, and MLflow no longer writes to folders; {hint}"
+        )
+    if scheme not in SCHEMES:
+        close = nearest(scheme, SCHEMES)
+        raise UserError(f"{key}: '{shown}': MLflow has no store of kind '{scheme}'{close}; {hint}")
+    if scheme == "sqlite" and sqlite_path(uri) is None:
+        raise UserError(f"{key}: '{shown}' names no file; {hint}, with three slashes")
+    if scheme in ("http", "https") and not urlsplit(uri).hostname:
+        raise UserError(f"{key}: '{shown}' names no host; {hint}")
+
+
+def open_session(
+    uri: str, experiment: str, facts: RunFacts, say: Callable[[str], None]
+) -> MlflowSession:
+    """Import MLflow quietly, find or create the experiment, and begin or continue the run."""
+    _silence()
+    from mlflow.tracking import MlflowClient
+
+    _silence()  # once more: the import sets levels of its own
+    database, location = sqlite_path(uri), None
+    if database is not None:
+        database.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the database and absolute, so that `mlflow ui` finds it from any folder.
+        location = (database.parent / "mlartifacts").resolve().as_uri()
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment)
+    if found is None:
+        number = client.create_experiment(experiment, artifact_location=location)
+        found = client.get_experiment(number)
+    if found.lifecycle_stage == "deleted":
+        raise RuntimeError(
+            f"experiment '{experiment}' was deleted; restore it (mlflow experiments restore"
+            f" --experiment-id {found.experiment_id}) or write another logger.experiment_name"
+        )
+    return _begin(client, found.experiment_id, facts, say)
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The database's file in `sqlite:///relative` or `sqlite:////absolute`; None elsewhere."""
+    match = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", uri)
+    return Path(match[1]) if match and match[1] != ":memory:" else None
+
+
+def metric_name(name: str) -> str:
+    """`name` with what MLflow forbids replaced by `_`, at most its 250 characters."""
+    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:MAX_NAME]
+
+
+def param_value(value: Any) -> str:
+    """A parameter's value as text within MLflow's limit, marked where it was cut."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= MAX_VALUE:
+        return text
+    mark = f" ... (cut; {len(text)} characters)"
+    return text[: MAX_VALUE - len(mark)] + mark
+
+
+def _begin(
+    client: Any, experiment_id: str, facts: RunFacts, say: Callable[[str], None]
+) -> MlflowSession:
+    """Continue the folder's MLflow run, or create one."""
+    file = facts.folder / RUN_ID_FILE
+    run_id = file.read_text().strip() if file.exists() else ""
+    run = _existing(client, run_id) if run_id else None
+    if run is None:
+        if run_id:
+            say(f"MLflow: run {run_id} is no longer in the store; a new one begins")
+        run = client.create_run(
+            experiment_id, start_time=facts.began, tags=dict(facts.tags), run_name=facts.name
+        )
+        # Before the parameters: if those fail, the next try continues this run.
+        file.write_text(f"{run.info.run_id}\n")
+        _log_params(client, run.info.run_id, facts.params, say)
+        return MlflowSession(client, run.info.run_id, {})
+    client.update_run(run_id, status="RUNNING")
+    changed = _tag_changes(client, run, facts.params, say)
+    new = {key: v for key, v in facts.params.items() if key not in run.data.params}
+    _log_params(client, run_id, new, say)
+    # MLflow tells the last value of each metric together with its step.
+    known = {} if changed else {m.key: m.step for m in run.data.to_proto().metrics}
+    return MlflowSession(client, run_id, known)
+
+
+def _existing(client: Any, run_id: str) -> Any:
+    """The run of that id, or None where it is unknown or was deleted."""
+    try:
+        run = client.get_run(run_id)
+    except Exception as error:
+        if _error_code(error) == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def _tag_changes(
+    client: Any, run: Any, params: Mapping[str, Any], say: Callable[[str], None]
+) -> bool:
+    """Whether parameters differ from the last process's; MLflow keeps the first, so tag them."""
+    last = run.data.params | {
+        tag.removeprefix("resumed."): value
+        for tag, value in run.data.tags.items()
+        if tag.startswith("resumed.")
+    }
+    changed = {k: v for k, v in params.items() if k in last and last[k] != param_value(v)}
+    for key, value in changed.items():
+        client.set_tag(run.info.run_id, f"resumed.{key}", param_value(value))
+    if changed:
+        names = ", ".join(sorted(changed))
+        say(f"MLflow keeps a run's first parameters; these changed and are tags: {names}")
+    return bool(changed)
+
+
+def _log_params(
+    client: Any, run_id: str, params: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    from mlflow.entities import Param
+
+    for key in [k for k, v in params.items() if isinstance(v, str) and len(v) > MAX_VALUE]:
+        say(
+            f"MLflow: {key} exceeds its {MAX_VALUE} characters and is cut there; recipe.yaml is not"
+        )
+    rows = [Param(metric_name(k), param_value(v)) for k, v in params.items()]
+    for i in range(0, len(rows), MAX_PARAMS):
+        client.log_batch(run_id, params=rows[i : i + MAX_PARAMS])
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Whether trying again is in vain: a driver that is not installed, or a refusal."""
+    return type(error).__name__ == "NoSuchModuleError" or _error_code(error) in _PERMANENT
+
+
+def _error_code(error: Exception) -> str | None:
+    """MLflow's name for the kind of error, where it has one."""
+    return getattr(error, "error_code", None)
+
+
+def _silence() -> None:
+    """No telemetry, no lines of MLflow's own, and our retries instead of its."""
+    for variable, value in {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # with its password
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+        "GIT_PYTHON_REFRESH": "quiet",
+    }.items():
+        os.environ.setdefault(variable, value)
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)

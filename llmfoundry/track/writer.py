@@ -1,0 +1,349 @@
+"""A run on its way to another place (MLflow, TensorBoard, W&B), from a thread of its own.
+
+The tracker makes a `BackgroundWriter` for each on the main rank. The idea: such a place takes
+seconds to import and may be far away, full or gone, so everything happens in a daemon thread fed
+by a queue that starts after the first training step; training never waits and never fails because
+of it. What could not be sent is counted and said at the end; metrics.jsonl has it in any case.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmfoundry.track.format import count, public
+
+_COLLECT_SECONDS = 2.0
+_MAX_WAITING = 500_000  # values kept while a place is away: about 100 MB
+_LONGEST_PAUSE = 60.0
+_PATIENCE, _PATIENCE_WHILE_AWAY = 30.0, 5.0  # seconds for the rest, after training
+# Trying again would not change these: no package, no permission, no such file, no such character.
+_PERMANENT = (
+    ImportError,
+    PermissionError,
+    FileNotFoundError,
+    NotADirectoryError,
+    UnicodeError,
+    TypeError,
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one metric."""
+
+    name: str
+    value: float
+    milliseconds: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Texts that the model wrote after `batch` batches: (prompt, continuation) each."""
+
+    batch: int
+    milliseconds: int
+    texts: Sequence[tuple[str, str]]
+
+
+Item = Point | Samples | Path
+KINDS = ("metric values", "samples")  # what is lost by number, and not by name
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run apart from its metrics.
+
+    `first_batch` steps were made by earlier processes; what was sent of later ones is repeated.
+    `began` is in milliseconds since 1970. `params` are the recipe's, by dotted key.
+    """
+
+    name: str
+    folder: Path
+    first_batch: int
+    began: int
+    params: Mapping[str, Any]
+    tags: Mapping[str, str]
+
+
+class Session(Protocol):
+    """An open run. A method may raise whatever its store raises; it is then called again."""
+
+    @property
+    def max_points(self) -> int:
+        """Of one `send`."""
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Write metrics, all or none."""
+
+    def samples(self, samples: Samples) -> None:
+        """Keep what the model wrote."""
+
+    def upload(self, path: Path) -> None:
+        """Keep a text file with the run."""
+
+    def end(self, status: str) -> None:
+        """Close the run: finished, failed or killed."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run goes: how messages call it, and what opens it.
+
+    `open` gets a function that prints a line. `begin_anew` is called once, where a run starts from
+    its first batch in a folder that may hold an earlier one's traces. `is_permanent`: whether an
+    error would come again.
+    """
+
+    label: str
+    open: Callable[[RunFacts, Callable[[str], None]], Session]
+    begin_anew: Callable[[Path], None]
+    is_permanent: Callable[[Exception], bool]
+
+
+class BackgroundWriter:
+    """Feeds one target. `note` and `warn` print a line, and are called from the thread too."""
+
+    def __init__(
+        self, target: Target, *, note: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
+        self._target, self._note, self._warn = target, note, warn
+        self._waiting: deque[Item] = deque()
+        self._changed = threading.Condition()
+        self._status: str | None = None  # how the run ended; None while it goes on
+        self._deadline = float("inf")  # on the monotonic clock, set by end()
+        self._session: Session | None = None
+        self._is_away = False
+        self._refusals = 0
+        self._is_ended = True  # there, as far as is known
+        self._lost: Counter[str] = Counter()  # by kind, files by name
+        self._problem = ""
+        self._thread: threading.Thread | None = None
+
+    def start(self, facts: RunFacts) -> None:
+        """Begin to send; call after the first training step."""
+        assert self._thread is None, "a run starts once"
+        name = self._target.label
+        self._thread = threading.Thread(target=self._work, args=(facts,), name=name, daemon=True)
+        self._thread.start()
+
+    def log(self, batch: int, metrics: Mapping[str, float]) -> None:
+        """Queue the metrics of a step; returns at once."""
+        now = milliseconds()
+        self._queue([Point(name, float(value), now, batch) for name, value in metrics.items()])
+
+    def samples(self, batch: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Queue texts that the model wrote."""
+        self._queue([Samples(batch, milliseconds(), list(texts))])
+
+    def file(self, path: Path) -> None:
+        """Queue a text file to be kept with the run, as it is when its turn comes."""
+        self._queue([path])
+
+    def end(self, status: str, *, timeout: float = _PATIENCE) -> None:
+        """Say how the run ended, and that nothing more comes; returns at once."""
+        with self._changed:
+            self._status = status
+            patience = min(timeout, _PATIENCE_WHILE_AWAY) if self._is_away else timeout
+            self._deadline = time.monotonic() + patience
+            self._changed.notify()
+
+    def close(self) -> None:
+        """After `end`: wait for the rest to be sent, until the timeout, and tell what is lost."""
+        if self._thread is None:
+            return
+        self._thread.join(min(3.0, self._left()))
+        if self._thread.is_alive() and self._left() > 1:
+            self._note(
+                f"sending the rest to {self._target.label}, for at most {self._left():.0f} s"
+            )
+        while self._thread.is_alive() and self._left() > 0:  # which an outage makes less
+            self._thread.join(min(1.0, self._left()))
+        self._thread.join(0.5)
+        self._tell_lost(cut_off=self._thread.is_alive())
+        # A thread that was cut off is not to speak into the final message.
+        self._note = self._warn = _nobody
+
+    def _queue(self, items: Sequence[Item]) -> None:
+        with self._changed:
+            refused = self._session is None and self._refusals > 0  # there will be no session
+            room = 0 if refused else max(0, _MAX_WAITING - len(self._waiting))
+            self._waiting.extend(items[:room])
+            self._count_lost(items[room:])
+            self._changed.notify()
+
+    def _work(self, facts: RunFacts) -> None:
+        """The thread: connect, send what is queued until the run ends, then end it there."""
+
+        def forget() -> None:
+            if facts.first_batch == 0:
+                self._target.begin_anew(facts.folder)
+
+        def connect() -> None:
+            self._session = self._target.open(facts, lambda text: self._warn(text))
+
+        if not (self._persist(forget, "the run") and self._persist(connect, "the run")):
+            return
+        assert self._session is not None
+        while self._send_some(self._session):
+            pass
+        assert self._status is not None
+        self._is_ended = self._persist(partial(self._session.end, self._status), "the run's end")
+
+    def _send_some(self, session: Session) -> bool:
+        """Wait for work and send one request; False when nothing more can come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._status)
+            # Steps may be milliseconds apart: one request for those of two seconds.
+            self._changed.wait_for(
+                lambda: self._status or len(self._waiting) >= session.max_points, _COLLECT_SECONDS
+            )
+            items = self._next_items(session.max_points)
+        if items:
+            sent = self._persist(*_request(session, items))
+            self._settle(items, sent=sent)
+        with self._changed:
+            done = self._status is not None and not self._waiting
+        return not (done or self._out_of_time())
+
+    def _next_items(self, most: int) -> list[Item]:
+        """What goes out together: values up to `most`, or one of anything else."""
+        points = list(takewhile(_is_point, islice(self._waiting, most)))
+        return points or list(islice(self._waiting, 1))
+
+    def _settle(self, items: Sequence[Item], *, sent: bool) -> None:
+        """Take items off the queue: sent, or refused and counted. Late ones stay in it."""
+        with self._changed:
+            if not sent and self._out_of_time():
+                return
+            for _ in items:
+                self._waiting.popleft()
+            if not sent:
+                self._count_lost(items)
+
+    def _persist(self, action: Callable[[], None], what: str) -> bool:
+        """Do `action` until it succeeds; False if `what` is refused, or time runs out."""
+        failures = 0
+        while True:
+            try:
+                action()
+            except Exception as error:
+                failures += 1
+                self._problem = describe(error)
+                if isinstance(error, _PERMANENT) or self._target.is_permanent(error):
+                    self._refuse(what)
+                    return False
+                if failures == 2:  # one failure may be a lock of a moment
+                    self._tell_outage()
+                if not self._pause(min(2.0 ** (failures - 1), _LONGEST_PAUSE)):
+                    return False
+            else:
+                if failures > 1 and self._is_away:
+                    self._note(f"{self._target.label} works again")
+                self._is_away = False
+                return True
+
+    def _tell_outage(self) -> None:
+        """Say it once; after training it is told with what is lost, which then comes soon."""
+        self._is_away = True
+        with self._changed:
+            soon = time.monotonic() + _PATIENCE_WHILE_AWAY
+            self._deadline = min(self._deadline, soon) if self._status else self._deadline
+        if self._status is None:
+            self._warn(
+                f"{self._target.label} fails: {self._problem}; training goes on, sending is tried"
+                " again"
+            )
+
+    def _refuse(self, what: str) -> None:
+        """Say the first refusal; the others are likely to be the same, and are counted."""
+        self._refusals += 1
+        if self._refusals == 1:
+            self._warn(
+                f"{self._target.label} refuses {what}: {self._problem}; training goes on without it"
+            )
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait before another try, at most a second once the run has ended; False: give up."""
+        with self._changed:
+            if self._status is None:
+                self._changed.wait_for(lambda: self._status, seconds)
+            else:
+                self._changed.wait(min(1.0, self._left()))
+        return not self._out_of_time()
+
+    def _out_of_time(self) -> bool:
+        return self._left() == 0.0
+
+    def _left(self) -> float:
+        """Seconds until `end`'s timeout."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _count_lost(self, items: Sequence[Item]) -> None:
+        self._lost.update(_kind(item) for item in items)
+
+    def _tell_lost(self, *, cut_off: bool) -> None:
+        """One line for what the target did not get, if anything."""
+        with self._changed:
+            self._count_lost(list(self._waiting))
+        missing = [
+            f"{count(n)} {kind}" if kind in KINDS else kind for kind, n in self._lost.items()
+        ]
+        if cut_off or not self._is_ended:
+            missing.append("the end of the run")
+        if missing or self._refusals:
+            self._warn(
+                f"{self._target.label} lacks {', '.join(missing) or 'what it refused'}:"
+                f" {self._problem or 'out of time'}; metrics.jsonl has every value"
+            )
+
+
+def close_all(writers: Sequence[BackgroundWriter], status: str) -> None:
+    """End a run everywhere; all send their rest at the same time."""
+    for writer in writers:
+        writer.end(status)
+    for writer in writers:
+        writer.close()
+
+
+def milliseconds() -> int:
+    """Since 1970."""
+    return int(time.time() * 1000)
+
+
+def describe(error: Exception) -> str:
+    """The first line of an error, without passwords, at most 200 characters."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = text.split(": Max retries exceeded")[0]  # what follows repeats the address
+    return public(text if len(text) <= 200 else text[:197] + "...")
+
+
+def _request(session: Session, items: Sequence[Item]) -> tuple[Callable[[], None], str]:
+    """The call that sends `items`, which are all points or one other thing, and its name."""
+    first = items[0]
+    if isinstance(first, Samples):
+        return partial(session.samples, first), f"the samples of batch {first.batch}"
+    if isinstance(first, Path):
+        return partial(session.upload, first), first.name
+    points = [item for item in items if isinstance(item, Point)]
+    return partial(session.send, points), f"{len(points)} metric values"
+
+
+def _is_point(item: Item) -> bool:
+    return isinstance(item, Point)
+
+
+def _kind(item: Item) -> str:
+    return item.name if isinstance(item, Path) else KINDS[isinstance(item, Samples)]
+
+
+def _nobody(text: str) -> None:
+    """Hears nothing."""
