@@ -13,6 +13,7 @@ import torch
 from llmfoundry.data.prepare import Prepared
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.ops.attention import Rules, alibi_slopes, refusal
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -45,15 +46,44 @@ def filled(written: TrainRecipe) -> TrainRecipe:
 
 
 def build_root(recipe: TrainRecipe) -> Root:
-    """The model on the meta device: shapes without memory."""
+    """The model on the meta device, in the dtype of its weights: shapes without memory."""
     with torch.device("meta"):
-        return Root(Decoder(recipe.model))
+        return Root(Decoder(recipe.model)).to(weight_dtype(recipe.precision))
+
+
+def weight_dtype(precision: str) -> torch.dtype:
+    """What weights, gradients and the optimizer's state are kept in.
+
+    With `bf16` microbatches' gradients are added up in bfloat16 too, except under FSDP, which adds
+    them in fp32; losses of different microbatch sizes then agree to bfloat16's 8 bits only.
+    """
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def attention_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
+    """Why the backend that a filled recipe names cannot serve all its layers; None: it can."""
+    model, attn = recipe.model, recipe.model.attn_config
+    slopes = None
+    if attn.alibi:
+        assert attn.alibi_bias_max is not None, "the recipe was not filled"
+        slopes = alibi_slopes(model.n_heads, attn.alibi_bias_max, device)
+    dtype = torch.float32 if recipe.precision == "fp32" else torch.bfloat16
+    for window in {layer.window for layer in model.layers()}:
+        rules = Rules(1.0, attn.attn_logit_softcapping, slopes, window, attn.attn_pdrop)
+        reason = refusal(attn.attn_impl, rules, device, dtype, head_dim=model.head_dim)
+        if reason is not None:
+            return reason
+    return None
 
 
 def build_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Makes the context of a forward pass: bf16 matrix products, or none at all."""
+    """Makes the context of a forward pass: bf16 matrix products over fp32 weights, or nothing.
+
+    fp32 and bf16 need none: all computes in the weights' dtype, and norms, softmax, rotary
+    positions and the loss turn to fp32 by themselves.
+    """
     return partial(
         torch.autocast, device.type, dtype=torch.bfloat16, enabled=precision == "amp_bf16"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmfoundry.build.job import Job, build_root, filled
+from llmfoundry.build.job import Job, attention_refusal, build_root, filled
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -79,7 +79,7 @@ def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
     return Start(found, weights_only=bool(recipe.load_weights_only))
 
 
-ANEW: dict[str, Any] = {"batch": 0, "window": (0.0, 0)}
+ANEW: dict[str, Any] = {"batch": 0, "window": (0.0, 0), "callbacks": {}}
 
 
 def fill_weights(
@@ -103,7 +103,7 @@ def fill_weights(
         raise UserError(
             f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
         )
-    then = {**model_identity(ModelConfig()), **state["identity"]}  # older ones lack newer settings
+    then = {**_unrecorded(folder), **state["identity"]}
     kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
     changed = [k for k in kept if then.get(k) != identity[k]]
     if changed:
@@ -124,14 +124,31 @@ def fill_weights(
     return state
 
 
+def _unrecorded(folder: Path) -> dict[str, Any]:
+    """What a checkpoint older than some settings had for them: its recipe, read by today's schema.
+
+    A setting that did not exist then has its default, which is what was trained.
+    """
+    model = filled(load(TrainRecipe, folder / "recipe.yaml")).model
+    return {**model_identity(model), "precision": WIDE, "optimizer.disable_grad": []}
+
+
+WIDE = "fp32 or amp_bf16"  # which keep the same weights, and may follow each other
+
+
 def run_identity(job: Job) -> dict[str, Any]:
-    """What may not change between a checkpoint and its continuation, beside the data's order."""
+    """What may not change between a checkpoint and its continuation, beside the data's order.
+
+    Weights and moments of another dtype would be rounded on loading, without a word.
+    """
     recipe = job.recipe
     return {
+        "precision": "bf16" if recipe.precision == "bf16" else WIDE,
         "global_train_batch_size": recipe.global_train_batch_size,
         "data.attend_across_documents": recipe.data.attend_across_documents,
         "tokenizer": job.tokenizer.fingerprint,
         "optimizer.name": recipe.optimizer.name,
+        "optimizer.disable_grad": recipe.optimizer.disable_grad,
         **model_identity(recipe.model),
     }
 
@@ -154,8 +171,18 @@ class Loaded:
     state: dict[str, Any]
 
 
-def load_checkpoint(path: str, world: World, *, note: Callable[[str], None]) -> Loaded:
+def load_checkpoint(
+    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
+) -> Loaded:
     """The model, tokenizer and recipe at `path`: a run's folder or one checkpoint's.
+
+    Attention that was trained with a backend that this device lacks is served by another here.
+
+    Args:
+        path: where to look.
+        world: this process.
+        note: told of checkpoints that are passed over.
+        precision: of the recipe in place of its own; decides the weights' dtype.
 
     Raises:
         UserError: there is no whole checkpoint at `path`.
@@ -164,6 +191,11 @@ def load_checkpoint(path: str, world: World, *, note: Callable[[str], None]) -> 
     if folder is None:
         raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
     recipe = filled(load(TrainRecipe, folder / "recipe.yaml"))
+    recipe.precision = precision or recipe.precision
+    reason = attention_refusal(recipe, world.device)
+    if reason is not None:
+        recipe.model.attn_config.attn_impl = "auto"
+        note(f"model.attn_config.attn_impl: auto here; {reason}")
     tokenizer = Tokenizer.load(folder / "tokenizer")
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     root = build_root(recipe)

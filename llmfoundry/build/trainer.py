@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmfoundry.build.evaluate import build_evaluate, eval_rows
-from llmfoundry.build.job import Job, build_root, filled
+from llmfoundry.build.job import Job, attention_refusal, build_root, filled
 from llmfoundry.build.start import fill_weights, find_start, run_identity
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.prepare import Prepared, prepare
@@ -18,6 +20,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
 from llmfoundry.gauntlet.categories import GauntletResult
 from llmfoundry.models.counts import flops_per_token, peak_flops
+from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
 from llmfoundry.recipe.duration import Clock, Duration
@@ -27,13 +30,17 @@ from llmfoundry.serve.generate import stream_tokens
 from llmfoundry.track.loggers import Tracker
 from llmfoundry.train.callbacks import (
     Callback,
+    GarbageCollection,
     GenerateSamples,
+    LRMonitor,
     MemoryMonitor,
     RuntimeEstimator,
     SpeedMonitor,
 )
 from llmfoundry.train.checkpoint import Checkpointer
-from llmfoundry.train.optim import OPTIMIZERS
+from llmfoundry.train.early_stopper import EarlyStopper
+from llmfoundry.train.optim import build_optimizer, freeze
+from llmfoundry.train.optimizer_monitor import OptimizerMonitor
 from llmfoundry.train.trainer import Trainer
 
 
@@ -49,8 +56,14 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         UserError: the recipe asks for what cannot be had; nothing has been trained.
     """
     recipe = filled(written)
-    memory = memory_of_process(world)
-    choose_microbatch(with_guessed_vocabulary(recipe), world_size=world.size, available=memory)
+    fit = partial(
+        choose_microbatch,
+        world_size=world.size,
+        available=memory_of_process(world),
+        device=world.device,
+    )
+    fit(with_guessed_vocabulary(recipe))
+    check_kernels(recipe, world.device)
     start = find_start(recipe, world, tracker.note)
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=world.is_main)
     prepared = prepare(recipe.data, tokenizer, progress=world.is_main)
@@ -58,12 +71,18 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         tracker.note(line)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     check_vocabulary(recipe, tokenizer)
-    microbatch = choose_microbatch(recipe, world_size=world.size, available=memory)
+    microbatch = fit(recipe)
     mesh = build_mesh(recipe.parallel, world)
     root = build_root(recipe)
+    freeze(root.model, recipe.optimizer)
+    wrap_blocks(  # before FSDP and DDP, whose hooks stay outside of it
+        root,
+        checkpointing=recipe.parallel.activation_checkpointing,
+        compile_mode=recipe.compile_mode,
+    )
     materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
     job = Job(recipe, world, tokenizer, prepared, root, microbatch, tracker.note)
-    optimizer = OPTIMIZERS[recipe.optimizer.name](root.parameters(), recipe.optimizer)
+    optimizer = build_optimizer(root.model, recipe.optimizer)
     identity = run_identity(job)
     loader = build_loader(job)
     state = fill_weights(job, start, optimizer, identity, loader)
@@ -89,7 +108,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
             job, recipe.eval, rows=eval_rows(recipe, microbatch), record=record
         ),
         identity=identity,
-        callbacks=build_callbacks(job),
+        callbacks=build_callbacks(job, state.get("callbacks", {})),
         first_batch=state["batch"],
         window=tuple(state["window"]),
     )
@@ -101,6 +120,19 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         facts=banner(job, loader, trainer.clock, trainer.first_batch),
     )
     return trainer, job
+
+
+def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
+    """Before any text is read: attention and compilation must work on this device.
+
+    Raises:
+        UserError: one of them does not.
+    """
+    reason = attention_refusal(recipe, device)
+    if reason is not None:
+        raise UserError(f"model.attn_config.attn_impl: {reason}")
+    if recipe.compile:
+        check_compiler(device)
 
 
 def memory_of_process(world: World) -> int:
@@ -162,8 +194,13 @@ def build_checkpointer(written: TrainRecipe, job: Job) -> Checkpointer:
     )
 
 
-def build_callbacks(job: Job) -> list[Callback]:
-    """Those that the recipe asks for."""
+def build_callbacks(job: Job, state: dict[str, Any]) -> list[Callback]:
+    """Those that the recipe asks for; the early stopper after all that measure something.
+
+    Args:
+        job: the run.
+        state: what they left in the checkpoint that the run goes on from; else empty.
+    """
     config = job.recipe.callbacks
     callbacks: list[Callback] = []
     if config.speed_monitor:
@@ -172,12 +209,22 @@ def build_callbacks(job: Job) -> list[Callback]:
         callbacks.append(
             SpeedMonitor(window=config.speed_window, flops_per_token=flops, peak_flops=peak)
         )
+    if config.lr_monitor:
+        callbacks.append(LRMonitor())
+    if config.optimizer_monitor:
+        callbacks.append(OptimizerMonitor())
     if config.memory_monitor:
         callbacks.append(MemoryMonitor())
     if config.runtime_estimator:
         callbacks.append(RuntimeEstimator())
     if config.generate.prompts:
         callbacks.append(GenerateSamples(config.generate, build_generate(job)))
+    if config.early_stopper.metric is not None:
+        callbacks.append(EarlyStopper(config.early_stopper))
+    if config.gc_interval > 0:
+        callbacks.append(GarbageCollection(config.gc_interval))
+    for callback in callbacks:
+        callback.restore(state)
     return callbacks
 
 
@@ -206,6 +253,11 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
     """What a run is, for the top of its console."""
     recipe, world = job.recipe, job.world
     parameters = sum(p.numel() for p in job.root.parameters())
+    how = f"{recipe.precision}, microbatch {job.microbatch}"
+    if recipe.parallel.activation_checkpointing:
+        how += ", activation checkpointing"
+    if recipe.compile:
+        how += f", blocks compiled ({recipe.compile_mode}): the first step takes a minute for it"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     return [
         ("run", str(recipe.save_folder)),
@@ -222,5 +274,5 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
             f" ({clock.total / clock.batches_per_epoch:.2f} epochs)"
             + (f", {first_batch:,} done" if first_batch else ""),
         ),
-        ("device", f"{world.size} x {device}, {recipe.precision}, microbatch {job.microbatch}"),
+        ("device", f"{world.size} x {device}, {how}"),
     ]

@@ -27,7 +27,9 @@ def evaluate(recipe: EvalRecipe) -> None:
     relaunch(ParallelConfig())
     with join(ParallelConfig()) as world:
         console = Console(is_main=world.is_main)
-        loaded = load_checkpoint(recipe.checkpoint, world, note=console.note)
+        loaded = load_checkpoint(
+            recipe.checkpoint, world, note=console.note, precision=recipe.precision
+        )
         results = _measure(recipe, loaded, world, console)
         if world.is_main:
             file = _output(recipe, loaded)
@@ -44,7 +46,9 @@ def _measure(recipe: EvalRecipe, loaded: Loaded, world: World, console: Console)
         device_eval_batch_size=recipe.device_eval_batch_size,
         global_train_batch_size=world.size * 8,  # rows that a process evaluates at a time, at most
     )
-    rows = choose_microbatch(run, world_size=world.size, available=memory_of_process(world))
+    rows = choose_microbatch(
+        run, world_size=world.size, available=memory_of_process(world), device=world.device
+    )
     prepared = prepare(run.data, loaded.tokenizer, progress=world.is_main)
     job = Job(run, world, loaded.tokenizer, prepared, loaded.root, rows, console.note)
     gauntlet: dict[str, Any] = {}

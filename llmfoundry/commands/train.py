@@ -53,8 +53,9 @@ def _train(written: TrainRecipe, world: World) -> None:
 def _results(trainer: Trainer, job: Job, folder: Path) -> list[tuple[str, str]]:
     """The last words: what came out, where it is, and what to do with it."""
     rows = []
-    if trainer.first_batch == trainer.clock.total:
-        rows.append(("complete", "already; write a longer max_duration or another run_name"))
+    if trainer.first_batch == trainer.batch:
+        longer = "patience" if trainer.ended_early else "max_duration"
+        rows.append(("complete", f"already; write a longer {longer} or another run_name"))
     bits = trainer.latest_evaluation.get("metrics/eval/bits_per_byte")
     if bits is not None:
         rows.append(("held-out text", f"{bits:.3f} bits per byte{_beside_gzip(job)}"))

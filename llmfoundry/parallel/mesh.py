@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -65,9 +66,10 @@ def materialize(
 def _fully_shard(root: Root, mesh: DeviceMesh, config: ParallelConfig, precision: str) -> None:
     """Each block its own unit; embeddings, final norm and head stay with the root."""
     policy = MixedPrecisionPolicy(
+        # under bf16 the shards are bfloat16 already, and gradients come back as such
         param_dtype=torch.bfloat16 if precision == "amp_bf16" else None,
         reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # the residual stream and rotary tables stay fp32
+        cast_forward_inputs=False,  # amp's residual stream and rotary tables stay fp32
     )
     used = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
     reshard = config.reshard_after_forward
@@ -85,12 +87,27 @@ def replicate(root: Root, mesh: DeviceMesh | None) -> nn.Module:
     """Around filled weights: DDP where the mesh has replicas only; `root` itself elsewhere."""
     if mesh is None or mesh[SHARD].size() > 1:
         return root
-    return DistributedDataParallel(
+    group = mesh.get_group(REPLICATE)
+    module = DistributedDataParallel(
         root,
-        process_group=mesh.get_group(REPLICATE),
+        process_group=group,
         gradient_as_bucket_view=True,
         init_sync=False,  # weights are a function of (seed, name), or read by every rank
     )
+    if any(p.dtype == torch.bfloat16 for p in root.parameters()):
+        # DDP reads annotations, and cannot read those that are strings: hence the lambda
+        module.register_comm_hook(group, lambda group, bucket: _mean_in_fp32(group, bucket))
+    return module
+
+
+def _mean_in_fp32(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """DDP's mean of bfloat16 gradients over processes, added up in fp32 as FSDP does."""
+    wide = bucket.buffer().float().div_(group.size())
+    work = dist.all_reduce(wide, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def sum_factor(module: nn.Module) -> int:

@@ -1,19 +1,21 @@
-"""Small observers of the training loop; `build.py` makes those that the recipe asks for.
+"""Small observers of the training loop; `build/trainer.py` makes those that the recipe asks for.
 
-A callback sees the trainer after every step, and may add metrics whenever the trainer logs.
+Every process has them, and calls each hook at the same batch, in the order of `Trainer.callbacks`.
 """
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmfoundry.recipe.logger import GenerateConfig
+from llmfoundry.train.optim import CLASS_NAMES
 
 if TYPE_CHECKING:
     from llmfoundry.train.trainer import Trainer
@@ -24,18 +26,39 @@ GIB = 2**30
 class Callback:
     """Does nothing; subclasses override what they need."""
 
+    def on_start(self, trainer: Trainer) -> None:
+        """Act before the first step, or the evaluation before it."""
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Look at the gradients, whole and not yet clipped, of a step that will be logged."""
+
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Add to the metrics of a logged step."""
 
+    def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Look at what an evaluation measured."""
+
     def on_step(self, trainer: Trainer) -> None:
-        """Act after a step (on every process)."""
+        """Act after a step, its log and its evaluation, before its checkpoint."""
+
+    def close(self) -> None:
+        """Undo what outlives the run; called at its end, also after an error."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON; empty: nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned; empty where a run begins anew."""
 
 
 class SpeedMonitor(Callback):
     """Throughput over the last logged steps, evaluation and saving left out, and MFU.
 
-    Model FLOPs utilisation: FLOPs of the model (models/counts.py's convention) over the devices'
-    peak; only where the peak is known.
+    FLOPs are the model's, by the convention of PaLM and LLM Foundry (models/counts.py): two for a
+    multiply-add, the backward pass as two forward passes, attention over the whole row (causality
+    not discounted), embedding look-ups and recomputation (activation checkpointing) not counted.
+    Model FLOPs utilisation is their rate over the device's dense bf16 peak, where that is known.
     """
 
     def __init__(self, *, window: int, flops_per_token: float, peak_flops: float | None) -> None:
@@ -52,6 +75,7 @@ class SpeedMonitor(Callback):
         tokens = rate * trainer.clock.tokens_per_batch
         device = tokens / trainer.world.size
         metrics["throughput/batches_per_sec"] = rate
+        metrics["throughput/samples_per_sec"] = rate * trainer.clock.samples_per_batch
         metrics["throughput/tokens_per_sec"] = tokens
         metrics["throughput/device/tokens_per_sec"] = device
         metrics["throughput/device/flops_per_sec"] = device * self._flops
@@ -60,12 +84,40 @@ class SpeedMonitor(Callback):
         metrics["time/train"] = now
 
 
-class MemoryMonitor(Callback):
-    """Peak memory in GiB: the device's on a GPU, the process's resident set on a CPU."""
+class LRMonitor(Callback):
+    """The learning rate of every parameter group, under the optimizer's name in Composer."""
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Add memory/peak_allocated_mem."""
-        metrics["memory/peak_allocated_mem"] = peak_memory(trainer.world.device) / GIB
+        """Add lr-<class>/group<i>."""
+        name = CLASS_NAMES[trainer.recipe.optimizer.name]
+        for index, group in enumerate(trainer.optimizer.param_groups):
+            metrics[f"lr-{name}/group{index}"] = group["lr"]
+
+
+CUDA_MEMORY = {  # Composer's names of PyTorch's statistics
+    "current_allocated_mem": "allocated_bytes.all.current",
+    "peak_allocated_mem": "allocated_bytes.all.peak",
+    "current_reserved_mem": "reserved_bytes.all.current",
+    "peak_reserved_mem": "reserved_bytes.all.peak",
+}
+
+
+class MemoryMonitor(Callback):
+    """Memory in GiB: a GPU's, of process 0; on a CPU the peak of the process's resident set.
+
+    Reserved is what the allocator holds, allocated what tensors use of it; a retry is an
+    allocation that had to give cached blocks back first, which waits for the device.
+    """
+
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Add memory/*."""
+        device = trainer.world.device
+        metrics["memory/peak_allocated_mem"] = peak_memory(device) / GIB
+        if device.type == "cuda":
+            found = torch.cuda.memory_stats(device)
+            for name, statistic in CUDA_MEMORY.items():
+                metrics[f"memory/{name}"] = found.get(statistic, 0) / GIB
+            metrics["memory/alloc_retries"] = found.get("num_alloc_retries", 0)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -99,9 +151,42 @@ class GenerateSamples(Callback):
 
     def on_step(self, trainer: Trainer) -> None:
         """Generate, if due; every process takes part, for shards' sake."""
-        last = trainer.batch == trainer.clock.total
-        if not (last or trainer.clock.is_due(self._config.interval, trainer.batch)):
+        if not (trainer.done or trainer.is_due(self._config.interval)):
             return
         with trainer.aside():
             samples = [(prompt, self._generate(prompt)) for prompt in self._config.prompts]
         trainer.tracker.samples(trainer.batch, samples)
+
+
+class GarbageCollection(Callback):
+    """Collects at the same batch on all processes, in place of Python's own collector.
+
+    Python's comes whenever a process has made enough objects, and then all others wait for it.
+    What the first step leaves, modules and weights, stays for good and is never looked at again.
+    """
+
+    def __init__(self, interval: int) -> None:
+        """Collect young objects every `interval` batches, and all where a run pauses anyway."""
+        self._interval = interval
+        self._was_on = gc.isenabled()
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Switch Python's collector off."""
+        gc.disable()
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Collect, if due."""
+        recipe = trainer.recipe
+        if trainer.batch == trainer.first_batch + 1:
+            gc.collect()
+            gc.freeze()
+        elif trainer.is_due(recipe.eval_interval) or trainer.is_due(recipe.save_interval):
+            gc.collect()
+        elif trainer.batch % self._interval == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        """Leave Python's collector as it was."""
+        gc.unfreeze()
+        if self._was_on:
+            gc.enable()

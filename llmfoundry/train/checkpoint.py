@@ -128,12 +128,11 @@ def load_training_state(
 ) -> None:
     """Fill model and optimizer from a checkpoint written by any number of processes."""
     state = _training_state(model, optimizer)
+    groups = state["optimizer"].pop("param_groups")  # the recipe's, not the past's
     dcp.load(state, checkpoint_id=str(folder), no_dist=not distributed)
     set_model_state_dict(model, state["model"], options=_OPTIONS)
-    groups = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
-    for group, (lr, weight_decay) in zip(optimizer.param_groups, groups, strict=True):
-        group["lr"], group["weight_decay"] = lr, weight_decay  # the recipe's, not the past's
+    moments = state["optimizer"] | {"param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)
 
 
 def _training_state(model: Decoder, optimizer: Optimizer) -> dict[str, Any]:

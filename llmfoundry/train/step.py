@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.moe import Routing, move_biases
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.mesh import gradient_sync, sum_factor, whole
 from llmfoundry.recipe.optimizer import GradientClippingConfig
+from llmfoundry.train.shards import l2_norms, local
 
 
 @dataclass
@@ -26,14 +28,20 @@ class StepResult:
     """What one step leaves behind, on the device.
 
     Attributes:
-        loss: mean cross-entropy over the global batch's labelled tokens, nats.
+        loss: all that was minimised: the mean cross-entropy over the global batch's labelled tokens
+            in nats, and what routers add.
         grad_norm: global L2 norm of the gradient before clipping.
         count: labelled tokens of the global batch.
+        parts: where routers add to it, the summands of `loss`: `loss`, which is the cross-entropy,
+            and those of `Routing.losses`; else empty.
+        routing: load and probability of every expert over the global batch; None without experts.
     """
 
     loss: Tensor
     grad_norm: Tensor
     count: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    routing: Routing | None = None
 
 
 class Guard:
@@ -65,6 +73,7 @@ def train_step(
     autocast: Callable[[], AbstractContextManager[None]],
     clipping: GradientClippingConfig,
     guard: Guard,
+    on_gradients: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run step `number` on this process's rows of the global batch.
 
@@ -77,28 +86,76 @@ def train_step(
         autocast: gives the context of the forward pass.
         clipping: bound on the gradient.
         guard: stops updates once a loss or gradient is not finite.
+        on_gradients: called while parameters hold the step's gradients, before clipping.
     """
-    count = (batch.labels != IGNORE).sum()
-    _sum_over_processes(count)
-    loss = torch.zeros((), device=count.device)
-    parts, factor = list(batch.split(microbatch)), sum_factor(module)
-    for index, part in enumerate(parts):
-        with gradient_sync(module, last=index == len(parts) - 1):
+    labelled = (batch.labels != IGNORE).sum()
+    counts = torch.stack([labelled, torch.full_like(labelled, len(batch.tokens))])
+    _sum_over_processes(counts)
+    count, rows = counts.unbind()
+    sums = Sums()
+    microbatches, factor = list(batch.split(microbatch)), sum_factor(module)
+    for index, part in enumerate(microbatches):
+        with gradient_sync(module, last=index == len(microbatches) - 1):
             with autocast():
-                total = module(part.tokens, part.layout, _loss_of(part.labels))
-            share = total / count.clamp(min=1)
-            (share * factor).backward()
-        loss += share.detach()
-    _sum_over_processes(loss)
+                nats, routing = module(
+                    part.tokens, part.layout, _loss_of(part.labels), routing=True
+                )
+            shares = [nats / count.clamp(min=1)]
+            shares += [loss / rows for loss in routing.losses.values()] if routing else []
+            (sum(shares) * factor).backward()
+        sums.add(shares, routing)
+    parts, routing = sums.over_processes()
+    loss = sum(parts.values(), torch.zeros_like(parts["loss"]))
     parameters = [p for p in module.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = _total_norm([p.grad for p in parameters if p.grad is not None])
+    if on_gradients is not None:
+        on_gradients()
     CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
-    result = StepResult(loss, whole(norm), count)
+    result = StepResult(loss, whole(norm), count, parts if len(parts) > 1 else {}, routing)
     guard.observe(number, result)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if routing is not None:
+        move_biases(module, routing.load, held=guard.found_inf)
     return result
+
+
+class Sums:
+    """Losses and loads over microbatches, and then over processes, in one message."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+        self._routing: Routing | None = None
+
+    def add(self, shares: list[Tensor], routing: Routing | None) -> None:
+        """Add a microbatch: its shares of the losses, the cross-entropy's first, and its loads."""
+        values = [share.detach() for share in shares]
+        values += [routing.load, routing.probability] if routing else []
+        if self._sums:
+            values = [a + b for a, b in zip(self._sums, values, strict=True)]
+        self._sums, self._routing = values, routing
+
+    def over_processes(self) -> tuple[dict[str, Tensor], Routing | None]:
+        """The step's losses by name, `loss` being the cross-entropy, and its routing."""
+        flat = torch.cat([value.flatten() for value in self._sums])
+        _sum_over_processes(flat)
+        sizes = [value.numel() for value in self._sums]
+        values = [
+            part.view(value.shape)
+            for part, value in zip(flat.split(sizes), self._sums, strict=True)
+        ]
+        if self._routing is None:
+            return {"loss": values[0]}, None
+        names = ["loss", *self._routing.losses]
+        losses = dict(zip(names, values[: len(names)], strict=True))
+        return losses, Routing(losses, *values[len(names) :])
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """L2 norm of all gradients together, in fp32 also where they are bfloat16."""
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip_norm(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
@@ -111,9 +168,41 @@ def clip_value(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -
     torch.nn.utils.clip_grad_value_(parameters, threshold)
 
 
+def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
+    """Scale each row of a gradient to at most `threshold` times its weights' norm.
+
+    Unit-wise adaptive clipping (Brock et al., 2021): a unit is an output row of a matrix, or a
+    whole vector; weights' norms count as 1e-3 at least, so that a bias at 0 can leave it (which
+    Composer lacks).
+    """
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    for parameter in parameters:
+        if parameter.ndim >= 2:
+            assert parameter.grad is not None
+            grad = local(parameter.grad)
+            grad.mul_(_share(_row_norms(local(parameter.detach())), _row_norms(grad), threshold))
+    if vectors:
+        gradients = [parameter.grad for parameter in vectors if parameter.grad is not None]
+        shares = _share(l2_norms([p.detach() for p in vectors]), l2_norms(gradients), threshold)
+        for gradient, share in zip(gradients, shares.unbind(), strict=True):
+            local(gradient).mul_(share)
+
+
+def _row_norms(matrix: Tensor) -> Tensor:
+    """(rows, 1, …), in fp32."""
+    dims = tuple(range(1, matrix.ndim))
+    return torch.linalg.vector_norm(matrix, dim=dims, keepdim=True, dtype=torch.float32)
+
+
+def _share(weights: Tensor, gradients: Tensor, threshold: float) -> Tensor:
+    """What is kept of gradients of these norms."""
+    return (weights.clamp(min=1e-3) * threshold / gradients).clamp(max=1.0)
+
+
 CLIPPINGS: dict[str, Callable[[list[nn.Parameter], float, Tensor], None]] = {
     "norm": clip_norm,
     "value": clip_value,
+    "adaptive": clip_adaptive,
 }
 
 

@@ -26,7 +26,6 @@ from llmfoundry.recipe.duration import Clock
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.callbacks import Callback
 from llmfoundry.train.checkpoint import Checkpointer
-from llmfoundry.train.optim import CLASS_NAMES
 from llmfoundry.train.schedule import lr_factor
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.step import Guard, StepResult, train_step
@@ -80,6 +79,7 @@ class Trainer:
         self.train_seconds = self.eval_seconds = 0.0
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
+        self.ended_early = ""
         self.guard = Guard(self.world.device)
         self._loss_sum = torch.tensor(self.window[0], device=self.world.device)
         self._loss_count = self.window[1]
@@ -95,25 +95,52 @@ class Trainer:
         Raises:
             UserError: a loss or a gradient was not finite; the weights are those before it.
         """
-        if self.recipe.eval_first and self.batch == 0:
-            self._evaluate()
+        try:
+            for callback in self.callbacks:
+                callback.on_start(self)
+            if self.recipe.eval_first and self.batch == 0:
+                self._evaluate()
+            return self._fit()
+        finally:
+            for callback in self.callbacks:
+                callback.close()
+
+    def _fit(self) -> str:
+        signal_name = ""
         self._started = time.perf_counter()
         with StopSignal(self.world) as stop, closing(self.loader.prefetch(self.batch)) as batches:
-            while self.batch < self.clock.total:
+            while not (self.done or signal_name):
                 self._step(next(batches))
-                signal_name = stop.agreed()
-                if signal_name and self.batch < self.clock.total:
-                    self._save()
-                    break
-                signal_name = ""
+                signal_name = stop.agreed() if not self.done else ""
+            if signal_name:
+                self._save()
         self.checkpointer.wait()
-        return signal_name if self.batch < self.clock.total else ""
+        return signal_name
+
+    @property
+    def done(self) -> bool:
+        """Whether the step under way, or the one before, is the run's last."""
+        return self.batch >= self.clock.total or bool(self.ended_early)
+
+    def end(self, why: str) -> None:
+        """Make this step the last, as if the run were that long; every process calls it."""
+        if not self.ended_early:
+            self.ended_early = why
+            self.tracker.note(why)
+
+    def is_due(self, interval: str) -> bool:
+        """Whether something that happens every `interval` happens after this step."""
+        return self.clock.is_due(interval, self.batch)
 
     def _step(self, batch: Any) -> None:
-        torch.manual_seed(hash((self.recipe.seed, self.batch, self.world.rank)))
+        self._seed()
         factor = lr_factor(self.recipe.schedule, self.clock, self.batch)
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
+        following = self.batch + 1
+        logs = following == self.clock.total or self.clock.is_due(
+            self.recipe.log_interval, following
+        )
         result = train_step(
             self.module,
             self.optimizer,
@@ -123,24 +150,36 @@ class Trainer:
             autocast=self.autocast,
             clipping=self.recipe.gradient_clipping,
             guard=self.guard,
+            on_gradients=self._on_gradients if logs else None,
         )
-        self.batch += 1
+        self.batch = following
         self._loss_sum += result.loss
         self._loss_count += 1
         if self.world.device.type == "cpu":
             self._check_guard()  # nothing to wait for there
-        last = self.batch == self.clock.total
-        if last or self._due(self.recipe.log_interval):
+        if logs:
             self._log(result)
-        if last or self._due(self.recipe.eval_interval):
+        if self.done or self.is_due(self.recipe.eval_interval):
             self._evaluate()
         for callback in self.callbacks:
             callback.on_step(self)
-        if last or self._due(self.recipe.save_interval):
+        if self.done or self.is_due(self.recipe.save_interval):
             self._save()
 
-    def _due(self, interval: str) -> bool:
-        return self.clock.is_due(interval, self.batch)
+    def _seed(self) -> None:
+        """Make the step's draws a function of (seed, batch, process).
+
+        Not torch.manual_seed: on a machine without a GPU it leaves behind, at every call, a stack
+        trace for each kind of device that might still come.
+        """
+        value = hash((self.recipe.seed, self.batch, self.world.rank))
+        torch.default_generator.manual_seed(value)
+        if self.world.device.type == "cuda":
+            torch.cuda.manual_seed(value)
+
+    def _on_gradients(self) -> None:
+        for callback in self.callbacks:
+            callback.on_gradients(self)
 
     def _log(self, result: StepResult) -> None:
         self._check_guard()
@@ -149,12 +188,10 @@ class Trainer:
         self._loss_count = 0
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
-        name = CLASS_NAMES[self.recipe.optimizer.name]
         metrics = {
             "loss/train/total": loss,
             "metrics/train/bits_per_byte": loss / math.log(2) / self.bytes_per_token,
             "l2_norm/grad/global": result.grad_norm.item(),
-            f"lr-{name}/group0": self.optimizer.param_groups[0]["lr"],
             "time/epoch": self.batch / self.clock.batches_per_epoch,
         }
         for callback in self.callbacks:
@@ -181,6 +218,13 @@ class Trainer:
         self.latest_evaluation = metrics
         if metrics:
             self.tracker.log(self.batch, self.batch * self.clock.tokens_per_batch, metrics)
+        for callback in self.callbacks:
+            callback.on_evaluate(self, metrics)
+
+    def save_and_wait(self) -> None:
+        """Write a checkpoint now, whole when this returns; every process calls it."""
+        self._save()
+        self.checkpointer.wait()
 
     def _save(self) -> None:
         self._check_guard()
@@ -189,6 +233,7 @@ class Trainer:
             "window": [self._loss_sum.item(), self._loss_count],
             "order": self.loader.state(self.batch),
             "identity": self.identity,
+            "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }
         with self.aside():
             self.checkpointer.save(self.batch, self.root.model, self.optimizer, state)

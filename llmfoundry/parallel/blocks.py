@@ -1,0 +1,101 @@
+"""What goes around each block's forward pass: compilation, and around that checkpointing.
+
+`build/trainer.py` calls `wrap_blocks` on the meta device, before FSDP: a block's own `forward` is
+replaced in place, so names of parameters stay what they are, and FSDP's hooks, which wait for
+other processes, stay outside of what is compiled and of what is computed again.
+
+Only training goes through the wraps. Evaluation and generation call the plain forward pass: their
+rows have every length, and each would be compiled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from llmfoundry.errors import UserError
+from llmfoundry.models.decoder import Root
+
+Forward = Callable[..., Any]  # of a block and its inputs
+BUILDERS = {"cpu": "g++ and Python's headers", "cuda": "triton and gcc"}  # what inductor runs
+
+
+def wrap_blocks(root: Root, *, checkpointing: bool, compile_mode: str | None) -> None:
+    """Replace the training forward pass of every block, in place.
+
+    Checkpointing goes around the compiled function, not into it: a graph break inside a compiled
+    checkpoint (attention of documents one by one, on a CPU) turns compilation off altogether.
+
+    Args:
+        root: the model, before FSDP or DDP wrap it.
+        checkpointing: keep a block's input only, and compute the block again in the backward pass.
+        compile_mode: torch.compile's mode; None: not compiled.
+    """
+    if compile_mode is None and not checkpointing:
+        return
+    forward: Forward = _plain
+    if compile_mode is not None:
+        forward = _compiled(forward, compile_mode, len(root.model.blocks))
+    if checkpointing:
+        forward = _checkpointed(forward)
+    for block in root.model.blocks:
+        block.forward = _while_training(block, forward)
+
+
+def _plain(block: nn.Module, *inputs: Any) -> Any:
+    return type(block).forward(block, *inputs)
+
+
+def _while_training(block: nn.Module, wrapped: Forward) -> Forward:
+    def forward(*inputs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return wrapped(block, *inputs)
+        return _plain(block, *inputs)
+
+    return forward
+
+
+def _checkpointed(forward: Forward) -> Forward:
+    """Keep the inputs; the random state is kept too, so that dropout falls on the same elements."""
+
+    def wrapped(block: nn.Module, *inputs: Any) -> Any:
+        return checkpoint(forward, block, *inputs, use_reentrant=False, preserve_rng_state=True)
+
+    return wrapped
+
+
+def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:
+    """One function for all blocks: those that are alike share its graphs, compiled once."""
+    import torch._dynamo  # imported here: it takes a second, and most runs do not compile
+
+    # Blocks of other windows, or with others' keys, are other graphs; beyond the limit (8) PyTorch
+    # would run them uncompiled and only warn.
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 8 * n_blocks)
+    config.optimize_ddp = False  # it would cut graphs where DDP's buckets end; blocks are smaller
+    return torch.compile(forward, mode=mode)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile one addition: seconds now in place of a traceback in the first step.
+
+    Raises:
+        UserError: kernels cannot be built here.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
+    def add_one(x: Tensor) -> Tensor:
+        return x + 1
+
+    try:
+        torch.compile(add_one)(torch.ones(8, device=device))
+    except TorchDynamoException as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"compile: torch.compile cannot build kernels here ({reason}); install"
+            f" {BUILDERS[device.type]}, or write compile: false"
+        ) from error

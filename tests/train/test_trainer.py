@@ -1,0 +1,60 @@
+"""The loop: a step's draws are its own, and nothing piles up from step to step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import losses, write_recipe
+from tests.train.here import train_here
+
+DROPOUT = ("model.resid_pdrop=0.2", "model.attn_config.attn_pdrop=0.1", "max_duration=8ba")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory with tiny.yaml and a run with dropout, saved after 4 and 8 batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("trainer")
+        write_recipe(folder)
+        patch.chdir(folder)
+        train_here("whole", *DROPOUT, "eval=off")
+        yield folder
+
+
+def test_dropout_is_repeated_after_a_resume(place: Path) -> None:
+    shutil.copytree("runs/whole", "runs/resumed")
+    shutil.rmtree("runs/resumed/checkpoints/ba0000008")
+    train_here("resumed", *DROPOUT, "eval=off")
+    assert losses(Path("runs/resumed")) == losses(Path("runs/whole"))
+
+
+def test_neither_checkpointing_nor_evaluation_nor_samples_change_a_draw(place: Path) -> None:
+    others = (
+        "parallel.activation_checkpointing=true",
+        "eval_interval=3ba",
+        "callbacks.generate.prompts=[line]",
+        "callbacks.generate.interval=2ba",
+        "callbacks.generate.max_new_tokens=2",
+    )
+    train_here("watched", *DROPOUT, *others)
+    assert losses(Path("runs/watched")) == losses(Path("runs/whole"))
+
+
+def test_dropout_differs_from_step_to_step_and_from_none(place: Path) -> None:
+    train_here("none", "max_duration=8ba", "eval=off")
+    plain, dropped = losses(Path("runs/none")), losses(Path("runs/whole"))
+    assert all(plain[batch] != dropped[batch] for batch in plain)
+    train_here("seeded", *DROPOUT, "eval=off", "seed=18")
+    assert losses(Path("runs/seeded")) != dropped
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its queue is empty once CUDA is up")
+def test_seeding_leaves_nothing_behind_for_a_gpu_that_never_comes(place: Path) -> None:
+    before = len(torch.cuda._queued_calls)
+    train_here("queue", "max_duration=5ba", "eval=off")
+    assert len(torch.cuda._queued_calls) == before
