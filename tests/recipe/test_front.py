@@ -202,7 +202,7 @@ MISTAKES = {
     "hydra.job.name=x": "unknown key 'hydra'",
     "~modle": "unknown key 'modle'; did you mean 'model'?",
     "optimizer=adamv": "could not find 'optimizer/adamv'; options: adamw, decoupled_adamw,"
-    " decoupled_lionw; did you mean 'adamw'?",
+    " decoupled_lionw, muon; did you mean 'adamw'?",
     "eval=true": "could not find 'eval/true'; options: generated, off, validation",
     "model.n_layers=four": "model.n_layers: 'four' is not an integer",
     "model.n_layers=2.5": "model.n_layers: 2.5 is not an integer",
@@ -269,7 +269,7 @@ BROKEN = {
     "- seed\n": "r.yaml:1: holds no keys",
     "just text": "r.yaml:1: holds no keys",
     "defaults: {model: x}\n": "r.yaml:1: defaults: is no list",
-    "defaults: [model: mpt-125n]\n": "r.yaml: could not find 'model/mpt-125n'; options: mpt-125m,",
+    "defaults: [model: mpt-125n]\n": "r.yaml: could not find 'model/mpt-125n'; options: ",
     "defaults: [modle: x]\n": "r.yaml: could not find 'modle/x'; groups: model, tokenizer,",
     "defaults: [nosuch]\n": "r.yaml: could not find the recipe 'nosuch' of the defaults list",
     "defaults: [r]\n": "r.yaml: defaults: a list here includes its own file",
