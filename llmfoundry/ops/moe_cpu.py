@@ -1,0 +1,207 @@
+"""The mixture of experts on a CPU: one expert after another, its activations in the cache.
+
+`moe_grouped.py` calls it. Counts are known to the host for nothing here, and a matrix product an
+expert is as fast as a dense layer's; the time goes elsewhere: fresh memory costs the kernel a page
+fault every 4 KiB, more than the elementwise functions that fill it. So products write straight into
+their place, and elementwise functions go block by block over memory that is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmfoundry.ops.activations import Activation
+from llmfoundry.ops.moe_compress import pack, packed_width, unpack
+from llmfoundry.ops.moe_experts import Experts, Gradients, Kept
+from llmfoundry.ops.moe_routing import Routing
+
+BLOCK_VALUES = 1 << 18  # of an elementwise step: its operands stay cached, its threads busy
+PACK_VALUES = 1 << 17  # of a step to or from 8 bits, which has more and wider operands
+
+
+def forward(
+    x: Tensor, weights: Tensor, routing: Routing, w: Experts, *, keep: bool, compress: bool
+) -> tuple[Tensor, Kept]:
+    """Output (T, d), and the pre-activations where they are to be kept.
+
+    Args:
+        x: (T, d).
+        weights: (T, k), fp32 or wider.
+        routing: the N = T * k rows, sorted.
+        w: the experts.
+        keep: a backward pass will come.
+        compress: keep them in 8 bits.
+    """
+    top_k, n_rows, f = weights.shape[1], routing.order.shape[0], w.w1.shape[1]
+    exact, packed = keep and not compress, keep and compress
+    width = f if exact else packed_width(f) if packed else 0
+    dtype = torch.int8 if packed else x.dtype
+    gate = torch.empty(n_rows, width, dtype=dtype)
+    up = torch.empty(0 if w.v1 is None else n_rows, width, dtype=dtype)
+    tokens, row_weights = routing.order // top_k, _row_weights(weights, routing)
+    y_rows = x.new_empty(n_rows, x.shape[1])
+    for e, rows in _segments(routing):
+        x_e = x.index_select(0, tokens[rows])
+        a = _linear(x_e, w.w1[e], _of(w.b1, e), gate[rows] if exact else None)
+        b = None
+        if w.v1 is not None:
+            b = _linear(x_e, w.v1[e], _of(w.bv, e), up[rows] if exact else None)
+        if packed:
+            _pack(a, gate[rows])
+            if b is not None:
+                _pack(b, up[rows])
+        y = torch.mm(_glu(a, b, w.act), w.w2[e], out=y_rows[rows])
+        if w.b2 is not None:
+            y += w.b2[e]
+        y *= row_weights[rows]
+    return _sum_choices(y_rows, routing, weights), Kept(gate, up)
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    kept: Kept,
+    routing: Routing,
+    w: Experts,
+    *,
+    frozen: bool,
+) -> Gradients:
+    """All gradients from that of the output, grad (T, d); none of the experts where `frozen`."""
+    top_k, n_rows, f = weights.shape[1], routing.order.shape[0], w.w1.shape[1]
+    tokens, row_weights = routing.order // top_k, _row_weights(weights, routing)
+    grad_rows, inner = x.new_empty(n_rows, x.shape[1]), weights.new_empty(n_rows)
+    grads = tuple(None if p is None or frozen else torch.empty_like(p) for p in w.tensors())
+    _zero_unused(grads, routing)
+    for e, rows in _segments(routing):
+        g = grad.index_select(0, tokens[rows])
+        a = _restored(kept.gate[rows], f, x.dtype)
+        b = None if w.v1 is None else _restored(kept.up[rows], f, x.dtype)
+        dh = g @ w.w2[e].T
+        h, da = _glu_backward(dh, a, b, row_weights[rows], w.act, inner[rows])
+        db = dh  # its memory
+        if w.b2 is not None:
+            inner[rows] += g @ w.b2[e]
+        dx = torch.mm(da, w.w1[e], out=grad_rows[rows])
+        if w.v1 is not None:
+            torch.addmm(dx, db, w.v1[e], out=dx)
+        if not frozen:
+            g *= row_weights[rows]
+            x_e = x.index_select(0, tokens[rows])
+            _expert_gradients(tuple(_of(p, e) for p in grads), x_e, g, h, da, db)
+    grad_weights = inner.index_select(0, routing.inverse).view_as(weights)
+    return Gradients(_sum_choices(grad_rows, routing, weights), grad_weights, grads)
+
+
+def _expert_gradients(
+    grads: tuple[Tensor | None, ...], x: Tensor, g: Tensor, h: Tensor, da: Tensor, db: Tensor
+) -> None:
+    """Fill one expert's gradients, in the order of `Experts.tensors`."""
+    w1, v1, w2, b1, bv, b2 = grads
+    assert w1 is not None and w2 is not None
+    torch.mm(da.T, x, out=w1)
+    torch.mm(h.T, g, out=w2)
+    if v1 is not None:
+        torch.mm(db.T, x, out=v1)
+    for bias, rows in ((b1, da), (bv, db), (b2, g)):
+        if bias is not None:
+            bias.copy_(rows.sum(0, dtype=_wide(rows.dtype)))
+
+
+def _zero_unused(grads: tuple[Tensor | None, ...], routing: Routing) -> None:
+    """The gradients of experts without rows."""
+    used = {e for e, _ in _segments(routing)}
+    for e in set(range(routing.ends.shape[0])) - used:
+        for grad in grads:
+            if grad is not None:
+                grad[e] = 0
+
+
+def _segments(routing: Routing) -> Iterator[tuple[int, slice]]:
+    """Experts that have rows, and which."""
+    start = 0
+    for e, end in enumerate(routing.ends.tolist()):
+        if end > start:
+            yield e, slice(start, end)
+        start = end
+
+
+def _row_weights(weights: Tensor, routing: Routing) -> Tensor:
+    """(N, 1), the router's weight of each sorted row."""
+    return weights.flatten().index_select(0, routing.order)[:, None]
+
+
+def _sum_choices(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
+    """(T, d), the sum of each token's k rows; weights (T, k) give the shape."""
+    return F.embedding_bag(routing.inverse.view_as(weights), rows, mode="sum")
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0])
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
+
+
+def _glu(a: Tensor, b: Tensor | None, act: Activation) -> Tensor:
+    """act(a) * b, or act(a)."""
+    h = torch.empty_like(a)
+    for block in _blocks(a, BLOCK_VALUES):
+        if b is None:
+            h[block] = act.function(a[block])
+        else:
+            torch.mul(act.function(a[block]), b[block], out=h[block])
+    return h
+
+
+def _glu_backward(
+    dh: Tensor, a: Tensor, b: Tensor | None, weights: Tensor, act: Activation, inner: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Recompute h and turn dh (M, f), the gradient of the unweighted h, into others.
+
+    `inner` (M,) becomes <dh, h>, the gradient of the router's weights; dh's memory the gradient of
+    b. Returns h and the gradient of a.
+    """
+    h, da = torch.empty_like(a), torch.empty_like(a)
+    for block in _blocks(a, BLOCK_VALUES):
+        grad, s = dh[block], act.function(a[block])
+        value = s if b is None else torch.mul(s, b[block], out=h[block])
+        if b is None:
+            h[block] = s
+        torch.sum(grad * value, -1, dtype=inner.dtype, out=inner[block])
+        grad *= weights[block]
+        da[block] = act.backward(grad if b is None else grad * b[block], a[block])
+        grad *= s
+    return h, da
+
+
+def _blocks(x: Tensor, values: int) -> Iterator[slice]:
+    rows = max(1, values // x.shape[1])
+    return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
+
+
+def _pack(x: Tensor, out: Tensor) -> None:
+    for block in _blocks(x, PACK_VALUES):
+        out[block] = pack(x[block])
+
+
+def _restored(kept: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    if kept.dtype != torch.int8:
+        return kept
+    restored = torch.empty(kept.shape[0], width, dtype=dtype)
+    for block in _blocks(restored, PACK_VALUES):
+        restored[block] = unpack(kept[block], width, dtype)
+    return restored
+
+
+def _of(stacked: Tensor | None, e: int) -> Tensor | None:
+    return None if stacked is None else stacked[e]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

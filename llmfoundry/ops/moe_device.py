@@ -1,0 +1,137 @@
+"""The mixture of experts on an accelerator: grouped matrix products over all experts at once.
+
+`moe_grouped.py` calls it. Nothing waits for the device: row counts stay there, as grouped_mm's
+offsets. Between the products stand four memory-bound steps, kernels of `moe_triton.py` on CUDA.
+
+grouped_mm's traps, all met here: offsets in int32; no rows behind the last offset (their results
+would be uninitialised); contiguous operands; no fp64; rows of a multiple of 16 bytes (`moe.refusal`
+names the sizes).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmfoundry.ops import moe_steps
+from llmfoundry.ops.moe_experts import Experts, Gradients, Kept
+from llmfoundry.ops.moe_routing import Routing
+
+ONES = 8  # columns of ones that sum rows by expert; fewer are not a multiple of 16 bytes
+
+
+def forward(
+    x: Tensor, weights: Tensor, routing: Routing, w: Experts, *, keep: bool, compress: bool
+) -> tuple[Tensor, Kept]:
+    """Output (T, d), and the pre-activations where they are to be kept; as `moe_cpu.forward`."""
+    steps, top_k, ends = _steps(x.device.type), weights.shape[1], routing.ends
+    rows = steps.gather(x, routing.order, top_k)
+    # Two products, not one over concatenated weights: copying w1 and v1 each step moves more bytes
+    # than reading the rows twice where experts are large, and checkpoints know two names.
+    a = _linear(rows, w.w1, w.b1, ends)
+    b = None if w.v1 is None else _linear(rows, w.v1, w.bv, ends)
+    del rows
+    y_rows = F.grouped_mm(steps.glu(a, b, w.activation), w.w2, offs=ends)
+    if w.b2 is not None:
+        y_rows += w.b2[_experts(ends, y_rows)]
+    y = steps.combine(y_rows, routing.inverse, weights, top_k)
+    up = a.new_empty(0, a.shape[1]) if b is None else b
+    if not keep:
+        return y, Kept(a.new_empty(a.shape[0], 0), up.new_empty(up.shape[0], 0))
+    return y, Kept(pack(a), pack(up)) if compress else Kept(a, up)
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    kept: Kept,
+    routing: Routing,
+    w: Experts,
+    *,
+    frozen: bool,
+) -> Gradients:
+    """All gradients from that of the output, grad (T, d); as `moe_cpu.backward`."""
+    steps, top_k, ends = _steps(x.device.type), weights.shape[1], routing.ends
+    packed, f = kept.gate.dtype == torch.int8, w.w1.shape[1]
+    a = unpack(kept.gate, f, x.dtype) if packed else kept.gate
+    b = None
+    if w.v1 is not None:
+        b = unpack(kept.up, f, x.dtype) if packed else kept.up
+    g = steps.gather(grad, routing.order, top_k)
+    dh = F.grouped_mm(g, w.w2.transpose(1, 2), offs=ends)
+    h, da, db, inner = steps.glu_backward(dh, a, b, weights, routing.order, w.activation)
+    del dh, a, b
+    if w.b2 is not None:
+        shares = (g * w.b2[_experts(ends, g)]).sum(-1, dtype=weights.dtype)
+        inner = inner + shares[routing.inverse].view_as(inner)
+    dx_rows = F.grouped_mm(da, w.w1, offs=ends)
+    dx_up = None if w.v1 is None else F.grouped_mm(db, w.v1, offs=ends)
+    dx = steps.combine(dx_rows, routing.inverse, None, top_k, dx_up)
+    del dx_rows, dx_up
+    if frozen:
+        return Gradients(dx, inner, (None,) * 6)
+    rows = steps.gather(x, routing.order, top_k)
+    dw2 = _weight_gradient(h, g, ends)
+    dw1 = _weight_gradient(da, rows, ends)
+    dv1 = None if db is None else _weight_gradient(db, rows, ends)
+    db1 = None if w.b1 is None else _sums(da, ends)
+    dbv = None if w.bv is None or db is None else _sums(db, ends)
+    db2 = None
+    if w.b2 is not None:
+        weighted = g * weights.flatten()[routing.order][:, None]
+        db2 = _sums(weighted.to(g.dtype), ends)
+    return Gradients(dx, inner, (dw1, dv1, dw2, db1, dbv, db2))
+
+
+def pack(x: Tensor) -> Tensor:
+    """`moe_compress.pack`, by a kernel where there is one."""
+    return _steps(x.device.type).pack(x)
+
+
+def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """`moe_compress.unpack`, by a kernel where there is one."""
+    return _steps(packed.device.type).unpack(packed, width, dtype)
+
+
+@cache
+def _steps(device_type: str) -> ModuleType:
+    """Triton's kernels where they run, PyTorch's functions elsewhere."""
+    if device_type != "cuda" or find_spec("triton") is None:
+        return moe_steps
+    from llmfoundry.ops import moe_triton
+
+    return moe_triton
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    if bias is not None:
+        out += bias[_experts(ends, rows)]
+    return out
+
+
+def _weight_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """(E, n, m), left^T right over each expert's rows of left (N, n) and right (N, m)."""
+    product = F.grouped_mm(left.T, right, offs=ends)
+    if left.is_cuda and torch.cuda.get_device_capability(left.device)[0] >= 10:
+        # Blackwell leaves an expert without rows uninitialised (pytorch issue 172439)
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        product.masked_fill_(empty[:, None, None], 0)
+    return product
+
+
+def _sums(rows: Tensor, ends: Tensor) -> Tensor:
+    """(E, n), the sum of each expert's rows (N, n), as a product with ones: no atomics."""
+    return _weight_gradient(rows, rows.new_ones(rows.shape[0], ONES), ends)[..., 0].contiguous()
+
+
+def _experts(ends: Tensor, rows: Tensor) -> Tensor:
+    """(N,), the expert of each sorted row."""
+    number = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, number, right=True)

@@ -1,0 +1,218 @@
+"""The default mixture of experts: one differentiable operator, its backward pass written by hand.
+
+`moe.py` calls `grouped`. The operator saves its input, the pre-activations and the routing, and
+nothing else: activations are recomputed, and the gradient of the router's weights comes from the
+experts' own products, <dy w2^T, h>, without the experts' outputs (Guo et al., 2025, SonicMoE). It
+is a custom operator of PyTorch, so that torch.compile takes it whole, in every dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from llmfoundry.ops import moe_cpu, moe_device
+from llmfoundry.ops.moe_compress import packed_width
+from llmfoundry.ops.moe_experts import Experts, Kept
+from llmfoundry.ops.moe_routing import Routing, route
+
+Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Backward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+# written out: what PyTorch infers from annotations differs by its version and Python's
+STACKED = "Tensor w1, Tensor? v1, Tensor w2, Tensor? b1, Tensor? bv, Tensor? b2, str activation"
+FORWARD = (
+    f"(Tensor x, Tensor weights, Tensor experts, {STACKED}, bool keep, bool compress)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+BACKWARD = (
+    "(Tensor grad, Tensor x, Tensor weights, Tensor gate, Tensor up, Tensor order, Tensor inverse,"
+    f" Tensor ends, {STACKED}, bool frozen)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def grouped(
+    x: Tensor, weights: Tensor, experts: Tensor, w: Experts, *, compress: bool = False
+) -> Tensor:
+    """The mixture of x (T, d), weights and experts (T, k): (T, d). See `moe.mixture`."""
+    inputs = [t for t in (x, weights, *w.tensors()) if t is not None]
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    out = torch.ops.llmfoundry.moe_forward(
+        x, weights, experts, *w.tensors(), w.activation, keep, compress
+    )
+    return out[0]
+
+
+@torch.library.custom_op("llmfoundry::moe_forward", mutates_args=(), schema=FORWARD)
+def _forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    w1: Tensor,
+    v1: Tensor | None,
+    w2: Tensor,
+    b1: Tensor | None,
+    bv: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+    keep: bool,
+    compress: bool,
+) -> Forward:
+    """Output; what is kept of gate and up; x packed, or empty; order, inverse and ends."""
+    w = Experts(w1, v1, w2, b1, bv, b2, activation).map(Tensor.contiguous)
+    x, weights = x.contiguous(), weights.contiguous()
+    routing = route(experts, w1.shape[0])
+    path = _path(x.device)
+    y, kept = path.forward(x, weights, routing, w, keep=keep, compress=compress)
+    packed = path.pack(x) if keep and compress else x.new_empty(0, dtype=torch.int8)
+    return (y, *kept, packed, *routing)
+
+
+@torch.library.custom_op("llmfoundry::moe_backward", mutates_args=(), schema=BACKWARD)
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    w1: Tensor,
+    v1: Tensor | None,
+    w2: Tensor,
+    b1: Tensor | None,
+    bv: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+    frozen: bool,
+) -> Backward:
+    """Gradients of x, weights and the experts' tensors; empty for those that have none."""
+    w = Experts(w1, v1, w2, b1, bv, b2, activation).map(Tensor.contiguous)
+    path = _path(x.device)
+    if x.dtype == torch.int8:
+        x = path.unpack(x, w1.shape[2], grad.dtype)
+    dx, dweights, experts = path.backward(
+        grad.contiguous(),  # a sum's gradient is expanded, of stride 0
+        x.contiguous(),
+        weights.contiguous(),
+        Kept(gate, up),
+        Routing(order, inverse, ends),
+        w,
+        frozen=frozen,
+    )
+    return dx, dweights, *(x.new_empty(0) if t is None else t for t in experts)
+
+
+def _path(device: torch.device) -> ModuleType:
+    return moe_cpu if device.type == "cpu" else moe_device
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    w1: Tensor,
+    v1: Tensor | None,
+    w2: Tensor,
+    b1: Tensor | None,
+    bv: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+    keep: bool,
+    compress: bool,
+) -> Forward:
+    n_rows, f = experts.shape[0] * experts.shape[1], w1.shape[1]
+    width = 0 if not keep else packed_width(f) if compress else f
+    dtype = torch.int8 if compress and keep else x.dtype
+    packed = (x.shape[0], packed_width(x.shape[1])) if keep and compress else (0,)
+    return (
+        _like(x),
+        x.new_empty(n_rows, width, dtype=dtype),
+        x.new_empty(0 if v1 is None else n_rows, width, dtype=dtype),
+        x.new_empty(packed, dtype=torch.int8),
+        x.new_empty(n_rows, dtype=torch.int32),
+        x.new_empty(n_rows, dtype=torch.int32),
+        x.new_empty(w1.shape[0], dtype=torch.int32),
+    )
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    w1: Tensor,
+    v1: Tensor | None,
+    w2: Tensor,
+    b1: Tensor | None,
+    bv: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+    frozen: bool,
+) -> Backward:
+    def gradient(stacked: Tensor | None) -> Tensor:
+        return grad.new_empty(0) if stacked is None or frozen else _like(stacked)
+
+    experts = gradient(w1), gradient(v1), gradient(w2), gradient(b1), gradient(bv), gradient(b2)
+    return _like(grad), _like(weights), *experts
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: Sequence[Any], output: Forward) -> None:
+    x, weights, _, *stacked, activation, _, compress = inputs
+    _, gate, up, packed, *routing = output
+    ctx.save_for_backward(packed if compress else x, weights, gate, up, *routing, *stacked)
+    ctx.activation = activation
+    ctx.set_materialize_grads(False)  # what is kept has no gradient
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 12
+    saved, wants = ctx.saved_tensors, ctx.needs_input_grad
+    frozen = not any(wants[3:9])
+    grads = torch.ops.llmfoundry.moe_backward(grad, *saved, ctx.activation, frozen)
+    dx, dweights, *stacked = (
+        g if want else None for g, want in zip(grads, (*wants[:2], *wants[3:9]), strict=True)
+    )
+    return dx, dweights, None, *stacked, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.llmfoundry.moe_forward)
+def _flops(
+    x: Sequence[int], weights: Sequence[int], experts: Sequence[int], w1: Sequence[int],
+    v1: Sequence[int] | None, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Two a multiply-add, of T * k rows through two matrices, or three with a gate."""
+    return 2 * experts[0] * experts[1] * w1[1] * w1[2] * (2 if v1 is None else 3)
+
+
+@register_flop_formula(torch.ops.llmfoundry.moe_backward)
+def _backward_flops(
+    grad: Sequence[int], x: Sequence[int], weights: Sequence[int], gate: Sequence[int],
+    up: Sequence[int], order: Sequence[int], inverse: Sequence[int], ends: Sequence[int],
+    w1: Sequence[int], v1: Sequence[int] | None, *rest: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Gradients of the rows and, unless frozen, of the matrices."""
+    frozen = rest[-1]
+    return _flops(grad, weights, weights, w1, v1) * (1 if frozen else 2)

@@ -1,0 +1,67 @@
+"""Runs the Triton kernels of the mixture of experts on a CPU, by Triton's interpreter.
+
+Not a test: `test_moe_triton.py` starts it as a process of its own, for the interpreter is chosen by
+TRITON_INTERPRET before Triton is imported. Prints each case's distance from PyTorch's step as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor
+
+from llmfoundry.ops import moe_steps, moe_triton
+from llmfoundry.ops.moe_routing import route
+
+moe_triton.WIDTH = 256  # two laps along a row, cheaply
+moe_triton.WARPS = 1
+
+TOKENS, TOP_K, D, F = 5, 3, 300, 260
+
+
+def distance(mine: Tensor | None, right: Tensor | None) -> float:
+    if mine is None or right is None:
+        return 0.0 if mine is right else float("inf")
+    assert mine.dtype == right.dtype and mine.shape == right.shape
+    return float((mine.double() - right.double()).norm() / right.double().norm().clamp_min(1e-30))
+
+
+def cases(dtype: torch.dtype) -> dict[str, list[tuple[Tensor | None, Tensor | None]]]:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(dtype)
+
+    experts = random(TOKENS, 4).topk(TOP_K).indices
+    order, inverse, _ = route(experts, 4)
+    weights = torch.rand(TOKENS, TOP_K, generator=generator)
+    x, rows, more = random(TOKENS, D), *(random(TOKENS * TOP_K, D) for _ in range(2))
+    a, b, dh = (random(TOKENS * TOP_K, F) for _ in range(3))
+    found: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
+
+    def compare(name: str, function: str, *arguments: object) -> None:
+        mine, right = (getattr(room, function)(*arguments) for room in (moe_triton, moe_steps))
+        pairs = [(mine, right)] if isinstance(mine, Tensor) else list(zip(mine, right, strict=True))
+        found[name] = pairs
+
+    compare("gather", "gather", x, order, TOP_K)
+    compare("combine weighted", "combine", rows, inverse, weights, TOP_K)
+    compare("combine of two", "combine", rows, inverse, None, TOP_K, more)
+    for name in (*moe_triton.ACTIVATIONS, "mish"):
+        compare(f"glu {name}", "glu", a, b, name)
+        compare(f"glu backward {name}", "glu_backward", dh, a, b, weights, order, name)
+    compare("mlp", "glu", a, None, "gelu")
+    compare("mlp backward", "glu_backward", dh, a, None, weights, order, "gelu")
+    compare("unpack", "unpack", moe_steps.pack(a), F, dtype)
+    found["pack"] = [(moe_steps.unpack(moe_triton.pack(a), F, dtype), a)]  # 8 bits away from it
+    return found
+
+
+if __name__ == "__main__":
+    distances = {
+        f"{name} in {str(dtype).removeprefix('torch.')}": max(distance(*pair) for pair in pairs)
+        for dtype in (torch.float32, torch.bfloat16)
+        for name, pairs in cases(dtype).items()
+    }
+    print(json.dumps(distances))

@@ -1,0 +1,273 @@
+"""Every backend of the mixture of experts against the float64 reference, and it against a loop."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmfoundry.ops import moe_cpu, moe_device, moe_grouped
+from llmfoundry.ops.moe import mixture, refusal
+from llmfoundry.ops.moe_routing import route
+from tests.ops.moe_layers import LAYERS, Layer, choices, distances, gradients, inputs, run
+
+each_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+each_path = pytest.mark.parametrize("path", [moe_cpu, moe_device], ids=["cpu", "device"])
+
+
+def take(monkeypatch: pytest.MonkeyPatch, path: ModuleType) -> None:
+    """Serve grouped_mm by this path on this CPU."""
+    monkeypatch.setattr(moe_grouped, "_path", lambda device: path)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks an expert, the last one short."""
+    monkeypatch.setattr(moe_cpu, "BLOCK_VALUES", 24 * 3)
+    monkeypatch.setattr(moe_cpu, "PACK_VALUES", 24 * 5)
+
+
+@each_layer
+def test_reference_is_the_formula_token_by_token(layer: Layer) -> None:
+    x, weights, w = inputs(layer, torch.float64)
+    expected = torch.zeros_like(x)
+    for t, experts in enumerate(choices(layer).tolist()):
+        for choice, e in enumerate(experts):
+            h = w.w1[e] @ x[t] + (0 if w.b1 is None else w.b1[e])
+            h = w.act.function(h)
+            if w.v1 is not None:
+                h = h * (w.v1[e] @ x[t] + (0 if w.bv is None else w.bv[e]))
+            y = h @ w.w2[e] + (0 if w.b2 is None else w.b2[e])
+            expected = expected.index_add(0, torch.tensor([t]), (weights[t, choice] * y)[None])
+    mine = run(layer, "torch", torch.float64)
+    exact = {"y": expected.detach(), **gradients(expected, x, weights, w)}
+    assert max(distances(mine, exact).values()) < 1e-13
+
+
+@each_layer
+@each_path
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)], ids=["fp32", "bf16"]
+)
+def test_gradients_are_the_references(
+    monkeypatch: pytest.MonkeyPatch,
+    layer: Layer,
+    path: ModuleType,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    take(monkeypatch, path)
+    # the same rounded inputs in float64
+    x, weights, w = inputs(layer, dtype)
+    mine = run(layer, "grouped_mm", dtype)
+    leaves = [t if t is None else t.detach().double().requires_grad_() for t in w.tensors()]
+    wide_x, wide_weights = (t.detach().double().requires_grad_() for t in (x, weights))
+    wide = type(w)(*leaves, activation=w.activation)
+    y = mixture(wide_x, wide_weights, choices(layer), wide, impl="torch")
+    exact = {"y": y.detach(), **gradients(y, wide_x, wide_weights, wide)}
+    assert max(distances(mine, exact).values()) < tolerance
+
+
+@each_layer
+def test_cpu_path_is_exact_in_float64(layer: Layer) -> None:
+    mine = run(layer, "grouped_mm", torch.float64)
+    assert max(distances(mine, run(layer, "torch", torch.float64)).values()) < 1e-13
+
+
+@each_path
+@pytest.mark.parametrize("compress", [False, True])
+def test_no_tokens(monkeypatch: pytest.MonkeyPatch, path: ModuleType, compress: bool) -> None:
+    take(monkeypatch, path)
+    layer = Layer(tokens=0, biased=True)
+    result = run(layer, "grouped_mm", torch.float32, compress=compress)
+    assert result["y"].shape == (0, layer.d)
+    assert not any(result[name].any() for name in ("w1", "v1", "w2", "b1", "bv", "b2"))
+
+
+@each_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_runs_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, path: ModuleType, dtype: torch.dtype
+) -> None:
+    take(monkeypatch, path)
+    layer = Layer(tokens=300, biased=True, load="skewed")
+    first, second = (run(layer, "grouped_mm", dtype) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_order_of_a_tokens_choices_does_not_matter() -> None:
+    x, weights, w = inputs(Layer(), torch.float64)
+    experts = choices(Layer())
+    there = mixture(x, weights, experts, w, impl="grouped_mm")
+    back = mixture(x, weights.flip(1), experts.flip(1), w, impl="grouped_mm")
+    torch.testing.assert_close(there, back)
+
+
+def test_equal_experts_are_one_dense_layer() -> None:
+    x, weights, w = inputs(Layer(), torch.float64)
+    same = [t if t is None else t[:1].expand_as(t) for t in w.tensors()]
+    weights = weights / weights.sum(1, keepdim=True)
+    y = mixture(x, weights, choices(Layer()), type(w)(*same), impl="grouped_mm")
+    dense = (F.silu(x @ w.w1[0].T) * (x @ w.v1[0].T)) @ w.w2[0]
+    torch.testing.assert_close(y, dense)
+
+
+@each_path
+def test_an_expanded_gradient_passes(monkeypatch: pytest.MonkeyPatch, path: ModuleType) -> None:
+    take(monkeypatch, path)
+    x, weights, w = inputs(Layer(), torch.float32)
+    mixture(x, weights, choices(Layer()), w, impl="grouped_mm").sum().backward()
+    mine = x.grad
+    x.grad = None
+    mixture(x, weights, choices(Layer()), w, impl="torch").sum().backward()
+    torch.testing.assert_close(mine, x.grad)
+
+
+@pytest.mark.parametrize("impl", ["grouped_mm", "torch"])
+def test_autocast_computes_in_its_dtype_and_keeps_gradients_wide(impl: str) -> None:
+    layer = Layer(biased=True)
+    x, weights, w = inputs(layer, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = mixture(x, weights, choices(layer), w, impl=impl)
+    assert y.dtype == torch.bfloat16
+    result = {"y": y.detach(), **gradients(y, x, weights, w)}
+    assert all(grad.dtype == torch.float32 for name, grad in result.items() if name != "y")
+    assert max(distances(result, run(layer, "torch", torch.float64)).values()) < 2e-2
+
+
+def test_frozen_experts_and_router_leave_the_inputs_gradient() -> None:
+    x, weights, w = inputs(Layer(), torch.float32)
+    y = mixture(x, weights, choices(Layer()), w, impl="grouped_mm")
+    expected = gradients(y, x, weights, w)["x"]
+    frozen = type(w)(*(t if t is None else t.detach() for t in w.tensors()))
+    y = mixture(x, weights.detach(), choices(Layer()), frozen, impl="grouped_mm")
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(torch.autograd.grad(y, x, grad)[0], expected)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    x, weights, w = inputs(Layer(), torch.float32)
+    with torch.no_grad():
+        kept = torch.ops.llmfoundry.moe_forward(
+            x, weights, choices(Layer()), *w.tensors(), w.activation, False, False
+        )
+        y = mixture(x, weights, choices(Layer()), w, impl="grouped_mm")
+    assert torch.equal(kept[0], y) and not kept[1].numel() and not kept[2].numel()
+    assert torch.equal(y, mixture(x, weights, choices(Layer()), w, impl="grouped_mm").detach())
+
+
+def test_checkpointed_gradients_are_the_same() -> None:
+    x, weights, w = inputs(Layer(), torch.float32)
+
+    def block(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return mixture(x, weights, choices(Layer()), w, impl="grouped_mm")
+
+    kept = gradients(block(x, weights), x, weights, w)
+    again = checkpoint(block, x, weights, use_reentrant=False)
+    again = gradients(again, x, weights, w)
+    assert all(torch.equal(again[name], kept[name]) for name in kept)
+
+
+def test_routing_is_a_stable_sort() -> None:
+    experts = torch.tensor([[2, 0], [0, 3], [2, 3]])
+    order, inverse, ends = route(experts, 5)
+    assert order.tolist() == [1, 2, 0, 4, 3, 5]
+    assert inverse[order].tolist() == list(range(6))
+    assert ends.tolist() == [2, 2, 4, 6, 6] and ends.dtype == torch.int32
+
+
+def test_device_path_asks_nothing_of_the_host() -> None:
+    """A fake tensor has no values: .item(), .tolist() or nonzero() of one raises."""
+    layer = Layer(biased=True)
+    x, weights, w = inputs(layer, torch.bfloat16)  # fake grouped_mm knows bf16 alone
+    experts = choices(layer)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode, torch.no_grad():
+        fake = [t if t is None else mode.from_tensor(t) for t in (x, weights, *w.tensors())]
+        routing = route(mode.from_tensor(experts), layer.experts)
+        some = type(w)(*fake[2:], activation=w.activation)
+        y, kept = moe_device.forward(*fake[:2], routing, some, keep=True, compress=False)
+        back = moe_device.backward(y, *fake[:2], kept, routing, some, frozen=False)
+    assert y.shape == x.shape and back.experts[0].shape == w.w1.shape
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_flops_are_those_of_the_products(gated: bool) -> None:
+    counts = {}
+    for impl in ("grouped_mm", "torch"):
+        with FlopCounterMode(display=False) as counter:
+            run(Layer(gated=gated), impl, torch.float32)
+        counts[impl] = counter.get_total_flops()
+    assert counts["grouped_mm"] == counts["torch"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("compress", [False, True])
+def test_compiles_whole(dtype: torch.dtype, compress: bool) -> None:
+    layer = Layer(biased=True)
+    x, weights, w = inputs(layer, dtype)
+    experts = choices(layer)
+
+    def block(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        mixed = mixture(2 * x, weights.exp(), experts, w, impl="grouped_mm", compress=compress)
+        return mixed + x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    mine, exact = (f(x, weights) for f in (compiled, block))
+    torch.testing.assert_close(mine, exact)
+    grads = [gradients(y, x, weights, w) for y in (mine, exact)]
+    for name, grad in grads[1].items():
+        torch.testing.assert_close(grads[0][name], grad)
+
+
+def test_the_operators_keep_pytorchs_rules() -> None:
+    """Schema, fake kernels, autograd registration, as torch.library checks them."""
+    for layer in (Layer(biased=True), Layer(gated=False)):
+        x, weights, w = inputs(layer, torch.float32)
+        for compress in (False, True):
+            torch.library.opcheck(
+                torch.ops.llmfoundry.moe_forward,
+                (x, weights, choices(layer), *w.tensors(), w.activation, True, compress),
+                test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+            )
+
+
+def test_refusals_name_the_nearest_size_and_what_to_write() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert refusal("grouped_mm", "cuda", bf16, 512, 1024) is None
+    assert refusal("grouped_mm", "cpu", bf16, 513, 1023) is None  # one product an expert
+    assert "ffn_hidden_size in multiples of 8" in refusal("grouped_mm", "cuda", bf16, 512, 1022)
+    assert refusal("grouped_mm", "cuda", bf16, 512, 1022).endswith("write 1024")
+    assert "d_model in multiples of 4" in refusal("grouped_mm", "cuda", fp32, 510, 1024)
+    assert "write torch" in refusal("grouped_mm", "cuda", torch.float64, 512, 1024)
+    assert "write torch" in refusal("grouped_mm", "mps", fp32, 512, 1024)
+    assert "write grouped_mm" in refusal("megablocks", "cpu", bf16, 512, 1024)
+    assert "write grouped_mm" in refusal("megablocks", "cuda", fp32, 512, 1024)
+    assert "megablocks_ops" in refusal("megablocks", "cuda", bf16, 512, 1024)
+    assert refusal("torch", "mps", torch.float64, 513, 1023) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compress", [False, True])
+def test_cuda_agrees_and_never_waits_for_the_device(compress: bool) -> None:
+    layer = Layer(tokens=500, d=64, f=128, biased=True, load="first")
+    run(layer, "grouped_mm", torch.bfloat16, compress=compress, device="cuda")  # compiles kernels
+    x, weights, w = inputs(layer, torch.bfloat16, "cuda")
+    experts = choices(layer).cuda()
+    grad = torch.randn(500, 64, device="cuda").to(torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = mixture(x, weights, experts, w, impl="grouped_mm", compress=compress)
+        torch.autograd.grad(y, [x, weights, w.w1, w.v1, w.w2], grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    mine = run(layer, "grouped_mm", torch.bfloat16, compress=compress, device="cuda")
+    exact = run(layer, "torch", torch.float64)
+    found = distances({name: t.cpu() for name, t in mine.items()}, exact)
+    assert max(found.values()) < 3e-2

@@ -1,0 +1,109 @@
+"""The Triton kernels without a GPU: by the interpreter, and compiled ahead of time for Hopper."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SHARED = 227 * 1024  # bytes a block of threads has on Hopper
+TENSORS = {  # pointers to other than the rows' type
+    "order": "*i32",
+    "inverse": "*i32",
+    "weights": "*fp32",
+    "inner": "*fp32",
+    "values": "*i8",
+    "scales": "*bf16",
+}
+GLU = {"F": 10752, "GATED": True}
+COMBINE = {"D": 6144, "K": 4}
+PACKED = {"C": 10752, "PACKED": 10920, "BLOCK": 128}
+KERNELS: dict[str, dict[str, Any]] = {  # DBRX's sizes
+    "gather_kernel": {"D": 6144, "K": 4},
+    "glu_kernel": {**GLU, "ACT": "silu"},
+    "glu_kernel gelu": {**GLU, "ACT": "gelu"},
+    "glu_backward_kernel": {**GLU, "ACT": "silu"},
+    "glu_backward_kernel gelu": {**GLU, "ACT": "gelu"},
+    "glu_backward_kernel gelu_tanh": {**GLU, "ACT": "gelu_tanh"},
+    "glu_backward_kernel relu of an MLP": {**GLU, "ACT": "relu", "GATED": False},
+    "combine_kernel weighted": {**COMBINE, "WEIGHTED": True, "MORE": False},
+    "combine_kernel of two": {**COMBINE, "WEIGHTED": False, "MORE": True},
+    "pack_kernel": PACKED,
+    "unpack_kernel": PACKED,
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, float]:
+    """Distance of each step by Triton's interpreter from PyTorch's."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.ops.moe_triton_interpreted"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_interpreted_kernels_give_pytorchs_steps(interpreted: dict[str, float]) -> None:
+    bounds = {"float32": 1e-6, "bfloat16": 8e-3}
+    steps = {name: d for name, d in interpreted.items() if not name.startswith("pack in ")}
+    assert len(steps) == 32
+    assert [name for name, d in steps.items() if d > bounds[name.split()[-1]]] == []
+
+
+def test_the_interpreted_quantizer_is_as_far_off_as_8_bits_are(
+    interpreted: dict[str, float],
+) -> None:
+    assert 1e-3 < interpreted["pack in float32"] < 1.2e-2
+    assert 1e-3 < interpreted["pack in bfloat16"] < 1.2e-2
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_for_hopper_without_spills(name: str, dtype: str, tmp_path: Path) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from llmfoundry.ops import moe_triton
+
+    kernel = getattr(moe_triton, name.split()[0])
+    if not hasattr(kernel, "arg_names") or os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
+    constants = {"WIDTH": moe_triton.WIDTH, **KERNELS[name]}
+    signature = {
+        argument: "constexpr" if argument in constants else TENSORS.get(argument, dtype)
+        for argument in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": moe_triton.WARPS}
+    )
+    assert compiled.metadata.shared < SHARED
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    said = subprocess.run(
+        [
+            triton.knobs.nvidia.ptxas.path,
+            "-v",
+            "--gpu-name=sm_90a",
+            "-o",
+            str(tmp_path / "cubin"),
+            str(ptx),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    assert re.findall(r"(\d+) bytes spill (?:stores|loads)", said) == ["0", "0"], said
