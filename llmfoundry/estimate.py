@@ -14,10 +14,12 @@ import psutil
 import torch
 
 from llmfoundry.errors import UserError
-from llmfoundry.models.counts import parameter_count
+from llmfoundry.models.counts import expert_parameter_count, parameter_count
 from llmfoundry.ops.cross_entropy import CHUNK_LOGITS, MIN_CHUNK
+from llmfoundry.ops.moe_compress import packed_width
 from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.load import load
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import YAMLS, show
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.recipe.train import TrainRecipe
@@ -64,11 +66,22 @@ def estimate(recipe: TrainRecipe, world_size: int) -> Estimate:
     chunk = max(MIN_CHUNK, CHUNK_LOGITS // model.vocab_size) * model.vocab_size
     return Estimate(
         parameters=parameters,
-        weights=width * (2 + MOMENTS[recipe.optimizer.name]) * parameters // shard,
+        weights=width * (2 + MOMENTS[recipe.optimizer.name]) * parameters // shard
+        + expert_copies(recipe, shard),
         gathered=8 * (embedding + block) if shard > 1 else 4 * embedding,
         per_row=row_bytes(recipe),
         fixed=3 * 4 * chunk + GIB // 2,
     )
+
+
+def expert_copies(recipe: TrainRecipe, shard: int) -> int:
+    """Bytes of the bf16 copies of fp32 experts that autocast makes; FSDP gathers bf16 already."""
+    if recipe.precision != "amp_bf16" or shard > 1:
+        return 0
+    copies = 2 * expert_parameter_count(recipe.model)
+    if recipe.parallel.activation_checkpointing:  # of the block that is computed
+        return copies // recipe.model.n_layers
+    return copies
 
 
 def row_bytes(recipe: TrainRecipe) -> int:
@@ -78,7 +91,8 @@ def row_bytes(recipe: TrainRecipe) -> int:
     blocks = recipe.model.n_layers * block
     if recipe.parallel.activation_checkpointing:  # inputs of all blocks, and one computed again
         blocks = recipe.model.n_layers * stream * recipe.max_seq_len + block
-    return blocks + 5 * 4 * recipe.model.d_model * recipe.max_seq_len
+    passing = expert_rows(recipe.model, width=stream // recipe.model.d_model)
+    return blocks + (5 * 4 * recipe.model.d_model + passing) * recipe.max_seq_len
 
 
 def block_bytes(recipe: TrainRecipe) -> int:
@@ -105,7 +119,35 @@ def block_bytes(recipe: TrainRecipe) -> int:
     dropped = 2 * d * (4 + 1) if model.resid_pdrop else 0  # what was kept, and which
     gated = model.ffn_config.ffn_type == "mptglu"
     ffn = low * hidden * (4 if gated else 2)
+    if model.ffn_config.ffn_type == "dmoe":
+        ffn = expert_bytes(model, low)
     return (norms + attention + dropped + ffn) * recipe.max_seq_len
+
+
+def expert_bytes(model: ModelConfig, low: int) -> int:
+    """Bytes that the backward pass of a mixture keeps of one token, in values of `low` bytes."""
+    ffn, d, top_k = model.ffn_config, model.d_model, model.ffn_config.moe_top_k
+    assert ffn.ffn_hidden_size and ffn.moe_num_experts and top_k, "the recipe was not filled"
+    projections = 2 if ffn.mlp_type == "glu" else 1
+    router = 4 * 3 * ffn.moe_num_experts + top_k * (3 * 8 + 3 * 4)
+    shared = low * (ffn.shared_expert_hidden_size or 0) * 2 * projections
+    if ffn.moe_impl == "grouped_mm":  # its input and the pre-activations
+        width = low * d + top_k * projections * low * ffn.ffn_hidden_size
+        if ffn.moe_compress_activations:
+            packed = top_k * projections * packed_width(ffn.ffn_hidden_size)
+            width = low * d + packed_width(d) + packed  # the router keeps its input as it is
+    else:  # the rows of every expert, all that the activation makes of them, and what it gives
+        width = top_k * low * (2 * d + 2 * projections * ffn.ffn_hidden_size)
+    return router + shared + width
+
+
+def expert_rows(model: ModelConfig, width: int) -> int:
+    """Bytes of a token's rows on their way through the experts of the block at work."""
+    ffn = model.ffn_config
+    if ffn.ffn_type != "dmoe":
+        return 0
+    assert ffn.ffn_hidden_size and ffn.moe_top_k, "the recipe was not filled"
+    return ffn.moe_top_k * width * (2 * model.d_model + 3 * ffn.ffn_hidden_size)
 
 
 def available_memory(device: torch.device) -> int:

@@ -13,6 +13,7 @@ import torch
 from llmfoundry.data.prepare import Prepared
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.ops import moe
 from llmfoundry.ops.attention import Rules, alibi_slopes, refusal
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.train import TrainRecipe
@@ -74,6 +75,16 @@ def attention_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
         if reason is not None:
             return reason
     return None
+
+
+def experts_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
+    """Why the backend that a filled recipe names cannot serve its experts; None: it can."""
+    model, ffn = recipe.model, recipe.model.ffn_config
+    if ffn.moe_impl is None:
+        return None
+    assert ffn.ffn_hidden_size is not None, "the recipe was not filled"
+    dtype = torch.float32 if recipe.precision == "fp32" else torch.bfloat16
+    return moe.refusal(ffn.moe_impl, device.type, dtype, model.d_model, ffn.ffn_hidden_size)
 
 
 def build_autocast(

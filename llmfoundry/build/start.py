@@ -154,9 +154,10 @@ def run_identity(job: Job) -> dict[str, Any]:
 
 
 def model_identity(config: ModelConfig) -> dict[str, Any]:
-    """Every setting of a model by its dotted key, but for the backend that computes attention."""
+    """Every setting of a model by its dotted key, but for how its layers are computed."""
     settings = dict(flat(dataclasses.asdict(config), "model"))
-    return {key: value for key, value in settings.items() if not key.endswith(".attn_impl")}
+    how = (".attn_impl", ".moe_impl", ".moe_compress_activations")
+    return {key: value for key, value in settings.items() if not key.endswith(how)}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from llmfoundry.build.evaluate import build_evaluate, eval_rows
-from llmfoundry.build.job import Job, attention_refusal, build_root, filled
+from llmfoundry.build.job import Job, attention_refusal, build_root, experts_refusal, filled
 from llmfoundry.build.start import fill_weights, find_start, run_identity
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.prepare import Prepared, prepare
@@ -19,7 +19,7 @@ from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summ
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
 from llmfoundry.gauntlet.categories import GauntletResult
-from llmfoundry.models.counts import flops_per_token, peak_flops
+from llmfoundry.models.counts import active_parameter_count, flops_per_token, peak_flops
 from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
@@ -123,7 +123,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
 
 
 def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
-    """Before any text is read: attention and compilation must work on this device.
+    """Before any text is read: attention, experts and compilation must work on this device.
 
     Raises:
         UserError: one of them does not.
@@ -131,6 +131,9 @@ def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
     reason = attention_refusal(recipe, device)
     if reason is not None:
         raise UserError(f"model.attn_config.attn_impl: {reason}")
+    reason = experts_refusal(recipe, device)
+    if reason is not None:
+        raise UserError(f"model.ffn_config.moe_impl: {reason}")
     if recipe.compile:
         check_compiler(device)
 
@@ -253,6 +256,9 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
     """What a run is, for the top of its console."""
     recipe, world = job.recipe, job.world
     parameters = sum(p.numel() for p in job.root.parameters())
+    size = f"{parameters:,} parameters"
+    if recipe.model.ffn_config.ffn_type == "dmoe":
+        size += f", of which a token meets {active_parameter_count(recipe.model):,}"
     how = f"{recipe.precision}, microbatch {job.microbatch}"
     if recipe.parallel.activation_checkpointing:
         how += ", activation checkpointing"
@@ -261,7 +267,7 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     return [
         ("run", str(recipe.save_folder)),
-        ("model", f"{recipe.model.name}, {parameters:,} parameters"),
+        ("model", f"{recipe.model.name}, {size}"),
         ("tokenizer", tokenizer_summary(job.tokenizer, recipe.tokenizer)),
         (
             "data",

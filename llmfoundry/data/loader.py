@@ -202,11 +202,12 @@ def _batch(
         tokens[n, :filled] = row[:-1]
         labels[n, :filled] = row[1:]
         lengths.append([*documents, seq_len - filled] if filled < seq_len else documents)
-    layout = _layout(lengths, seq_len) if with_layout else None
+    padding = [seq_len + 1 - len(row) for row, _ in rows]
+    layout = _layout(lengths, seq_len, padding) if with_layout else None
     return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), layout)
 
 
-def _layout(lengths: list[list[int]], seq_len: int) -> Layout:
+def _layout(lengths: list[list[int]], seq_len: int, padding: list[int]) -> Layout:
     """`Layout.from_lengths` in a few vectorised steps, because every step needs one."""
     flat = np.array([length for row in lengths for length in row])
     numbers = np.array([number for row in lengths for number in range(len(row))], np.int32)
@@ -217,6 +218,7 @@ def _layout(lengths: list[list[int]], seq_len: int) -> Layout:
         torch.from_numpy(positions.reshape(shape)),
         torch.from_numpy(np.repeat(numbers, flat).reshape(shape)),
         tuple(tuple(row) for row in lengths),
+        tuple(padding),
     )
 
 

@@ -177,6 +177,7 @@ def _call(
     places: list[int] = []
     targets: list[int] = []
     lengths: list[list[int]] = []
+    padding: list[int] = []
     members: list[tuple[int, int]] = []
     for row in rows:
         row_lengths = [len(document.tokens) for document in row]
@@ -187,13 +188,14 @@ def _call(
                 places.extend(range(len(tokens) - n, len(tokens)))
                 targets.extend(requests[i].targets)
                 members.append((i, n))
-        if rest := seq_len - sum(row_lengths):
+        padding.append(seq_len - sum(row_lengths))
+        if rest := padding[-1]:
             tokens.extend([eos_id] * rest)
             row_lengths.append(rest)
         lengths.append(row_lengths)
     return _Call(
         torch.tensor(tokens).view(len(rows), seq_len),
-        Layout.from_lengths(lengths),
+        Layout.from_lengths(lengths, tuple(padding)),
         torch.tensor(places, dtype=torch.int64),
         torch.tensor(targets, dtype=torch.int64),
         members,

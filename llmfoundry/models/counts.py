@@ -3,8 +3,8 @@
 Convention (PaLM, Chowdhery et al., 2022, appendix B; LLM Foundry's): a multiply-add is two FLOPs,
 the backward pass costs twice the forward pass, attention is counted over the whole row (neither
 causality, nor sliding windows, nor borders of documents discounted), recomputation not counted.
-Embedding look-ups are no matrix products. A layer that takes another's keys and values is counted
-without their projection.
+Embedding look-ups are no matrix products. Of experts those count that a token visits. A layer that
+takes another's keys and values is counted without their projection.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from __future__ import annotations
 import re
 
 import torch
+from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.model import ModelConfig
+
+EXPERTS = ".ffn.experts."  # in the names of what routers choose from
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -23,13 +26,34 @@ def parameter_count(config: ModelConfig) -> int:
         return sum(p.numel() for p in Decoder(config).parameters())
 
 
+def active_parameter_count(config: ModelConfig) -> int:
+    """Parameters that one token meets: of the experts those it visits, of all else everything."""
+    with torch.device("meta"):
+        return sum(_active(name, p, config) for name, p in Decoder(config).named_parameters())
+
+
+def expert_parameter_count(config: ModelConfig) -> int:
+    """Parameters of all experts that a router chooses from."""
+    with torch.device("meta"):
+        named = Decoder(config).named_parameters()
+        return sum(p.numel() for name, p in named if EXPERTS in name)
+
+
+def _active(name: str, parameter: Tensor, config: ModelConfig) -> int:
+    if EXPERTS not in name:
+        return parameter.numel()
+    return round(parameter.numel() * config.ffn_config.active_share)
+
+
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """FLOPs of training on one token of a row of `seq_len`, forward and backward."""
     with torch.device("meta"):
         model = Decoder(config)
     looked_up = {"wte.weight", "wpe.weight"}
     matrices = sum(
-        p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name not in looked_up
+        _active(name, p, config)
+        for name, p in model.named_parameters()
+        if p.ndim == 2 and name not in looked_up
     )
     if config.tie_word_embeddings:
         matrices += model.head_weight.numel()

@@ -7,7 +7,7 @@ inside its forward pass, which is the one place where DDP and FSDP need to look.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from llmfoundry.models import init
 from llmfoundry.models.attention import Attention, Context, KeysValues, KVCache
 from llmfoundry.models.ffn import FFNS
+from llmfoundry.models.moe import MoE, Routed, Routing, over_layers
 from llmfoundry.models.norm import NORMS
 from llmfoundry.models.positions import (
     Table,
@@ -38,7 +39,8 @@ class Block(nn.Module):
     """x + dropout(attention(norm x)), then x + dropout(ffn(norm x)).
 
     Keys and values that other blocks take come in and go out as arguments and results, not through
-    something that all blocks write to: checkpointing, compilation and FSDP then see them.
+    something that all blocks write to, and so do the router's losses: checkpointing, compilation
+    and FSDP then see them.
     """
 
     def __init__(
@@ -50,24 +52,36 @@ class Block(nn.Module):
         self.norm_1 = norm(config.d_model, eps=config.norm_eps, bias=bias)
         self.attn = Attention(config, index, layer, is_reused=is_reused)
         self.norm_2 = norm(config.d_model, eps=config.norm_eps, bias=bias)
-        self.ffn = FFNS[config.ffn_config.ffn_type](config)
+        kind = config.ffn_config.ffn_type
+        self.ffn = MoE(config) if kind == "dmoe" else FFNS[kind](config)
 
     def forward(
-        self, x: Tensor, context: Context, kv: KeysValues | None = None
-    ) -> tuple[Tensor, KeysValues | None]:
+        self,
+        x: Tensor,
+        context: Context,
+        kv: KeysValues | None = None,
+        real: Tensor | None = None,
+    ) -> tuple[Tensor, KeysValues | None, Routed | None]:
         """Update the residual stream x (B, T, D).
 
         Args:
             x: the residual stream.
             context: of this forward pass.
             kv: keys and values of the block that this one takes them from; else None.
+            real: (N,) flat places b * T + t that are no padding, which experts leave out; None: all
+                are.
 
         Returns:
-            The residual stream, and this block's keys and values where later ones take them.
+            The residual stream, this block's keys and values where later ones take them, and what
+            its router did where it has one that trains.
         """
         mixed, made = self.attn(self.norm_1(x), context, kv)
         x = x + _dropped(mixed, self.pdrop, self.training)
-        return x + _dropped(self.ffn(self.norm_2(x)), self.pdrop, self.training), made
+        if isinstance(self.ffn, MoE):
+            added, routed = self.ffn(self.norm_2(x), real)
+        else:
+            added, routed = self.ffn(self.norm_2(x)), None
+        return x + _dropped(added, self.pdrop, self.training), made, routed
 
 
 def _kind(layer: LayerConfig) -> Kind:
@@ -79,7 +93,7 @@ def _dropped(x: Tensor, share: float, training: bool) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer; MPT, GPT-2, Llama and Starcoder2 shapes are settings of it.
+    """A decoder-only transformer; MPT, GPT-2, Llama and DBRX shapes are settings of it.
 
     Args:
         config: filled (`ModelConfig.fill`), with vocab_size and max_seq_len.
@@ -126,6 +140,12 @@ class Decoder(nn.Module):
             layout: documents and positions; None: every row is one document.
             cache: earlier tokens of the rows; the new ones are added to it.
         """
+        return self.run(tokens, layout, cache)[0]
+
+    def run(
+        self, tokens: Tensor, layout: Layout | None = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, Routing | None]:
+        """As `forward`, and what the routers did; None without experts, or in evaluation."""
         past = cache.length if cache is not None else 0
         if layout is None:
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
@@ -134,13 +154,21 @@ class Decoder(nn.Module):
         x = self._embed(tokens, positions)
         contexts = self._contexts(layout, positions, past, cache, x.dtype)
         shared: dict[int, KeysValues] = {}
+        routed: list[Routed] = []
+        real = None
+        if layout is not None and self.config.ffn_config.ffn_type == "dmoe":
+            real = layout.real_places()
+            real = None if real is None else real.to(tokens.device, non_blocking=True)
         for i, (block, layer) in enumerate(zip(self.blocks, self.layers, strict=True)):
-            x, kv = block(x, contexts[_kind(layer)], shared.get(layer.kv_from))
+            kept = shared.get(layer.kv_from)
+            x, kv, how = block(x, contexts[_kind(layer)], kept, real)
             if kv is not None:
                 shared[i] = kv
+            if how is not None:
+                routed.append(how)
         if cache is not None:
             cache.length += tokens.shape[1]
-        return self.norm_f(x)
+        return self.norm_f(x), over_layers(routed, self.config.ffn_config) if routed else None
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D), scaled and capped.
@@ -243,6 +271,7 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
 
+    @overload
     def forward(
         self,
         tokens: Tensor,
@@ -250,7 +279,29 @@ class Root(nn.Module):
         finish: Callable[[Decoder, Tensor], R],
         *,
         cache: KVCache | None = None,
-    ) -> R:
+        routing: Literal[False] = False,
+    ) -> R: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        layout: Layout | None,
+        finish: Callable[[Decoder, Tensor], R],
+        *,
+        cache: KVCache | None = None,
+        routing: Literal[True],
+    ) -> tuple[R, Routing | None]: ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        layout: Layout | None,
+        finish: Callable[[Decoder, Tensor], R],
+        *,
+        cache: KVCache | None = None,
+        routing: bool = False,
+    ) -> R | tuple[R, Routing | None]:
         """`finish(model, hidden)`, with hidden (B, T, D) of tokens (B, T).
 
         Args:
@@ -258,5 +309,8 @@ class Root(nn.Module):
             layout: documents and positions; None: every row is one document.
             finish: what to do with the hidden states, where weights are whole.
             cache: earlier tokens of the rows, in generation.
+            routing: give what the routers did as well.
         """
-        return finish(self.model, self.model(tokens, layout, cache))
+        hidden, how = self.model.run(tokens, layout, cache)
+        finished = finish(self.model, hidden)
+        return (finished, how) if routing else finished

@@ -17,9 +17,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmfoundry.recipe.model import InitConfig, ModelConfig
 
-RESIDUAL = ("out_proj.weight", "down_proj.weight")  # projections that write to the residual stream
+# projections that write to the residual stream
+RESIDUAL = ("out_proj.weight", "down_proj.weight", "experts.w2")
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 STACKED_HEADS = ("attn.Wqkv.weight", "attn.Wq.weight")
+EXPERTS = ("experts.w1", "experts.v1")  # stacked by expert, each (outputs, inputs)
+TRANSPOSED_EXPERTS = ("experts.w2",)  # each (inputs, outputs)
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,16 @@ class Law:
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Fill every parameter in place: matrices by the recipe's scheme, norm weights 1, biases 0.
 
-    default_ alone draws biases too, those of linear layers.
+    default_ alone draws biases too, those of linear layers. Buffers start at 0: they are the steps
+    of routers' balancing biases.
     """
+    for buffer in model.buffers():
+        buffer.zero_()
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         law: Law | None = None
         if name.endswith("bias"):
-            law = _bias_law(parameters[name.removesuffix("bias") + "weight"], config)
+            law = _bias_law(*_weight_beside(name, parameters), config)
         elif parameter.ndim > 1:
             law = weight_law(name, parameter, config)
         if law is not None:
@@ -56,15 +62,22 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def _bias_law(weight: Tensor, config: ModelConfig) -> Law | None:
-    """The distribution of the bias beside `weight`; None: it is 0."""
+def _weight_beside(name: str, parameters: dict[str, nn.Parameter]) -> tuple[str, Tensor]:
+    """Name and weight of the layer that the bias `name` belongs to: experts' are w1 and w1_bias."""
+    layer = name.removesuffix("bias")
+    weight = layer.removesuffix("_") if layer.endswith("_") else f"{layer}weight"
+    return weight, parameters[weight]
+
+
+def _bias_law(name: str, weight: Tensor, config: ModelConfig) -> Law | None:
+    """The distribution of the bias beside the weight `name`; None: it is 0."""
     if config.init_config.name != "default_" or weight.ndim == 1:
         return None
-    return Law(default_std(config, weight.shape[1], weight.shape[0]), uniform=True)
+    return Law(default_std(config, *_fans(name, weight, config)), uniform=True)
 
 
 def weight_law(name: str, weight: Tensor, config: ModelConfig) -> Law:
-    """The distribution of the matrix `name`, of shape (out, in)."""
+    """The distribution of the matrix `name`, of shape (out, in), or of stacked experts'."""
     init = config.init_config
     if name.endswith(EMBEDDINGS):
         law = _embedding_law(init)
@@ -100,9 +113,13 @@ def residual_divisor(config: ModelConfig) -> float:
 
 
 def _fans(name: str, weight: Tensor, config: ModelConfig) -> tuple[int, int]:
-    """Inputs and outputs of a matrix; of one head where it stacks heads, as LLM Foundry counts."""
+    """Inputs and outputs of a matrix: of one expert, and of one head as LLM Foundry counts."""
     assert config.head_dim is not None, "the recipe was not filled"
     out, into = weight.shape
+    if name.endswith(EXPERTS + TRANSPOSED_EXPERTS):
+        assert config.ffn_config.moe_num_experts is not None
+        width = out // config.ffn_config.moe_num_experts
+        return (width, into) if name.endswith(TRANSPOSED_EXPERTS) else (into, width)
     return into, config.head_dim if name.endswith(STACKED_HEADS) else out
 
 

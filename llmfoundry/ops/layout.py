@@ -20,14 +20,21 @@ class Layout:
         documents: (B, T) int32, which document of its row a token belongs to, from 0, ascending.
         lengths: for each row the lengths of its documents, in order; their sum is T. The same
             facts as `documents`, on the host, so that no backend has to ask the device for them.
+        padding: for each row how many of its last tokens are padding, which experts leave out, on
+            the host; None: none.
     """
 
     positions: Tensor
     documents: Tensor
     lengths: tuple[tuple[int, ...], ...]
+    padding: tuple[int, ...] | None = None
 
     @classmethod
-    def from_lengths(cls, lengths: list[list[int]] | tuple[tuple[int, ...], ...]) -> Layout:
+    def from_lengths(
+        cls,
+        lengths: list[list[int]] | tuple[tuple[int, ...], ...],
+        padding: tuple[int, ...] | None = None,
+    ) -> Layout:
         """Build from each row's document lengths; every row must sum to the same T."""
         rows = tuple(tuple(row) for row in lengths)
         assert len({sum(row) for row in rows}) == 1, "rows of a batch have one length"
@@ -35,7 +42,7 @@ class Layout:
         documents = torch.stack(
             [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]
         )
-        return cls(positions, documents.int(), rows)
+        return cls(positions, documents.int(), rows, padding)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Layout:
         """The same layout with its tensors on `device`."""
@@ -43,10 +50,22 @@ class Layout:
             self.positions.to(device, non_blocking=non_blocking),
             self.documents.to(device, non_blocking=non_blocking),
             self.lengths,
+            self.padding,
         )
 
     def rows(self, start: int, stop: int) -> Layout:
         """The layout of rows start..stop, for microbatches."""
         return Layout(
-            self.positions[start:stop], self.documents[start:stop], self.lengths[start:stop]
+            self.positions[start:stop],
+            self.documents[start:stop],
+            self.lengths[start:stop],
+            None if self.padding is None else self.padding[start:stop],
         )
+
+    def real_places(self) -> Tensor | None:
+        """(N,) int64 on the host, flat places b * T + t that are no padding; None: all are."""
+        if self.padding is None or not any(self.padding):
+            return None
+        rows, width = self.positions.shape
+        ends = zip(range(0, rows * width, width), self.padding, strict=True)
+        return torch.cat([torch.arange(start, start + width - pad) for start, pad in ends])

@@ -7,6 +7,7 @@ whatever their load; y_t is the sum over its choices of weight * expert(x_t).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -44,13 +45,13 @@ def mixture(
     """
     assert impl == "grouped_mm" or not compress, f"{impl} has no 8-bit storage"
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # grouped_mm does not know of it
-        dtype = torch.get_autocast_dtype(device)
-        x, w = x.to(dtype), w.map(lambda stacked: stacked.to(dtype))
+    multiply = partial(grouped, compress=True) if compress else IMPLS[impl]
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast to ask for
+        return multiply(x, weights, experts, w)
+    dtype = torch.get_autocast_dtype(device)  # grouped_mm does not know of it
+    x, w = x.to(dtype), w.map(lambda stacked: stacked.to(dtype))
     with torch.autocast(device, enabled=False):
-        if compress:
-            return grouped(x, weights, experts, w, compress=True)
-        return IMPLS[impl](x, weights, experts, w)
+        return multiply(x, weights, experts, w)
 
 
 def refusal(impl: str, device: str, dtype: torch.dtype, d: int, f: int) -> str | None:

@@ -92,6 +92,7 @@ def replicate(root: Root, mesh: DeviceMesh | None) -> nn.Module:
         root,
         process_group=group,
         gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # routers' biases move alike on every process
         init_sync=False,  # weights are a function of (seed, name), or read by every rank
     )
     if any(p.dtype == torch.bfloat16 for p in root.parameters()):

@@ -1,4 +1,7 @@
-"""The `model.ffn_config` section: the feed-forward layer and its activation."""
+"""The `model.ffn_config` section: the feed-forward layer, its activation, its experts.
+
+What the keys of a mixture of experts may be together stands in `moe.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llmfoundry.recipe import moe
 from llmfoundry.recipe.checks import at_least, one_of
 
-FFN_TYPES = ("mptmlp", "mptglu")
+FFN_TYPES = ("mptmlp", "mptglu", "dmoe")
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the arguments each takes
     "gelu": ("approximate",),
@@ -42,12 +46,59 @@ class FFNConfig:
     """The feed-forward layer."""
 
     ffn_type: str = "mptmlp"
-    """mptmlp: down(act(up x)). mptglu: down(act(gate x) * up x) (Shazeer, 2020)."""
+    """mptmlp: down(act(up x)). mptglu: down(act(gate x) * up x) (Shazeer, 2020). dmoe: a dropless
+    mixture of such layers (Gale et al., 2022), of which a router chooses a few for each token."""
     ffn_act_fn: str | dict[str, Any] = "gelu"
     """An elementwise function of torch.nn.functional, gelu_tanh, quick_gelu or relu2 (squared);
     with arguments as {name: leaky_relu, negative_slope: 0.1}."""
     ffn_hidden_size: int | None = None
-    """Inner width; unset: d_model * expansion_ratio."""
+    """Inner width, of one expert where there are several; unset: d_model * expansion_ratio."""
+    moe_num_experts: int | None = None
+    """Only for dmoe, required there: experts of a layer."""
+    moe_top_k: int | None = None
+    """Only for dmoe: experts that a token visits; 1 there."""
+    mlp_type: str | None = None
+    """Only for dmoe: the kind of each expert, mlp (as mptmlp; the default there) or glu."""
+    moe_normalize_expert_weights: float | None = None
+    """Only for dmoe: divide a token's expert weights by their p-norm, for this p; 1 makes their sum
+    1, as DBRX does. Unset: they stay probabilities among all experts."""
+    moe_jitter_eps: float | None = None
+    """Only for dmoe: while training the router's input is multiplied by random numbers from
+    1 - this to 1 + this (Fedus et al., 2021); unset: not."""
+    moe_balancing: str | None = None
+    """Only for dmoe: what keeps experts equally loaded. loss: the load-balancing loss (Shazeer et
+    al., 2017; the default there). bias: a number added to each expert's score where experts are
+    chosen, moved after every step (Wang et al., 2024). none: nothing."""
+    moe_loss_weight: float | None = None
+    """Only with moe_balancing: loss, its weight, which is its value at perfect balance; 0.01."""
+    moe_lbl_scope: str | None = None
+    """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the default
+    there: the same whatever the microbatch) or of each microbatch, as megablocks does."""
+    moe_bias_update_rate: float | None = None
+    """Only with moe_balancing: bias, how far a step moves a bias; 0.001 there."""
+    moe_zloss_weight: float | None = None
+    """Only for dmoe: weight of the router z-loss, the mean squared logsumexp of the router's logits
+    (Zoph et al., 2022, take 0.001); unset: no such loss."""
+    shared_expert_hidden_size: int | None = None
+    """Only for dmoe: inner width of an expert that every token visits beside those chosen, with
+    weight 1; unset: there is none."""
+    uniform_expert_assignment: bool | None = None
+    """Only for dmoe, to measure speed: experts in turn, with the weights of those chosen."""
+    moe_force_balance: bool | None = None
+    """Only for dmoe, to measure speed: experts in turn, each with its own weight."""
+    moe_impl: str | None = None
+    """Only for dmoe: who multiplies. grouped_mm (the default there): one operator for all experts.
+    torch: one expert after another, the slow reference. megablocks: that package, on CUDA."""
+    moe_compress_activations: bool | None = None
+    """Only for dmoe with grouped_mm: keep what the experts' backward pass needs in 8 bits."""
+
+    @property
+    def active_share(self) -> float:
+        """Share of the experts that a token visits; 1 where there are none to choose from."""
+        if self.ffn_type != "dmoe":
+            return 1.0
+        assert self.moe_top_k and self.moe_num_experts, "the recipe was not filled"
+        return self.moe_top_k / self.moe_num_experts
 
     @property
     def activation(self) -> tuple[str, dict[str, Any]]:
@@ -59,7 +110,11 @@ class FFNConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be."""
-        yield from one_of(f"{key}ffn_type", self.ffn_type, FFN_TYPES)
+        if self.ffn_type in moe.OTHER_NAMES:
+            yield f"{key}ffn_type: {self.ffn_type} is {moe.OTHER_NAMES[self.ffn_type]}; write dmoe"
+        else:
+            yield from one_of(f"{key}ffn_type", self.ffn_type, FFN_TYPES)
+            yield from moe.check(key, self)
         yield from self._check_activation(f"{key}ffn_act_fn")
         yield from at_least(f"{key}ffn_hidden_size", self.ffn_hidden_size, 1)
 
@@ -77,3 +132,8 @@ class FFNConfig:
                 yield from one_of(f"{key}.{argument}", value, ("none", "tanh"))
             elif isinstance(value, bool) or not isinstance(value, int | float):
                 yield f"{key}.{argument}: {value!r} is not a number"
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.ffn_type == "dmoe":
+            moe.fill_defaults(self)

@@ -100,6 +100,11 @@ class ModelConfig:
         if self.block_overrides is not None:
             where = f"{key}block_overrides."
             yield from self.block_overrides.check(where, self.attn_config, self.n_layers)
+        if self.ffn_config.moe_impl == "megablocks" and not self.no_bias:
+            yield (
+                f"{key}ffn_config.moe_impl: megablocks' experts have no biases; write grouped_mm,"
+                f" or {key}no_bias: true"
+            )
         yield from self._check_hidden_size(key)
 
     def _check_positions(self, key: str) -> Iterator[str]:
@@ -140,6 +145,7 @@ class ModelConfig:
         if self.ffn_config.ffn_hidden_size is None:
             fill(self, expansion_ratio=4.0)
             self.ffn_config.ffn_hidden_size = int(self.d_model * (self.expansion_ratio or 4))
+        self.ffn_config.fill()
         fill(self, head_dim=self.d_model // self.n_heads, max_seq_len=max_seq_len)
         fill(self, learned_pos_emb=not (attn.alibi or attn.rope or attn.nope))
         fill(self, attention_bias=not self.no_bias)

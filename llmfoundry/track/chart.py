@@ -148,7 +148,6 @@ def _y_axis(values: list[float], *, zero: bool) -> Axis:
 
 
 def _grid(x_axis: Axis, y_axis: Axis, x_form: Callable[[float], str]) -> Iterator[str]:
-    bottom = HEIGHT - BOTTOM
     ticks = y_axis.ticks()
     for value in ticks:
         y = _y(y_axis, value)
@@ -157,6 +156,12 @@ def _grid(x_axis: Axis, y_axis: Axis, x_form: Callable[[float], str]) -> Iterato
         yield (
             f'<text class="axis" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{label}</text>'
         )
+    yield from x_ticks(x_axis, x_form)
+
+
+def x_ticks(x_axis: Axis, x_form: Callable[[float], str]) -> Iterator[str]:
+    """The line below a picture, with marks and their values."""
+    bottom = HEIGHT - BOTTOM
     yield f'<line class="base" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>'
     for value in x_axis.ticks():
         x = _x(x_axis, value)

@@ -57,6 +57,8 @@ class Tracker:
         self._is_main, self._folder = is_main, run_folder
         self._metrics = JsonLines(run_folder / "metrics.jsonl", self.console.warn)
         self._samples = JsonLines(run_folder / "samples.jsonl", self.console.warn)
+        self._routing = JsonLines(run_folder / "routing.jsonl", self.console.warn)
+        self._has_routing = recipe.model.ffn_config.ffn_type == "dmoe"
         self._run: dict[str, Any] = {"name": recipe.run_name or run_folder.resolve().name}
         self._params, self._began = flatten(recipe), milliseconds()
         self._first, self._total = 0, 0
@@ -90,6 +92,8 @@ class Tracker:
         if facts:
             self.console.banner(facts)
         dropped = self._metrics.start(first_batch) + self._samples.start(first_batch)
+        if self._has_routing:
+            dropped += self._routing.start(first_batch)
         for path in sorted(self._folder.glob("eval/*.json")):
             if first_batch == 0 or int(read_json(path)[BATCH]) > first_batch:
                 path.unlink()
@@ -117,6 +121,11 @@ class Tracker:
                 self.history.setdefault(name, []).append((batch, value))
         if batch > self._first and not self._in_background:
             self._begin_background()
+
+    def routing(self, batch: int, tokens: int, load: list[list[int]]) -> None:
+        """Record the load of every expert of every layer, for the report's heat maps."""
+        if self._is_main:
+            self._routing.write({BATCH: batch, TOKEN: tokens, "load": load})
 
     def samples(self, batch: int, samples: Sequence[tuple[str, str]]) -> None:
         """Record and print texts that the model wrote: (prompt, continuation) each."""
@@ -159,6 +168,7 @@ class Tracker:
         self._is_open = False
         self._metrics.close()
         self._samples.close()
+        self._routing.close()
         self._run["summary"] = {"status": status, **{k: plain(v) for k, v in (final or {}).items()}}
         self._write_run()
         report = self.report()

@@ -1,8 +1,9 @@
 """report.html: a run on one page that needs nothing but itself.
 
 The tracker writes it at the end of a run, `write_report` rewrites it at any time: it reads only the
-run's folder (metrics.jsonl, run.json, recipe.yaml, samples.jsonl, eval/*.json), so a run that was
-killed has its report too. Charts come from `chart`, the page's frame from `report_page`.
+run's folder (metrics.jsonl, run.json, recipe.yaml, samples.jsonl, routing.jsonl, eval/*.json), so a
+run that was killed has its report too. Charts come from `chart` and `heat_map`, the page's frame
+from `report_page`.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from typing import Any
 from llmfoundry.track.chart import Series, line_chart
 from llmfoundry.track.console import printable
 from llmfoundry.track.format import count, number, percent, public, size
+from llmfoundry.track.heat_map import load_maps
 from llmfoundry.track.metrics import BATCH, TOKEN, read_metrics
 from llmfoundry.track.report_page import bar, page, pairs, table
 
 Rows = list[dict[str, Any]]
 
 TRAIN_LOSS, EVAL_LOSS = "loss/train/total", "metrics/eval/LanguageCrossEntropy"
+LANGUAGE_LOSS = "loss/train/loss"  # the total without what routers add, where they add something
 TRAIN_BPB, EVAL_BPB = "metrics/train/bits_per_byte", "metrics/eval/bits_per_byte"
 SPEED, MFU = "throughput/tokens_per_sec", "throughput/device/mfu"
 MEMORY, NORM = "memory/peak_allocated_mem", "l2_norm/grad/global"
 GAUNTLET = "icl/metrics/eval_gauntlet/"
 # Shown elsewhere, or the same as another up to a factor.
-NOT_DRAWN = ("time/", "throughput/device/tokens_per_sec", "metrics/eval/LanguagePerplexity")
+NOT_DRAWN = ("time/", "moe/", "throughput/device/tokens_per_sec", "metrics/eval/LanguagePerplexity")
 STATUS = {"finished": "finished", "failed": "failed", "killed": "stopped"}
 _MAX_SAMPLES = 40
 
@@ -65,6 +68,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
     evaluations = read_evaluations(run_folder)
     sections = [
         ("Training", training_charts(rows)),
+        ("Experts", experts(rows, _read_rows(run_folder / "routing.jsonl"))),
         ("Evaluation", evaluation(rows, evaluations)),
         ("Samples", samples(_read_rows(run_folder / "samples.jsonl"))),
         ("Result", pairs((k, _text(v)) for k, v in result.items())),
@@ -110,8 +114,10 @@ def training_charts(rows: Rows) -> str:
     """The standard pictures, then one for every metric that they do not show."""
     if not rows:
         return '<p class="hint">No step was logged.</p>'
-    rates = {name.removeprefix("lr-"): name for name in _names(rows) if name.startswith("lr-")}
-    losses = {"training": TRAIN_LOSS, "validation": EVAL_LOSS}
+    names = _names(rows)
+    language = LANGUAGE_LOSS if LANGUAGE_LOSS in names else TRAIN_LOSS
+    rates = {name.removeprefix("lr-"): name for name in names if name.startswith("lr-")}
+    losses = {"training": language, "validation": EVAL_LOSS}
     speed, use = {"tokens per second": SPEED}, {"MFU": MFU}
     bits = {"training": TRAIN_BPB, "validation": EVAL_BPB}
     charts = [
@@ -124,10 +130,21 @@ def training_charts(rows: Rows) -> str:
         Chart("Peak memory", {"memory": MEMORY}, "GiB", size, from_zero=True),
     ]
     shown = {name for chart in charts for name in chart.metrics.values()}
-    others = [n for n in _names(rows) if n not in shown and not n.startswith(NOT_DRAWN)]
+    others = [n for n in names if n not in shown and not n.startswith(NOT_DRAWN)]
     others = [n for n in others if not n.startswith(GAUNTLET) and not _is_task(n)]
     charts += [Chart(name, {name: name}, smooth=True) for name in others]
     return f'<div class="charts">{"".join(draw(chart, rows) for chart in charts)}</div>'
+
+
+def experts(rows: Rows, loads: Rows) -> str:
+    """How evenly routers spread the tokens: over all layers, then a heat map of each."""
+    spread = {name: f"moe/load_{name}" for name in ("max", "min", "std")}
+    charts = [
+        Chart("Load of experts", spread, "over the mean: the most, the least, the deviation"),
+        Chart("Router entropy", {"entropy": "moe/router_entropy"}, "nats, mean over layers"),
+    ]
+    drawn = "".join(draw(chart, rows) for chart in charts) + load_maps(loads)
+    return f'<div class="charts">{drawn}</div>' if drawn else ""
 
 
 def evaluation(rows: Rows, evaluations: list[dict[str, Any]]) -> str:
@@ -206,7 +223,9 @@ def draw(chart: Chart, rows: Rows) -> str:
 
 
 def is_drawn(name: str) -> bool:
-    """Whether the report needs a metric: of norms, which are hundreds, only those of all."""
+    """Whether the report needs a metric: of norms and loads, which are hundreds, those of all."""
+    if name.startswith("moe/layer_"):
+        return False
     return not name.startswith("l2_norm/") or name.endswith("/global")
 
 

@@ -107,20 +107,24 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _muon_parts(parameters: Named, config: ModelConfig) -> list[tuple[dict[str, Any], Named]]:
-    """AdamW's parameters, Muon's matrices, and Muon's fused queries, keys and values."""
+    """AdamW's parameters, and Muon's: matrices, fused queries, keys and values, stacked experts."""
     assert config.head_dim and config.attn_config.kv_n_heads, "the recipe was not filled"
     kv_width = config.attn_config.kv_n_heads * config.head_dim
     rows = (config.n_heads * config.head_dim, kv_width, kv_width)
     others: Named = {}
     matrices: Named = {}
     fused: Named = {}
+    experts: Named = {}
     for name, parameter in parameters.items():
         kind = fused if name.endswith("attn.Wqkv.weight") else matrices
+        kind = experts if ".ffn.experts." in name else kind
         (kind if _is_matrix(name, parameter) else others)[name] = parameter
+    heights = [config.ffn_config.ffn_hidden_size] * (config.ffn_config.moe_num_experts or 0)
     return [
         ({}, others),
         ({"orthogonal": True}, matrices),
         ({"orthogonal": True, "rows": rows}, fused),
+        ({"orthogonal": True, "rows": tuple(heights)}, experts),
     ]
 
 

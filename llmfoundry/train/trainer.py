@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 from llmfoundry.data.loader import Loader
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
+from llmfoundry.models.moe import Routing
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.duration import Clock
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.callbacks import Callback
 from llmfoundry.train.checkpoint import Checkpointer
+from llmfoundry.train.routing import routing_metrics
 from llmfoundry.train.schedule import lr_factor
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.step import Guard, StepResult, train_step
@@ -36,6 +38,9 @@ class Tracker(Protocol):
 
     def log(self, batch: int, tokens: int, metrics: dict[str, float]) -> None:
         """Record a logged step."""
+
+    def routing(self, batch: int, tokens: int, load: list[list[int]]) -> None:
+        """Record the load of every expert of every layer, at a logged step."""
 
     def samples(self, batch: int, samples: list[tuple[str, str]]) -> None:
         """Record generated text."""
@@ -71,8 +76,8 @@ class Trainer:
     callbacks: list[Callback] = field(default_factory=list)
     first_batch: int = 0
     """Steps done before this process started."""
-    window: tuple[float, int] = (0.0, 0)
-    """Sum and number of the losses since the last log before it."""
+    window: tuple[float | list[float], int] = (0.0, 0)
+    """Sums and number of the losses since the last log before it."""
 
     def __post_init__(self) -> None:
         self.batch = self.first_batch
@@ -153,7 +158,7 @@ class Trainer:
             on_gradients=self._on_gradients if logs else None,
         )
         self.batch = following
-        self._loss_sum += result.loss
+        self._loss_sum = self._loss_sum + torch.stack([result.loss, *result.parts.values()])
         self._loss_count += 1
         if self.world.device.type == "cpu":
             self._check_guard()  # nothing to wait for there
@@ -183,20 +188,31 @@ class Trainer:
 
     def _log(self, result: StepResult) -> None:
         self._check_guard()
-        loss = self._loss_sum.item() / self._loss_count
+        names = ["total", *result.parts]
+        sums = self._loss_sum.tolist()
+        losses = {name: x / self._loss_count for name, x in zip(names, sums, strict=True)}
         self._loss_sum.zero_()
         self._loss_count = 0
+        language = losses.get("loss", losses["total"])
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
         metrics = {
-            "loss/train/total": loss,
-            "metrics/train/bits_per_byte": loss / math.log(2) / self.bytes_per_token,
+            **{f"loss/train/{name}": loss for name, loss in losses.items()},
+            "metrics/train/bits_per_byte": language / math.log(2) / self.bytes_per_token,
             "l2_norm/grad/global": result.grad_norm.item(),
             "time/epoch": self.batch / self.clock.batches_per_epoch,
         }
+        if result.routing is not None:
+            self._log_routing(result.routing, metrics)
         for callback in self.callbacks:
             callback.on_log(self, metrics)
         self.tracker.log(self.batch, self.batch * self.clock.tokens_per_batch, metrics)
+
+    def _log_routing(self, routing: Routing, metrics: dict[str, float]) -> None:
+        tokens, top_k = self.clock.tokens_per_batch, self.recipe.model.ffn_config.moe_top_k
+        assert top_k is not None
+        metrics |= routing_metrics(routing, choices=tokens * top_k)
+        self.tracker.routing(self.batch, self.batch * tokens, routing.load.long().tolist())
 
     def _check_guard(self) -> None:
         bad = self.guard.first_bad()
@@ -230,7 +246,7 @@ class Trainer:
         self._check_guard()
         state = {
             "batch": self.batch,
-            "window": [self._loss_sum.item(), self._loss_count],
+            "window": [self._loss_sum.tolist(), self._loss_count],
             "order": self.loader.state(self.batch),
             "identity": self.identity,
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},

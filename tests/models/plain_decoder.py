@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from llmfoundry.recipe.blocks import AttentionOverride, BlockRun
 from llmfoundry.recipe.model import ModelConfig
+from tests.models.plain_moe import mixture
 
 Weights = dict[str, Tensor]
 Kept = dict[int, tuple[list[Tensor], list[Tensor]]]  # keys and values of each head, by layer
@@ -219,6 +221,10 @@ def document_logits(tokens: Tensor, w: Weights, config: ModelConfig) -> Tensor:
         x = x + attention(norm(x, w, f"{b}.norm_1", config), w, f"{b}.attn", config, layer, kept)
         h = norm(x, w, f"{b}.norm_2", config)
         act = config.ffn_config.ffn_act_fn
+        if config.ffn_config.ffn_type == "dmoe":
+            act = partial(activation, written=act)
+            x = x + mixture(h, w, f"{b}.ffn.", config.ffn_config, act)
+            continue
         up = linear(h, w, f"{b}.ffn.up_proj")
         if config.ffn_config.ffn_type == "mptglu":
             inner = activation(linear(h, w, f"{b}.ffn.gate_proj"), act) * up

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry.models import counts
 from llmfoundry.models.counts import flops_per_token, parameter_count, peak_flops
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import FFNConfig, ModelConfig
 from tests.models.test_decoder import SETTINGS, make_config, make_model
 
 PUBLISHED = {  # d_model, n_heads, n_layers, parameters of MPT with learned positions and tied head
@@ -31,12 +31,24 @@ def test_parameter_counts_are_mpts(name: str) -> None:
     assert parameter_count(config) == expected
 
 
+def expected_ffn(ffn: FFNConfig, d: int, *, bias: bool) -> int:
+    """One layer's."""
+    projections = 2 if "mptglu" in ffn.ffn_type or ffn.mlp_type == "glu" else 1
+
+    def layer(hidden: int) -> int:
+        return (projections + 1) * d * hidden + (projections * hidden + d if bias else 0)
+
+    if ffn.ffn_type != "dmoe":
+        return layer(ffn.ffn_hidden_size)
+    shared = layer(ffn.shared_expert_hidden_size) if ffn.shared_expert_hidden_size else 0
+    return d * ffn.moe_num_experts + ffn.moe_num_experts * layer(ffn.ffn_hidden_size) + shared
+
+
 def expected_parameters(config: ModelConfig) -> int:
     """Counted from the definitions, layer by layer."""
     attn, d, hd = config.attn_config, config.d_model, config.head_dim
-    hidden, bias = config.ffn_config.ffn_hidden_size, not config.no_bias
+    bias = not config.no_bias
     vectors = 2 if bias and "layernorm" in config.norm_type else 1  # of one norm
-    gates = 2 if config.ffn_config.ffn_type == "mptglu" else 1
     total = (1 if config.tie_word_embeddings else 2) * config.vocab_size * d + vectors * d
     total += config.max_seq_len * d if config.learned_pos_emb else 0
     for index, layer in enumerate(config.layers()):
@@ -44,7 +56,7 @@ def expected_parameters(config: ModelConfig) -> int:
         projected = (config.n_heads + 2 * kv_heads) * hd
         total += d * projected + (projected if config.attention_bias else 0)
         total += config.n_heads * hd * d + (d if bias else 0)
-        total += (gates + 1) * d * hidden + (gates * hidden + d if bias else 0)
+        total += expected_ffn(config.ffn_config, d, bias=bias)
         total += 2 * vectors * d
         if attn.qk_ln:
             total += vectors * (config.n_heads + kv_heads) * hd

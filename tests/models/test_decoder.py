@@ -11,7 +11,8 @@ import torch
 
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.ffn import ACTIVATIONS, FFNS
+from llmfoundry.models.ffn import FFNS
+from llmfoundry.ops.activations import ACTIVATIONS
 from llmfoundry.ops.attention import alibi_slopes
 from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe import ffn
@@ -84,6 +85,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "head-dim": {"head_dim": 6, "attn_config": {"rope": True}},
     "glu-silu": {"ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": "silu"}},
     "glu-elu": {"ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "elu", "alpha": 0.3}}},
+    "dmoe": {"ffn_config": {"ffn_type": "dmoe", "moe_num_experts": 5, "moe_top_k": 2}},
+    "dmoe-dbrx": {
+        "ffn_config": {
+            "ffn_type": "dmoe",
+            "mlp_type": "glu",
+            "ffn_act_fn": "silu",
+            "ffn_hidden_size": 20,
+            "moe_num_experts": 6,
+            "moe_top_k": 3,
+            "moe_normalize_expert_weights": 1,
+            "shared_expert_hidden_size": 12,
+        },
+        "attn_config": {"rope": True, "clip_qkv": 8.0, **GQA},
+        "no_bias": True,
+        "tie_word_embeddings": False,
+    },
     "tanh": {"ffn_config": {"ffn_act_fn": "gelu_tanh"}, "expansion_ratio": 1.5},
     "relu": {"ffn_config": {"ffn_act_fn": "relu", "ffn_hidden_size": 20}},
     "rmsnorm": {"norm_type": "rmsnorm", "norm_eps": 1e-3},

@@ -19,12 +19,23 @@ from tests.models.test_decoder import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 _HERE, _INIT = "tests/models/test_options.py", "tests/models/test_init.py"
+_MOE = "tests/models/test_moe.py"
 ELSEWHERE = {  # fields that no comparison of logits shows, and the test that does
     "name": "tests/recipe/test_recipe_checks.py::test_training_recipe",
     "d_model": "tests/models/test_counts.py::test_parameter_counts_are_mpts",
     "vocab_size": "tests/models/test_counts.py::test_parameter_counts_are_mpts",
     "emb_pdrop": f"{_HERE}::test_embeddings_are_dropped_after_positions_are_added",
     "resid_pdrop": f"{_HERE}::test_what_attention_and_ffn_add_is_dropped",
+    "ffn_config.moe_jitter_eps": f"{_MOE}::test_jitter_reaches_the_router_alone",
+    "ffn_config.moe_balancing": f"{_MOE}::test_biases_balance_a_skewed_router",
+    "ffn_config.moe_loss_weight": f"{_MOE}::test_losses_are_weighted_and_averaged_over_layers",
+    "ffn_config.moe_lbl_scope": f"{_MOE}::test_balancing_loss_is_megablocks_formula_over_its_scope",
+    "ffn_config.moe_bias_update_rate": f"{_MOE}::test_a_bias_chooses_and_does_not_weigh",
+    "ffn_config.moe_zloss_weight": f"{_MOE}::test_losses_are_weighted_and_averaged_over_layers",
+    "ffn_config.uniform_expert_assignment": f"{_MOE}::test_benchmarks_can_have_equal_loads",
+    "ffn_config.moe_force_balance": f"{_MOE}::test_benchmarks_can_have_equal_loads",
+    "ffn_config.moe_impl": f"{_MOE}::test_outputs_and_gradients_are_the_definitions",
+    "ffn_config.moe_compress_activations": f"{_MOE}::test_activations_can_be_kept_in_8_bits",
     "attn_config.attn_pdrop": f"{_HERE}::test_dropped_attention_is_the_undropped_in_the_mean",
     "init_config.name": f"{_INIT}::test_matrices_follow_torch_nn_init",
     "init_config.fan_mode": f"{_INIT}::test_matrices_follow_torch_nn_init",

@@ -1,0 +1,272 @@
+"""The mixture-of-experts layer: a router, stacked experts, and what the router tells.
+
+`decoder.py` puts it where a feed-forward layer stands; the products are `ops.moe.mixture`'s. What
+the router did comes back as a result (`Routed`), never through a list that layers write to: so it
+is right when a checkpointed block runs twice, when blocks are compiled, and when FSDP cuts them.
+All of it is sums over rows, which microbatches and processes can add up.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmfoundry.models.ffn import FFN
+from llmfoundry.ops.activations import to_text
+from llmfoundry.ops.moe import mixture
+from llmfoundry.ops.moe_experts import Experts
+from llmfoundry.recipe.model import FFNConfig, ModelConfig
+
+
+class Routed(NamedTuple):
+    """What one layer's router did with a microbatch of B rows, while training.
+
+    Attributes:
+        balance: (), the load-balancing loss at weight 1, times B: B at perfect balance.
+        z: (), the mean squared logsumexp of the logits, times B.
+        load: (E,), choices that fell on each expert; B * T * k in all.
+        probability: (E,), the router's probabilities, summed over tokens; B * T in all.
+    """
+
+    balance: Tensor
+    z: Tensor
+    load: Tensor
+    probability: Tensor
+
+
+class Routing(NamedTuple):
+    """The same of all L layers.
+
+    Attributes:
+        losses: what is added to the loss, times B: `lbl` and `z`, those that the recipe asks for,
+            weighted and averaged over layers.
+        load: (L, E).
+        probability: (L, E).
+    """
+
+    losses: dict[str, Tensor]
+    load: Tensor
+    probability: Tensor
+
+
+def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
+    """What all layers' routers did, the losses weighted as the recipe says.
+
+    With the mean over layers the balancing loss is megablocks' batched_load_balancing_loss, its
+    weight at perfect balance; tests/models/test_moe.py has the formula.
+    """
+    balance, z, load, probability = (torch.stack(part) for part in zip(*layers, strict=True))
+    losses = {}
+    if ffn.moe_loss_weight is not None:
+        losses["lbl"] = ffn.moe_loss_weight * balance.mean()
+    if ffn.moe_zloss_weight is not None:
+        losses["z"] = ffn.moe_zloss_weight * z.mean()
+    return Routing(losses, load, probability)
+
+
+class Router(nn.Linear):
+    """Logits (N, E) of tokens (N, D), in fp32 whatever autocast or the weights' precision.
+
+    bfloat16's 8 bits would send some per cent of the tokens to other experts.
+
+    Attributes:
+        bias_steps: (E,), what moe_balancing: bias has added to each score so far, in steps of
+            moe_bias_update_rate. An integer: it stays exact where weights are kept in bfloat16.
+    """
+
+    bias_steps: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        ffn = config.ffn_config
+        assert ffn.moe_num_experts is not None
+        super().__init__(config.d_model, ffn.moe_num_experts, bias=False)
+        self.jitter = ffn.moe_jitter_eps
+        if ffn.moe_balancing == "bias":
+            self.register_buffer("bias_steps", torch.zeros(ffn.moe_num_experts, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of x (N, D), while training of x times random numbers from 1 - eps to 1 + eps."""
+        if self.jitter and self.training:
+            noise = torch.rand(x.shape, dtype=_wide(x), device=x.device)
+            x = x * (1 - self.jitter + 2 * self.jitter * noise)
+        return WideLinear.apply(x, self.weight)
+
+
+class WideLinear(torch.autograd.Function):
+    """x W^T in fp32 or wider, of x (N, D) and W (E, D) in any dtype.
+
+    They wait for the backward pass as they came: an fp32 copy of every token would be a tenth more
+    memory than the experts keep.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Logits (N, E)."""
+        ctx.save_for_backward(x, weight)
+        with _without_autocast(x):
+            return F.linear(x.to(_wide(x)), weight.to(_wide(x)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of x and W, in their dtypes."""
+        (x, weight), (grad,) = ctx.saved_tensors, grads
+        with _without_autocast(x):
+            dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
+            return dx, (grad.T @ x.to(grad.dtype)).to(weight.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _has_autocast(x: Tensor) -> bool:
+    """Whether autocast is on; the meta device has none that could be asked for."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    return torch.autocast(x.device.type, enabled=False) if _has_autocast(x) else nullcontext()
+
+
+class Stacks(nn.Module):
+    """The weights of all experts, in the shapes of DBRX and megablocks: expert after expert.
+
+    w1 (the gate; of an MLP the up projection), v1 (the up projection beside a gate) and w2 (the
+    down projection, not transposed) are (E * f, D), so that FSDP cuts them into even rows whatever
+    the number of experts. Biases are vectors: (E * f,), and w2's (E * D,).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        ffn, self.d = config.ffn_config, config.d_model
+        assert ffn.ffn_hidden_size and ffn.moe_num_experts, "the recipe was not filled"
+        self.n, self.f = ffn.moe_num_experts, ffn.ffn_hidden_size
+        self.activation = to_text(*ffn.activation)
+        outputs = {"w1": self.f, "v1": self.f, "w2": self.d}
+        for name, width in outputs.items():
+            if name == "v1" and ffn.mlp_type != "glu":
+                continue
+            self.register_parameter(name, nn.Parameter(torch.empty(self.n * self.f, self.d)))
+            if not config.no_bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(self.n * width)))
+
+    def experts(self) -> Experts:
+        """The same weights as `mixture` takes them, with a dimension of experts."""
+
+        def view(name: str, *shape: int) -> Tensor | None:
+            parameter = getattr(self, name, None)
+            return None if parameter is None else parameter.view(self.n, *shape)
+
+        w1, v1, w2 = (view(name, self.f, self.d) for name in ("w1", "v1", "w2"))
+        assert w1 is not None and w2 is not None
+        b1, bv, b2 = view("w1_bias", self.f), view("v1_bias", self.f), view("w2_bias", self.d)
+        return Experts(w1, v1, w2, b1, bv, b2, self.activation)
+
+
+class MoE(nn.Module):
+    """A router sends each token to k of E experts, whatever their load; all give is added up.
+
+    Scores are the softmax over all experts; the k highest are chosen, and weigh what their experts
+    give, divided by their p-norm where the recipe says so.
+
+    Args:
+        config: filled.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = ffn = config.ffn_config
+        self.router, self.experts = Router(config), Stacks(config)
+        self.shared = None
+        if ffn.shared_expert_hidden_size is not None:
+            gated = ffn.mlp_type == "glu"
+            self.shared = FFN(config, gated=gated, hidden=ffn.shared_expert_hidden_size)
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Routed | None]:
+        """Transform x (B, T, D) token by token.
+
+        Args:
+            x: tokens of B rows.
+            real: (N,) int64, flat places b * T + t of tokens that are no padding; the others come
+                back as zeros, and no expert sees them. None: all. Not while training.
+        """
+        ffn, tokens = self.config, x.flatten(0, 1)
+        if real is not None:
+            tokens = tokens.index_select(0, real)
+        if _has_autocast(x):  # once, so that the router and the experts keep the same copy
+            tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
+        logits = self.router(tokens)
+        scores = logits.softmax(-1)
+        weights, experts = self._choose(scores)
+        assert ffn.moe_impl is not None, "the recipe was not filled"
+        compress = bool(ffn.moe_compress_activations)
+        stacks = self.experts.experts()
+        y = mixture(tokens, weights, experts, stacks, impl=ffn.moe_impl, compress=compress)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        if real is not None:
+            assert not self.training, "rows of training have no padding"
+            y = y.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, real, y)
+        routed = self._routed(logits, scores, experts, len(x)) if self.training else None
+        return y.view(x.shape), routed
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts (N, k) of tokens by their scores (N, E)."""
+        ffn = self.config
+        assert ffn.moe_top_k is not None
+        preferred = scores.detach()
+        if ffn.moe_balancing == "bias":
+            assert ffn.moe_bias_update_rate is not None
+            preferred = preferred + ffn.moe_bias_update_rate * self.router.bias_steps
+        chosen = preferred.topk(ffn.moe_top_k).indices
+        experts = _in_turn(chosen, scores.shape[1]) if ffn.moe_force_balance else chosen
+        weights = scores.gather(1, experts)
+        if ffn.moe_normalize_expert_weights is not None:
+            p = ffn.moe_normalize_expert_weights
+            weights = weights / torch.linalg.vector_norm(weights, ord=p, dim=1, keepdim=True)
+        if ffn.uniform_expert_assignment:
+            experts = _in_turn(chosen, scores.shape[1])
+        return weights, experts
+
+    def _routed(self, logits: Tensor, scores: Tensor, experts: Tensor, rows: int) -> Routed:
+        """E / (T k) * sum over e of load_e * mean score_e, over the T tokens of each group.
+
+        A group is a row or, as in megablocks, the microbatch. Loads have no gradient.
+        """
+        n_experts, top_k = scores.shape[1], experts.shape[1]
+        groups = rows if self.config.moe_lbl_scope != "microbatch" else 1
+        number = torch.arange(n_experts, device=experts.device)
+        # compared and summed: one_hot and bincount would wait for the device
+        load = (experts.view(groups, -1, 1) == number).sum(1).to(scores.dtype)
+        mean = scores.view(groups, -1, n_experts).mean(1)
+        choices = experts.numel() / groups
+        balance = n_experts / choices * (load * mean).sum() * (rows / groups)
+        z = logits.logsumexp(-1).square().mean() * rows
+        tokens = choices / top_k
+        return Routed(balance, z, load.sum(0), mean.detach().sum(0) * tokens)
+
+
+def _in_turn(chosen: Tensor, n_experts: int) -> Tensor:
+    """Experts 0, 1, 2, ... in place of those chosen, in the shape of `chosen`."""
+    return (torch.arange(chosen.numel(), device=chosen.device) % n_experts).view_as(chosen)
+
+
+@torch.no_grad()
+def move_biases(module: nn.Module, load: Tensor, held: Tensor) -> None:
+    """One step of every router's bias, towards experts of less than mean load (Wang et al., 2024).
+
+    Args:
+        module: whose blocks have routers with biases; others are left alone.
+        load: (L, E), of the global batch: the same on every process.
+        held: 1: leave all as it is (the step was not taken); else 0.
+    """
+    routers = [m for m in module.modules() if isinstance(m, Router) and hasattr(m, "bias_steps")]
+    if routers:
+        taken = (load.mean(1, keepdim=True) - load).sign() * (1 - held)
+        for router, steps in zip(routers, taken, strict=True):
+            router.bias_steps += steps.to(router.bias_steps.dtype)
