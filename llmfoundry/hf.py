@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.moe import Router, Routing, Stacks
 from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import Problem, build, to_dict
@@ -111,6 +112,9 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits, and the loss where labels are given.
 
+        While training, a mixture's loss has the router's losses in it, weighted as the settings
+        say. Biases that balance experts stay what they are: only the project's trainer moves them.
+
         Args:
             input_ids: (B, T).
             attention_mask: (B, past + T), 0 before or after a row's text. Such rows have no cache.
@@ -136,14 +140,26 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = DynamicCache()
             cache = _Cache(past_key_values)
         _check_positions(position_ids, layout, cache.length if cache else 0)
-        hidden = self.model(input_ids, layout, cache)
+        hidden, routing = self.model.run(input_ids, layout, cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.head(hidden[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
+            if routing is not None:
+                loss = loss + _router_losses(routing, labels, kwargs.get("num_items_in_batch"))
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output if return_dict is not False else output.to_tuple()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Transformers' start of what it does not find in a file."""
+        super()._init_weights(module)
+        if isinstance(module, Stacks):
+            for name, parameter in module.named_parameters():
+                std = 0.0 if name.endswith("bias") else 0.02
+                nn.init.normal_(parameter, std=std)
+        if isinstance(module, Router) and hasattr(module, "bias_steps"):
+            nn.init.zeros_(module.bias_steps)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Transformers' `generate`; padded batches do without a cache."""
@@ -182,6 +198,12 @@ class _Cache:
         """Store k, v (B, T, KV, hd) of one layer; all of its keys and values so far."""
         k, v = self._cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
         return k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _router_losses(routing: Routing, labels: Tensor, whole: Tensor | int | None) -> Tensor | float:
+    """Balancing losses, a mean over rows; of `whole` targets in a batch, the share that is here."""
+    mean = sum(routing.losses.values()) / len(labels)
+    return mean if whole is None else mean * (labels[:, 1:] != -100).sum() / whole
 
 
 def _layout(mask: Tensor | None) -> Layout | None:

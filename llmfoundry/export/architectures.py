@@ -18,10 +18,13 @@ from llmfoundry.export.common import (
     GLU,
     GPT2_FIELDS,
     GPT2_FIXED,
+    GRANITE_FIELDS,
+    GRANITE_FIXED,
     HEADS_DIVIDE,
     HEADS_FILL,
     LAYERNORM,
     LEARNED,
+    LLAMA_FIELDS,
     MHA,
     MLP,
     MOSAIC_FIELDS,
@@ -31,38 +34,27 @@ from llmfoundry.export.common import (
     RMSNORM,
     ROPE,
     ROPE_OR_NOPE,
+    attention_scale,
     head_dim,
     llama_fields,
+    logits_divisor,
     shared_head,
 )
 from llmfoundry.export.layers import read_nope
+from llmfoundry.export.mixture import MIXTURES
 from llmfoundry.export.parts import ANYTHING, Architecture, Field, Fixed, Need, Windows, only
 from llmfoundry.recipe.model import ModelConfig
 
 
-def _scale(config: ModelConfig) -> float:
-    """The factor on attention's logits."""
-    scale, width = config.attn_config.softmax_scale, config.head_dim
-    assert width is not None, "the recipe was not filled"
-    return width**-0.5 if scale is None else scale
-
-
 def _is_root_of_whole(config: ModelConfig) -> bool:
-    square = _scale(config) ** -2
+    square = attention_scale(config) ** -2
     return math.isclose(square, round(square), rel_tol=1e-9)
-
-
-def _divisor(config: ModelConfig) -> float:
-    """What Granite divides logits by; `config` is plain, so its logit_scale is a number."""
-    factor = config.logit_scale
-    assert not isinstance(factor, str)
-    return 1.0 if factor is None else 1 / factor
 
 
 def _gemma_head(config: ModelConfig) -> bool:
     """Gemma multiplies the embedding, not the head that shares it, by sqrt(d_model)."""
     wanted = config.d_model**-0.5 if config.tie_word_embeddings else 1.0
-    return math.isclose(1 / _divisor(config), wanted, rel_tol=1e-9)
+    return math.isclose(1 / logits_divisor(config), wanted, rel_tol=1e-9)
 
 
 def _qwen_types(written: Mapping[str, Any], n_layers: int) -> list[str]:
@@ -85,7 +77,6 @@ def _gemma_types(_: Mapping[str, Any], n_layers: int) -> list[str]:
 
 
 _LLAMA = (ROPE, RMSNORM, GLU)
-_LLAMA_FIELDS = (*llama_fields(kv_heads=None), head_dim())
 _LLAMA_BIASES = {"attention_bias": "any", "mlp_bias": "other"}
 _QWEN_WINDOWS = Windows(types=_qwen_types)
 _ONE_WINDOW = Windows(key="sliding_window", switch=False)
@@ -140,32 +131,22 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
     "LlamaForCausalLM": Architecture(
         "llama",
         (*_LLAMA, HEADS_DIVIDE),
-        _LLAMA_FIELDS,
+        LLAMA_FIELDS,
         biases=_LLAMA_BIASES,
         partial_rotary=1.0,
     ),
     "GraniteForCausalLM": Architecture(
         "granite",
         _LLAMA,
-        (
-            *_LLAMA_FIELDS,
-            Field("attention_multiplier", "attn_config.softmax_scale", 1.0, write=_scale),
-            Field(
-                "logits_scaling",
-                "logit_scale",
-                1.0,
-                write=_divisor,
-                read=lambda divisor: None if divisor == 1 else 1 / divisor,
-            ),
-        ),
-        (Fixed("embedding_multiplier", 1.0, 1.0), Fixed("residual_multiplier", 1.0, 1.0)),
+        GRANITE_FIELDS,
+        GRANITE_FIXED,
         biases=_LLAMA_BIASES,
         partial_rotary=1.0,
     ),
     "ArceeForCausalLM": Architecture(
         "arcee",
         (ROPE, RMSNORM, MLP, HEADS_DIVIDE),
-        _LLAMA_FIELDS,
+        LLAMA_FIELDS,
         biases=_LLAMA_BIASES,
         partial_rotary=1.0,
     ),
@@ -193,48 +174,6 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         biases={"use_qkv_bias": "qkv"},
         partial_rotary=0.25,
         unread=("hidden_dropout",),  # of the feed-forward layer alone
-    ),
-    "DbrxForCausalLM": Architecture(
-        "dbrx",
-        (
-            ROPE,
-            LAYERNORM,
-            only("norm_eps", 1e-5),
-            GLU,
-            NO_BIAS,
-            NO_QKV_BIAS,
-            HEADS_FILL,
-            only("tie_word_embeddings", False),
-        ),
-        (
-            *MOSAIC_FIELDS,
-            Field("attn_config.kv_n_heads", "attn_config.kv_n_heads", 1),
-            Field("attn_config.attn_pdrop", "attn_config.attn_pdrop", 0.0),
-            Field("resid_pdrop", "resid_pdrop", 0.0),
-            Field("ffn_config.ffn_hidden_size", "ffn_config.ffn_hidden_size"),
-            Field("ffn_config.ffn_act_fn.name", "ffn_config.ffn_act_fn", "silu", ACTIVATIONS),
-        ),
-        (  # a mixture of one expert, which gets all of the weight
-            Fixed("ffn_config.moe_num_experts", 1, 4),
-            Fixed("ffn_config.moe_top_k", 1, 1),
-            Fixed("ffn_config.moe_normalize_expert_weights", 1.0, ANYTHING),
-            Fixed("tie_word_embeddings", False, False),
-        ),
-        partial_rotary=1.0,
-        unread=("emb_pdrop",),  # transformers has the key, and does nothing with it
-    ),
-    "OlmoeForCausalLM": Architecture(
-        "olmoe",
-        (*_LLAMA, only("attn_config.qk_ln", True), NO_BIAS, HEADS_FILL),
-        llama_fields(kv_heads=None),
-        (  # a mixture of one expert, which gets all of the weight
-            Fixed("num_experts", 1, 64),
-            Fixed("num_experts_per_tok", 1, 8),
-            Fixed("clip_qkv", None, None),  # theirs clamps after the norm of queries and keys
-            Fixed("sliding_window", None, None),
-        ),
-        biases={"attention_bias": "any"},
-        partial_rotary=1.0,
     ),
     "MistralForCausalLM": Architecture(
         "mistral",
@@ -285,7 +224,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
                 "query_pre_attn_scalar",
                 "attn_config.softmax_scale",
                 256,
-                write=lambda config: round(_scale(config) ** -2),
+                write=lambda config: round(attention_scale(config) ** -2),
                 read=lambda square: square**-0.5,
             ),
             Field("attn_logit_softcapping", "attn_config.attn_logit_softcapping", 50.0),
@@ -343,4 +282,5 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         ),
         windows=Windows(key="attention_types", default=256, switch=False),
     ),
+    **MIXTURES,
 }

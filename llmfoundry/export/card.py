@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmfoundry.export.settings import OWN
+from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder
 
 _LOAD = """\
@@ -51,9 +52,21 @@ def write_card(
     architecture: str,
     dtype: str,
     unkept: Sequence[str] = (),
+    remarks: Sequence[str] = (),
 ) -> None:
-    """Write the card to `path`; `unkept` are lines about settings that config.json leaves out."""
-    lines = [*_lines(card, model, architecture, dtype), *_recipe(card, unkept)]
+    """Write the card to `path`.
+
+    Args:
+        path: README.md.
+        card: what the model itself does not show.
+        model: with its weights.
+        architecture: transformers' class.
+        dtype: of the written weights.
+        unkept: lines about settings that config.json leaves out.
+        remarks: lines about what is different in transformers.
+    """
+    lines = [*_lines(card, model, architecture, dtype), *_list("In transformers", remarks)]
+    lines += _recipe(card, unkept)
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -62,9 +75,11 @@ def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Ite
     yield from ("tags:", "- llmfoundry", "---", "", f"# {card.name}", "")
     parameters = sum(p.numel() for p in model.parameters())
     config = model.config
+    active = active_parameter_count(config)
+    share = "" if active == parameters else f", of which a token visits {active:,}"
     wide = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads"
     rows = {
-        "Parameters": f"{parameters:,} ({wide})",
+        "Parameters": f"{parameters:,}{share} ({wide})",
         "Architecture": "our own, `llmfoundry.hf`" if architecture == OWN else architecture,
         "Weights": dtype,
         "Vocabulary": f"{config.vocab_size:,} rows",
@@ -81,6 +96,12 @@ def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Ite
     if card.scores:
         yield from ("", "## Scores", "", "| metric | value |", "|---|---|")
         yield from (f"| {name} | {value:.4f} |" for name, value in card.scores.items())
+
+
+def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        yield from ("", f"## {title}", "")
+        yield from (f"- {line}" for line in lines)
 
 
 def _recipe(card: CardInfo, unkept: Sequence[str]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmfoundry.export.parts import REQUIRED, Field, Fixed, Need, only
+from llmfoundry.recipe.model import ModelConfig
 
 MHA = Need(
     "attn_config.attn_type",
@@ -114,3 +115,32 @@ def llama_fields(
 def head_dim(default: int | None = None) -> Field:
     """The width of a head, a key that several configs take without having a name for it."""
     return Field("head_dim", "head_dim", default)
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """The factor on attention's logits."""
+    scale, width = config.attn_config.softmax_scale, config.head_dim
+    assert width is not None, "the recipe was not filled"
+    return width**-0.5 if scale is None else scale
+
+
+def logits_divisor(config: ModelConfig) -> float:
+    """What Granite divides logits by; `config` is plain, so its logit_scale is a number."""
+    factor = config.logit_scale
+    assert not isinstance(factor, str)
+    return 1.0 if factor is None else 1 / factor
+
+
+LLAMA_FIELDS = (*llama_fields(kv_heads=None), head_dim())
+GRANITE_FIELDS = (
+    *LLAMA_FIELDS,
+    Field("attention_multiplier", "attn_config.softmax_scale", 1.0, write=attention_scale),
+    Field(
+        "logits_scaling",
+        "logit_scale",
+        1.0,
+        write=logits_divisor,
+        read=lambda said: None if said == 1 else 1 / said,
+    ),
+)
+GRANITE_FIXED = (Fixed("embedding_multiplier", 1.0, 1.0), Fixed("residual_multiplier", 1.0, 1.0))

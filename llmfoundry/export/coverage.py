@@ -60,4 +60,6 @@ _STRUCTURAL: dict[str, Callable[[str, Architecture], bool]] = {  # what is no si
     "block_overrides.overrides.attn_temperature_tuning.attn_scale": lambda _, a: a.tuned,
     REUSE: lambda _, __: False,
     "attention_bias": _qkv_bias,
+    "ffn_config.moe_num_experts": lambda _, a: a.mixture,
+    "ffn_config.moe_normalize_expert_weights": lambda _, a: a.mixture,
 }

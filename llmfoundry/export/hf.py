@@ -20,6 +20,8 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.export.architectures import ARCHITECTURES
 from llmfoundry.export.card import CardInfo, write_card
+from llmfoundry.export.foundry import FOUNDRY, foundry_map
+from llmfoundry.export.mixture import remarks
 from llmfoundry.export.settings import (
     OWN,
     choose,
@@ -93,7 +95,16 @@ def to_hf(
         _write_json(folder / "generation_config.json", {**ids, "pad_token_id": pad})
         _write_weights(folder, list(_tensors(model, name)), DTYPES[dtype], shard_bytes)
         lines = unkept(model.config, name)
-        write_card(folder / "README.md", card, model, architecture=name, dtype=dtype, unkept=lines)
+        more = [] if name == OWN else remarks(model.config, name, ARCHITECTURES[name])
+        write_card(
+            folder / "README.md",
+            card,
+            model,
+            architecture=name,
+            dtype=dtype,
+            unkept=lines,
+            remarks=more,
+        )
     for line in lines:
         note(line)
     return name
@@ -184,8 +195,9 @@ def _write_weights(
 
 
 def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in `dtype` that shares memory with nothing."""
-    converted = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+    """A copy in `dtype`, or whole numbers as they are, that shares memory with nothing."""
+    kept = dtype if tensor.is_floating_point() else tensor.dtype
+    converted = tensor.detach().to("cpu", kept, copy=True).contiguous()
     if not torch.isfinite(converted).all():
         kind = str(dtype).removeprefix("torch.")
         reason = f"has values that {kind} cannot hold; write dtype=bf16 or dtype=fp32"
@@ -218,7 +230,7 @@ def from_hf(
     with _open_weights(folder) as (names, get):
         if name == OWN:
             return config, _own_state(config, names, get)
-        weights = MAPS[name]
+        weights = foundry_map(config, written) if name == FOUNDRY else MAPS[name]
         base = weights.rules[0].theirs[0].split(".")[0] + "."  # `model.` or `transformer.`
         where = {key: key for key in names}
         if not any(key.startswith(base) for key in names):  # saved without a head, as GPT-2 was

@@ -159,9 +159,9 @@ def _types(written: Mapping[str, Any], windows: Windows | None, n_layers: int) -
     if windows is None:
         return [FULL] * n_layers
     has_size = written.get("sliding_window", windows.default) is not None
-    if windows.key == "sliding_window":
-        return [SLIDING if has_size else FULL] * n_layers
     on = not windows.switch or (written.get("use_sliding_window", False) and has_size)
+    if windows.key == "sliding_window":
+        return [SLIDING if on and has_size else FULL] * n_layers
     return windows.types(written, n_layers) if on else [FULL] * n_layers
 
 

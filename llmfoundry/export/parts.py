@@ -24,6 +24,9 @@ OFF: dict[str, Any] = {  # optional parts of all layers, and their value where t
     "attn_config.qk_ln": False,
     "attn_config.qk_gn": False,
     "attn_config.softmax_scale": None,
+    "ffn_config.shared_expert_hidden_size": None,
+    "ffn_config.uniform_expert_assignment": None,  # None: also what is false, in a plain config
+    "ffn_config.moe_force_balance": None,
 }
 
 TRAINING = {  # settings that only training feels, and their value where they do nothing
@@ -31,6 +34,9 @@ TRAINING = {  # settings that only training feels, and their value where they do
     "resid_pdrop": 0.0,
     "attn_config.attn_pdrop": 0.0,
     "embedding_fraction": 1.0,
+    "ffn_config.moe_loss_weight": None,
+    "ffn_config.moe_jitter_eps": None,
+    "ffn_config.moe_zloss_weight": None,
 }
 
 
@@ -60,14 +66,17 @@ class Field:
         choices: our values by theirs; the first of theirs is written.
         write: their value of a config, where it is not simply our setting's.
         read: our value of theirs.
+        also: other names of the key, by version of transformers: written too, read where the first
+            is missing.
     """
 
     theirs: str
     ours: str
     default: Any = REQUIRED
-    choices: Mapping[str, Any] | None = None
+    choices: Mapping[Any, Any] | None = None
     write: Callable[[ModelConfig], Any] | None = None
     read: Callable[[Any], Any] | None = None
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,7 @@ class Architecture:
         nope: `no_rope_layers` says which layers rotate.
         tuned: layers that do not rotate have Llama 4's temperature tuning, others have none.
         unread: keys of dropouts that the decoder does not have, or has elsewhere.
+        mixture: feed-forward layers are mixtures of experts (`mixture.settle`).
     """
 
     model_type: str
@@ -139,6 +149,7 @@ class Architecture:
     nope: bool = False
     tuned: bool = False
     unread: tuple[str, ...] = ()
+    mixture: bool = False
 
     def keeps(self, key: str) -> bool:
         """Whether a field says what our setting `key` is."""
@@ -150,7 +161,7 @@ class Architecture:
         for item in self.fields:
             choices = item.choices
             if choices is not None and get(config, item.ours) not in choices.values():
-                names = dict.fromkeys(str(value) for value in choices.values())
+                names = dict.fromkeys(show(value) for value in choices.values())
                 missed[item.ours] = f"one of {', '.join(names)}"
         spoken = {need.key for need in self.needs}
         for key, off in OFF.items():

@@ -13,7 +13,9 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.export.architectures import ARCHITECTURES
+from llmfoundry.export.foundry import FOUNDRY, is_foundry, read_foundry
 from llmfoundry.export.layers import missed_layers, read_layers, write_layers
+from llmfoundry.export.mixture import TYPE, settle
 from llmfoundry.export.parts import (
     ANYTHING,
     REQUIRED,
@@ -79,9 +81,11 @@ def _missed(plain: ModelConfig, name: str) -> list[tuple[str, str]]:
 
 
 def _distance(plain: ModelConfig, name: str) -> tuple[int, int, int]:
-    """Missed needs, those of positions first: no one changes these for an export."""
+    """Missed needs, those of positions and experts first: no one changes these for an export."""
     missed = _missed(plain, name)
-    return sum(key in POSITIONS for key, _ in missed), len(missed), padding(MAPS[name], plain)
+    has_experts = plain.ffn_config.ffn_type == "dmoe"
+    grave = sum(key in POSITIONS or (key == TYPE and has_experts) for key, _ in missed)
+    return grave, len(missed), padding(MAPS[name], plain)
 
 
 def _say(config: ModelConfig, key: str) -> str:
@@ -102,6 +106,11 @@ def _plain(config: ModelConfig) -> ModelConfig:
         ffn = dataclasses.replace(ffn, ffn_act_fn=name)
     elif (name, arguments) == ("gelu", {"approximate": "tanh"}):
         ffn = dataclasses.replace(ffn, ffn_act_fn="gelu_tanh")
+    ffn = dataclasses.replace(
+        ffn,
+        uniform_expert_assignment=ffn.uniform_expert_assignment or None,
+        moe_force_balance=ffn.moe_force_balance or None,
+    )
     factor = config.logit_scale
     if factor == "inv_sqrt_d_model":
         factor = config.d_model**-0.5
@@ -121,7 +130,8 @@ def write_settings(config: ModelConfig, name: str) -> dict[str, Any]:
     config, architecture = _plain(config), ARCHITECTURES[name]
     written: dict[str, Any] = {"architectures": [name], "model_type": architecture.model_type}
     for field in architecture.fields:
-        _put(written, field.theirs, _written(field, config))
+        for key in (field.theirs, *field.also):
+            _put(written, key, _written(field, config))
     for fixed in architecture.fixed:
         _put(written, fixed.theirs, fixed.value)
     for key, kind in architecture.biases.items():
@@ -195,12 +205,15 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     kind = written.get("model_type")
     if kind == OWN_TYPE:
         return OWN, _read_own(written)
+    problems: list[str] = []
+    if is_foundry(written):
+        config = read_foundry(written, problems)
+        return FOUNDRY, _filled(config, problems)
     names = {a.model_type: name for name, a in ARCHITECTURES.items()}
     if kind not in names:
         known = ", ".join([*names, OWN_TYPE])
         raise UserError(f"config.json: model_type {kind!r} cannot be read (can be: {known})")
     architecture = ARCHITECTURES[names[kind]]
-    problems: list[str] = []
     values = {n.key: n.value for n in architecture.needs if n.value is not None}
     for field in architecture.fields:
         values[field.ours] = _read(field, written, problems)
@@ -212,6 +225,8 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     _check_fixed(written, architecture, problems)
     if problems:
         raise UserError(*problems)
+    if architecture.mixture:
+        settle(values)
     return names[kind], _assemble(values)
 
 
@@ -233,7 +248,9 @@ def _look_up(written: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
-    value = _look_up(written, field.theirs, field.default)
+    value = field.default
+    for key in (*field.also, field.theirs):
+        value = _look_up(written, key, value)
     if value is REQUIRED:
         problems.append(f"config.json: {field.theirs} is missing")
         return None
@@ -242,7 +259,7 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
     if field.choices is None:
         return value
     if value not in field.choices:
-        can = ", ".join(field.choices)
+        can = ", ".join(show(theirs) for theirs in field.choices)
         problems.append(f"config.json: {field.theirs} {value!r}; the decoder has only {can}")
     return field.choices.get(value)
 
@@ -269,11 +286,17 @@ def _assemble(values: dict[str, Any]) -> ModelConfig:
     if attn.kv_n_heads is not None:
         kinds = {1: "multiquery_attention", heads: "multihead_attention"}
         attn.attn_type = kinds.get(attn.kv_n_heads, "grouped_query_attention")
-    problems = [f"config.json: {line}" for line in config.check()]
-    if problems:
-        raise UserError(*problems)
-    config.fill()
+    _filled(config, [])
     scale, default = attn.softmax_scale, (config.head_dim or 1) ** -0.5
     if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
         attn.softmax_scale = None
+    return config
+
+
+def _filled(config: ModelConfig, problems: list[str]) -> ModelConfig:
+    """The same, checked and filled; what was found wrong before is raised with what is now."""
+    problems = problems or [f"config.json: {line}" for line in config.check()]
+    if problems:
+        raise UserError(*problems)
+    config.fill()
     return config

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
+from llmfoundry.models import hf_experts
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.hf_experts import ExpertNames
 from llmfoundry.recipe.model import ModelConfig
 
 
@@ -51,13 +53,13 @@ class WeightMap:
 
     Attributes:
         rules: its layers.
-        router: its router, (1, D), where feed-forward layers are a mixture of one expert: zeros,
-            since any value gives that expert all of the weight.
+        experts: the feed-forward layers that are mixtures of experts; written is the first of
+            several ways, read the one that the file follows.
         ignored: patterns of what files may hold beside weights: buffers that can be computed.
     """
 
     rules: tuple[Rule, ...]
-    router: str | None = None
+    experts: tuple[ExpertNames, ...] = ()
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
 
 
@@ -106,9 +108,8 @@ def to_theirs(
                 yield _bias_name(name), part
         else:
             assert bias is None, f"{layer}.bias has no place to go"
-    if weights.router is not None:
-        for block in range(config.n_layers):
-            yield weights.router.format(i=block), like.new_zeros(1, config.d_model)
+    if weights.experts:
+        yield from hf_experts.experts_to_theirs(weights.experts[0], config, ours)
 
 
 def _computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = False) -> Tensor:
@@ -138,14 +139,19 @@ def to_ours(
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
     _refuse_unknown(weights, config, names)
+
+    def read(name: str) -> Tensor:
+        if name not in names:
+            raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
+        return get(name)
+
     state: dict[str, Tensor] = {}
+    if weights.experts:
+        state = hf_experts.experts_to_ours(hf_experts.present(weights.experts, names), config, read)
     for rule, layer, theirs in _layers(weights, config):
         if f"{layer}.weight" not in shapes:
             continue
-        for name in theirs:
-            if name not in names:
-                raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
-        parts = [get(name).T if rule.transposed else get(name) for name in theirs]
+        parts = [read(name).T if rule.transposed else read(name) for name in theirs]
         if rule.heads:
             parts = [_same(theirs, parts)]
         weight = _computed(rule, config, _joined(rule, parts, config), back=True)
@@ -239,8 +245,8 @@ def _joined(rule: Rule, parts: list[Tensor], config: ModelConfig) -> Tensor:
 def _refuse_unknown(weights: WeightMap, config: ModelConfig, names: Collection[str]) -> None:
     known = {name for _, _, theirs in _layers(weights, config) for name in theirs}
     known |= {_bias_name(name) for name in known}
-    if weights.router is not None:
-        known |= {weights.router.format(i=block) for block in range(config.n_layers)}
+    if weights.experts:
+        known |= set(hf_experts.known_names(hf_experts.present(weights.experts, names), config))
     unknown = sorted(
         name
         for name in names
@@ -320,12 +326,6 @@ _MPT_FFN = tuple(
     Rule(f"blocks.{{i}}.ffn.{name}", (f"transformer.blocks.{{i}}.ffn.{name}.weight",))
     for name in ("up_proj", "down_proj")
 )
-_EXPERT = "transformer.blocks.{i}.ffn.experts.mlp."
-_DBRX_FFN = (
-    Rule("blocks.{i}.ffn.gate_proj", (f"{_EXPERT}w1",)),
-    Rule("blocks.{i}.ffn.up_proj", (f"{_EXPERT}v1",)),
-    Rule("blocks.{i}.ffn.down_proj", (f"{_EXPERT}w2",), transposed=True),
-)
 
 
 def _qk_norms(name: str, heads: bool = False) -> tuple[Rule, ...]:
@@ -370,16 +370,16 @@ MAPS: dict[str, WeightMap] = {
             norm_bias="always",
         )
     ),
-    "DbrxForCausalLM": WeightMap(
-        _mosaic_like("norm_attn_norm.", *_DBRX_FFN),
-        router="transformer.blocks.{i}.ffn.router.layer.weight",
+    "DbrxForCausalLM": WeightMap(_mosaic_like("norm_attn_norm."), (hf_experts.DBRX,)),
+    "OlmoeForCausalLM": WeightMap(_llama_like(*_qk_norms("{part}_norm.weight")), hf_experts.QWEN),
+    "MixtralForCausalLM": WeightMap(
+        _llama_like(qkv_bias="never", out_bias="never"), hf_experts.MIXTRAL
     ),
-    "OlmoeForCausalLM": WeightMap(
-        _llama_like(
-            *_ffn("never", *_GLU, module="mlp.experts.0"), *_qk_norms("{part}_norm.weight")
-        ),
-        router="model.layers.{i}.mlp.gate.weight",
+    "Qwen3MoeForCausalLM": WeightMap(
+        _llama_like(*_qk_norms("{part}_norm.weight")), hf_experts.QWEN
     ),
+    "GraniteMoeForCausalLM": WeightMap(_llama_like(), hf_experts.GRANITE),
+    "GraniteMoeSharedForCausalLM": WeightMap(_llama_like(), hf_experts.GRANITE),
     "MistralForCausalLM": WeightMap(
         _llama_like(*_ffn("never", *_GLU), qkv_bias="never", out_bias="never")
     ),

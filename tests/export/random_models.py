@@ -57,6 +57,8 @@ def decoder(config: ModelConfig) -> Decoder:
             parameter.normal_(0, matrix if parameter.ndim > 1 else 0.3, generator=generator)
             if parameter.ndim == 1 and name.endswith("weight"):
                 parameter += 1
+        for buffer in model.buffers():  # steps of routers' biases: enough to choose others
+            buffer.random_(-300, 300, generator=generator)
     return model
 
 
@@ -141,6 +143,18 @@ SHARP = {"free": {"nope": True} | TUNED}
 INVERSE = {"logit_scale": "inv_sqrt_d_model"}
 QKV = {"attention_bias": True, **BARE}
 NO_QKV = {"attention_bias": False}
+MOE: dict[str, Any] = {
+    "ffn_type": "dmoe",
+    "mlp_type": "glu",
+    "ffn_act_fn": "silu",
+    "ffn_hidden_size": 24,
+    "moe_num_experts": 5,
+    "moe_top_k": 2,
+}
+SUM: dict[str, Any] = MOE | {"moe_normalize_expert_weights": 1.0}
+SHARED: dict[str, Any] = {"shared_expert_hidden_size": 40}
+JITTER: dict[str, Any] = {"moe_jitter_eps": 0.1}
+MIXTURE: dict[str, Any] = {**RMS, **BARE, "ffn": SUM}
 
 CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is the first to express
     "MptForCausalLM": [
@@ -198,6 +212,36 @@ CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is th
         {"attn": LINEAR | {"qk_gn": True}, "ffn": GLU, **QKV},
     ],
     "DbrxForCausalLM": [
+        {"attn": ROPE | CLIP | GQA, "ffn": SUM, **BARE, **UNTIED},
+        {"attn": ROPE | CLIP, "ffn": MOE, **BARE, **UNTIED},
+        {
+            "attn": LLAMA3 | CLIP | MQA,
+            "ffn": MOE
+            | {"moe_normalize_expert_weights": 2.0, "moe_top_k": 3}
+            | {"moe_jitter_eps": 0.1},
+            "resid_pdrop": 0.3,
+            **BARE,
+            **UNTIED,
+        },
+        {
+            "attn": ROPE | GQA | CLIP,
+            "ffn": SUM | {"moe_num_experts": 16, "moe_top_k": 4, "ffn_act_fn": "gelu_tanh"},
+            "n_layers": 3,
+            **BARE,
+            **UNTIED,
+        },
+        {
+            "attn": ROPE | CLIP,
+            "ffn": MOE | {"moe_top_k": 1, "moe_balancing": "none"},
+            **BARE,
+            **UNTIED,
+        },
+        {
+            "attn": ROPE | CLIP,
+            "ffn": SUM | {"moe_top_k": 5, "moe_loss_weight": 0.7},
+            **BARE,
+            **UNTIED,
+        },
         {"attn": ROPE | CLIP, "ffn": GLU, **BARE, **UNTIED},
         {"attn": ROPE | CLIP | GQA, "ffn": GLU, **BARE, **UNTIED},
         {
@@ -209,6 +253,8 @@ CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is th
         },
     ],
     "OlmoeForCausalLM": [
+        {**MIXTURE, "attn": ROPE | {"qk_ln": True}, "ffn": MOE},
+        {**MIXTURE, "attn": LINEAR | {"qk_ln": True}, **QKV, **UNTIED},
         {"attn": ROPE | {"qk_ln": True}, "ffn": GLU, **RMS, **BARE},
         {"attn": ROPE | GQA | {"qk_ln": True}, "ffn": GLU, **RMS, **BARE, **UNTIED},
         {"attn": LLAMA3 | {"qk_ln": True, "attn_pdrop": 0.1}, "ffn": GLU, **RMS, **QKV},
@@ -228,6 +274,30 @@ CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is th
         {**LLAMA, "attn": ROPE | GQA | {"qk_gn": True}, "head_dim": 16},
         {**LLAMA, "attn": LINEAR | {"qk_gn": True, "attn_pdrop": 0.1}, **QKV, **UNTIED},
         {**LLAMA, "attn": ROPE | {"qk_gn": True}, **stack("local default default", **LOCAL)},
+    ],
+    "MixtralForCausalLM": [
+        {**MIXTURE, "attn": ROPE | GQA},
+        {**MIXTURE, "attn": LLAMA3 | WINDOW, "head_dim": 16, **UNTIED},
+        {
+            **MIXTURE,
+            "attn": ROPE | MQA | {"attn_pdrop": 0.1},
+            "ffn": SUM | {"moe_num_experts": 8, "moe_top_k": 3, **JITTER},
+        },
+    ],
+    "Qwen3MoeForCausalLM": [
+        {**MIXTURE, "attn": ROPE | GQA | {"qk_gn": True}, "ffn": MOE},
+        {**MIXTURE, "attn": DYNAMIC | {"qk_gn": True}, "head_dim": 16, **QKV, **UNTIED},
+        {**MIXTURE, "attn": ROPE | WINDOW | {"qk_gn": True, "attn_pdrop": 0.1}},
+    ],
+    "GraniteMoeForCausalLM": [
+        {**MIXTURE, "attn": ROPE | GQA | SCALE},
+        {**MIXTURE, "attn": ROPE, "logit_scale": 0.3, **UNTIED},
+        {**MIXTURE, "attn": LLAMA3, "ffn": SUM | {"moe_top_k": 1}, **QKV},
+    ],
+    "GraniteMoeSharedForCausalLM": [
+        {**MIXTURE, "attn": ROPE | GQA, "ffn": SUM | SHARED},
+        {**MIXTURE, "attn": ROPE | SCALE, "ffn": SUM | SHARED, **INVERSE, **QKV, **UNTIED},
+        {**MIXTURE, "attn": ROPE, "ffn": SUM | SHARED | {"moe_num_experts": 1, "moe_top_k": 1}},
     ],
     "SmolLM3ForCausalLM": [
         {**LLAMA, **stack("default free default", **NOPES)},
@@ -285,6 +355,12 @@ CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is th
             ),
             **NO_QKV,
         },
+        {
+            "attn": ROPE | GQA,
+            "ffn": MOE | SHARED | {"mlp_type": "mlp", "moe_balancing": "bias"},
+            "norm_eps": 1e-3,
+        },
+        {"attn": ALIBI, "ffn": SUM | SHARED | JITTER | {"moe_zloss_weight": 0.1}, **BARE},
         {"attn": DYNAMIC | WINDOW, "norm_type": "low_precision_layernorm", **DROPOUTS},
     ],
 }

@@ -53,7 +53,11 @@ DBRX = {
 }
 FULL_ROTARY = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 1.0}
 SCALED = {"attention_multiplier": 0.2}
+FEW = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
+LOCAL_FEW = {**FEW, "num_local_experts": 5}
 OLMOE = {**LLAMA_SHAPE, "num_experts": 1, "num_experts_per_tok": 1}
+QWEN_MOE = {**LLAMA_SHAPE, **FEW, "num_experts": 5, "moe_intermediate_size": 24}
+DBRX_FEW = {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 3}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -141,11 +145,24 @@ MADE = [  # transformers' config and class, and the settings
     ("StableLm", {**LLAMA_SHAPE, "rope_parameters": FULL_ROTARY, "use_qkv_bias": True}),
     ("Starcoder2", {**LLAMA_SHAPE, "sliding_window": 6, "hidden_act": "leaky_relu"}),
     ("Olmoe", OLMOE),
+    ("Olmoe", {**LLAMA_SHAPE, **FEW, "num_experts": 5}),
+    ("Olmoe", {**LLAMA_SHAPE, **FEW, "num_experts": 5, "norm_topk_prob": True}),
+    ("Mixtral", {**LLAMA_SHAPE, **LOCAL_FEW}),
+    ("Mixtral", {**LLAMA_SHAPE, **LOCAL_FEW, "sliding_window": 6, "router_jitter_noise": 0.1}),
+    ("Mixtral", {**LLAMA_SHAPE, "num_local_experts": 1, "num_experts_per_tok": 1}),
+    ("Qwen3Moe", QWEN_MOE),
+    ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True, "attention_bias": True, "head_dim": 16}),
+    ("Qwen3Moe", {**QWEN_MOE, "use_sliding_window": True, "sliding_window": 6}),
+    ("GraniteMoe", {**LLAMA_SHAPE, **LOCAL_FEW, **SCALED, "logits_scaling": 3.0}),
+    ("GraniteMoeShared", {**LLAMA_SHAPE, **LOCAL_FEW, "shared_intermediate_size": 12}),
+    ("GraniteMoeShared", {**LLAMA_SHAPE, **LOCAL_FEW, "attention_bias": True}),
     ("GPT2", GPT2_SHAPE),
     ("GPT2", {**GPT2_SHAPE, "n_inner": 40, "activation_function": "gelu"}),
     ("GPTBigCode", GPT2_SHAPE),
     ("Mpt", {**MOSAIC_SHAPE, "attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.5}}),
     ("Dbrx", DBRX),
+    ("Dbrx", {**DBRX, "ffn_config": DBRX_FEW}),
+    ("Dbrx", {**DBRX, "ffn_config": {**DBRX_FEW, "moe_normalize_expert_weights": None}}),
 ]
 
 

@@ -15,6 +15,9 @@ from llmfoundry.recipe.typed import keys
 
 RECIPES = sorted(YAMLS.glob("*.yaml"))
 CHOICES = sorted(YAMLS.glob("*/*.yaml"))
+PARTNERS = [  # recipes that differ most in what they set beside their groups
+    YAMLS / f"{name}.yaml" for name in ("quickstart", "mpt-125m", "mpt-7b-64k", "dbrx-tiny")
+]
 # What a user must add to a choice that stands for text of their own.
 NEEDED = {"files": ["data.paths=[a.txt]"], "huggingface": ["data.dataset=some/set"]}
 
@@ -38,10 +41,10 @@ def test_recipe_is_sound_and_says_how_to_run_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CHOICES, ids=lambda path: f"{path.parent.name}={path.stem}")
-def test_group_choice_fits_every_recipe(path: Path) -> None:
+def test_group_choice_fits_other_recipes(path: Path) -> None:
     group = path.parent.name
     words = [f"{group}={path.stem}", *NEEDED.get(path.stem, [])]
-    for recipe in RECIPES:
+    for recipe in PARTNERS:
         filled = checked(TrainRecipe, recipe, words)
         filled.fill()
         assert list(filled.check()) == []
