@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow check bench ui clean
+.PHONY: help install train test test-slow check bench bench-moe ui clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ check: $(VENV)/.dev ## lint, format, types and the floors of the house
 
 bench: $(VENV)/.bench ## speed and memory beside a bare loop and the Hugging Face Trainer
 	$(BIN)/python scripts/bench.py
+
+bench-moe: $(VENV)/.bench ## mixtures of experts: the layer beside a dense one, a model beside transformers' DBRX
+	$(BIN)/python scripts/bench.py --moe
 
 ui: $(VENV)/.ui ## open MLflow on the runs of this folder
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db

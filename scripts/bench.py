@@ -1,17 +1,26 @@
 """Compare training speed with a bare PyTorch loop and with the Hugging Face Trainer.
 
     python scripts/bench.py [--rounds 3] [--steps 16]
+    python scripts/bench.py --moe [--rounds 3] [--steps 12]
 
-Each contender is a process of its own; they take turns on this machine's CPU. Takes minutes.
+With --moe mixtures of experts instead: the layer beside a dense one of equal active FLOPs, and the
+whole model beside transformers' DBRX under the Hugging Face Trainer. Each contender is a process of
+its own; they take turns on this machine's CPU. Takes minutes.
 """
 
 import argparse
 
 from llmfoundry.bench.compare import compare
+from llmfoundry.bench.compare_moe import compare_moe
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--moe", action="store_true", help="mixtures of experts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, help="of each contender: 16, with --moe 12")
     options = parser.parse_args()
-    print(compare(rounds=options.rounds, steps=options.steps))
+    if options.moe:
+        for text in compare_moe(rounds=options.rounds, steps=options.steps or 12):
+            print(text, flush=True)
+    else:
+        print(compare(rounds=options.rounds, steps=options.steps or 16))

@@ -1,1 +1,1 @@
-"""Speed and memory beside others, in one run, as ratios: `make bench`."""
+"""Speed and memory beside others, in one run, as ratios: `make bench`, `make bench-moe`."""

@@ -2,9 +2,9 @@
 
     python -m llmfoundry.bench.moe [--tokens 4096] [--d 512] [--f 1024] [--experts 16] [--top-k 4]
 
-Forward and backward of the experts alone, without the router. On a CPU process time counts, which
-neighbours disturb least, on a GPU the device's. Contenders alternate, the fastest of the rounds
-count, and every ratio is of one run.
+Forward and backward of the experts alone, without the router. On a CPU by two clocks, the wall's
+on all threads and the process's, which neighbours disturb least; on a GPU by the device's.
+Contenders alternate, the fastest of the rounds count, and every ratio is of one run.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Shape:
 
 
 Layer = Callable[[Tensor], Tensor]
+Times = dict[str, float]  # clock -> seconds
 
 
 def contenders(
@@ -148,53 +149,64 @@ def saved_bytes(layer: Layer, x: Tensor) -> int:
     return sum(kept.values())
 
 
-def seconds(layers: dict[str, tuple[Layer, list[Tensor]]], x: Tensor, rounds: int) -> dict:
+def seconds(
+    layers: dict[str, tuple[Layer, list[Tensor]]], x: Tensor, rounds: int
+) -> dict[str, Times]:
     """Time of each layer's fastest pass forward and backward, of `rounds` by turns."""
     grad = torch.randn_like(x)
-    best = dict.fromkeys(layers, float("inf"))
+    taken: dict[str, list[Times]] = {name: [] for name in layers}
     for turn in range(rounds + 1):
         for name, (layer, parameters) in layers.items():
-            taken = _timed(partial(_step, layer, x, parameters, grad), x.device)
+            times = _timed(partial(_step, layer, x, parameters, grad), x.device)
             if turn > 0:  # the first warms up
-                best[name] = min(best[name], taken)
-    return best
+                taken[name].append(times)
+    return {name: _fastest(times) for name, times in taken.items()}
 
 
 def _step(layer: Layer, x: Tensor, parameters: list[Tensor], grad: Tensor) -> None:
     torch.autograd.grad(layer(x), [x, *parameters], grad)
 
 
-def _timed(step: Callable[[], object], device: torch.device) -> float:
+def _timed(step: Callable[[], object], device: torch.device) -> Times:
     if device.type == "cpu":
-        started = time.process_time()
+        wall, process = time.perf_counter(), time.process_time()
         step()
-        return time.process_time() - started
+        return {"wall": time.perf_counter() - wall, "CPU": time.process_time() - process}
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
     step()
     events[1].record()
     events[1].synchronize()
-    return events[0].elapsed_time(events[1]) / 1000
+    return {"GPU": events[0].elapsed_time(events[1]) / 1000}
 
 
-def _ceiling(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of one large product: on a CPU of a size that takes a moment."""
+def _fastest(times: list[Times]) -> Times:
+    """By each clock for itself."""
+    return {clock: min(t[clock] for t in times) for clock in times[0]}
+
+
+def _ceiling(dtype: torch.dtype, device: torch.device) -> Times:
+    """Seconds a FLOP of one large product: on a CPU of a size that takes a moment."""
     n = CEILING if device.type == "cuda" else CEILING // 8
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / min(_timed(partial(torch.mm, a, b), device) for _ in range(10))
+    fastest = _fastest([_timed(partial(torch.mm, a, b), device) for _ in range(10)])
+    return {clock: taken / (2 * n**3) for clock, taken in fastest.items()}
 
 
 def table(shape: Shape, dtype: torch.dtype, device: str, rounds: int) -> str:
-    """A line a contender: time over dense, share of the matmul ceiling, bytes saved."""
+    """A line a contender: by each clock time over dense and share of the matmul ceiling; bytes."""
     x = torch.randn(shape.tokens, shape.d, device=device).to(dtype).requires_grad_()
     layers = contenders(shape, dtype, device)
     times, ceiling = seconds(layers, x, rounds), _ceiling(dtype, x.device)
-    lines = [f"{str(dtype)[6:]:28}{'ms':>9}{'x dense':>9}{'of matmul':>11}{'saved B/token':>15}"]
+    head = "".join(f"{clock + ' ms':>10}{'x dense':>9}{'of matmul':>11}" for clock in ceiling)
+    lines = [f"{str(dtype)[6:]:28}{head}{'saved B/token':>15}"]
     for name, taken in times.items():
+        line = f"{name:28}"
+        for clock, least in ceiling.items():
+            line += f"{taken[clock] * 1e3:10.1f}{taken[clock] / times['dense'][clock]:9.2f}"
+            line += f"{shape.flops * least / taken[clock]:11.0%}"
         saved = saved_bytes(layers[name][0], x) / shape.tokens / shape.d
-        rate = shape.flops / taken / ceiling
-        ratio = taken / times["dense"]
-        lines.append(f"{name:28}{taken * 1e3:9.1f}{ratio:9.2f}{rate:10.0%} {saved:13.1f} d")
+        lines.append(f"{line}{saved:13.1f} d")
     return "\n".join(lines)
 
 
@@ -207,7 +219,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     shape = Shape(given.tokens, given.d, given.f, given.experts, given.top_k)
-    print(f"{shape}; {given.device}; fastest of {given.rounds} rounds")
+    where = f"{torch.get_num_threads()} CPU threads" if given.device == "cpu" else given.device
+    print(f"{shape}; {where}; fastest of {given.rounds} rounds")
     for dtype in (torch.float32, torch.bfloat16):
         print(table(shape, dtype, given.device, given.rounds))
 
