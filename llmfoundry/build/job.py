@@ -12,9 +12,10 @@ import torch
 
 from llmfoundry.data.prepare import Prepared
 from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.models.attention import attention_rules
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops import moe
-from llmfoundry.ops.attention import Rules, alibi_slopes, refusal
+from llmfoundry.ops.attention import refusal
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -61,17 +62,17 @@ def weight_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
+def product_dtype(precision: str) -> torch.dtype:
+    """What matrix products, attention and experts compute in."""
+    return torch.float32 if precision == "fp32" else torch.bfloat16
+
+
 def attention_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
     """Why the backend that a filled recipe names cannot serve all its layers; None: it can."""
-    model, attn = recipe.model, recipe.model.attn_config
-    slopes = None
-    if attn.alibi:
-        assert attn.alibi_bias_max is not None, "the recipe was not filled"
-        slopes = alibi_slopes(model.n_heads, attn.alibi_bias_max, device)
-    dtype = torch.float32 if recipe.precision == "fp32" else torch.bfloat16
-    for window in {layer.window for layer in model.layers()}:
-        rules = Rules(1.0, attn.attn_logit_softcapping, slopes, window, attn.attn_pdrop)
-        reason = refusal(attn.attn_impl, rules, device, dtype, head_dim=model.head_dim)
+    model, dtype = recipe.model, product_dtype(recipe.precision)
+    for rules in attention_rules(model, model.layers(), device).values():
+        impl = model.attn_config.attn_impl
+        reason = refusal(impl, rules, device, dtype, head_dim=model.head_dim)
         if reason is not None:
             return reason
     return None
@@ -83,7 +84,7 @@ def experts_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
     if ffn.moe_impl is None:
         return None
     assert ffn.ffn_hidden_size is not None, "the recipe was not filled"
-    dtype = torch.float32 if recipe.precision == "fp32" else torch.bfloat16
+    dtype = product_dtype(recipe.precision)
     return moe.refusal(ffn.moe_impl, device.type, dtype, model.d_model, ffn.ffn_hidden_size)
 
 

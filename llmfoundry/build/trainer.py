@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from llmfoundry.build.evaluate import build_evaluate, eval_rows
 from llmfoundry.build.job import Job, attention_refusal, build_root, experts_refusal, filled
@@ -20,6 +21,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
 from llmfoundry.gauntlet.categories import GauntletResult
 from llmfoundry.models.counts import active_parameter_count, flops_per_token, peak_flops
+from llmfoundry.models.decoder import Root
 from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
@@ -73,14 +75,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
     check_vocabulary(recipe, tokenizer)
     microbatch = fit(recipe)
     mesh = build_mesh(recipe.parallel, world)
-    root = build_root(recipe)
-    freeze(root.model, recipe.optimizer)
-    wrap_blocks(  # before FSDP and DDP, whose hooks stay outside of it
-        root,
-        checkpointing=recipe.parallel.activation_checkpointing,
-        compile_mode=recipe.compile_mode,
-    )
-    materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
+    root = build_model(recipe, world, mesh)
     job = Job(recipe, world, tokenizer, prepared, root, microbatch, tracker.note)
     optimizer = build_optimizer(root.model, recipe.optimizer)
     identity = run_identity(job)
@@ -120,6 +115,19 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         facts=banner(job, loader, trainer.clock, trainer.first_batch),
     )
     return trainer, job
+
+
+def build_model(recipe: TrainRecipe, world: World, mesh: DeviceMesh | None) -> Root:
+    """The model in its shards, with memory and without weights. The order matters."""
+    root = build_root(recipe)
+    freeze(root.model, recipe.optimizer)
+    wrap_blocks(  # before FSDP and DDP, whose hooks stay outside of it
+        root,
+        checkpointing=recipe.parallel.activation_checkpointing,
+        compile_mode=recipe.compile_mode,
+    )
+    materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
+    return root
 
 
 def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:

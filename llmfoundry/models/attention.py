@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +10,33 @@ from torch import Tensor, nn
 
 from llmfoundry.models.norm import NORMS
 from llmfoundry.models.positions import Table, rotate
-from llmfoundry.ops.attention import Plan, attend
+from llmfoundry.ops.attention import Plan, Rules, alibi_slopes, attend
 from llmfoundry.recipe.blocks import LayerConfig
 from llmfoundry.recipe.model import ModelConfig
 
 KeysValues = tuple[Tensor, Tensor]  # (B, S, KV, hd) each, as attention takes them
+
+
+def attention_rules(
+    config: ModelConfig, layers: Iterable[LayerConfig], device: torch.device
+) -> dict[int, Rules]:
+    """What attention is asked for, by the window of the layers; `config` is filled."""
+    attn, head_dim = config.attn_config, config.head_dim
+    assert head_dim is not None, "the recipe was not filled"
+    slopes = None
+    if attn.alibi:
+        assert attn.alibi_bias_max is not None, "the recipe was not filled"
+        slopes = alibi_slopes(config.n_heads, attn.alibi_bias_max, device)
+    return {
+        window: Rules(
+            attn.softmax_scale or head_dim**-0.5,
+            softcap=attn.attn_logit_softcapping,
+            slopes=slopes,
+            window=window,
+            dropout=attn.attn_pdrop,
+        )
+        for window in {layer.window for layer in layers}
+    }
 
 
 class KVCache:

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry.models import init
-from llmfoundry.models.attention import Attention, Context, KeysValues, KVCache
+from llmfoundry.models.attention import (
+    Attention,
+    Context,
+    KeysValues,
+    KVCache,
+    attention_rules,
+)
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.models.moe import MoE, Routed, Routing, over_layers
 from llmfoundry.models.norm import NORMS
@@ -25,7 +31,7 @@ from llmfoundry.models.positions import (
     rotary_frequencies,
     rotary_table,
 )
-from llmfoundry.ops.attention import Rules, alibi_slopes, plan
+from llmfoundry.ops.attention import plan
 from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy
 from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe.blocks import LayerConfig
@@ -216,32 +222,21 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
     ) -> dict[Kind, Context]:
         """What each kind of block gets; tables are made once, plans once for each window."""
-        attn, head_dim, device = self.config.attn_config, self.config.head_dim, positions.device
-        assert head_dim is not None
-        slopes = None
-        if attn.alibi:
-            assert attn.alibi_bias_max is not None
-            slopes = alibi_slopes(self.config.n_heads, attn.alibi_bias_max, device)
+        device = positions.device
         rotary, cached_rotary = self._rotary(layout, positions, past, cache)
-        plans = {}
-        for window in {layer.window for layer in self.layers}:
-            rules = Rules(
-                attn.softmax_scale or head_dim**-0.5,
-                softcap=attn.attn_logit_softcapping,
-                slopes=slopes,
-                window=window,
-                dropout=attn.attn_pdrop,
-            )
-            plans[window] = plan(
+        plans = {
+            window: plan(
                 layout,
                 rules,
                 queries=positions.shape[1],
                 past=past,
                 device=device,
-                impl=attn.attn_impl,
+                impl=self.config.attn_config.attn_impl,
                 dtype=dtype,
-                head_dim=head_dim,
+                head_dim=self.config.head_dim,
             )
+            for window, rules in attention_rules(self.config, self.layers, device).items()
+        }
         contexts = {}
         for kind in {_kind(layer) for layer in self.layers}:
             window, tuning = kind

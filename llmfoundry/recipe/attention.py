@@ -60,6 +60,9 @@ class RopeConfig:
             yield f"{key}high_freq_factor: {high} must be greater than low_freq_factor ({low})"
 
 
+FLOOR_SCALE = 8192  # Llama 4's
+
+
 @dataclass
 class TemperatureConfig:
     """Queries sharpened with their position, as Llama 4 does in layers without positions."""
@@ -80,12 +83,12 @@ class TemperatureConfig:
     @property
     def key(self) -> tuple[int, float] | None:
         """floor_scale and attn_scale; None where queries are not sharpened."""
-        return (self.floor_scale or 8192, self.attn_scale) if self.attn_scale else None
+        return (self.floor_scale or FLOOR_SCALE, self.attn_scale) if self.attn_scale else None
 
     def fill(self) -> None:
         """Write derived values in place."""
         if self.attn_scale:
-            fill(self, floor_scale=8192)
+            fill(self, floor_scale=FLOOR_SCALE)
 
 
 @dataclass
