@@ -27,7 +27,8 @@ from llmfoundry.recipe.train import TrainRecipe
 GIB = 2**30
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
 MOMENTS = {"adamw": 2, "decoupled_adamw": 2, "decoupled_lionw": 1, "muon": 2}  # a weight's, at most
-CPU_TOKENS = 1024  # a microbatch's on a CPU: more is no faster there, and takes more memory
+CPU_TOKENS = 1024  # a microbatch's on a CPU: more is no faster there, and takes more memory; of a
+# mixture so many more that each matrix meets as many: all experts' gradients are added each time
 KNOWN_VOCABULARIES = {"bytes": 257, "tiktoken": 100_277, "huggingface": 50_277}
 
 
@@ -182,7 +183,10 @@ def choose_microbatch(
     rows = rows_per_process(recipe, world_size)
     need = estimate(recipe, world_size)
     asked = recipe.device_train_microbatch_size
-    most = rows if device.type != "cpu" else max(1, CPU_TOKENS // recipe.max_seq_len)
+    most = rows
+    if device.type == "cpu":
+        tokens = CPU_TOKENS / recipe.model.ffn_config.active_share
+        most = max(1, int(tokens) // recipe.max_seq_len)
     candidates = [n for n in range(min(rows, most), 0, -1) if rows % n == 0]
     if isinstance(asked, int):
         candidates = [min(asked, rows)]

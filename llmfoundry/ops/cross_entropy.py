@@ -16,6 +16,7 @@ from torch import Tensor
 from llmfoundry.ops.batch import IGNORE
 
 CHUNK_LOGITS = 1 << 22  # logits held at a time: 16 MiB in fp32, which a CPU's cache half holds
+PART = 1 << 18  # values added at a time on a CPU
 MIN_CHUNK = 256  # tokens; below it a matrix product no longer fills the machine
 
 
@@ -90,10 +91,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         low_weight = weight.to(dtype)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        scratch = _Scratch(min(chunk, len(hidden)), weight, dtype, wide)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             low_hidden, target = hidden[part].to(dtype), labels[part]
-            logits = (low_hidden @ low_weight.T).to(wide)
+            logits = scratch.logits(low_hidden, low_weight)
             slope = _cap_in_place(logits, scale, softcap)
             keep = target != IGNORE
             index = torch.where(keep, target, 0)[:, None]
@@ -108,15 +110,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits.scatter_(1, index, at_target.exp() - norm)
             if slope is not None:
                 logits.mul_(slope)
-            low_grad = torch.empty_like(logits, dtype=dtype)
-            torch.mul(logits, keep[:, None] / norm, out=low_grad)
+            low_grad = scratch.narrow(logits.mul_(keep[:, None] / norm))
             if grad_hidden is not None:
                 grad_hidden[part] = low_grad @ low_weight
             if grad_weight is not None:
-                if dtype == wide:
-                    grad_weight.addmm_(low_grad.T, low_hidden)
-                else:
-                    grad_weight += low_grad.T @ low_hidden
+                scratch.add_product(grad_weight, low_grad, low_hidden)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype, ctx.scale = weight.dtype, scale
         return total
@@ -130,6 +128,43 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
+
+
+class _Scratch:
+    """Memory that all chunks use: fresh memory costs a CPU more than what is written there.
+
+    Attributes:
+        wide: (chunk, V), logits, in fp32 or wider.
+        low: the same in the dtype of the matrix products; `wide` itself where they are one.
+    """
+
+    def __init__(self, chunk: int, weight: Tensor, dtype: torch.dtype, wide: torch.dtype) -> None:
+        self.wide = weight.new_empty(chunk, weight.shape[0], dtype=wide)
+        self.low = self.wide if dtype == wide else torch.empty_like(self.wide, dtype=dtype)
+        self._product: Tensor | None = None
+
+    def logits(self, low_hidden: Tensor, low_weight: Tensor) -> Tensor:
+        """(n, V) of n tokens."""
+        n = len(low_hidden)
+        torch.mm(low_hidden, low_weight.T, out=self.low[:n])
+        return self.wide[:n] if self.low is self.wide else self.wide[:n].copy_(self.low[:n])
+
+    def narrow(self, logits: Tensor) -> Tensor:
+        """What `logits` gave back, (n, V), now in the dtype of the products."""
+        return logits if self.low is self.wide else self.low[: len(logits)].copy_(logits)
+
+    def add_product(self, total: Tensor, low_grad: Tensor, low_hidden: Tensor) -> None:
+        """Add low_grad.T @ low_hidden to total (V, D), which is wide."""
+        if self.low is self.wide:
+            total.addmm_(low_grad.T, low_hidden)
+            return
+        if self._product is None:
+            self._product = torch.empty_like(total, dtype=low_grad.dtype)
+        torch.mm(low_grad.T, low_hidden, out=self._product)
+        # a CPU casts what it adds into fresh memory: by parts, small enough to be used again
+        rows = len(total) if total.is_cuda else max(1, PART // total.shape[1])
+        for mine, part in zip(total.split(rows), self._product.split(rows), strict=True):
+            mine += part
 
 
 def _cap_in_place(logits: Tensor, scale: float, softcap: float | None) -> Tensor | None:

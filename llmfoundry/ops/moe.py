@@ -49,7 +49,9 @@ def mixture(
     if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast to ask for
         return multiply(x, weights, experts, w)
     dtype = torch.get_autocast_dtype(device)  # grouped_mm does not know of it
-    x, w = x.to(dtype), w.map(lambda stacked: stacked.to(dtype))
+    x = x.to(dtype)
+    if device != "cpu" or impl != "grouped_mm":  # which casts an expert at a time there
+        w = w.map(lambda stacked: stacked.to(dtype))
     with torch.autocast(device, enabled=False):
         return multiply(x, weights, experts, w)
 

@@ -32,7 +32,8 @@ def forward(
         x: (T, d).
         weights: (T, k), fp32 or wider.
         routing: the N = T * k rows, sorted.
-        w: the experts.
+        w: the experts, in x's dtype or a wider one: each is cast when its turn comes, so that no
+            copy of them all is written to memory, or kept there.
         keep: a backward pass will come.
         compress: keep them in 8 bits.
     """
@@ -46,17 +47,16 @@ def forward(
     y_rows = x.new_empty(n_rows, x.shape[1])
     for e, rows in _segments(routing):
         x_e = x.index_select(0, tokens[rows])
-        a = _linear(x_e, w.w1[e], _of(w.b1, e), gate[rows] if exact else None)
-        b = None
-        if w.v1 is not None:
-            b = _linear(x_e, w.v1[e], _of(w.bv, e), up[rows] if exact else None)
+        one = _expert(w, e, x.dtype)
+        a = _linear(x_e, one.w1, one.b1, gate[rows] if exact else None)
+        b = None if one.v1 is None else _linear(x_e, one.v1, one.bv, up[rows] if exact else None)
         if packed:
             _pack(a, gate[rows])
             if b is not None:
                 _pack(b, up[rows])
-        y = torch.mm(_glu(a, b, w.act), w.w2[e], out=y_rows[rows])
-        if w.b2 is not None:
-            y += w.b2[e]
+        y = torch.mm(_glu(a, b, w.act), one.w2, out=y_rows[rows])
+        if one.b2 is not None:
+            y += one.b2
         y *= row_weights[rows]
     return _sum_choices(y_rows, routing, weights), Kept(gate, up)
 
@@ -78,21 +78,23 @@ def backward(
     grads = tuple(None if p is None or frozen else torch.empty_like(p) for p in w.tensors())
     _zero_unused(grads, routing)
     for e, rows in _segments(routing):
+        one = _expert(w, e, x.dtype)
         g = grad.index_select(0, tokens[rows])
         a = _restored(kept.gate[rows], f, x.dtype)
-        b = None if w.v1 is None else _restored(kept.up[rows], f, x.dtype)
-        dh = g @ w.w2[e].T
+        b = None if one.v1 is None else _restored(kept.up[rows], f, x.dtype)
+        dh = g @ one.w2.T
         h, da = _glu_backward(dh, a, b, row_weights[rows], w.act, inner[rows])
         db = dh  # its memory
-        if w.b2 is not None:
-            inner[rows] += g @ w.b2[e]
-        dx = torch.mm(da, w.w1[e], out=grad_rows[rows])
-        if w.v1 is not None:
-            torch.addmm(dx, db, w.v1[e], out=dx)
+        if one.b2 is not None:
+            inner[rows] += g @ one.b2
+        dx = torch.mm(da, one.w1, out=grad_rows[rows])
+        if one.v1 is not None:
+            torch.addmm(dx, db, one.v1, out=dx)
         if not frozen:
             g *= row_weights[rows]
             x_e = x.index_select(0, tokens[rows])
-            _expert_gradients(tuple(_of(p, e) for p in grads), x_e, g, h, da, db)
+            mine = tuple(None if p is None else p[e] for p in grads)
+            _expert_gradients(mine, x_e, g, h, da, db)
     grad_weights = inner.index_select(0, routing.inverse).view_as(weights)
     return Gradients(_sum_choices(grad_rows, routing, weights), grad_weights, grads)
 
@@ -102,11 +104,11 @@ def _expert_gradients(
 ) -> None:
     """Fill one expert's gradients, in the order of `Experts.tensors`."""
     w1, v1, w2, b1, bv, b2 = grads
-    assert w1 is not None and w2 is not None
-    torch.mm(da.T, x, out=w1)
-    torch.mm(h.T, g, out=w2)
-    if v1 is not None:
-        torch.mm(db.T, x, out=v1)
+    for weight, left, right in ((w1, da, x), (w2, h, g), (v1, db, x)):
+        if weight is not None and weight.dtype == x.dtype:
+            torch.mm(left.T, right, out=weight)
+        elif weight is not None:
+            weight.copy_(left.T @ right)
     for bias, rows in ((b1, da), (bv, db), (b2, g)):
         if bias is not None:
             bias.copy_(rows.sum(0, dtype=_wide(rows.dtype)))
@@ -199,8 +201,9 @@ def _restored(kept: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return restored
 
 
-def _of(stacked: Tensor | None, e: int) -> Tensor | None:
-    return None if stacked is None else stacked[e]
+def _expert(w: Experts, e: int, dtype: torch.dtype) -> Experts:
+    """One expert, without the first dimension."""
+    return w.map(lambda stacked: stacked[e].to(dtype))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
