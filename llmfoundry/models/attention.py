@@ -72,6 +72,21 @@ class KVCache:
         self._values[slot, :, self.length : end] = v
         return self._keys[slot, :, :end], self._values[slot, :, :end]
 
+    def start_from(self, prefix: KVCache) -> None:
+        """Begin every row with the tokens that the one row of another cache holds."""
+        assert self.length == 0 and prefix._keys.shape[1] == 1
+        self._keys[:, :, : prefix.length] = prefix._keys[:, :, : prefix.length]
+        self._values[:, :, : prefix.length] = prefix._values[:, :, : prefix.length]
+        self.length = prefix.length
+
+    def keep(self, rows: list[int]) -> None:
+        """Make row i what row rows[i] was, and give the others up; rows in place cost nothing."""
+        moved = [i for i, row in enumerate(rows) if row != i]
+        sources = [rows[i] for i in moved]
+        for stored in (self._keys, self._values):
+            stored[:, moved, : self.length] = stored[:, sources, : self.length]
+        self._keys, self._values = self._keys[:, : len(rows)], self._values[:, : len(rows)]
+
 
 @dataclass(frozen=True)
 class Context:

@@ -143,7 +143,7 @@ class Decoder(nn.Module):
 
         Args:
             tokens: (B, T) int64.
-            layout: documents and positions; None: every row is one document.
+            layout: documents or trees, and positions; None: every row is one document.
             cache: earlier tokens of the rows; the new ones are added to it.
         """
         return self.run(tokens, layout, cache)[0]
@@ -301,7 +301,7 @@ class Root(nn.Module):
 
         Args:
             tokens: (B, T) int64.
-            layout: documents and positions; None: every row is one document.
+            layout: documents or trees, and positions; None: every row is one document.
             finish: what to do with the hidden states, where weights are whole.
             cache: earlier tokens of the rows, in generation.
             routing: give what the routers did as well.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llmfoundry.errors import UserError
 from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe.model import ModelConfig
 
@@ -71,6 +72,9 @@ def dynamic_lengths(
     are turned anew with it, but what deeper layers made of them stays as it was: beyond
     max_seq_len, generation with a cache is near to that without, not equal.
 
+    In a tree the paths that share a token may have different lengths, and with them frequencies:
+    beyond max_seq_len nothing can be shared.
+
     Decided on the host: lengths of at most max_seq_len cost nothing.
 
     Args:
@@ -78,6 +82,9 @@ def dynamic_lengths(
         layout: documents of the rows.
         total: tokens of a row, those in the cache with it.
         device: where the tokens are.
+
+    Raises:
+        UserError: a path of a tree is longer than max_seq_len.
     """
     assert config.max_seq_len is not None, "the recipe was not filled"
     if config.attn_config.rope_hf_config.type != "dynamic":
@@ -85,8 +92,16 @@ def dynamic_lengths(
     if layout is None:
         long = total > config.max_seq_len
         return torch.full((), total, device=device) if long else None
-    if max(map(max, layout.lengths)) <= config.max_seq_len:
+    longest = layout.depth if layout.ends is not None else max(map(max, layout.lengths))
+    if longest <= config.max_seq_len:
         return None
+    if layout.ends is not None:
+        raise UserError(
+            f"max_seq_len: a prompt has {longest} tokens, but the model knows"
+            f" {config.max_seq_len}; rope_hf_config.type: dynamic stretches longer ones each by its"
+            " own length, so that prompts which begin alike cannot be computed together; write"
+            f" {config.max_seq_len} or less, or another type"
+        )
     rows = [torch.tensor(row) for row in layout.lengths]
     of_tokens = [row.repeat_interleave(row, output_size=layout.positions.shape[1]) for row in rows]
     lengths = torch.stack(of_tokens)

@@ -4,8 +4,8 @@
 masks and document borders are worked out once; `models/attention.py` calls `attend` with it.
 
 Every backend computes the same: logits times scale, softcap, ALiBi's bias slope * (key - query),
-mask, softmax, dropout, times values. A token sees itself and earlier tokens of its own document, no
-further back than the window.
+mask, softmax, dropout, times values. A token sees itself and earlier tokens of its own document, or
+of its path in a tree, no further back than the window; distances are those of positions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def plan(
     """Decide how one forward pass attends. Nothing here waits for the device.
 
     Tokens after cached ones, and single ones, are served by sdpa (torch, where there is a softcap)
-    whatever was named: the kernels for training have no use there.
+    whatever was named: the kernels for training have no use there. Trees, which only evaluation
+    has, are served by what `auto` finds where the one that was named knows documents alone.
 
     Args:
         layout: documents of the rows; None: one document a row.
@@ -63,7 +64,8 @@ def plan(
     Raises:
         UserError: the backend was named, and cannot serve.
     """
-    if layout is not None and all(len(row) == 1 for row in layout.lengths):
+    trees = layout is not None and layout.ends is not None
+    if layout is not None and not trees and all(len(row) == 1 for row in layout.lengths):
         layout = None
     assert layout is None or past == 0, "packed rows have no key-value cache"
     if rules.window >= past + queries - 1:
@@ -71,8 +73,8 @@ def plan(
     dtype = autocast_dtype(device.type, dtype or torch.get_default_dtype())
     if (past or queries == 1) and impl != "torch":
         impl = "sdpa" if rules.softcap is None else "torch"
-    elif impl == "auto":
-        impl = choose(rules, layout is not None, device, dtype, head_dim)
+    elif impl == "auto" or (trees and impl not in SERVE_TREES):
+        impl = choose(rules, layout is not None, device, dtype, head_dim, trees=trees)
     elif reason := refusal(impl, rules, device, dtype, head_dim=head_dim):
         raise UserError(f"model.attn_config.attn_impl: {reason}")
     return PLANS[impl](layout, rules, queries=queries, past=past, device=device)
@@ -90,7 +92,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, training: bool = Fals
 
 
 def choose(
-    rules: Rules, packed: bool, device: torch.device, dtype: torch.dtype, head_dim: int | None
+    rules: Rules,
+    packed: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int | None,
+    *,
+    trees: bool = False,
 ) -> str:
     """The backend that `auto` stands for: the first that can serve, the cheapest first.
 
@@ -102,6 +110,8 @@ def choose(
     plain = rules.slopes is None and rules.softcap is None and rules.window < 0 and not packed
     if device.type == "cuda" and not plain:
         order = ["varlen", "flex", "flash", *order]
+    if trees:
+        order = [name for name in order if name in SERVE_TREES]
     able = (name for name in order if not refusal(name, rules, device, dtype, head_dim=head_dim))
     return next(able)
 
@@ -151,6 +161,7 @@ def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -
         return torch.einsum("bhts,bshd->bthd", weights, v.to(wide)).to(dtype)
 
 
+SERVE_TREES = ("torch", "sdpa", "flex")  # FlashAttention's borders know documents alone
 REFUSALS: dict[str, Callable[[Rules, torch.device, torch.dtype, int | None], str | None]] = {
     "torch": lambda *_: None,
     "sdpa": attention_sdpa.refusal,

@@ -38,6 +38,7 @@ def prepare(
 ) -> Plan:
     """Where documents begin and end, where there are several in a row."""
     assert past == 0, "cached keys are served by sdpa or torch"
+    assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
     if layout is None:
         return Plan("flash", rules)
     borders, longest = document_borders(layout, device)

@@ -52,6 +52,9 @@ def prepare(
 ) -> Plan:
     """The block mask, and what is done to a logit."""
     assert past == 0, "cached keys are served by sdpa or torch"
+    if layout is not None and layout.ends is not None:
+        mask = tree_mask(layout.ends, layout.positions, rules.window)
+        return Plan("flex", rules, block_mask=mask, score_mod=_score_mod(rules, layout.positions))
     documents = None if layout is None else layout.documents
     mask = block_mask(queries, rules.window, documents, device)
     return Plan("flex", rules, block_mask=mask, score_mod=_score_mod(rules))
@@ -92,8 +95,13 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _score_mod(rules: Rules) -> Callable[..., Tensor] | None:
-    """The softcap, then ALiBi's bias, of one scaled logit; None: neither."""
+def _score_mod(rules: Rules, positions: Tensor | None = None) -> Callable[..., Tensor] | None:
+    """The softcap, then ALiBi's bias, of one scaled logit; None: neither.
+
+    Args:
+        rules: what the layers ask.
+        positions: (B, T) of trees; elsewhere places differ by as much as positions do.
+    """
     softcap, slopes = rules.softcap, rules.slopes
     if softcap is None and slopes is None:
         return None
@@ -101,7 +109,11 @@ def _score_mod(rules: Rules) -> Callable[..., Tensor] | None:
     def change(logit: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if softcap is not None:
             logit = softcap * torch.tanh(logit / softcap)
-        return logit if slopes is None else logit + slopes[head] * (key - query)
+        if slopes is None:
+            return logit
+        if positions is None:
+            return logit + slopes[head] * (key - query)
+        return logit + slopes[head] * (positions[row, key] - positions[row, query])
 
     return change
 
@@ -143,11 +155,65 @@ def block_mask(
     )
 
 
+def tree_mask(ends: Tensor, positions: Tensor, window: int) -> BlockMask:
+    """As `block_mask`, for trees: what their tokens see is known from a block's extremes as well.
+
+    With a window a block may be looked into that has nothing to see: of positions only the range is
+    known.
+
+    Args:
+        ends: (B, T) of the layout.
+        positions: (B, T) of the layout.
+        window: keys that a query sees before itself on its path; -1: all.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    length = ends.shape[1]
+    missing = -length % BLOCK
+
+    def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Smallest and largest of each block, (B, blocks)."""
+        filled = torch.cat([x, x[:, -1:].expand(-1, missing)], dim=1)
+        low, high = filled.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
+        return low, high
+
+    first = torch.arange(0, length, BLOCK, device=ends.device)
+    last = (first + BLOCK - 1).clamp(max=length - 1)
+    soonest, latest = extremes(ends)
+    earlier = first < first[:, None]  # (blocks of queries, blocks of keys)
+    some = (earlier & (latest[:, None] > first[:, None])) | (first == first[:, None])
+    whole = (first + BLOCK <= length)[:, None]
+    every = earlier & whole & (soonest[:, None] > last[:, None])
+    if window >= 0:
+        low, high = extremes(positions)
+        some = some & (low[:, :, None] - high[:, None] <= window)
+        every = every & (high[:, :, None] - low[:, None] <= window)
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~every),
+        *_ordered(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_tree_mask_mod(ends, positions, window),
+        seq_lengths=(length, length),
+    )
+
+
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks of keys are set for each block of queries, and which, those first."""
     flags = blocks[:, None].int()
     order = torch.argsort(flags, dim=-1, descending=True, stable=True)
     return flags.sum(-1, dtype=torch.int32), order.int()
+
+
+def _tree_mask_mod(ends: Tensor, positions: Tensor, window: int) -> Callable[..., Tensor]:
+    """As `_mask_mod`, for trees."""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key <= query) & (query < ends[row, key])
+        if window < 0:
+            return seen
+        return seen & (positions[row, query] - positions[row, key] <= window)
+
+    return sees
 
 
 def _mask_mod(window: int, documents: Tensor | None) -> Callable[..., Tensor]:

@@ -43,6 +43,22 @@ class Rules:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Some neighbouring queries of rows that hold trees, and the keys that any of them sees.
+
+    Attributes:
+        queries: so many, from where the piece before ends.
+        keys: flat places b * T + t, ascending; a slice where they are neighbours too.
+        bias: (1, 1, queries, keys) in fp32: 0 where a query sees a key, with ALiBi how far it lies
+            back, as a number below 0; minus infinity where it does not.
+    """
+
+    queries: int
+    keys: Tensor | slice
+    bias: Tensor
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the layers of one forward pass that have the same rules share.
 
@@ -54,11 +70,12 @@ class Plan:
         bias: torch and sdpa: broadcastable to (B, H, T, S): added to the logits, or a boolean
             mask, True where a query sees a key; a document's or a run's is its top-left corner.
             None: causal attention, nothing added.
-        packed: sdpa on a CPU: documents are attended to by runs. A flag of its own: torch.compile
-            guards a flag, but the runs' number and lengths too if it is asked whether there are
-            any, and nothing if it is asked so of `by_run`.
+        packed: sdpa on a CPU: documents are attended to by runs, trees by pieces. A flag of its
+            own: torch.compile guards a flag, but the runs' number and lengths too if it is asked
+            whether there are any, and nothing if it is asked so of `by_run`.
         runs: with `packed`: (count, length) of neighbouring documents of one length, in order.
-        by_run: with `packed`: what attends to them.
+        pieces: with `packed`: of rows that hold trees, in order.
+        by_run: with `packed`: what attends to runs or pieces.
         block_mask: flex: which blocks of keys a block of queries sees.
         score_mod: flex: what is done to a logit; None: nothing.
         borders: varlen and flash, packed rows: (N + 1,) int32, where the N documents of all rows,
@@ -72,6 +89,7 @@ class Plan:
     bias: Tensor | None = None
     packed: bool = False
     runs: tuple[tuple[int, int], ...] = ()
+    pieces: tuple[Piece, ...] = ()
     by_run: Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor] | None = None
     block_mask: BlockMask | None = None
     score_mod: Callable[..., Tensor] | None = None
@@ -107,11 +125,26 @@ def dense_bias(
     layout: Layout | None, rules: Rules, queries: int, past: int, device: torch.device
 ) -> Tensor:
     """As `causal_bias`, (1 or B, 1 or H, queries, past + queries), documents kept apart."""
+    if layout is not None and layout.ends is not None:
+        return _tree_bias(layout.ends, layout.positions, rules)
     bias = causal_bias(queries, past + queries, rules, device)
     if layout is None:
         return bias
     same = layout.documents[:, None, :, None] == layout.documents[:, None, None, :]
     return bias & same if rules.slopes is None else bias.masked_fill(~same, float("-inf"))
+
+
+def _tree_bias(ends: Tensor, positions: Tensor, rules: Rules) -> Tensor:
+    """As `causal_bias` for trees, (B, 1 or H, T, T); distances are those along the path."""
+    place = torch.arange(ends.shape[1], device=ends.device)
+    sees = (place <= place[:, None]) & (place[:, None] < ends[:, None, :])
+    distance = positions[:, None, :] - positions[:, :, None]
+    if rules.window >= 0:
+        sees &= distance >= -rules.window
+    sees, distance = sees[:, None], distance[:, None]
+    if rules.slopes is None:
+        return sees
+    return (rules.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
 
 
 def document_borders(layout: Layout, device: torch.device) -> tuple[Tensor, int]:

@@ -1,7 +1,8 @@
 """The backend `sdpa`: PyTorch's scaled_dot_product_attention, on every device.
 
-On a CPU packed documents are attended to one by one, and long rows by chunks of queries: both leave
-out keys that nobody sees, which a mask does not. Elsewhere one call serves, causal or with a mask.
+On a CPU packed documents are attended to one by one, long rows by chunks of queries, and trees by
+pieces (`attention_tree`): all leave out keys that nobody sees, which a mask does not. Elsewhere one
+call serves, causal or with a mask.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from llmfoundry.ops.attention_plan import (
     without_autocast,
     working_dtype,
 )
+from llmfoundry.ops.attention_tree import cut
 from llmfoundry.ops.layout import Layout
 
 CHUNK = 128
 """Queries a call, where they are split."""
+Serve = Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor]
 
 
 def refusal(
@@ -41,12 +44,15 @@ def refusal(
 def prepare(
     layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
 ) -> Plan:
-    """Documents of packed rows and chunks on a CPU; a mask elsewhere, where one is needed."""
+    """Documents, pieces and chunks on a CPU; a mask elsewhere, where one is needed."""
+    if device.type == "cpu" and layout is not None and layout.ends is not None:
+        by_piece = _outside_of_graphs(_by_piece)
+        return Plan("sdpa", rules, packed=True, pieces=cut(layout, rules), by_run=by_piece)
     if device.type == "cpu" and layout is not None:
         lengths = [n for row in layout.lengths for n in row]
         runs = tuple((len(list(same)), n) for n, same in groupby(lengths))
         needing = [n for n in lengths if not _is_plain(n, rules) or _is_split(n, rules)]
-        bias, by_run = _corner(needing, rules, device), _by_run_outside_of_graphs()
+        bias, by_run = _corner(needing, rules, device), _outside_of_graphs(_by_run)
         return Plan("sdpa", rules, bias=bias, packed=True, runs=runs, by_run=by_run)
     if device.type == "cpu" and past == 0:
         needs = not _is_plain(queries, rules) or _is_row_split(queries, rules)
@@ -128,17 +134,17 @@ def _corner(lengths: list[int], rules: Rules, device: torch.device) -> Tensor | 
     return torch.zeros(bias.shape, device=device).masked_fill(~bias, float("-inf"))
 
 
-def _by_run_outside_of_graphs() -> Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor]:
-    """`_by_run`, kept out of compiled blocks: with its lengths every batch would be compiled anew.
+def _outside_of_graphs(serve: Serve) -> Serve:
+    """`serve`, kept out of compiled blocks: with its lengths every batch would be compiled anew.
 
     The compiler takes a second to import; where it is not there yet, nothing is compiled.
     """
-    return _disabled() if "torch._dynamo" in sys.modules else _by_run
+    return _disabled(serve) if "torch._dynamo" in sys.modules else serve
 
 
 @functools.cache
-def _disabled() -> Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor]:
-    return torch.compiler.disable(_by_run)
+def _disabled(serve: Serve) -> Serve:
+    return torch.compiler.disable(serve)
 
 
 def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
@@ -152,6 +158,21 @@ def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tens
         serve = _by_chunk if _is_split(shape[1], plan.rules) else _whole
         out = serve(q_run, k_run, v_run, plan.bias, plan.rules, dropout)
         outputs.append(out.flatten(0, 1))
+    return torch.cat(outputs).view(q.shape)
+
+
+def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """A call for each piece of the trees of q (B, T, H, hd)."""
+    rules = plan.rules
+    slopes = None if rules.slopes is None else rules.slopes.view(1, -1, 1, 1)
+    flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
+    outputs = []
+    for part, piece in zip(
+        q.flatten(0, 1).split([p.queries for p in plan.pieces]), plan.pieces, strict=True
+    ):
+        bias = piece.bias if slopes is None else slopes * piece.bias
+        keys, values = flat_k[piece.keys], flat_v[piece.keys]
+        outputs.append(_call(part[None], keys[None], values[None], bias, rules.scale, dropout)[0])
     return torch.cat(outputs).view(q.shape)
 
 

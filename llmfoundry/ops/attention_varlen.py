@@ -46,6 +46,7 @@ def prepare(
 ) -> Plan:
     """Where documents begin and end."""
     assert past == 0, "cached keys are served by sdpa or torch"
+    assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
     shared = "enable_gqa" in _parameters()  # since torch 2.12
     if layout is None:
         return Plan("varlen", rules, shared_heads=shared, longest=queries)
