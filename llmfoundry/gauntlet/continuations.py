@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from urllib.parse import parse_qsl, urlsplit
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.rows import Row
+from llmfoundry.gauntlet.questions import Row
 from llmfoundry.gauntlet.tasks import TaskConfig
 from llmfoundry.recipe.checks import nearest
 
@@ -139,7 +139,7 @@ def _wrong_pieces(cut: _Cut, pieces: list[_Cut]) -> list[str] | None:
 def _row(cut: _Cut, wrong: list[str], number: int, task: TaskConfig) -> Row:
     gold = number % CHOICES  # no index is more often right than another
     choices = (*wrong[:gold], cut.piece, *wrong[gold:])
-    return Row(cut.context, choices, gold, f"{task.dataset_uri}:{number + 1}")
+    return Row((cut.context,), choices, gold, f"{task.dataset_uri}:{number + 1}")
 
 
 def _digest(text: str) -> str:

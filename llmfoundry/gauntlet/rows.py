@@ -1,90 +1,98 @@
-"""Rows of a task: one question with its possible answers, read from LLM Foundry's jsonl schemas.
+"""Rows of a task, in one form for all types, read from LLM Foundry's schemas; facts about them.
 
-`Gauntlet` calls `read_rows`. The idea: a language_modeling row is a question with a single answer,
-so that prompts, tokens and scores have one form for both task types.
+`Gauntlet` calls `load_rows` once a task, and `chance`, `majority` and `rows_hash` for the results.
+The idea: a row has contexts and choices, and at most one of the two has more than one entry.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.sources import RawRow, read_source
 from llmfoundry.gauntlet.tasks import TaskConfig
 from llmfoundry.recipe.checks import nearest
 
-_SHOWN = 10  # problems of one file that are listed before the rest is only counted
+_SHOWN = 10  # problems of one task that are listed before the rest is only counted
+
+FIELDS = {
+    "language_modeling": ("context", "continuation"),
+    "multiple_choice": ("query", "choices", "gold"),
+    "schema": ("context_options", "continuation", "gold"),
+    "generation_task_with_answers": ("context", "answer"),
+}
+"""What a row of each task type must have."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One question.
+def load_rows(task: TaskConfig, *, gauntlet_path: Path) -> list[Row]:
+    """All rows of a task whose dataset_uri is anything but heldout://.
 
-    Attributes:
-        context: the question's text.
-        choices: its possible answers; exactly one in language_modeling.
-        gold: index of the right one.
-        place: file and line, for messages.
-    """
-
-    context: str
-    choices: tuple[str, ...]
-    gold: int
-    place: str
-
-    @property
-    def answer(self) -> str:
-        """The right choice."""
-        return self.choices[self.gold]
-
-
-def read_rows(path: Path, task: TaskConfig) -> list[Row]:
-    """All rows of a jsonl file.
+    Args:
+        task: what to read, and how.
+        gauntlet_path: the file that the task is in; relative paths begin beside it.
 
     Raises:
-        UserError: the file and line of every row that is not of the task's schema.
+        UserError: nothing to read, or the file and line of every row that is not of the task's
+            schema, of which ten are shown.
     """
     rows: list[Row] = []
     problems: list[str] = []
-    read = ROW_READERS[task.icl_task_type]
-    try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text ({error}); convert it") from error
-    if lines == [""]:
-        raise UserError(f"{path}: has no rows; task {task.label} needs at least one")
-    for number, line in enumerate(lines, start=1):
-        place = f"{path}:{number}"
+    for place, raw in read_source(task, gauntlet_path=gauntlet_path):
         try:
-            rows.append(read(_parse(line), place, task.strip_dataset))
+            rows.append(_row(raw, place, task))
         except ValueError as error:
             problems.append(f"{place}: {error}")
     if len(problems) > _SHOWN:
         more = len(problems) - _SHOWN
-        problems[_SHOWN:] = [f"{path}: {more} more rows are not {task.icl_task_type} rows either"]
+        line = f"{task.dataset_uri}: {more} more rows are not {task.icl_task_type} rows either"
+        problems[_SHOWN:] = [line]
     if problems:
         raise UserError(*problems)
+    if not rows:
+        raise UserError(f"{task.dataset_uri}: has no rows; task {task.label} needs at least one")
     return rows
 
 
-def chance(rows: list[Row]) -> float:
-    """Accuracy of guessing: the mean of 1/choices; 0 where the answer is written freely."""
-    return sum(1 / len(r.choices) for r in rows if len(r.choices) > 1) / len(rows)
+def chance(rows: Sequence[Row]) -> float:
+    """Accuracy of guessing: the mean of 1/options; 0 where the answer is written freely."""
+    return sum(1 / row.n_options for row in rows if row.n_options > 1) / len(rows)
 
 
-def majority(rows: list[Row]) -> float:
+def majority(rows: Sequence[Row]) -> float:
     """Accuracy of the best constant answer: an index, or a text where it is written freely."""
-    answers = Counter(str(r.gold) if len(r.choices) > 1 else r.answer for r in rows)
+    answers = Counter(row.gold if row.n_options > 1 else row.choices[0] for row in rows)
     return answers.most_common(1)[0][1] / len(rows)
 
 
+def rows_hash(rows: Sequence[Row]) -> str:
+    """32 hexadecimal digits of the rows' content and order, wherever they were read from."""
+    names = sorted(f.name for f in dataclasses.fields(Row) if f.name != "place")
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        content = {name: getattr(row, name) for name in names}
+        digest.update(json.dumps(content, separators=(",", ":")).encode("ascii") + b"\n")
+    return digest.hexdigest()
+
+
+def _row(raw: RawRow, place: str, task: TaskConfig) -> Row:
+    """A checked row; a ValueError tells what is wrong with it."""
+    row = _parse(raw) if isinstance(raw, str) else raw
+    if task.strip_dataset:  # as LLM Foundry: texts of the row itself, not those in its lists
+        row = {k: v.strip() if isinstance(v, str) else v for k, v in row.items()}
+    read = ROW_READERS[task.icl_task_type](row, place)
+    if not task.has_categories:
+        return read
+    return dataclasses.replace(read, category=_filled(row, "category", "its category"))
+
+
 def _parse(line: str) -> dict[str, Any]:
-    if not line.strip():
-        raise ValueError("is empty; remove the line")
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -94,38 +102,84 @@ def _parse(line: str) -> dict[str, Any]:
     return row
 
 
-def _language_modeling(row: dict[str, Any], place: str, strip: bool) -> Row:
-    context, continuation = _text(row, "context", strip), _text(row, "continuation", strip)
-    if not continuation:
-        raise ValueError("field 'continuation' is empty; write the text to predict")
-    return Row(context, (continuation,), 0, place)
+def _language_modeling(row: Mapping[str, Any], place: str) -> Row:
+    context = _text(row, "context")
+    return Row((context,), (_filled(row, "continuation", "the text to predict"),), 0, place)
 
 
-def _multiple_choice(row: dict[str, Any], place: str, strip: bool) -> Row:
-    query, choices, gold = _text(row, "query", strip), _field(row, "choices"), _field(row, "gold")
-    if not isinstance(choices, list) or len(choices) < 2:
-        raise ValueError("field 'choices' is not a list of two texts or more")
-    if not all(isinstance(c, str) and (c.strip() if strip else c) for c in choices):
-        raise ValueError("field 'choices' holds something that is not a text, or is empty")
-    if type(gold) is not int or not 0 <= gold < len(choices):
-        raise ValueError(f"field 'gold' is {gold!r}; write an index from 0 to {len(choices) - 1}")
-    return Row(query, tuple(c.strip() if strip else c for c in choices), gold, place)
+def _multiple_choice(row: Mapping[str, Any], place: str) -> Row:
+    query, choices = _text(row, "query"), _options(row, "choices")
+    if "" in choices:
+        raise ValueError("field 'choices' holds an empty text; write what it is to say")
+    return Row((query,), choices, _gold(row, len(choices)), place)
 
 
-ROW_READERS: dict[str, Callable[[dict[str, Any], str, bool], Row]] = {
+def _schema(row: Mapping[str, Any], place: str) -> Row:
+    contexts = _options(row, "context_options")
+    answer = _filled(row, "continuation", "the text that follows each context")
+    return Row(contexts, (answer,), _gold(row, len(contexts)), place)
+
+
+def _generation(row: Mapping[str, Any], place: str) -> Row:
+    context, answer = _text(row, "context"), _filled(row, "answer", "the text to generate")
+    given = _texts(row, "aliases") if row.get("aliases") is not None else ()
+    thought = _text(row, "chain_of_thought") if row.get("chain_of_thought") is not None else ""
+    aliases = tuple(dict.fromkeys([answer, *given]))
+    return Row((context,), (answer,), 0, place, aliases=aliases, chain_of_thought=thought)
+
+
+ROW_READERS: dict[str, Callable[[Mapping[str, Any], str], Row]] = {
     "language_modeling": _language_modeling,
     "multiple_choice": _multiple_choice,
+    "schema": _schema,
+    "generation_task_with_answers": _generation,
 }
 
 
-def _text(row: dict[str, Any], name: str, strip: bool) -> str:
+def _gold(row: Mapping[str, Any], n_options: int) -> int:
+    gold = _field(row, "gold")
+    if type(gold) is not int or not 0 <= gold < n_options:
+        raise ValueError(f"field 'gold' is {gold!r}; write an index from 0 to {n_options - 1}")
+    return gold
+
+
+def _options(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    texts = _texts(row, name)
+    if len(texts) < 2:
+        raise ValueError(f"field '{name}' has {len(texts)} texts; write two or more")
+    return texts
+
+
+def _texts(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = _field(row, name)
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"field '{name}' is {_short(value)}; write a list of texts")
+    return tuple(value)
+
+
+def _filled(row: Mapping[str, Any], name: str, what: str) -> str:
+    text = _text(row, name)
+    if not text:
+        raise ValueError(f"field '{name}' is empty; write {what}")
+    return text
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
     value = _field(row, name)
     if not isinstance(value, str):
-        raise ValueError(f"field '{name}' is {value!r}; write a text")
-    return value.strip() if strip else value
+        raise ValueError(f"field '{name}' is {_short(value)}; write a text")
+    return value
 
 
-def _field(row: dict[str, Any], name: str) -> Any:
+def _field(row: Mapping[str, Any], name: str) -> Any:
     if name not in row:
-        raise ValueError(f"has no field '{name}'{nearest(name, row)} (fields: {', '.join(row)})")
+        other = [kind for kind, needed in FIELDS.items() if row.keys() >= set(needed)]
+        other = [] if name == "category" else other
+        hint = f"; these are fields of {other[0]}" if other else nearest(name, row)
+        raise ValueError(f"has no field '{name}'{hint} (fields: {', '.join(row)})")
     return row[name]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,135 @@
+"""The words that all parts of the gauntlet share: rows, what is asked of a model, what it answers.
+
+A task's file becomes rows (`rows`), rows become questions (`prompts`), a `Subject` answers them
+(`score`, `generation`, or another kind of model), and `metrics` judges the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a task's file, in one form for all task types.
+
+    Attributes:
+        contexts: the question's text; in `schema` one for each option, elsewhere exactly one.
+        choices: possible answers in multiple_choice; elsewhere exactly one, what is to be written.
+        gold: index of the right choice, in `schema` of the right context; elsewhere 0.
+        place: file and line, for messages.
+        category: of a task with has_categories.
+        aliases: all answers that count as right in generation, the first of which is choices[0].
+        chain_of_thought: reasoning before the answer, in worked examples of generation.
+    """
+
+    contexts: tuple[str, ...]
+    choices: tuple[str, ...]
+    gold: int
+    place: str
+    category: str | None = None
+    aliases: tuple[str, ...] = ()
+    chain_of_thought: str = ""
+
+    @property
+    def n_options(self) -> int:
+        """Contexts or choices to choose among; 1 where the answer is written freely."""
+        return max(len(self.contexts), len(self.choices))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens whose probability after other tokens is asked for.
+
+    Attributes:
+        tokens: what the model reads: context, then the targets without the last of them.
+        targets: the last len(targets) places of `tokens` predict them.
+        text: what the targets spell, without the delimiter before it: its characters and bytes are
+            what scores are normalised by.
+    """
+
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to be continued.
+
+    Attributes:
+        tokens: what the model reads first.
+        text: the same, for models behind an endpoint that takes text.
+        stops: the continuation ends before the first of these texts.
+        max_new_tokens: and after so many tokens.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    stops: tuple[str, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row as a model meets it.
+
+    Attributes:
+        row: where it is from.
+        requests: one for each option; in language_modeling one; in generation one, the gold answer
+            (with its chain of thought), which is scored where generating would take too long.
+        prompt: what to continue, in generation; elsewhere None.
+        dropped: worked examples left out to fit into the model's window.
+        truncated: the start of what is left was cut off all the same.
+    """
+
+    row: Row
+    requests: tuple[Request, ...]
+    prompt: Prompt | None = None
+    dropped: int = 0
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model says about one request.
+
+    Attributes:
+        logprob: natural log of the probability of all targets, in order.
+        greedy: every target is strictly likelier than all other tokens.
+        tied: every target is among the likeliest tokens, but for at least one it is not alone.
+        best_logprob: the same sum for the likeliest token at each place, whatever the target.
+        mean_probability: mean over the targets of their probabilities; None: not known. It and the
+            next are what Composer's calibration errors are made of, no function of the sums.
+        least_best: the least probability, over the places, of the likeliest token; None: not known.
+    """
+
+    logprob: float
+    greedy: bool
+    tied: bool
+    best_logprob: float
+    mean_probability: float | None = None
+    least_best: float | None = None
+
+
+class Subject(Protocol):
+    """A model that is examined. Every process calls both with the same arguments, and gets all.
+
+    Attributes:
+        can_score: it gives log-probabilities; else `score` raises a UserError that says why not.
+        tokens_computed: places that it was run on so far, padding among them; what is written by
+            generation is not counted.
+    """
+
+    can_score: bool
+    tokens_computed: int
+
+    def score(self, requests: Sequence[Request]) -> list[Score]:
+        """A score for each request, in order."""
+        ...
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+        """The greedy continuation of each prompt, in order, cut before its first stop."""
+        ...
