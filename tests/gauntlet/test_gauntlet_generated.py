@@ -1,27 +1,31 @@
-"""The shipped generated sets: reproducible, right, cheap; and what is cut from held-out text."""
+"""The shipped generated sets and gauntlets, and what is cut from held-out text."""
 
 from __future__ import annotations
 
-import ast
 import itertools
-import json
+import subprocess
+import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from gauntlet_stand_ins import ByteTokenizer, random_root
+from gauntlet_stand_ins import ByteTokenizer
+from generated_solvers import SOLVERS, gold, options, parsed, question
 
+from llmfoundry.data.bpe import END_OF_TEXT, train_backend
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.continuations import heldout_rows
-from llmfoundry.gauntlet.gauntlet import Gauntlet
-from llmfoundry.gauntlet.generate import GENERATORS, SetConfig, make_set, read_recipe
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.generate import read_recipe
+from llmfoundry.gauntlet.generated.sets import GENERATORS, generated_rows, make_set
+from llmfoundry.gauntlet.prompts import questions
+from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.rows import chance, load_rows, majority
+from llmfoundry.gauntlet.tasks import TaskConfig, read_gauntlet
 
 EVAL = Path(__file__).resolve().parents[2] / "eval"
-SETS = {config.name: config for config in read_recipe(EVAL / "generated.yaml")}
+SETS = read_recipe(EVAL / "generated.yaml")
+GAUNTLETS = ("generated", "generated_hard", "generated_long_context")
 
 
 def stdlib_texts(n: int) -> list[str]:
@@ -29,103 +33,55 @@ def stdlib_texts(n: int) -> list[str]:
     return [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))[:n]]
 
 
-def question(row: dict[str, Any]) -> str:
-    return row.get("query", row.get("context"))
-
-
-def choices(row: dict[str, Any]) -> list[str]:
-    return row.get("choices", [row.get("continuation")])
-
-
-def gold(row: dict[str, Any]) -> str:
-    return choices(row)[row.get("gold", 0)]
-
-
-def by_arithmetic(row: dict[str, Any]) -> list[str]:
-    value = str(eval(question(row).removesuffix("=")))
-    return [choice for choice in choices(row) if choice == value]
-
-
-def by_parsing(row: dict[str, Any]) -> list[str]:
-    """The closings that make the line Python, or begin to: one more bracket may be missing."""
-
-    def is_python(text: str) -> bool:
-        try:
-            ast.parse(text)
-        except SyntaxError:
-            return False
-        return True
-
-    return [
-        choice
-        for choice in choices(row)
-        if any(is_python(question(row) + choice + more) for more in ("", ")", "]", "}"))
-    ]
-
-
-def by_first_line(row: dict[str, Any]) -> list[str]:
-    first, second, third = question(row).split("\n")
-    assert first == second
-    return [choice for choice in choices(row) if f"{third} {choice}" == first]
-
-
-def by_execution(row: dict[str, Any]) -> list[str]:
-    *lines, last = question(row).split("\n")
-    variables: dict[str, Any] = {}
-    exec("\n".join(lines), variables)
-    name = last.removeprefix("assert ").removesuffix(" ==")
-    return [choice for choice in choices(row) if int(choice) == variables[name]]
-
-
-SOLVERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "arithmetic": by_arithmetic,
-    "arithmetic_choice": by_arithmetic,
-    "brackets": by_parsing,
-    "brackets_completion": by_parsing,
-    "copying": by_first_line,
-    "key_value": by_execution,
-}
+# ------------------------------------------------------------------ the recipe and its files
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_recipe_gives_the_committed_file_byte_for_byte(name: str) -> None:
     committed = (EVAL / "generated" / f"{name}.jsonl").read_bytes()
-    assert make_set(SETS[name]).encode() == committed
+    assert make_set(SETS[name], "test").encode() == committed
 
 
-def test_every_committed_file_is_in_the_recipe_and_every_generator_has_a_solver() -> None:
-    assert {path.stem for path in (EVAL / "generated").iterdir()} == set(SETS)
-    assert set(SOLVERS) == set(GENERATORS)
-
-
-@pytest.mark.parametrize("level", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", GENERATORS)
-def test_exactly_the_gold_answer_is_right_by_an_independent_solver(name: str, level: int) -> None:
-    rows = [json.loads(line) for line in make_set(SetConfig(name, 7, 80, level)).splitlines()]
-    assert len({question(row) for row in rows}) == 80
+@pytest.mark.parametrize("name", SETS)
+def test_committed_rows_are_right_and_a_constant_answer_is_at_chance(name: str) -> None:
+    rows = parsed((EVAL / "generated" / f"{name}.jsonl").read_text(encoding="utf-8"))
     for row in rows:
-        assert SOLVERS[name](row) == [gold(row)]
-        if "choices" in row:
-            assert len(set(row["choices"])) == len(row["choices"]) in (3, 4)
-    if "choices" in rows[0]:
-        n = len(rows[0]["choices"])
-        counts = [sum(row["gold"] == i for row in rows) for i in range(n)]
+        assert SOLVERS[SETS[name].name](row) == [gold(row)]
+    n_options = len(options(rows[0]))
+    if n_options > 1:
+        counts = [sum(row["gold"] == i for row in rows) for i in range(n_options)]
         assert max(counts) - min(counts) <= 1
 
 
+def test_every_committed_file_is_in_the_recipe_and_every_generator_has_one() -> None:
+    assert {path.stem for path in (EVAL / "generated").iterdir()} == set(SETS)
+    assert {config.name for config in SETS.values()} == set(GENERATORS)
+
+
 def test_bracket_choices_are_equally_long() -> None:
-    for line in make_set(SETS["brackets"]).splitlines():
-        assert len({len(choice) for choice in json.loads(line)["choices"]}) == 1
+    for row in parsed(make_set(SETS["brackets"], "test")):
+        assert len({len(choice) for choice in row["choices"]}) == 1
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("sets: 1", "sets: is missing"),
-        ("sets: [{nam: brackets, seed: 1, rows: 1, level: 1}]", "unknown key 'nam'; did you mean"),
-        ("sets: [{name: bracket, seed: 1, rows: 1, level: 1}]", "did you mean 'brackets'?"),
-        ("sets: [{name: copying, seed: 1, rows: 0, level: 1}]", "rows: 0; write a whole number"),
-        ("sets: [{name: copying, seed: 1, rows: 1, level: 9}]", "level: 9; write 5 or less"),
+        ("sets: [", "cannot be read as YAML"),
+        ("sets: [3]", "sets[0]: is not a mapping"),
+        (
+            "sets: [{nam: brackets, rows: 1}]",
+            "sets[0]: name: is missing; write one of arithmetic, ",
+        ),
+        ("sets: [{name: [1]}]", "sets[0]: [1] is no generator"),
+        ("sets: [{name: brackets, row: 1}]", "sets[0]: unknown key 'row'; did you mean 'rows'?"),
+        ("sets: [{name: bracket}]", "'bracket' is no generator; did you mean 'brackets'?"),
+        ("sets: [{name: copying, rows: 0}]", "rows: 0; write a whole number"),
+        ("sets: [{name: copying, rows: yes}]", "rows: True; write a whole number"),
+        ("sets: [{name: copying, level: 9}]", "level: 9; write 5 or less"),
+        ("sets: [{name: dyck, file: a/b}]", "file: 'a/b'; write a name"),
+        ("sets: [{name: dyck}, {name: sorting, file: dyck}]", "file: dyck is there already"),
+        ("sets: [{name: dyck}, {name: 1}, {name: 2}]", "sets[2]: 2 is no generator"),
     ],
 )
 def test_mistakes_in_the_recipe_are_told(tmp_path: Path, text: str, message: str) -> None:
@@ -135,9 +91,23 @@ def test_mistakes_in_the_recipe_are_told(tmp_path: Path, text: str, message: str
     assert message in str(error.value)
 
 
-def test_more_rows_than_a_level_has_are_refused() -> None:
-    with pytest.raises(UserError, match="rows: 900, but level 1 gave only"):
-        make_set(SetConfig("arithmetic", 1, 900, 1))
+def test_the_command_writes_a_file_for_each_set_and_tells_mistakes_in_one_line(
+    tmp_path: Path,
+) -> None:
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text("sets: [{name: dyck, rows: 3}, {name: dyck, file: hard, rows: 4, level: 5}]")
+    command = [sys.executable, "-m", "llmfoundry.gauntlet.generate", str(recipe)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=EVAL.parent)
+    assert done.returncode == 0
+    rows = [parsed(Path(line).read_text()) for line in done.stdout.splitlines()]
+    assert [len(r) for r in rows] == [3, 4]
+    recipe.write_text("sets: [{name: arithmetic, rows: 900}]")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=EVAL.parent)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"{recipe}: arithmetic: rows: 900, but level 1 of arithmetic gave only 155 different"
+        " questions; write less, or a higher level\n"
+    )
 
 
 # ------------------------------------------------------------------ continuations
@@ -153,13 +123,14 @@ def test_the_gold_piece_follows_its_context_and_the_others_are_from_other_docume
     rows = continuations(texts, "?rows=40&context_chars=200&piece_chars=50")
     assert len(rows) == 40
     for row in rows:
-        (source,) = [text for text in texts if row.context + row.answer in text]
-        start = source.index(row.context + row.answer)
-        assert 0 < len(row.context) <= 200
-        assert source[start - 1] == "\n" or len(row.context) == 200
-        assert not row.context[-1].isspace() and row.answer[0] != "\n"
+        (context,), answer = row.contexts, row.choices[row.gold]
+        (source,) = [text for text in texts if context + answer in text]
+        start = source.index(context + answer)
+        assert 0 < len(context) <= 200
+        assert source[start - 1] == "\n" or len(context) == 200
+        assert not context[-1].isspace() and answer[0] != "\n"
         assert {len(choice) for choice in row.choices} == {50}
-        wrong = [choice for choice in row.choices if choice != row.answer]
+        wrong = [choice for choice in row.choices if choice != answer]
         assert len(set(wrong)) == 3
         for choice in wrong:
             assert any(choice in text for text in texts if text is not source)
@@ -180,9 +151,10 @@ def test_questions_of_one_document_do_not_overlap() -> None:
     assert len(rows) > 20
     places = []
     for row in rows:
-        (source,) = [text for text in numbered if row.context + row.answer in text]
-        start = source.index(row.context + row.answer)
-        places.append((source[0], start, start + len(row.context + row.answer)))
+        whole = row.contexts[0] + row.choices[row.gold]
+        (source,) = [text for text in numbered if whole in text]
+        start = source.index(whole)
+        places.append((source[0], start, start + len(whole)))
     for (a, _, end), (b, start, _) in itertools.pairwise(sorted(places)):
         assert a != b or end <= start
 
@@ -209,50 +181,120 @@ def test_a_wrong_address_is_told(query: str, message: str) -> None:
     assert message in str(error.value)
 
 
-# ------------------------------------------------------------------ the shipped gauntlet
+# ------------------------------------------------------------------ the shipped gauntlets
 
 
-def test_the_shipped_gauntlet_runs_whole_and_is_cheap() -> None:
-    texts = stdlib_texts(40)
-    tokenizer = trained_tokenizer(texts)
-    gauntlet = Gauntlet(
-        EVAL / "gauntlets" / "generated.yaml",
-        tokenizer,
-        seq_len=512,
-        validation_texts=lambda: texts[:10],
-    )
-    assert gauntlet.problems == []
-    assert gauntlet.n_tokens < 60_000
-    result = gauntlet.run(
-        random_root(tokenizer.vocab_size), device=torch.device("cpu"), batch_rows=2
-    )
-    assert all(task.accuracy is not None for task in result.tasks)
-    assert result.average is not None
-    assert set(result.categories) == {
-        "symbolic_problem_solving",
-        "in_context_copying",
-        "language_modeling",
-    }
-    assert [task.n for task in result.tasks] == [100, 100, 180, 100, 100, 100, 100]
-    assert not any(task.truncated for task in result.tasks)
-
-
-def trained_tokenizer(texts: list[str]) -> ByteTokenizer:
-    """A byte-level BPE of 4,096 tokens; the recipes' own are not smaller."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(texts, trainer)
+@pytest.fixture(scope="module")
+def tokenizer() -> ByteTokenizer:
+    """A BPE of 4,096 tokens, of which the recipes' own are not smaller; words are GPT-4's."""
+    bpe = train_backend(stdlib_texts(40), 4096, progress=False)
 
     class Trained(ByteTokenizer):
         vocab_size = bpe.get_vocab_size()
+        eos_id = bpe.token_to_id(END_OF_TEXT)
 
         def encode(self, text: str) -> list[int]:
             return bpe.encode(text, add_special_tokens=False).ids
 
     return Trained()
+
+
+def rows_of(task: TaskConfig) -> list[Row]:
+    if task.dataset_uri.startswith("heldout://"):
+        return heldout_rows(task, stdlib_texts(10))
+    return load_rows(task, gauntlet_path=EVAL / "gauntlets" / "generated.yaml")
+
+
+@pytest.mark.parametrize("name", GAUNTLETS)
+def test_every_task_is_in_one_category_with_its_number_of_examples(name: str) -> None:
+    file = read_gauntlet(EVAL / "gauntlets" / f"{name}.yaml")
+    members = [
+        (benchmark.name, benchmark.num_fewshot)
+        for category in file.gauntlet.categories
+        for benchmark in category.benchmarks
+    ]
+    assert sorted(members) == sorted((t.label, n) for t in file.tasks for n in t.num_fewshot)
+
+
+def test_the_easy_gauntlet_has_every_set_all_types_and_baselines_at_chance() -> None:
+    file = read_gauntlet(EVAL / "gauntlets" / "generated.yaml")
+    assert {t.label for t in file.tasks} == {*SETS, "continuations"}
+    assert len({t.icl_task_type for t in file.tasks}) == 4
+    baselines = {
+        benchmark.name: benchmark.random_baseline
+        for category in file.gauntlet.categories
+        for benchmark in category.benchmarks
+    }
+    for task in file.tasks:
+        rows = rows_of(task)
+        assert len(rows) in (100, 180)
+        assert baselines[task.label] == pytest.approx(chance(rows), abs=5e-4)
+        if chance(rows):
+            assert majority(rows) - chance(rows) < 1.5 / len(rows)
+
+
+def test_the_hard_gauntlet_asks_as_the_easy_one_does_at_levels_3_to_5() -> None:
+    easy = {t.label: t for t in read_gauntlet(EVAL / "gauntlets" / "generated.yaml").tasks}
+    easy["arithmetic_nospaces"] = easy["arithmetic"]
+    hard = read_gauntlet(EVAL / "gauntlets" / "generated_hard.yaml").tasks
+    for task in hard:
+        name, _, level = task.label.rpartition("_")
+        generator = name.removesuffix("_nospaces")
+        assert task.dataset_uri.startswith(f"generated://{generator}?level={level}")
+        assert ("spaces=false" in task.dataset_uri) == name.endswith("_nospaces")
+        same = {**vars(easy[name]), "label": task.label, "dataset_uri": task.dataset_uri}
+        if name.endswith("_nospaces"):
+            same["continuation_delimiter"] = ""
+        assert vars(task) == same
+    assert len(hard) == 3 * (len(easy) - 1)  # all but continuations
+
+
+def test_long_context_tasks_are_as_long_as_their_names_say() -> None:
+    for task in read_gauntlet(EVAL / "gauntlets" / "generated_long_context.yaml").tasks:
+        _, length, _ = task.label.split("_")
+        chars = 1024 * int(length.removesuffix("k"))
+        rows = list(generated_rows(task.dataset_uri.replace("rows=50", "rows=5")))
+        assert len(rows) == 5
+        assert all(chars - 40 < len(row["query"]) <= chars for row in rows)
+
+
+def test_the_easy_gauntlet_is_cheap_and_short_enough_for_any_model(
+    tokenizer: ByteTokenizer,
+) -> None:
+    """Tokens with what questions share run once, and without."""
+    alone = shared = 0
+    for task in read_gauntlet(EVAL / "gauntlets" / "generated.yaml").tasks:
+        (shots,) = task.num_fewshot
+        asked = questions(rows_of(task), task, shots, tokenizer, mode="native", seq_len=512)
+        assert not any(question.dropped or question.truncated for question in asked)
+        texts = {request.tokens for question in asked for request in question.requests}
+        assert max(map(len, texts)) < 256
+        alone += sum(map(len, texts))
+        shared += len({text[:end] for text in texts for end in range(1, len(text) + 1)})
+    assert shared < 50_000
+    assert alone < 180_000
+
+
+def test_answers_have_the_tokens_in_worked_examples_that_they_are_scored_with(
+    tokenizer: ByteTokenizer,
+) -> None:
+    """A bracket at a line's end has not: it makes one token with the line end."""
+    assert len(tokenizer.encode("x = [1]\n")) == len(tokenizer.encode("x = [1]")), "what it is for"
+    tried = 0
+    for name in ("generated", "generated_hard"):
+        for task in read_gauntlet(EVAL / "gauntlets" / f"{name}.yaml").tasks:
+            if task.num_fewshot == [0]:
+                continue
+            for row in list(generated_rows(address(task)))[:20]:
+                text = f"{question(row)}{task.continuation_delimiter}{gold(row)}"
+                alone = tokenizer.encode(text)
+                among = tokenizer.encode(text + task.example_delimiter + question(row))
+                assert among[: len(alone)] == alone, (task.label, text)
+                tried += 1
+    assert tried > 1000
+
+
+def address(task: TaskConfig) -> str:
+    """Where the rows of a task are made, be they in a file or not."""
+    in_file = task.dataset_uri.endswith(".jsonl")
+    return f"generated://{task.label}" if in_file else task.dataset_uri

@@ -1,0 +1,1 @@
+"""Seeded generators of evaluation rows, answers right by construction; no download."""
