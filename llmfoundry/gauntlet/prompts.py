@@ -1,141 +1,234 @@
-"""From rows to tokens: worked examples, prompt texts, and what is to be scored.
+"""From rows to questions in tokens: worked examples, prompt texts, and what is to be scored.
 
-`Gauntlet` calls `questions`. Tokenisation rule ("native"): context and answer are encoded as one
-text, as the model saw text in training, after the `<eos>` that every document starts with. The
-answer's tokens begin where this encoding leaves that of the context alone; the choices of a
-question share the earliest such place, so that all are scored after the same tokens.
+`prompt_cache` calls `questions`. Two modes differ in their prompts' tokens: `foundry` reproduces
+LLM Foundry's (`foundry_prompts`); `native`, here, gives a model what it met in training. There
+context and answer are encoded as one text after `<eos>`, and the worked examples are the same for
+all questions of a task, so that questions share a long prefix, which is tokenised and run once.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.rows import Row
+from llmfoundry.gauntlet.foundry_prompts import foundry_questions
+from llmfoundry.gauntlet.joint_tokens import Joint, encode_joint
+from llmfoundry.gauntlet.prompt_parts import (
+    answers,
+    check_answer,
+    families,
+    generates,
+    max_new_tokens,
+    reasons,
+    right_answer,
+    right_context,
+)
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
 from llmfoundry.gauntlet.tasks import TaskConfig
 
 if TYPE_CHECKING:
     from llmfoundry.data.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Request:
-    """One forward pass's worth of work.
-
-    Attributes:
-        tokens: what the model reads: `<eos>`, context, answer without its last token.
-        targets: the answer's tokens; the last len(targets) places of `tokens` predict them.
-    """
-
-    tokens: tuple[int, ...]
-    targets: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Question:
-    """A row as the model meets it: a request for each choice.
-
-    Attributes:
-        requests: one for each choice; exactly one in language_modeling.
-        gold: index of the right one.
-        truncated: the start of the context was cut off to fit into the model's window.
-        place: file and line of the row.
-    """
-
-    requests: tuple[Request, ...]
-    gold: int
-    truncated: bool
-    place: str
-
-
 def questions(
-    rows: list[Row],
+    rows: Sequence[Row],
+    task: TaskConfig,
+    shots: int,
+    tokenizer: Tokenizer,
+    *,
+    mode: str,
+    seq_len: int,
+    keep: Sequence[int] | None = None,
+    bos_ids: Sequence[int] = (),
+) -> list[Question]:
+    """The rows `keep`, in its order, tokenised.
+
+    Args:
+        rows: all rows of the task; worked examples are drawn as if all were asked.
+        task: its type, delimiters and seed.
+        shots: number of worked examples.
+        tokenizer: encodes without special tokens.
+        mode: native or foundry.
+        seq_len: longest input in tokens.
+        keep: indices of the rows to ask; unset: all.
+        bos_ids: special tokens that the tokenizer's owner puts before every text; native prompts
+            begin with `<eos>` where there are none, foundry's with nothing.
+
+    Raises:
+        UserError: too few rows to draw examples from; an answer that does not fit into seq_len.
+    """
+    asked = range(len(rows)) if keep is None else keep
+    if not asked:
+        return []
+    make = MODES[mode]
+    return make(rows, task, shots, tokenizer, seq_len=seq_len, keep=asked, bos_ids=bos_ids)
+
+
+def native_questions(
+    rows: Sequence[Row],
     task: TaskConfig,
     shots: int,
     tokenizer: Tokenizer,
     *,
     seq_len: int,
-    max_rows: int | None = None,
+    keep: Sequence[int],
+    bos_ids: Sequence[int],
 ) -> list[Question]:
-    """The first `max_rows` rows, tokenised; worked examples are drawn from all rows.
+    """`questions` with joint tokenisation, examples fixed per task, and none cut in the middle.
 
-    Args:
-        rows: all rows of the task.
-        task: its delimiters and seed.
-        shots: number of worked examples.
-        tokenizer: encodes without special tokens.
-        seq_len: longest input in tokens; longer contexts lose their start.
-        max_rows: unset: all rows.
+    A question too long for the window loses whole examples from the first, then its start.
+    """
+    examples = _examples(rows, task, shots)
+    start = tuple(bos_ids) or (tokenizer.eos_id,)
+    n_new = 0
+    if generates(task):  # what the delimiter ends in is left to the model: see joint_tokens
+        lead = task.continuation_delimiter[len(task.continuation_delimiter.rstrip()) :]
+        n_new = max_new_tokens(rows, task, tokenizer, room=seq_len - len(start), lead=lead)
+    window = _Window(start, seq_len, n_new, tuple(task.early_stopping_criteria))
+    reasoned = reasons(rows)
+    done: dict[int, Question] = {}
+    waiting = list(dict.fromkeys(keep))
+    for dropped in range(shots + 1):
+        if not waiting:
+            break
+        kept = {i: examples[i][dropped:] for i in waiting}
+        waiting = []
+        for i, joints in _encode(rows, task, kept, tokenizer):
+            if window.overflow(joints) and dropped < shots:
+                waiting.append(i)
+            else:
+                texts = answers(rows[i], task, reasoned=reasoned)
+                done[i] = window.question(rows[i], joints, texts, dropped, tokenizer)
+    return [done[i] for i in keep]
+
+
+MODES: dict[str, Callable[..., list[Question]]] = {
+    "native": native_questions,
+    "foundry": foundry_questions,
+}
+"""The ways to make prompts; results name the one they were made with."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What fits into the model.
+
+    Attributes:
+        start: tokens before every text, which are never cut.
+        seq_len: tokens of an input.
+        n_new: of which a prompt leaves free; 0 where nothing is generated.
+        stops: for prompts.
+    """
+
+    start: tuple[int, ...]
+    seq_len: int
+    n_new: int
+    stops: tuple[str, ...]
+
+    @property
+    def room(self) -> int:
+        """Tokens of question and answer; the answer's last is not read."""
+        return self.seq_len - len(self.start) + 1
+
+    def overflow(self, joints: Sequence[Joint]) -> int:
+        """Tokens too many, of the longest option or of the prompt."""
+        over = max(len(whole) for joint in joints for whole in joint.wholes) - self.room
+        if self.n_new:
+            over = max(over, len(self.start) + len(joints[0].head) + self.n_new - self.seq_len)
+        return max(0, over)
+
+    def question(
+        self,
+        row: Row,
+        joints: Sequence[Joint],
+        texts: Sequence[str],
+        dropped: int,
+        tokenizer: Tokenizer,
+    ) -> Question:
+        """Cut the start off where need be, and wrap up.
+
+        Args:
+            row: the row.
+            joints: of each of its contexts.
+            texts: the answers that each of them has.
+            dropped: worked examples that have given way.
+            tokenizer: spells prompts that are cut.
+        """
+        options = [(j, whole, t) for j in joints for whole, t in zip(j.wholes, texts, strict=True)]
+        check_answer(row, [len(whole) - joint.border for joint, whole, _ in options], self.room)
+        over = self.overflow(joints)
+        requests = []
+        for joint, whole, text in options:
+            # Choices lose equally much, to follow the same tokens; contexts differ anyway, and a
+            # short one might lose all of itself to a long one.
+            cut = min(over, joint.border) if len(joints) == 1 else max(0, len(whole) - self.room)
+            tokens = (*self.start, *whole[cut:-1])
+            requests.append(Request(tokens, tuple(whole[joint.border :]), text))
+        prompt = self._prompt(joints[0], over, tokenizer) if self.n_new else None
+        return Question(row, tuple(requests), prompt, dropped, over > 0)
+
+    def _prompt(self, joint: Joint, cut: int, tokenizer: Tokenizer) -> Prompt:
+        head = joint.head[cut:]
+        text = tokenizer.decode(head) if cut else joint.text
+        return Prompt((*self.start, *head), text, self.stops, self.n_new)
+
+
+def _examples(rows: Sequence[Row], task: TaskConfig, shots: int) -> list[tuple[int, ...]]:
+    """Each row's worked examples: its family's; one that is the row itself gives way to a spare.
 
     Raises:
-        UserError: too few rows to draw examples from; an answer longer than seq_len.
+        UserError: a family is too small.
     """
-    asked = rows[:max_rows]
-    contexts = [prompt(rows, i, task, shots) for i in range(len(asked))]
-    heads = tokenizer.encode_batch(contexts)
-    wholes = tokenizer.encode_batch(
-        [text + choice for text, row in zip(contexts, asked, strict=True) for choice in row.choices]
-    )
-    result, at = [], 0
-    for row, head in zip(asked, heads, strict=True):
-        choices = wholes[at : at + len(row.choices)]
-        at += len(row.choices)
-        result.append(_question(row, head, choices, tokenizer.eos_id, seq_len))
+    result: list[tuple[int, ...]] = [()] * len(rows)
+    for family in families(rows, task) if shots else []:
+        if shots >= len(family):
+            category = f" of category {rows[family[0]].category}" if task.has_categories else ""
+            raise UserError(
+                f"{task.label}: num_fewshot: {shots}, but there are {len(family)} rows{category},"
+                f" one of which is the question; write {len(family) - 1} or less"
+            )
+        drawn = random.Random(task.fewshot_random_seed).sample(family, shots + 1)
+        usual = tuple(drawn[:shots])
+        for i in family:
+            result[i] = tuple(j for j in drawn if j != i)[:shots] if i in usual else usual
     return result
 
 
-def prompt(rows: list[Row], index: int, task: TaskConfig, shots: int) -> str:
-    """All text before the answer to rows[index], delimiter included."""
+def _encode(
+    rows: Sequence[Row],
+    task: TaskConfig,
+    examples: Mapping[int, tuple[int, ...]],
+    tokenizer: Tokenizer,
+) -> Iterator[tuple[int, list[Joint]]]:
+    """Each row of `examples` under each context; those with the same examples together."""
+    reasoned = reasons(rows)
+    together: dict[tuple[int, ...], list[int]] = {}
+    for i, its in examples.items():
+        together.setdefault(its, []).append(i)
+    for its, members in together.items():
+        before = _preamble([rows[j] for j in its], task, reasoned)
+        asked = [
+            (_opened(context, task, before), answers(rows[i], task, reasoned=reasoned))
+            for i in members
+            for context in rows[i].contexts
+        ]
+        joints = iter(encode_joint(before, asked, tokenizer))
+        for i in members:
+            yield i, [next(joints) for _ in rows[i].contexts]
+
+
+def _preamble(examples: Sequence[Row], task: TaskConfig, reasoned: bool) -> str:
+    """The text before a question: prompt string and worked examples."""
     text = task.prompt_string
-    for example in [*_examples(rows, index, task, shots), None]:
-        if text:
-            text += task.example_delimiter
-        context = rows[index].context if example is None else example.context
-        text += task.question_prelimiter + context + task.continuation_delimiter
-        text += "" if example is None else example.answer
+    for row in examples:
+        text += _opened(right_context(row), task, text)
+        text += right_answer(row, task, reasoned=reasoned)
     return text
 
 
-def _examples(rows: list[Row], index: int, task: TaskConfig, shots: int) -> list[Row]:
-    """The task's fixed examples; one that is the question itself gives way to a spare."""
-    if shots >= len(rows):
-        raise UserError(
-            f"{task.label}: num_fewshot: {shots}, but there are {len(rows)} rows, one of which is"
-            f" the question; write {len(rows) - 1} or less"
-        )
-    drawn = random.Random(task.fewshot_random_seed).sample(range(len(rows)), shots + 1)
-    return [rows[i] for i in drawn if i != index][:shots]
-
-
-def _question(
-    row: Row, head: Sequence[int], wholes: Sequence[Sequence[int]], eos_id: int, seq_len: int
-) -> Question:
-    """Split, cut and wrap the token lists of one row's choices."""
-    split = min(_common_prefix(head, whole) for whole in wholes)
-    longest = max(len(whole) for whole in wholes)
-    if longest - split > seq_len:
-        raise UserError(
-            f"{row.place}: an answer has {longest - split} tokens, but max_seq_len is {seq_len};"
-            " raise max_seq_len or remove the row"
-        )
-    cut = max(0, longest - seq_len)  # of all choices, so that they follow the same context
-    requests = []
-    for whole in wholes:
-        if len(whole) <= split:
-            raise UserError(f"{row.place}: a choice adds no token to the context; write a text")
-        tokens = (eos_id, *whole[cut:-1])
-        requests.append(Request(tokens, tuple(whole[split:])))
-    return Question(tuple(requests), row.gold, cut > 0, row.place)
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two lists share at their starts."""
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
+def _opened(context: str, task: TaskConfig, before: str) -> str:
+    delimiter = task.example_delimiter if before else ""
+    return delimiter + task.question_prelimiter + context + task.continuation_delimiter

@@ -1,104 +1,408 @@
-"""Prompts, worked examples, and which tokens are scored."""
+"""Native prompts: worked examples, which tokens are scored, what gives way in a short window."""
 
 from __future__ import annotations
 
-import pytest
-from gauntlet_stand_ins import ByteTokenizer, MergingTokenizer
+import random
+from typing import Any
 
+import pytest
+from prompt_tokenizers import (
+    KINDS,
+    CountingTokenizer,
+    byte_tokenizer,
+    merging_tokenizer,
+    trained_tokenizer,
+)
+
+from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.prompts import prompt, questions
-from llmfoundry.gauntlet.rows import Row
+from llmfoundry.gauntlet.prompts import questions
+from llmfoundry.gauntlet.questions import Question, Request, Row
 from llmfoundry.gauntlet.tasks import TaskConfig
 
+BYTES = byte_tokenizer()
+EOS = BYTES.eos_id
+CHOICE, SCHEMA = "multiple_choice", "schema"
+GENERATION = "generation_task_with_answers"
 
-def task(**keys: object) -> TaskConfig:
-    return TaskConfig("sums", "sums.jsonl", "language_modeling", [0], **keys)
+
+def task(kind: str = "language_modeling", **keys: Any) -> TaskConfig:
+    return TaskConfig("sums", "sums.jsonl", kind, [0], **keys)
 
 
 def rows(n: int) -> list[Row]:
-    return [Row(f"q{i}", (f"a{i}",), 0, f"sums.jsonl:{i + 1}") for i in range(n)]
+    return [Row((f"q{i}",), (f"a{i}",), 0, f"sums.jsonl:{i + 1}") for i in range(n)]
 
 
-def test_prompt_without_examples_is_the_question_and_the_delimiter() -> None:
-    assert prompt(rows(1), 0, task(), 0) == "q0 "
+def ask(
+    rows: list[Row],
+    config: TaskConfig,
+    shots: int = 0,
+    tokenizer: Tokenizer = BYTES,
+    seq_len: int = 999,
+    **keys: Any,
+) -> list[Question]:
+    return questions(rows, config, shots, tokenizer, mode="native", seq_len=seq_len, **keys)
 
 
-def test_prompt_with_examples_is_llm_foundrys_form() -> None:
+def shown(request: Request) -> tuple[str, str]:
+    """A byte request as (what precedes the targets after <eos>, the targets)."""
+    assert request.tokens[0] == EOS
+    n = len(request.targets)
+    assert request.tokens[len(request.tokens) - n + 1 :] == request.targets[:-1]
+    return BYTES.decode(request.tokens[1 : len(request.tokens) - n + 1]), BYTES.decode(
+        request.targets
+    )
+
+
+def texts(asked: list[Question]) -> list[str]:
+    return ["|".join(shown(question.requests[0])) for question in asked]
+
+
+# --- worked examples ---------------------------------------------------------------------------
+
+
+def test_a_prompt_without_examples_is_the_question() -> None:
+    assert texts(ask(rows(1), task())) == ["q0| a0"]
+
+
+def test_a_prompt_with_examples_is_llm_foundrys_form() -> None:
     config = task(
         prompt_string="Answer these.",
         example_delimiter="\n\n",
         continuation_delimiter="\nA: ",
         question_prelimiter="Q: ",
     )
-    # Random(1234).sample(range(4), 3) is [3, 0, 2]: examples of row 1 are 3 and 0, in that order
-    assert prompt(rows(4), 1, config, 2) == (
-        "Answer these.\n\nQ: q3\nA: a3\n\nQ: q0\nA: a0\n\nQ: q1\nA: "
+    # Random(1234).sample(range(4), 3) is [3, 0, 2]: row 1 gets 3 and 0, in that order
+    assert texts(ask(rows(4), config, 2))[1] == (
+        "Answer these.\n\nQ: q3\nA: a3\n\nQ: q0\nA: a0\n\nQ: q1\nA:| a1"
     )
 
 
-def test_no_delimiter_goes_before_the_first_example_without_a_prompt_string() -> None:
-    assert prompt(rows(4), 1, task(), 2) == "q3 a3\nq0 a0\nq1 "
-
-
 def test_a_row_never_is_its_own_example_and_a_spare_takes_its_place() -> None:
-    assert prompt(rows(4), 3, task(), 2) == "q0 a0\nq2 a2\nq3 "
-    assert prompt(rows(4), 0, task(), 2) == "q3 a3\nq2 a2\nq0 "
-    for i in range(4):
-        assert prompt(rows(4), i, task(), 3).count(f"a{i}") == 0
+    asked = texts(ask(rows(4), task(), 2))
+    assert asked[1] == "q3 a3\nq0 a0\nq1| a1"
+    assert asked[3] == "q0 a0\nq2 a2\nq3| a3"
+    assert asked[0] == "q3 a3\nq2 a2\nq0| a0"
+    for i, text in enumerate(texts(ask(rows(4), task(), 3))):
+        assert text.count(f"a{i}") == 1
 
 
-def test_examples_do_not_depend_on_how_many_rows_are_asked() -> None:
-    everything = questions(rows(9), task(), 3, ByteTokenizer(), seq_len=99)
-    assert questions(rows(9), task(), 3, ByteTokenizer(), seq_len=99, max_rows=2) == everything[:2]
+def test_examples_of_a_task_with_categories_are_of_the_rows_own_and_fixed_in_each() -> None:
+    both = [Row((f"{c}{i}",), ("x",), 0, "f:1", category=c) for i in range(9) for c in "mn"]
+    asked = texts(ask(both, task(has_categories=True), 3))
+    prefixes: dict[str, list[str]] = {"m": [], "n": []}
+    for row, text in zip(both, asked, strict=True):
+        examples = text.rsplit("\n", 1)[0]
+        assert row.category is not None
+        assert [line[0] for line in text.split("\n")] == [row.category] * 4
+        prefixes[row.category].append(examples)
+    for used in prefixes.values():  # all but the three that are examples themselves
+        assert sum(prefix == max(used, key=used.count) for prefix in used) == 6
+
+
+def test_examples_do_not_depend_on_which_rows_are_asked() -> None:
+    everything = ask(rows(9), task(), 3)
+    assert ask(rows(9), task(), 3, keep=[7, 0, 4]) == [everything[i] for i in (7, 0, 4)]
+    assert ask(rows(9), task(), 3, keep=[]) == []
 
 
 def test_too_few_rows_for_the_examples_is_an_error_that_says_how_many_are_possible() -> None:
-    with pytest.raises(UserError, match=r"sums: num_fewshot: 4, but there are 4 rows.*write 3"):
-        questions(rows(4), task(), 4, ByteTokenizer(), seq_len=99)
+    with pytest.raises(UserError, match=r"sums: num_fewshot: 4, but there are 4 rows,.*write 3"):
+        ask(rows(4), task(), 4)
+    lonely = [Row(("q",), ("a",), 0, "f:1", category=c) for c in "mmn"]
+    with pytest.raises(UserError, match=r"there are 1 rows of category n,.*write 0"):
+        ask(lonely, task(has_categories=True), 1)
 
 
-def test_the_answer_is_tokenised_together_with_its_context() -> None:
-    tokenizer = MergingTokenizer(" 7", "=")
-    row = Row("3+4=", ("7",), 0, "f:1")
-    (question,) = questions([row], task(), 0, tokenizer, seq_len=99)
-    (request,) = question.requests
-    whole = tokenizer.encode("3+4= 7")
-    assert len(whole) == 5
-    assert request.tokens == (0, *whole[:4])
-    assert request.targets == (whole[4],)  # the delimiter's space belongs to the answer's token
+# --- which tokens are scored -------------------------------------------------------------------
 
 
-def test_all_choices_of_a_question_are_scored_after_the_same_tokens() -> None:
-    tokenizer = MergingTokenizer(" ab")
-    row = Row("q", ("ab", "cd"), 0, "f:1")
-    (question,) = questions([row], task(), 0, tokenizer, seq_len=99)
+def harness_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], ...]:
+    """lm-evaluation-harness 0.4.13, TemplateLM._encode_pair, for decoders."""
+    n_spaces = len(context) - len(context.rstrip())
+    if n_spaces > 0:
+        continuation = context[-n_spaces:] + continuation
+        context = context[:-n_spaces]
+    whole = tokenizer.encode(context + continuation)
+    border = len(tokenizer.encode(context))
+    return whole[:border], whole[border:]
+
+
+def random_rows(n: int, n_choices: int, seed: int = 0) -> list[Row]:
+    """Rows of words, numbers and punctuation; borders between question and answer are words'."""
+    draw = random.Random(seed)
+    words = ["the", "answer", "Is", "12", "4444", "+", "didn't", "(x)", "/", "water", "été", "7."]
+
+    def text(most: int) -> str:
+        return " ".join(draw.choices(words, k=draw.randint(1, most)))
+
+    return [
+        Row((f"Question: {text(9)}?",), tuple(text(4) for _ in range(n_choices)), 0, f"f:{i}")
+        for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("delimiter", [" ", "\nAnswer: ", "\nAnswer:\n"])
+def test_spans_are_the_harnesss_on_the_same_text(kind: str, delimiter: str) -> None:
+    tokenizer = trained_tokenizer(kind)
+    config = task(CHOICE, continuation_delimiter=delimiter)
+    some = random_rows(40, 3)
+    drawn = random.Random(1234).sample(range(40), 5)
+    for i, question in enumerate(ask(some, config, 4, tokenizer)):
+        examples = [some[j] for j in drawn if j != i][:4]
+        before = "".join(r.contexts[0] + delimiter + r.choices[0] + "\n" for r in examples)
+        for choice, request in zip(some[i].choices, question.requests, strict=True):
+            context, scored = harness_pair(
+                tokenizer, before + some[i].contexts[0] + delimiter, choice
+            )
+            assert request.tokens == (tokenizer.eos_id, *context, *scored[:-1])
+            assert request.targets == tuple(scored)
+            assert request.text == choice
+
+
+@pytest.mark.parametrize("kind", ["ours", "gpt2", "o200k"])
+@pytest.mark.parametrize("example_delimiter", ["\n", "\n\n", "\n/", " "])
+def test_sharing_the_examples_tokens_gives_those_of_the_whole_text(
+    kind: str, example_delimiter: str
+) -> None:
+    tokenizer = trained_tokenizer(kind)
+    config = task(CHOICE, example_delimiter=example_delimiter, prompt_string="Some (odd) sums.")
+    for seed in range(5):
+        for question in ask(random_rows(20, 2, seed), config, 3, tokenizer):
+            for request in question.requests:
+                whole = [*request.tokens[1:], request.targets[-1]]
+                assert tokenizer.encode(tokenizer.decode(whole)) == whole
+
+
+def test_sharing_the_examples_tokens_leaves_room_for_words_that_look_ahead() -> None:
+    # A word may be all up to the next "!", if that is near: the question changes words before it.
+    tokenizer = merging_tokenizer(" w", words=r"[^!]{1,20}!|\w+|\W")
+    some = [Row((f"! q{i} with a word",), ("some more words with w",), 0, "f:1") for i in range(5)]
+    for question in ask(some, task(), 3, tokenizer):
+        whole = [*question.requests[0].tokens[1:], question.requests[0].targets[-1]]
+        assert tokenizer.encode(tokenizer.decode(whole)) == whole
+
+
+def test_examples_are_tokenised_once_for_all_questions() -> None:
+    many = random_rows(200, 4)
+    tokenizer = CountingTokenizer(trained_tokenizer("ours"))
+    asked = ask(many, task(CHOICE), 10, tokenizer)
+    n_whole = sum(len(tokenizer.decode(r.tokens)) for q in asked for r in q.requests)
+    assert tokenizer.characters < n_whole / 3
+    # and it shows: questions that are no examples begin with the same tokens
+    drawn = random.Random(1234).sample(range(200), 11)
+    others = [q for i, q in enumerate(asked) if i not in drawn]
+    examples = "\n".join(f"{many[j].contexts[0]} {many[j].choices[0]}" for j in drawn[:10])
+    n = len(tokenizer.encode(examples))
+    assert len({r.tokens[:n] for q in others for r in q.requests}) == 1
+
+
+def test_a_token_over_the_border_is_scored_for_all_choices_of_the_question() -> None:
+    tokenizer = merging_tokenizer(":)", ": ")
+    config = task(CHOICE, continuation_delimiter="")
+    (question,) = ask([Row(("q:",), (")", "x"), 0, "f:1")], config, 0, tokenizer)
+    smile, colon = tokenizer.encode(":)")[0], tokenizer.encode(":")[0]
     merged, split = question.requests
-    assert merged.targets == (tokenizer.encode(" ab")[0],)
-    assert split.targets == tuple(tokenizer.encode(" cd"))  # with the space, as for " ab"
-    assert split.tokens[: -len(split.targets) + 1] == merged.tokens
+    assert merged.targets == (smile,)  # the harness would score nothing here
+    assert split.targets == (colon, *tokenizer.encode("x"))
+    assert merged.tokens == split.tokens[: len(merged.tokens)]
 
 
-def test_long_contexts_lose_their_start_by_as_much_for_every_choice() -> None:
-    row = Row("0123456789", ("x", "yyy"), 0, "f:1")
-    (question,) = questions([row], task(), 0, ByteTokenizer(), seq_len=8)
+def test_white_space_that_joins_the_question_in_a_token_stays_there() -> None:
+    tokenizer = merging_tokenizer(":\n")
+    config = task(GENERATION, continuation_delimiter=":\n")
+    (question,) = ask([Row(("q",), ("x",), 0, "f:1", aliases=("x",))], config, 0, tokenizer)
+    context, scored = harness_pair(tokenizer, "q:\n", "x")
+    assert question.requests[0].tokens == (tokenizer.eos_id, *context)
+    assert question.requests[0].targets == tuple(scored) == tuple(tokenizer.encode("x"))
+    assert question.prompt is not None
+    assert question.prompt.text == "q:\n"
+    assert question.prompt.tokens == (tokenizer.eos_id, *tokenizer.encode("q:\n"))
+
+
+def test_a_token_of_question_white_space_and_answer_is_the_answers() -> None:
+    tokenizer = merging_tokenizer(": x")
+    config = task(GENERATION, continuation_delimiter=": ")
+    (question,) = ask([Row(("q",), ("x",), 0, "f:1", aliases=("x",))], config, 0, tokenizer)
+    assert question.requests[0].targets == tuple(tokenizer.encode(": x"))
+    assert len(question.requests[0].targets) == 1
+    assert question.prompt is not None and question.prompt.text == "q:"
+
+
+def test_an_empty_question_leaves_the_answer_after_the_end_of_text() -> None:
+    assert texts(ask([Row(("",), ("abc",), 0, "f:1")], task())) == ["| abc"]
+
+
+def test_an_answer_without_a_token_is_an_error_that_names_the_row() -> None:
+    config = task(continuation_delimiter="")
+    with pytest.raises(UserError, match=r"f\.jsonl:2: an answer adds no token"):
+        ask([Row(("q",), ("",), 0, "f.jsonl:2")], config)
+
+
+def test_a_tokenizers_own_start_replaces_the_end_of_text() -> None:
+    (question,) = ask(rows(1), task(), bos_ids=[300, 301])
+    assert question.requests[0].tokens == (300, 301, *BYTES.encode("q0 a"))
+
+
+# --- schema ------------------------------------------------------------------------------------
+
+
+def test_schema_scores_the_continuation_after_each_context() -> None:
+    pairs = [
+        Row((f"A{i} fed B{i} as A{i}", f"A{i} fed B{i} as B{i}"), ("ate.",), i % 2, "f:1")
+        for i in range(3)
+    ]
+    # Random(1234).sample(range(3), 2) is [1, 0]; the right context of row 1 is its second
+    question = ask(pairs, task(SCHEMA), 1)[2]
+    assert [shown(request) for request in question.requests] == [
+        ("A1 fed B1 as B1 ate.\nA2 fed B2 as A2", " ate."),
+        ("A1 fed B1 as B1 ate.\nA2 fed B2 as B2", " ate."),
+    ]
+    assert [request.text for request in question.requests] == ["ate.", "ate."]
+
+
+def test_contexts_of_a_schema_are_cut_each_to_what_fits() -> None:
+    row = Row(("0123456789", "ab"), ("xy",), 0, "f:1")
+    (question,) = ask([row], task(SCHEMA), seq_len=7)
     assert question.truncated
-    encode = ByteTokenizer().encode
-    assert question.requests[0].tokens == (0, *encode("6789 "))
-    assert question.requests[1].tokens == (0, *encode("6789 yy"))
+    assert [shown(r) for r in question.requests] == [("6789", " xy"), ("ab", " xy")]
+
+
+# --- windows -----------------------------------------------------------------------------------
+
+
+def test_whole_examples_are_dropped_from_the_first_and_no_more_than_needed() -> None:
+    config = task()
+    long = [Row((f"q{i}" + "x" * i,), (f"a{i}",), 0, f"f:{i}") for i in range(9)]
+    full = ask(long, config, 4)
+    for seq_len in range(12, 70, 3):
+        for whole, question in zip(full, ask(long, config, 4, seq_len=seq_len), strict=True):
+            kept = "|".join(shown(question.requests[0]))
+            parts = "|".join(shown(whole.requests[0])).split("\n")
+            expected = next(
+                d for d in range(5) if len("\n".join(parts[d:])) - 1 <= seq_len or d == 4
+            )
+            assert question.dropped == expected
+            if not question.truncated:
+                assert kept == "\n".join(parts[expected:])
+            assert len(question.requests[0].tokens) <= seq_len
+
+
+def test_a_prompt_string_stays_when_examples_are_dropped() -> None:
+    config = task(prompt_string="Sums.")
+    (question,) = ask(rows(3), config, 2, keep=[1], seq_len=20)
+    assert (question.dropped, question.truncated) == (1, False)
+    assert texts([question]) == ["Sums.\nq2 a2\nq1| a1"]
+
+
+def test_the_longest_choice_decides_how_many_examples_stay() -> None:
+    pairs = [Row((f"q{i}",), ("x", "y" * 9), 0, "f:1") for i in range(3)]
+    (question,) = ask(pairs, task(CHOICE), 1, keep=[1], seq_len=14)
+    assert question.dropped == 1
+    assert [shown(r)[0] for r in question.requests] == ["q1", "q1"]
+
+
+def test_what_is_too_long_without_examples_loses_its_start_equally_for_every_choice() -> None:
+    row = Row(("0123456789",), ("x", "yyy"), 0, "f:1")
+    (question,) = ask([row], task(CHOICE), seq_len=8)
+    assert question.truncated
+    assert [shown(r) for r in question.requests] == [("6789", " x"), ("6789", " yyy")]
     assert len(question.requests[1].tokens) == 8
 
 
-def test_a_context_that_just_fits_is_not_cut() -> None:
-    row = Row("0123", ("xy",), 0, "f:1")
-    (question,) = questions([row], task(), 0, ByteTokenizer(), seq_len=7)
-    assert not question.truncated
-    (question,) = questions([row], task(), 0, ByteTokenizer(), seq_len=6)
-    assert question.truncated
+def test_a_question_that_just_fits_is_not_cut() -> None:
+    row = Row(("0123",), ("xy",), 0, "f:1")
+    assert not ask([row], task(), seq_len=7)[0].truncated
+    assert ask([row], task(), seq_len=6)[0].truncated
 
 
 def test_an_answer_longer_than_the_window_is_an_error_that_names_the_row() -> None:
-    row = Row("q", ("12345678",), 0, "f.jsonl:3")
+    row = Row(("q",), ("1234567",), 0, "f.jsonl:3")
+    assert ask([row], task(), seq_len=8)[0].truncated
     with pytest.raises(
-        UserError, match=r"f\.jsonl:3: an answer has 8 tokens, but max_seq_len is 7"
+        UserError, match=r"f\.jsonl:3: an answer has 8 tokens, but max_seq_len leaves 7"
     ):
-        questions([row], task(), 0, ByteTokenizer(), seq_len=7)
+        ask([row], task(), seq_len=7)
+
+
+# --- generation --------------------------------------------------------------------------------
+
+
+def word_problems() -> list[Row]:
+    return [
+        Row(
+            (f"q{i}",),
+            (str(i),),
+            0,
+            f"f:{i}",
+            aliases=(str(i), f"+{i}"),
+            chain_of_thought=f"{i} is {i}.",
+        )
+        for i in range(4)
+    ]
+
+
+SVAMP = {
+    "continuation_delimiter": "\n\nA:",
+    "question_prelimiter": "Question: ",
+    "cot_delimiter": "The answer is ",
+    "early_stopping_criteria": ["\n\n", "Question:"],
+}
+
+
+def test_generation_shows_reasoning_in_examples_and_stops_before_it_in_the_question() -> None:
+    question = ask(word_problems(), task(GENERATION, **SVAMP), 1)[1]
+    expected = "Question: q3\n\nA:3 is 3.The answer is 3\nQuestion: q1\n\nA:"
+    assert question.prompt is not None
+    assert question.prompt.text == expected
+    assert question.prompt.tokens == (EOS, *BYTES.encode(expected))
+    assert question.prompt.stops == ("\n\n", "Question:")
+    (gold,) = question.requests
+    assert shown(gold) == (expected, "1 is 1.The answer is 1")
+    assert gold.text == "1 is 1.The answer is 1"
+
+
+def test_an_answer_may_be_as_long_as_the_longest_of_all_rows_and_ten_more_after_reasoning() -> None:
+    longest = len("3 is 3.The answer is +3") + 10
+    some = ask(word_problems(), task(GENERATION, **SVAMP), 1, keep=[0])
+    assert some[0].prompt is not None and some[0].prompt.max_new_tokens == longest
+    plain = [Row(("q",), (t,), 0, "f:1", aliases=(t, t + "!")) for t in ("a", "bcd", "ef")]
+    (question, *_) = ask(plain, task(GENERATION))
+    assert question.prompt is not None
+    # the space of the delimiter is left to be written
+    assert (question.prompt.text, question.prompt.max_new_tokens) == ("q", len(" bcd!"))
+    (question, *_) = ask(plain, task(GENERATION, max_new_tokens=2))
+    assert question.prompt is not None and question.prompt.max_new_tokens == 2
+
+
+def test_a_prompt_leaves_room_for_the_answer() -> None:
+    config = task(GENERATION, max_new_tokens=10)
+    for seq_len in range(12, 50):
+        (question,) = ask(word_problems(), config, 2, keep=[1], seq_len=seq_len)
+        assert question.prompt is not None
+        assert len(question.prompt.tokens) + 10 <= seq_len
+        (gold,) = question.requests
+        assert len(gold.tokens) <= seq_len
+        n = len(question.prompt.tokens)  # the same question stands before the gold answer
+        assert gold.tokens[:n] == question.prompt.tokens
+        # as LLM Foundry, whose file has a chain_of_thought: written whatever the delimiter
+        full = ["q3 3 is 3.3", "q0 0 is 0.0", "q1"]
+        assert question.prompt.text == "\n".join(full[question.dropped :])[-(seq_len - 11) :]
+        assert question.truncated == (question.dropped == 2 and seq_len < 1 + 2 + 10)
+
+
+def test_generation_without_room_for_a_question_is_an_error_that_names_the_task() -> None:
+    with pytest.raises(
+        UserError, match=r"sums: max_new_tokens: 34, but max_seq_len leaves 34.*lower"
+    ):
+        ask(word_problems(), task(GENERATION, **(SVAMP | {"max_new_tokens": 34})), seq_len=35)
+
+
+def test_a_shortened_prompts_text_is_what_its_tokens_spell() -> None:
+    row = Row(("0123456789",), ("x",), 0, "f:1")
+    (question,) = ask([row], task(GENERATION, max_new_tokens=3), seq_len=8)
+    assert question.prompt is not None and question.truncated
+    assert question.prompt.text == "6789"
+    assert question.prompt.tokens == (EOS, *BYTES.encode("6789"))
