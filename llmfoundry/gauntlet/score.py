@@ -1,13 +1,13 @@
-"""Log-probabilities of requests under a model, packed so that little padding is computed.
+"""Log-probabilities of requests under a model, each shared beginning computed once.
 
-`Gauntlet.run` calls `score_requests`. Requests become documents (equal inputs only once), documents
-fill rows of max_seq_len, rows are dealt over ranks, and every rank makes the same calls of the same
-shape. Which requests share a row depends neither on the batch size nor on the number of ranks.
+`Gauntlet.run` calls `score_requests`. Requests become a forest (`tree`), its rows are dealt over
+ranks, and every rank makes the same calls of the same shapes, as FSDP needs. What is in a row
+depends neither on the batch size nor on the number of ranks.
 """
 
 from __future__ import annotations
 
-import bisect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,34 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet.prompts import Request
+from llmfoundry.gauntlet.questions import Request, Score
+from llmfoundry.gauntlet.tree import Forest, TreeRow, grow, write_row
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.layout import Layout
 
-HEAD_CHUNK = 1024  # scored places per head call; fp32 logits of a 100k vocabulary: 400 MB
+HEAD_CHUNK = 512
+"""Scored places in a head call: fp32 logits of a vocabulary of 100k take 200 MB."""
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a model says about one request.
-
-    Attributes:
-        logprob: natural log of the probability of all targets, in order.
-        greedy: every target is strictly likelier than all other tokens.
-        tied: every target is among the likeliest tokens, but for at least one it is not alone.
-    """
-
-    logprob: float
-    greedy: bool
-    tied: bool
-
-
-@dataclass(frozen=True)
-class _Document:
-    tokens: tuple[int, ...]
-    requests: list[int]
 
 
 @dataclass(frozen=True)
@@ -53,10 +34,11 @@ class _Call:
 
     Attributes:
         tokens: (B, T).
-        layout: its documents.
-        places: (S,) flat positions b * T + t whose next token is scored, request by request.
-        targets: (S,) those next tokens.
-        requests: (request, number of its places), in the order of `places`.
+        layout: its trees.
+        places: (P,) flat places b * T + t whose next token is scored, each once.
+        targets: (S,) tokens that are scored, in the order of their places.
+        indices: (S,) which of `places` predicts a target.
+        requests: (S,) whose target it is.
         chunks: head calls, the same number on every rank.
     """
 
@@ -64,7 +46,8 @@ class _Call:
     layout: Layout
     places: Tensor
     targets: Tensor
-    requests: list[tuple[int, int]]
+    indices: Tensor
+    requests: Tensor
     chunks: int
 
 
@@ -75,170 +58,185 @@ def score_requests(
     seq_len: int,
     eos_id: int,
     device: torch.device,
-    batch_rows: int,
+    batch_tokens: int,
     autocast: Autocast,
     rank: int = 0,
     world_size: int = 1,
+    forest: Forest | None = None,
 ) -> list[Score]:
     """A score for each request, the same list on every rank.
 
     Args:
         root: `Root`, as it is or wrapped by DDP or FSDP.
         requests: inputs of at most seq_len tokens.
-        seq_len: tokens in a packed row, T.
-        eos_id: fills the rest of a row, as a document of its own.
+        seq_len: longest input, in tokens.
+        eos_id: fills the rest of a row.
         device: where the model is.
-        batch_rows: rows in a forward pass at most.
+        batch_tokens: tokens in a forward pass at most, but one row always.
         autocast: makes the context of the forward pass.
         rank: this process; must take part together with all others.
         world_size: number of processes.
+        forest: of these requests, where it was grown before; its counts say what was computed.
     """
-    rows = pack(_documents(requests), seq_len)
-    found: list[tuple[int, Score]] = []
-    pending = []
+    forest = forest or grow(requests, seq_len=seq_len)
+    assert forest.n_requests == len(requests), "a forest of other requests"
+    pending: list[tuple[_Call, Tensor]] = []
     was_training = root.training
     root.eval()
     with torch.no_grad():
-        for call in _calls(rows, requests, seq_len, eos_id, batch_rows, rank, world_size):
+        for share in deal(forest.rows, batch_tokens, rank, world_size):
+            call = _call(forest, requests, share, eos_id)
             with autocast():
                 layout = call.layout.to(device)
                 pending.append((call, root(call.tokens.to(device), layout, _finish(call, device))))
     root.train(was_training)
-    for call, (logprobs, above, equal) in pending:  # only now, so that no call waits for the last
-        found.extend(_read(call, logprobs.cpu().double(), above.cpu(), equal.cpu()))
+    numbers = _by_request(pending, len(requests))  # only now, so that no call waits for the last
     if dist.is_initialized() and world_size > 1:
-        parts: list[Any] = [None] * world_size
-        dist.all_gather_object(parts, found)
-        found = [entry for part in parts for entry in part]
-    assert len(found) == len(requests), "every request is scored once"
-    return [score for _, score in sorted(found, key=lambda entry: entry[0])]
+        numbers = numbers.to(device)
+        dist.all_reduce(numbers)
+    return _read(numbers.cpu(), requests)
 
 
-def pack(documents: list[_Document], seq_len: int) -> list[list[_Document]]:
-    """Rows of at most seq_len tokens: longest document first, each into the fullest row it fits."""
-    rows: list[list[_Document]] = []
-    spaces: list[tuple[int, int]] = []  # (free tokens, row), ascending
-    for document in sorted(documents, key=lambda d: -len(d.tokens)):
-        length = len(document.tokens)
-        assert length <= seq_len, "requests are cut to seq_len before"
-        at = bisect.bisect_left(spaces, (length, 0))
-        if at < len(spaces):
-            space, row = spaces.pop(at)
-            rows[row].append(document)
-        else:
-            space, row = seq_len, len(rows)
-            rows.append([document])
-        bisect.insort(spaces, (space - length, row))
-    return rows
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of a call.
+
+    Attributes:
+        rows: its rows; what is missing to `height` is empty.
+        height: rows of the call, on every rank.
+        width: tokens of each.
+        chunks: head calls, on every rank.
+    """
+
+    rows: list[TreeRow]
+    height: int
+    width: int
+    chunks: int
 
 
-def _documents(requests: Sequence[Request]) -> list[_Document]:
-    """Distinct inputs: choices of one token, for instance, all follow the same one."""
-    documents: dict[tuple[int, ...], _Document] = {}
-    for i, request in enumerate(requests):
-        documents.setdefault(request.tokens, _Document(request.tokens, [])).requests.append(i)
-    return list(documents.values())
+def deal(rows: list[TreeRow], batch_tokens: int, rank: int, world_size: int) -> Iterator[Share]:
+    """This rank's share of each call; heights and widths agree over ranks.
+
+    Widest rows first, those with most attention first among equals, dealt to and fro, so that ranks
+    have about equal work. Where the rows of one width do not come out even, narrower ones are
+    widened; only the last call may have empty rows.
+    """
+    order = sorted(rows, key=lambda row: (-row.width, -row.work, row.start))
+    at = 0
+    while at < len(order):
+        width = order[at].width
+        same = sum(row.width == width for row in order[at:])
+        per_rank = -(-same // world_size)
+        calls = -(-per_rank // max(1, batch_tokens // width))
+        for n in range(calls):
+            height = (per_rank * (n + 1)) // calls - (per_rank * n) // calls
+            group = order[at : at + height * world_size]
+            at += len(group)
+            shares: list[list[TreeRow]] = [[] for _ in range(world_size)]
+            for i, row in enumerate(group):
+                shares[_owner(i, world_size)].append(row)
+            most = max(sum(row.targets for row in share) for share in shares)
+            yield Share(shares[rank], height, width, max(1, -(-most // HEAD_CHUNK)))
 
 
-def _calls(
-    rows: list[list[_Document]],
-    requests: Sequence[Request],
-    seq_len: int,
-    eos_id: int,
-    batch_rows: int,
-    rank: int,
-    world_size: int,
-) -> Iterator[_Call]:
-    """This rank's calls: their number, their shape and their head calls agree over ranks."""
-    most = -(-len(rows) // world_size)
-    n_calls = -(-most // batch_rows)
-    per_call = -(-most // n_calls)  # evened out, so that few empty rows are computed
-    for start in range(0, n_calls * per_call * world_size, per_call * world_size):
-        group = rows[start : start + per_call * world_size]
-        scored = max(_n_places(group[r::world_size], requests) for r in range(world_size))
-        mine = group[rank::world_size]
-        mine += [[]] * (per_call - len(mine))
-        yield _call(mine, requests, seq_len, eos_id, chunks=max(1, -(-scored // HEAD_CHUNK)))
+def _owner(index: int, world_size: int) -> int:
+    """The rank that is dealt a row: 0, 1, 2, 2, 1, 0, 0, … of three."""
+    turn, place = divmod(index, world_size)
+    return place if turn % 2 == 0 else world_size - 1 - place
 
 
-def _n_places(rows: list[list[_Document]], requests: Sequence[Request]) -> int:
-    return sum(len(requests[i].targets) for row in rows for d in row for i in d.requests)
+def _call(forest: Forest, requests: Sequence[Request], share: Share, eos_id: int) -> _Call:
+    """Write out a share: rows, then the places that are scored, those of several requests once."""
+    height, width = share.height, share.width
+    tokens = torch.full((height, width), eos_id)
+    ends = torch.arange(1, width + 1).repeat(height, 1)  # padding: each token alone
+    padding = [width] * height
+    scored: list[tuple[int, int, int]] = []  # flat place, target, request
+    for n, row in enumerate(share.rows):
+        written = write_row(forest, row, requests)
+        tokens[n, : row.used] = torch.tensor(written.tokens)
+        ends[n, : row.used] = torch.tensor(written.ends)
+        padding[n] = width - row.used
+        for request, places in zip(written.requests, written.places, strict=True):
+            targets = requests[request].targets
+            scored += [
+                (n * width + place, target, request)
+                for place, target in zip(places, targets, strict=True)
+            ]
+    table = torch.tensor(sorted(scored), dtype=torch.int64).view(-1, 3)
+    places, indices = torch.unique_consecutive(table[:, 0], return_inverse=True)
+    layout = Layout.from_ends(ends, tuple(padding))
+    return _Call(tokens, layout, places, table[:, 1], indices, table[:, 2], share.chunks)
 
 
-def _call(
-    rows: list[list[_Document]],
-    requests: Sequence[Request],
-    seq_len: int,
-    eos_id: int,
-    *,
-    chunks: int,
-) -> _Call:
-    tokens: list[int] = []
-    places: list[int] = []
-    targets: list[int] = []
-    lengths: list[list[int]] = []
-    padding: list[int] = []
-    members: list[tuple[int, int]] = []
-    for row in rows:
-        row_lengths = [len(document.tokens) for document in row]
-        for document in row:
-            tokens.extend(document.tokens)
-            for i in document.requests:
-                n = len(requests[i].targets)
-                places.extend(range(len(tokens) - n, len(tokens)))
-                targets.extend(requests[i].targets)
-                members.append((i, n))
-        padding.append(seq_len - sum(row_lengths))
-        if rest := padding[-1]:
-            tokens.extend([eos_id] * rest)
-            row_lengths.append(rest)
-        lengths.append(row_lengths)
-    return _Call(
-        torch.tensor(tokens).view(len(rows), seq_len),
-        Layout.from_lengths(lengths, tuple(padding)),
-        torch.tensor(places, dtype=torch.int64),
-        torch.tensor(targets, dtype=torch.int64),
-        members,
-        chunks,
-    )
-
-
-def _finish(
-    call: _Call, device: torch.device
-) -> Callable[[Decoder, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _finish(call: _Call, device: torch.device) -> Callable[[Decoder, Tensor], Tensor]:
     """What happens inside the model's forward pass: the head, at scored places only.
 
-    It gives for each place the target's log-probability and how many tokens have a higher, and an
-    equal, logit. Logits are computed in fp32 whatever the model's precision: those of bf16 are so
-    coarse that the first two tokens often tie.
+    It gives for each target (S, 4): its log-probability, that of the likeliest token, whether
+    another is likelier, and whether the likeliest is not alone. Logits are computed in fp32
+    whatever the model's precision: those of bf16 are so coarse that the first two tokens often tie.
     """
-    places, targets = call.places.to(device), call.targets.to(device)
+    parts = call.places.tensor_split(call.chunks)
+    first = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)  # place of each part
+    counts = torch.diff(torch.searchsorted(call.indices, first)).tolist()
+    targets = call.targets.to(device).split(counts)
+    indices = (call.indices - first[:-1].repeat_interleave(torch.tensor(counts))).to(device)
+    places = call.places.to(device).tensor_split(call.chunks)
 
-    def finish(model: Decoder, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scored = hidden.flatten(0, 1)[places]
-        logprobs, above, equal = [], [], []
+    def finish(model: Decoder, hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(0, 1)
         with torch.autocast(device.type, enabled=False):
-            for x, target in zip(
-                scored.tensor_split(call.chunks), targets.tensor_split(call.chunks), strict=True
-            ):
-                logits = model.head(x.float())
-                chosen = logits.gather(1, target[:, None])
-                logprobs.append((chosen - logits.logsumexp(1, keepdim=True)).squeeze(1))
-                above.append((logits > chosen).sum(1))
-                equal.append((logits == chosen).sum(1))
-        return torch.cat(logprobs), torch.cat(above), torch.cat(equal)
+            found = [
+                _judge(model.head(flat[place].float()), target, index)
+                for place, target, index in zip(places, targets, indices.split(counts), strict=True)
+            ]
+        return torch.cat(found)
 
     return finish
 
 
-def _read(
-    call: _Call, logprobs: Tensor, above: Tensor, equal: Tensor
-) -> Iterator[tuple[int, Score]]:
-    """Scores of a call's requests from the numbers of its places, all on the host."""
-    at = 0
-    for i, n in call.requests:
-        part = slice(at, at + n)
-        at += n
-        first = bool((above[part] == 0).all())
-        alone = bool((equal[part] == 1).all())
-        yield i, Score(float(logprobs[part].sum()), first and alone, first and not alone)
+def _judge(logits: Tensor, targets: Tensor, indices: Tensor) -> Tensor:
+    """As `_finish` says, (S, 4), of logits (P, V), which are overwritten."""
+    logits -= logits.amax(1, keepdim=True)
+    chosen = logits[indices, targets]
+    crowded = (logits == 0).sum(1) > 1
+    best = -logits.exp_().sum(1).log()
+    columns = [chosen + best[indices], best[indices], chosen != 0, crowded[indices]]
+    return torch.stack([column.float() for column in columns], dim=1)
+
+
+def _by_request(pending: list[tuple[_Call, Tensor]], n: int) -> Tensor:
+    """What this rank found, (n, 7) in float64 on the host; 0 for requests of other ranks.
+
+    Sums over a request's targets of what `_finish` gives, of their probabilities, and of 1; then
+    the least log-probability of the likeliest token. All targets of a request are on one rank.
+    """
+    sums = torch.zeros(n, 6, dtype=torch.float64)
+    least = torch.full((n,), torch.inf, dtype=torch.float64)
+    for call, on_device in pending:
+        found = on_device.cpu().double()
+        more = [found[:, :1].exp(), torch.ones(len(found), 1)]
+        sums.index_add_(0, call.requests, torch.cat([found, *more], dim=1))
+        least.scatter_reduce_(0, call.requests, found[:, 1], "amin")
+    least.masked_fill_(sums[:, 5] == 0, 0)
+    return torch.cat([sums, least[:, None]], dim=1)
+
+
+def _read(numbers: Tensor, requests: Sequence[Request]) -> list[Score]:
+    """Scores from what `_by_request` gives, all ranks together."""
+    scores = []
+    for request, row in zip(requests, numbers.tolist(), strict=True):
+        logprob, best, beaten, crowded, probability, scored, least = row
+        assert scored == len(request.targets), "every target is scored once"
+        first, alone = beaten == 0, crowded == 0
+        scores.append(
+            Score(
+                logprob,
+                greedy=first and alone,
+                tied=first and not alone,
+                best_logprob=best,
+                mean_probability=probability / scored,
+                least_best=math.exp(least),
+            )
+        )
+    return scores
