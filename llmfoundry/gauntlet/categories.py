@@ -1,24 +1,36 @@
-"""From scores to accuracies, categories and one average, and how they are shown.
+"""From graded tasks to categories and averages, with their standard errors.
 
 `Gauntlet.run` calls `grade` for each task and `combine` once. The idea: a number that is missing
-stays missing. A task that failed makes its categories and the average n/a, with the reason beside
-them; a mean over what happens to be left would not be comparable with any other run's.
+stays missing. A task that failed makes its categories, and the averages over them, n/a, with the
+reason beside them; a mean over what happens to be left would not be comparable with any other
+run's. Categories and averages are linear in the accuracies, so their standard errors are exact.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from llmfoundry.gauntlet.prompts import Question
-from llmfoundry.gauntlet.score import Score
-from llmfoundry.gauntlet.tasks import BenchmarkConfig, CategoryConfig, EvalGauntlet
+from llmfoundry.gauntlet.metrics import NOT_GENERATED, Estimate, answers_of, measure
+from llmfoundry.gauntlet.questions import Question, Score
+from llmfoundry.gauntlet.results import CategoryOfTask, Cost, GauntletResult, TaskResult
+from llmfoundry.gauntlet.tasks import BenchmarkConfig, CategoryConfig, EvalGauntlet, TaskConfig
 from llmfoundry.recipe.checks import nearest
 
-TIE = 1e-6  # nats per token; closer means are the same number up to rounding
+__all__ = [
+    "Cost",
+    "GauntletResult",
+    "TaskResult",
+    "combine",
+    "grade",
+    "missing_benchmarks",
+    "wrong_baselines",
+]
+
+CONTRADICTED = 0.005  # baselines are given with two or three decimals
+DEFAULT_AVERAGE = "default_average"  # LLM Foundry's name of the mean of all categories
 
 WEIGHTS: dict[str, Callable[[int], float]] = {
     "EQUAL": lambda n: 1.0,
@@ -27,135 +39,115 @@ WEIGHTS: dict[str, Callable[[int], float]] = {
 }
 
 
-@dataclass(frozen=True)
-class TaskResult:
-    """One task with one number of worked examples.
+def _given(benchmark: BenchmarkConfig, task: TaskResult) -> float:
+    given = benchmark.random_baseline
+    return task.chance if given is None else given
 
-    Attributes:
-        label: the task's name.
-        num_fewshot: number of worked examples.
-        metric: Composer's name of the accuracy.
-        n: questions asked.
-        accuracy: share answered rightly; None where the task failed.
-        stderr: binomial standard error of the accuracy.
-        chance: accuracy of guessing, from the rows.
-        majority: accuracy of the best constant answer, from the rows.
-        ties: questions where the best answer was not alone; each counts as wrong.
-        truncated: questions whose context lost its start to fit into the model's window.
-        failure: why there is no accuracy.
-        category: the categories that it counts in, joined by commas; None: in none.
-    """
 
-    label: str
-    num_fewshot: int
-    metric: str
-    n: int
-    accuracy: float | None
-    stderr: float | None
-    chance: float
-    majority: float
-    ties: int = 0
-    truncated: int = 0
-    failure: str | None = None
-    category: str | None = None
-
-    @property
-    def name(self) -> str:
-        """As in metric names: label/2-shot."""
-        return f"{self.label}/{self.num_fewshot}-shot"
+BASELINES: dict[str, Callable[[BenchmarkConfig, TaskResult], float]] = {
+    "file": _given,
+    "chance": lambda benchmark, task: task.chance,
+    "majority": lambda benchmark, task: task.majority,
+}
 
 
 @dataclass(frozen=True)
-class GauntletResult:
-    """All of one evaluation.
+class _Score:
+    """A sum of accuracies with weights, and a constant.
 
     Attributes:
-        tasks: in the file's order.
-        categories: score of each; None where a benchmark is missing or failed.
-        average: mean of the categories; None where one is, or where there are none.
-        problems: what a reader must know: missing and failed benchmarks, wrong baselines.
+        value: the score.
+        slopes: for each task by name how much the score changes with its accuracy.
     """
 
-    tasks: list[TaskResult]
-    categories: dict[str, float | None]
-    average: float | None
-    problems: list[str] = field(default_factory=list)
+    value: float
+    slopes: dict[str, float]
 
-    def metrics(self) -> dict[str, float]:
-        """Every number that exists, under Composer's names."""
-        tasks = {f"metrics/{t.name}/{t.metric}": t.accuracy for t in self.tasks}
-        scores = {**self.categories, "average": self.average} if self.categories else {}
-        gauntlet = {f"icl/metrics/eval_gauntlet/{name}": score for name, score in scores.items()}
-        return {name: v for name, v in {**tasks, **gauntlet}.items() if v is not None}
-
-    def to_json(self) -> dict[str, Any]:
-        """The same as plain values, for json.dumps; what does not exist is null."""
-        return dataclasses.asdict(self)
-
-    def table(self) -> str:
-        """Tasks, then categories and average, then problems, for a terminal."""
-        head = ("task", "shots", "n", "accuracy %", "chance %", "majority %", "notes")
-        rows = [head, *(_task_cells(task) for task in self.tasks)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [_align(row, widths) for row in rows]
-        if self.categories:
-            scores = {**self.categories, "average": self.average}
-            width = max(len(name) for name in scores)
-            lines.append("")
-            lines += [f"{name:<{width}}  {_number(score):>7}" for name, score in scores.items()]
-        return "\n".join([*lines, *(f"! {problem}" for problem in self.problems)])
+    def stderr(self, tasks: Mapping[str, TaskResult]) -> float | None:
+        """Of independent tasks; None where the error of one is not known."""
+        total = 0.0
+        for name, slope in self.slopes.items():
+            error = tasks[name].stderr
+            if error is None:
+                return None
+            total += (slope * error) ** 2
+        return math.sqrt(total)
 
 
 def grade(
-    result: TaskResult, questions: Sequence[Question], scores: Sequence[Sequence[Score]]
+    blank: TaskResult,
+    task: TaskConfig,
+    questions: Sequence[Question],
+    scores: Sequence[Sequence[Score]],
+    texts: Sequence[str] | None = None,
 ) -> TaskResult:
-    """`result` with accuracy, standard error, ties and failure filled in.
+    """`blank` with accuracy, every other metric, standard errors, ties and failure filled in.
 
     Args:
-        result: what is known without a model.
-        questions: the task's questions.
-        scores: for each question the scores of its requests.
+        blank: what is known without a model.
+        task: what the questions are of.
+        questions: those asked, at least one.
+        scores: for each question the scores of its requests; may be empty where there are texts.
+        texts: what was generated for each question; None: nothing was.
     """
-    for question, answer in zip(questions, scores, strict=True):
-        if not all(math.isfinite(score.logprob) for score in answer):
-            reason = f"a log-probability at {question.place} is not a finite number"
-            return dataclasses.replace(result, failure=reason)
-    judge = _judge_greedy if result.metric == "InContextLearningLMAccuracy" else _judge_choice
-    verdicts = [judge(q, s) for q, s in zip(questions, scores, strict=True)]
-    accuracy = sum(right for right, _ in verdicts) / result.n
+    assert blank.n == len(questions) > 0
+    answers = answers_of(questions, scores, texts)
+    for answer in answers:
+        if not answer.is_finite:
+            reason = f"a log-probability at {answer.question.row.place} is not a finite number"
+            return dataclasses.replace(blank, failure=reason)
+    measured = measure(task, answers)
+    accuracy = measured.estimates[measured.metric]
     return dataclasses.replace(
-        result,
-        accuracy=accuracy,
-        stderr=math.sqrt(accuracy * (1 - accuracy) / result.n),
-        ties=sum(tied for _, tied in verdicts),
+        blank,
+        metric=measured.metric,
+        accuracy=accuracy.value,
+        stderr=accuracy.stderr,
+        ties=measured.ties,
+        metrics=_values(measured.estimates),
+        stderrs=_errors(measured.estimates),
+        by_category={
+            name: CategoryOfTask(n, _values(estimates), _errors(estimates))
+            for name, (n, estimates) in measured.by_category.items()
+        },
     )
 
 
-def combine(tasks: list[TaskResult], gauntlet: EvalGauntlet, notes: list[str]) -> GauntletResult:
-    """Categories and average of graded tasks; `notes` are problems known before.
+def combine(
+    tasks: list[TaskResult], gauntlet: EvalGauntlet, notes: list[str], *, cost: Cost | None = None
+) -> GauntletResult:
+    """Categories and averages of graded tasks; `notes` are problems known before.
 
-    A benchmark's score is its accuracy, less chance, over 1 - chance, where the file asks for it.
+    A benchmark's score is its accuracy, less the baseline, over 1 - baseline, where the file asks
+    for it; a category is the weighted mean of its benchmarks, an average the mean of categories.
     """
     problems = list(notes)
-    by_name = {(t.label, t.num_fewshot): t for t in tasks}
     problems.extend(f"{t.name}: failed: {t.failure}" for t in tasks if t.failure is not None)
-    categories: dict[str, float | None] = {}
+    problems.extend(_not_generated(tasks))
+    by_name = {task.name: task for task in tasks}
+    averages = _averages(gauntlet)
+    categories: dict[str, _Score | None] = {}
     for category in gauntlet.categories:
-        members = [by_name.get((b.name, b.num_fewshot)) for b in category.benchmarks]
-        present = [t for t in members if t is not None and t.accuracy is not None]
-        if len(present) < len(members):
-            lost = [
-                f"{b.name}/{b.num_fewshot}-shot"
-                for b, t in zip(category.benchmarks, members, strict=True)
-                if t not in present
-            ]
-            problems.append(f"{category.name}: n/a, and so is the average: no {', '.join(lost)}")
-        categories[category.name] = (
-            _mean(present, gauntlet) if len(present) == len(members) else None
-        )
-    scores = [score for score in categories.values() if score is not None]
-    whole = bool(scores) and len(scores) == len(categories)
-    return GauntletResult(tasks, categories, sum(scores) / len(scores) if whole else None, problems)
+        lost = list(_lost(category, gauntlet, by_name))
+        categories[category.name] = None if lost else _category(category, gauntlet, by_name)
+        if lost:
+            needing = [name for name, names in averages.items() if category.name in names]
+            so = f", and so is {', '.join(needing)}" if needing else ""
+            problems.append(f"{category.name}: n/a{so}: {'; '.join(lost)}")
+    means: dict[str, _Score | None] = {}
+    for name, members in averages.items():
+        means[name] = _average([categories.get(member) for member in members])
+        unknown = [member for member in members if member not in categories]
+        if unknown or not members:
+            problems.append(f"{name}: n/a: no category {', '.join(unknown) or 'is listed'}")
+    return GauntletResult(
+        tasks,
+        {name: score.value if score else None for name, score in categories.items()},
+        {name: score.value if score else None for name, score in means.items()},
+        {n: s.stderr(by_name) if s else None for n, s in {**categories, **means}.items()},
+        problems,
+        cost,
+    )
 
 
 def missing_benchmarks(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Iterator[str]:
@@ -168,21 +160,24 @@ def missing_benchmarks(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Itera
         if shots:
             hint = f"; its num_fewshot is {', '.join(map(str, shots))}"
         yield (
-            f"{category.name}: {benchmark.name}/{benchmark.num_fewshot}-shot is not among"
-            f" icl_tasks{hint}; until it is, the category and the average are n/a"
+            f"{category.name}: {_name(benchmark)} is not among icl_tasks{hint};"
+            " until it is, the category and every average over it are n/a"
         )
 
 
 def wrong_baselines(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Iterator[str]:
-    """A line for each random_baseline that the task's rows contradict; the rows' is used."""
-    by_name = {(t.label, t.num_fewshot): t for t in tasks}
+    """A line for each random_baseline that is neither guessing's nor the best constant answer's."""
+    by_name = {task.name: task for task in tasks}
     for category, benchmark in _members(gauntlet):
-        task = by_name.get((benchmark.name, benchmark.num_fewshot))
-        given = benchmark.random_baseline
-        if task is not None and given is not None and abs(given - task.chance) > 0.005:
+        task, given = by_name.get(_name(benchmark)), benchmark.random_baseline
+        if task is None or given is None or not gauntlet.subtract_random_baseline:
+            continue
+        if min(abs(given - task.chance), abs(given - task.majority)) > CONTRADICTED:
+            used = BASELINES[gauntlet.baseline](benchmark, task)
             yield (
-                f"{category.name}: {task.name}: random_baseline: {given:g}, but guessing among the"
-                f" choices of the rows scores {task.chance:.4g}, which is used; write that"
+                f"{category.name}: {task.name}: random_baseline: {given:g}, but on these rows"
+                f" guessing scores {task.chance:.4g}, the best constant answer"
+                f" {task.majority:.4g}; with baseline: {gauntlet.baseline}, {used:.4g} is taken off"
             )
 
 
@@ -192,55 +187,79 @@ def _members(gauntlet: EvalGauntlet) -> Iterator[tuple[CategoryConfig, Benchmark
             yield category, benchmark
 
 
-def _judge_greedy(question: Question, scores: Sequence[Score]) -> tuple[bool, bool]:
-    """(right, tied): right iff every token of the answer is the single likeliest one."""
-    return scores[0].greedy, scores[0].tied
+def _name(benchmark: BenchmarkConfig) -> str:
+    """The TaskResult's name."""
+    return f"{benchmark.name}/{benchmark.num_fewshot}-shot"
 
 
-def _judge_choice(question: Question, scores: Sequence[Score]) -> tuple[bool, bool]:
-    """(right, tied): right iff the gold choice alone has the highest mean log-probability."""
-    means = [
-        score.logprob / len(request.targets)
-        for score, request in zip(scores, question.requests, strict=True)
-    ]
-    best = [i for i, mean in enumerate(means) if mean >= max(means) - TIE]
-    return best == [question.gold], len(best) > 1
+def _averages(gauntlet: EvalGauntlet) -> dict[str, list[str]]:
+    """Categories of each average: the file's, else LLM Foundry's default, if it has categories."""
+    if gauntlet.averages or not gauntlet.categories:
+        return gauntlet.averages
+    return {DEFAULT_AVERAGE: [category.name for category in gauntlet.categories]}
 
 
-def _mean(tasks: list[TaskResult], gauntlet: EvalGauntlet) -> float:
-    total = weight = 0.0
-    for task in tasks:
+def _not_generated(tasks: list[TaskResult]) -> Iterator[str]:
+    names = [task.name for task in tasks if task.metric == NOT_GENERATED]
+    if names:
+        yield (
+            f"{', '.join(names)}: nothing was generated; the accuracy is the share of gold answers"
+            " that are greedy, which compares with other runs' only where they did the same"
+        )
+
+
+def _lost(
+    category: CategoryConfig, gauntlet: EvalGauntlet, tasks: Mapping[str, TaskResult]
+) -> Iterator[str]:
+    """Why a category has no score; nothing where it has."""
+    found = {_name(benchmark): tasks.get(_name(benchmark)) for benchmark in category.benchmarks}
+    missing = [name for name, task in found.items() if task is None or task.accuracy is None]
+    if missing:
+        yield f"no {', '.join(missing)}"
+    if not (gauntlet.subtract_random_baseline and gauntlet.rescale_accuracy):
+        return
+    for benchmark in category.benchmarks:
+        task = tasks.get(_name(benchmark))
+        if task is not None and BASELINES[gauntlet.baseline](benchmark, task) >= 1:
+            yield f"the {gauntlet.baseline} baseline of {task.name} is 1: nothing can be gained"
+
+
+def _category(
+    category: CategoryConfig, gauntlet: EvalGauntlet, tasks: Mapping[str, TaskResult]
+) -> _Score:
+    """The weighted mean of benchmarks, all of which are there."""
+    scores, weights = [], []
+    for benchmark in category.benchmarks:
+        task = tasks[_name(benchmark)]
         assert task.accuracy is not None
-        score = task.accuracy
+        score, slope = task.accuracy, 1.0
         if gauntlet.subtract_random_baseline:
-            score -= task.chance
-            score /= 1 - task.chance if gauntlet.rescale_accuracy else 1
-        w = WEIGHTS[gauntlet.weighting](task.n)
-        total, weight = total + w * score, weight + w
-    return total / weight
+            baseline = BASELINES[gauntlet.baseline](benchmark, task)
+            left = 1 - baseline if gauntlet.rescale_accuracy else 1.0
+            score, slope = (score - baseline) / left, 1 / left
+        scores.append(_Score(score, {task.name: slope}))
+        weights.append(WEIGHTS[gauntlet.weighting](task.size))
+    return _mean(scores, weights)
 
 
-def _task_cells(task: TaskResult) -> tuple[str, ...]:
-    accuracy = "n/a"
-    if task.accuracy is not None and task.stderr is not None:
-        accuracy = f"{100 * task.accuracy:.1f} ± {100 * task.stderr:.1f}"
-    notes = [f"{task.ties} ties"] * bool(task.ties)
-    notes += [f"{task.truncated} truncated"] * bool(task.truncated)
-    notes += ["failed"] * bool(task.failure)
-    numbers = (str(task.num_fewshot), str(task.n), accuracy)
-    shares = (f"{100 * task.chance:.1f}", f"{100 * task.majority:.1f}")
-    return (task.label, *numbers, *shares, ", ".join(notes))
+def _average(scores: Sequence[_Score | None]) -> _Score | None:
+    """The mean of categories; None where one of them has no score, or there are none."""
+    known = [score for score in scores if score is not None]
+    return _mean(known, [1.0] * len(known)) if len(known) == len(scores) > 0 else None
 
 
-def _align(cells: tuple[str, ...], widths: list[int]) -> str:
-    """First and last column to the left, numbers to the right."""
-    last = len(cells) - 1
-    padded = [
-        f"{cell:<{width}}" if i in (0, last) else f"{cell:>{width}}"
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(padded).rstrip()
+def _mean(scores: Sequence[_Score], weights: Sequence[float]) -> _Score:
+    value, slopes, total = 0.0, dict[str, float](), sum(weights)
+    for score, weight in zip(scores, weights, strict=True):
+        value += weight * score.value
+        for name, slope in score.slopes.items():
+            slopes[name] = slopes.get(name, 0.0) + weight * slope / total
+    return _Score(value / total, slopes)
 
 
-def _number(score: float | None) -> str:
-    return "n/a" if score is None else f"{score:.4f}"
+def _values(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    return {name: estimate.value for name, estimate in estimates.items()}
+
+
+def _errors(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    return {name: e.stderr for name, e in estimates.items() if e.stderr is not None}

@@ -100,7 +100,7 @@ def tiles(rows: Rows, evaluations: list[dict[str, Any]]) -> list[tuple[str, str]
     found = [(label, form(v)) for label, name, form in forms if (v := last(rows, name)) is not None]
     if evaluations and evaluations[-1].get("categories"):
         # Of the last evaluation only: an older average is not this model's.
-        found.append(("gauntlet average", _score(evaluations[-1].get("average"))))
+        found += [(name, _score(value)) for name, value in _averages(evaluations[-1]).items()]
     speed = [row[SPEED] for row in rows if math.isfinite(row.get(SPEED, math.nan))]
     use = [row[MFU] for row in rows if math.isfinite(row.get(MFU, math.nan))]
     memory = [row[MEMORY] for row in rows if math.isfinite(row.get(MEMORY, math.nan))]
@@ -131,7 +131,7 @@ def training_charts(rows: Rows) -> str:
     ]
     shown = {name for chart in charts for name in chart.metrics.values()}
     others = [n for n in names if n not in shown and not n.startswith(NOT_DRAWN)]
-    others = [n for n in others if not n.startswith(GAUNTLET) and not _is_task(n)]
+    others = [n for n in others if not n.startswith(GAUNTLET) and not _of_gauntlet(n)]
     charts += [Chart(name, {name: name}, smooth=True) for name in others]
     return f'<div class="charts">{"".join(draw(chart, rows) for chart in charts)}</div>'
 
@@ -151,9 +151,10 @@ def evaluation(rows: Rows, evaluations: list[dict[str, Any]]) -> str:
     """Categories and tasks over tokens, then the last result in full."""
     names = _names(rows)
     categories = {n.removeprefix(GAUNTLET): n for n in names if n.startswith(GAUNTLET)}
-    tasks = {"/".join(n.split("/")[1:-1]): n for n in names if _is_task(n)}
-    if "average" in categories:  # first, for the first colour
-        categories = {"average": categories["average"], **categories}
+    tasks = {"/".join(n.split("/")[1:-1]): n for n in names if _is_accuracy(n)}
+    averages = _averages(evaluations[-1]) if evaluations else {}
+    first = {name: categories[name] for name in averages if name in categories}
+    categories = {**first, **categories}  # averages have the first colours
     charts = [
         Chart("Gauntlet", categories, "categories, above chance where the file says so"),
         Chart("Tasks", tasks, "accuracy in %", _tenth, scale=100),
@@ -169,9 +170,10 @@ def final_tables(result: Mapping[str, Any]) -> str:
     head = ("task", "shots", "n", "accuracy", "± stderr", "chance", "majority", "", "notes")
     tasks = table(head, [_task_row(task) for task in result["tasks"]], right=range(1, 7), raw=(7,))
     scores = list((result.get("categories") or {}).items())
-    if scores:
-        scores.append(("average", result.get("average")))
-    categories = table(("category", "score"), [(name, _score(s)) for name, s in scores], right=(1,))
+    scores += list(_averages(result).items()) if scores else []
+    errors = result.get("stderrs") or {}
+    rows = [(name, _score(s), _error(errors.get(name))) for name, s in scores]
+    categories = table(("category", "score", "± stderr"), rows, right=(1, 2))
     problems = "".join(f"<li>{escape(str(p))}</li>" for p in result.get("problems", []))
     listed = f'<ul class="problems">{problems}</ul>' if problems else ""
     return f'{after}<div class="tables">{tasks}{categories}</div>{listed}'
@@ -304,6 +306,10 @@ def _score(score: float | None) -> str:
     return "n/a" if score is None else f"{score:.4f}"
 
 
+def _error(stderr: float | None) -> str:
+    return "" if stderr is None else f"± {stderr:.4f}"
+
+
 def _text(value: Any) -> str:
     return number(value) if isinstance(value, float) else str(value)
 
@@ -320,10 +326,20 @@ def _names(rows: Rows) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def _is_task(name: str) -> bool:
-    """Whether `metrics/<task>/<n>-shot/<Metric>`."""
+def _of_gauntlet(name: str) -> bool:
+    """Whether `metrics/<task>/<n>-shot/[<category of rows>/]<metric>`."""
     parts = name.split("/")
-    return parts[0] == "metrics" and len(parts) >= 4 and parts[-2].endswith("-shot")
+    return parts[0] == "metrics" and len(parts) >= 4 and parts[2].endswith("-shot")
+
+
+def _is_accuracy(name: str) -> bool:
+    """Whether `metrics/<task>/<n>-shot/<Accuracy>`: one for each task."""
+    return _of_gauntlet(name) and name.count("/") == 3 and name.endswith("Accuracy")
+
+
+def _averages(result: Mapping[str, Any]) -> dict[str, float | None]:
+    """Of a gauntlet's result; older ones have one, without a name."""
+    return result.get("averages") or {"average": result.get("average")}
 
 
 def _is_number(value: Any) -> bool:

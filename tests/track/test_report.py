@@ -122,7 +122,7 @@ def test_the_page_holds_the_runs_numbers(run: Path) -> None:
         "finished · 300 batches, 1.23M tokens",  # 300 * 4096
         "3.1416 validation loss",
         "1.1635 validation bits per byte",
-        "n/a gauntlet average",
+        "n/a average",
         "54.3k median tokens per second",
         "34.6% median MFU",
         "2.5 GiB peak memory",

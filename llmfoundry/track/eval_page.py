@@ -1,0 +1,256 @@
+"""One page with the gauntlet's results of one model, or of several side by side.
+
+`scripts/eval.py` writes it from what GauntletResult.to_json gives, so that results.json of old runs
+can be put beside a new one's. The page needs nothing but itself. Its one rule: numbers of different
+questions are never shown as if they compared; where the rows, their count or the way of asking
+differ between models, the task says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from llmfoundry.track.format import count, duration, number
+from llmfoundry.track.report_page import page, table
+from llmfoundry.track.score_charts import Estimate, accuracy_bar, bars, radar, written
+
+Result = Mapping[str, Any]  # GauntletResult.to_json()
+Results = Sequence[tuple[str, Result]]  # the model's name, its result
+
+_COMPARED = {
+    "rows_hash": "rows",
+    "n": "numbers of questions",
+    "mode": "prompts",
+    "metric": "ways of judging",
+}
+_COUNTED = {"ties": "tie", "dropped": "dropped example", "truncated": "truncated question"}
+
+
+def write_eval_page(path: Path, results: Results, *, title: str = "Evaluation") -> None:
+    """Write the page, at once: whoever opens it sees a whole one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(eval_page(results, title=title), encoding="utf-8")
+    partial.replace(path)
+
+
+def eval_page(results: Results, *, title: str = "Evaluation") -> str:
+    """The page as HTML: averages, categories, tasks, problems, cost, and every metric, folded.
+
+    Args:
+        results: at least one model; names may repeat.
+        title: the page's.
+    """
+    assert results
+    whole = all(value is not None for _, result in results for value in _all_scores(result))
+    whole = whole and all(t["accuracy"] is not None for _, r in results for t in r["tasks"])
+    names = [name for name, _ in results]
+    n, n_tasks = len(names), len(_tasks(results))
+    sections = [
+        ("Averages and categories", score_charts(results) + score_table(results)),
+        ("Tasks", task_table(results)),
+        ("Problems", problems(results)),
+        ("Cost", cost_table(results)),
+        ("Every metric", metric_tables(results)),
+    ]
+    return page(
+        title=f"{title}: {names[0]}" if n == 1 else title,
+        status="finished" if whole else "not complete",
+        reached=f"{n} {_plural('model', n)}, {n_tasks} {_plural('task', n_tasks)}",
+        tiles=tiles(results),
+        sections=[(name, body) for name, body in sections if body],
+    )
+
+
+def tiles(results: Results) -> list[tuple[str, str]]:
+    """The averages of one model; of several, the first average of each."""
+    found = []
+    for name, result in results:
+        for average, value in (result.get("averages") or {}).items():
+            shown = written((value, _stderr(result, average)))
+            found.append((average if len(results) == 1 else f"{average}, {name}", shown))
+            if len(results) > 1:
+                break
+    return found
+
+
+def score_charts(results: Results) -> str:
+    """Averages and categories as bars, categories as a radar."""
+    models = [name for name, _ in results]
+    averages, categories = _names(results, "averages"), _names(results, "categories")
+    of_categories = _scores(results, "categories", categories)
+    of_averages = _scores(results, "averages", averages)
+    both = [[*a, *c] for a, c in zip(of_averages, of_categories, strict=True)]
+    parts = [
+        bars("Averages and categories", [*averages, *categories], models, both),
+        radar("Categories", categories, models, of_categories),
+    ]
+    return f'<div class="charts">{"".join(parts)}</div>' if any(parts) else ""
+
+
+def score_table(results: Results) -> str:
+    """Averages, then categories: a row each, a column for each model."""
+    rows = []
+    for key in ("averages", "categories"):
+        names = _names(results, key)
+        columns = _scores(results, key, names)
+        for i, name in enumerate(names):
+            rows.append((name, *(written(column[i]) for column in columns)))
+    head = ("", *(name for name, _ in results))
+    return f"<p></p>{table(head, rows, right=range(1, len(head)))}" if rows else ""
+
+
+def task_table(results: Results) -> str:
+    """A row for each task with its shots, a column for each model."""
+    head = ("task", "shots", "n", "chance", "majority", *(name for name, _ in results), "")
+    rows = []
+    for (label, shots), entries in _tasks(results).items():
+        first = next(entry for entry in entries if entry is not None)
+        cells = [_accuracy(entry, model) for model, entry in enumerate(entries)]
+        baselines = (f"{100 * first['chance']:.1f}%", f"{100 * first['majority']:.1f}%")
+        differing = ", ".join(_differing(entries))
+        note = f"not comparable: {differing} differ" if differing else ""
+        rows.append((label, str(shots), _asked(first), *baselines, *cells, note))
+    raw = range(5, 5 + len(results))
+    hint = "Strokes: chance solid, majority dashed; whiskers: one standard error."
+    listed = table(head, rows, right=range(1, 5), raw=raw)
+    return f'{listed}<p class="hint">{hint}</p>' if rows else ""
+
+
+def problems(results: Results) -> str:
+    """What a reader must know: what does not compare, then model by model."""
+    parts = []
+    apart = {key: list(_differing(entries)) for key, entries in _tasks(results).items()}
+    lines = "".join(
+        f"<li>{escape(f'{label}/{shots}-shot')}: {', '.join(words)} differ between the models;"
+        " neither it nor what is made of it compares</li>"
+        for (label, shots), words in apart.items()
+        if words
+    )
+    if lines:
+        parts.append(f'<ul class="problems">{lines}</ul>')
+    for name, result in results:
+        lines = "".join(f"<li>{escape(str(p))}</li>" for p in result.get("problems", []))
+        if lines:
+            heading = f"<p>{escape(name)}</p>" if len(results) > 1 else ""
+            parts.append(f'{heading}<ul class="problems">{lines}</ul>')
+    return "".join(parts)
+
+
+def cost_table(results: Results) -> str:
+    """Tokens and time of each model, where they were measured."""
+    rows = []
+    for name, result in results:
+        cost = result.get("cost")
+        if cost:
+            computed, unshared = cost["tokens_computed"], cost["tokens_unshared"]
+            ratio = f"{unshared / computed:.2f}" if computed else "n/a"
+            seconds = duration(cost["seconds"])
+            rows.append((name, count(computed), count(unshared), ratio, seconds))
+    head = ("model", "tokens computed", "tokens unshared", "unshared over computed", "time")
+    return table(head, rows, right=range(1, 5))
+
+
+def metric_tables(results: Results) -> str:
+    """Every metric of every task, and of the categories of its rows, folded."""
+    parts = []
+    head = ("", "metric", *(name for name, _ in results))
+    for (label, shots), entries in _tasks(results).items():
+        groups = {"": [entry or {} for entry in entries]}
+        for part in dict.fromkeys(p for e in groups[""] for p in e.get("by_category", {})):
+            groups[part] = [(e or {}).get("by_category", {}).get(part, {}) for e in entries]
+        rows = []
+        for part, owners in groups.items():
+            for metric in dict.fromkeys(m for owner in owners for m in owner.get("metrics", {})):
+                rows.append((part, metric, *(_metric(owner, metric) for owner in owners)))
+        if rows:
+            body = table(head, rows, right=range(2, len(head)))
+            name = escape(f"{label}/{shots}-shot")
+            parts.append(f"<details><summary>{name}</summary>{body}</details>")
+    return "".join(parts)
+
+
+def _tasks(results: Results) -> dict[tuple[str, int], list[Result | None]]:
+    """For each task with its shots the entry of every model; None where it has none."""
+    found: dict[tuple[str, int], list[Result | None]] = {}
+    for model, (_, result) in enumerate(results):
+        for task in result["tasks"]:
+            entries = found.setdefault((task["label"], task["num_fewshot"]), [None] * len(results))
+            entries[model] = task
+    return found
+
+
+def _names(results: Results, key: str) -> list[str]:
+    return list(dict.fromkeys(name for _, result in results for name in result.get(key) or {}))
+
+
+def _scores(results: Results, key: str, names: Sequence[str]) -> list[list[Estimate]]:
+    """Of every model the score of every name; (None, None) where it has none."""
+    return [
+        [((result.get(key) or {}).get(name), _stderr(result, name)) for name in names]
+        for _, result in results
+    ]
+
+
+def _stderr(result: Result, name: str) -> float | None:
+    return (result.get("stderrs") or {}).get(name)
+
+
+def _all_scores(result: Result) -> list[float | None]:
+    return [*(result.get("categories") or {}).values(), *(result.get("averages") or {}).values()]
+
+
+def _accuracy(entry: Result | None, model: int) -> str:
+    """HTML of a model's cell."""
+    if entry is None:
+        return "not asked"
+    notes = escape(", ".join(_notes(entry)))
+    hint = f'<span class="hint">{notes}</span>' if notes else ""
+    share, stderr = entry["accuracy"], entry["stderr"]
+    if share is None:
+        return f"n/a {hint}"
+    error = f" ± {100 * stderr:.1f}" if stderr is not None else ""
+    drawn = accuracy_bar(
+        share, stderr, chance=entry["chance"], majority=entry["majority"], model=model
+    )
+    return f"{100 * share:.1f}%{error}{drawn}{hint}"
+
+
+def _asked(entry: Result) -> str:
+    total = entry.get("rows_total") or entry["n"]
+    return str(entry["n"]) if entry["n"] == total else f"{entry['n']} of {total}"
+
+
+def _differing(entries: Sequence[Result | None]) -> Iterator[str]:
+    """Why models' accuracies on a task do not compare."""
+    present = [entry for entry in entries if entry is not None]
+    for key, words in _COMPARED.items():
+        if len({entry.get(key) for entry in present} - {None, ""}) > 1:
+            yield words
+
+
+def _notes(entry: Result) -> Iterator[str]:
+    """What to know of one model's accuracy on a task."""
+    for key, words in _COUNTED.items():
+        if n := entry.get(key):
+            yield f"{n} {_plural(words, n)}"
+    if entry.get("mode", "native") != "native":
+        yield f"{entry['mode']} prompts"
+    if entry["metric"].startswith("TeacherForced"):
+        yield "not generated"
+    if entry.get("failure"):
+        yield f"failed: {entry['failure']}"
+
+
+def _metric(owner: Result, name: str) -> str:
+    value = owner.get("metrics", {}).get(name)
+    error = owner.get("stderrs", {}).get(name)
+    if value is None:
+        return ""
+    return number(value) + (f" ± {number(error, digits=2)}" if error is not None else "")
+
+
+def _plural(word: str, n: int) -> str:
+    return word if n == 1 else f"{word}s"

@@ -1,0 +1,58 @@
+"""An evaluation's metrics on their way to MLflow, TensorBoard and W&B, as a run of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.track.environment import environment
+from llmfoundry.track.loggers import TARGETS
+from llmfoundry.track.writer import BackgroundWriter, RunFacts, close_all, milliseconds
+
+
+class Evaluation(Protocol):
+    """What is logged.
+
+    Attributes:
+        name: of the model.
+        folder: where results.json is; a second evaluation there goes on in the same MLflow run.
+        results: has `metrics`.
+        batch: of the checkpoint.
+    """
+
+    name: str
+    folder: Path
+    results: dict[str, Any]
+    batch: int
+
+
+def log_evaluation(
+    found: Evaluation,
+    config: LoggerConfig,
+    *,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> None:
+    """Send the metrics, and results.json, to every place that the recipe names, and wait for it."""
+    config.fill()
+    metrics: Mapping[str, float] = found.results["metrics"]
+    facts = RunFacts(
+        name=f"eval {found.name}",
+        folder=found.folder,
+        first_batch=0,
+        began=milliseconds(),
+        params={"model": found.name},
+        tags=environment(),
+    )
+    writers = [
+        BackgroundWriter(target(config, found.folder), note=note, warn=warn)
+        for key, target in TARGETS.items()
+        if getattr(config, key)
+    ]
+    for writer in writers:
+        writer.log(found.batch, metrics)
+        writer.file(found.folder / "results.json")
+        writer.start(facts)
+    close_all(writers, "finished")
