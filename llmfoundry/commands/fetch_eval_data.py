@@ -1,0 +1,69 @@
+"""`scripts/fetch_eval_data.py`: the rows of benchmarks, which this repository does not hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tqdm import tqdm
+
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.fetch import MANIFEST, Route, fetch, from_foundry
+from llmfoundry.gauntlet.fetch_hub import from_hub
+from llmfoundry.gauntlet.fetch_table import (
+    DataFile,
+    files_of_gauntlet,
+    files_of_tasks,
+    read_table,
+)
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.fetch import FetchRecipe
+from llmfoundry.recipe.paths import ROOT, find_file, show
+
+
+def fetch_eval_data(recipe: FetchRecipe) -> None:
+    """Fill the folder, and print a line for each file.
+
+    Raises:
+        UserError: a line for each file that is not there in the end; the others are.
+    """
+    recipe.fill()
+    table = read_table(find_file(recipe.table, "table"))
+    wanted, unknown = _wanted(recipe, table)
+    output = Path(recipe.output).expanduser() if recipe.output else ROOT / "eval" / "local_data"
+    missing = list(unknown)
+    there = 0
+    for outcome in fetch((table[name] for name in wanted), output=output, route=_route(recipe)):
+        labels = ", ".join(wanted[outcome.file])
+        if outcome.there:
+            there += 1
+            tqdm.write(f"{labels:32} {outcome.line}")
+        else:
+            missing.append(f"{labels}: {outcome.line}")
+    count = f"{there:,} of {len(wanted) + len(unknown):,} files are in {show(output)}"
+    print(f"{count}; checksums and sources: {show(output / MANIFEST)}")
+    if missing:
+        raise UserError(*missing)
+
+
+def _wanted(
+    recipe: FetchRecipe, table: dict[str, DataFile]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Files to fetch with the labels of their tasks, and a line for each that the table lacks."""
+    if recipe.gauntlet is None:
+        files = files_of_tasks(recipe.tasks)
+    else:
+        files, others = files_of_gauntlet(Path(recipe.gauntlet))
+        for other in others:
+            print(f"{other}: needs no fetching")
+    lines = [
+        f"{', '.join(labels)}: {file}: is not in {recipe.table}{nearest(file, table)}"
+        for file, labels in files.items()
+        if file not in table
+    ]
+    return {file: labels for file, labels in files.items() if file in table}, lines
+
+
+def _route(recipe: FetchRecipe) -> Route:
+    if recipe.from_foundry is not None:
+        return from_foundry(Path(recipe.from_foundry).expanduser())
+    return from_hub()
