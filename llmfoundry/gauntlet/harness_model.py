@@ -1,0 +1,186 @@
+"""`HarnessModel`: a subject of the gauntlet as lm-evaluation-harness calls its models.
+
+`harness` gives it to the harness's evaluator. Texts become tokens exactly as in the harness, so
+that a model gets the numbers that the harness's own classes give it; only computing them is ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.questions import Prompt, Request, Subject
+
+if TYPE_CHECKING:
+    from llmfoundry.data.tokenizer import Tokenizer
+
+PREFIX = "lm_eval:"  # of a dataset_uri
+MAX_GEN_TOKS = 256  # where a task does not say; the harness's default
+
+
+class HarnessModel:
+    """A subject as the harness's evaluator calls models (`lm_eval.api.model.LM`).
+
+    Texts become tokens exactly as in the harness's TemplateLM and HFLM: context and continuation
+    are encoded as one text, spaces at the context's end belong to the continuation.
+    """
+
+    rank, world_size = 0, 1  # to the evaluator: ranks share the work below, in the subject
+    truncated: Counter[str]
+    """By task: texts whose start was cut off."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        bos_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            subject: the model.
+            tokenizer: its tokenizer.
+            seq_len: longest input in tokens.
+            bos_ids: tokens before every text; unset: those that the tokenizer puts there itself,
+                which are none for one of ours, as after an export.
+        """
+        self._subject, self._tokenizer, self._seq_len = subject, tokenizer, seq_len
+        self._bos_ids = list(getattr(tokenizer, "bos_ids", ()) if bos_ids is None else bos_ids)
+        self._prefix_id: int = getattr(tokenizer, "prefix_id", tokenizer.eos_id)
+        self._prefix = tokenizer.decode([self._prefix_id])
+        self.truncated = Counter()
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether it is the greedy one.
+
+        Raises:
+            FloatingPointError: a log-probability is not finite; every choice would look alike.
+        """
+        pairs = [(str(request.args[0]), str(request.args[1])) for request in requests]
+        encoded = [
+            self._fit(request, context, continuation)
+            for request, (context, continuation) in zip(
+                requests, self._encode_pairs(pairs), strict=True
+            )
+        ]
+        return self._scores(encoded, [f"{r.task_name}, row {r.doc_id}" for r in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Log-probability of each whole text, in windows of seq_len tokens.
+
+        Raises:
+            FloatingPointError: as `loglikelihood`.
+        """
+        windows = import_harness("lm_eval.utils").get_rolling_token_windows
+        encoded, owners = [], []
+        for i, request in enumerate(requests):
+            (text,) = request.args
+            tokens = self._encode([text])[0]
+            for read, predicted in windows(tokens, self._prefix_id, self._seq_len, 1):
+                encoded.append(Request(tuple(read), tuple(predicted), text))
+                owners.append(i)
+        places = [f"{requests[i].task_name}, row {requests[i].doc_id}" for i in owners]
+        totals = [0.0] * len(requests)
+        for i, (logprob, _) in zip(owners, self._scores(encoded, places), strict=True):
+            totals[i] += logprob
+        return totals
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """The greedy continuation of each context, up to its first stop.
+
+        Raises:
+            UserError: a task leaves no room for a prompt.
+        """
+        normalize = import_harness("lm_eval.models.utils").normalize_gen_kwargs
+        texts = self._encode([request.args[0] for request in requests])
+        prompts = []
+        for request, tokens in zip(requests, texts, strict=True):
+            settings = normalize(request.args[1], MAX_GEN_TOKS)
+            until = settings["until"]
+            stops = tuple(dict.fromkeys(s for s in [*until, self._eos_text()] if s))
+            n_new = settings["max_gen_toks"]
+            if n_new >= self._seq_len:
+                raise UserError(
+                    f"{PREFIX}{request.task_name}: writes up to {n_new} tokens, but the model reads"
+                    f" {self._seq_len} with its prompt; remove the task"
+                )
+            room = self._seq_len - n_new
+            self.truncated[request.task_name] += len(tokens) > room
+            kept = tokens[-room:] or [self._prefix_id]
+            prompts.append(Prompt(tuple(kept), request.args[0], stops, n_new))
+        return self._subject.generate(prompts)
+
+    def _eos_text(self) -> str:
+        return self._tokenizer.decode([self._tokenizer.eos_id])
+
+    def _scores(
+        self, encoded: Sequence[Request], places: Sequence[str]
+    ) -> list[tuple[float, bool]]:
+        scores = self._subject.score(encoded)
+        for score, place in zip(scores, places, strict=True):
+            if not math.isfinite(score.logprob):
+                raise FloatingPointError(f"a log-probability of {place} is not a finite number")
+        return [(score.logprob, score.greedy) for score in scores]
+
+    def _fit(self, request: Any, context: Sequence[int], continuation: Sequence[int]) -> Request:
+        """The last tokens that fit, of which the last is predicted only."""
+        text = request.args[1]
+        if not 0 < len(continuation) <= self._seq_len:
+            raise UserError(
+                f"{PREFIX}{request.task_name}, row {request.doc_id}: the answer {text[:50]!r} has"
+                f" {len(continuation)} tokens, but the model scores 1 to {self._seq_len}; remove"
+                " the task"
+            )
+        whole = [*context, *continuation]
+        self.truncated[request.task_name] += len(whole) > self._seq_len + 1
+        return Request(tuple(whole[-(self._seq_len + 1) : -1]), tuple(continuation), text)
+
+    def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Tokens of contexts and of continuations, by TemplateLM's rules."""
+        texts: list[str] = []
+        for context, continuation in pairs:
+            texts += [context.rstrip(), context + continuation] if context else []
+        encoded = iter(self._encode(texts))
+        bare = iter(self._tokenizer.encode_batch([after for before, after in pairs if not before]))
+        result = []
+        for context, _ in pairs:
+            head, whole = (next(encoded), next(encoded)) if context else ([], next(bare))
+            if not head:  # the prefix token stands for the context
+                head, whole = [self._prefix_id], [self._prefix_id, *whole]
+            result.append((head, whole[len(head) :]))
+        return result
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of texts after `bos_ids`; a text that spells its prefix token has it once."""
+        spelled = [bool(self._prefix) and text.startswith(self._prefix) for text in texts]
+        plain = [
+            text.removeprefix(self._prefix) if has else text
+            for text, has in zip(texts, spelled, strict=True)
+        ]
+        distinct = list(dict.fromkeys(plain))
+        tokens = dict(zip(distinct, self._tokenizer.encode_batch(distinct), strict=True))
+        return [
+            [*([self._prefix_id] if has else self._bos_ids), *tokens[text]]
+            for text, has in zip(plain, spelled, strict=True)
+        ]
+
+
+def import_harness(module: str) -> Any:
+    """A module of the harness.
+
+    Raises:
+        UserError: it is not installed, or something that it needs is not.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"lm_eval: tasks of lm-evaluation-harness need it ({error});"
+            " write: pip install 'llmfoundry-recipes[eval]'"
+        ) from error

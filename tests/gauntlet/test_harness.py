@@ -1,0 +1,327 @@
+"""lm-evaluation-harness: its own transformers model and ours give the same numbers on its tasks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+from hugging_face_models import plain_logprobs, save_model
+
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.harness import HarnessResult, HarnessTasks
+from llmfoundry.gauntlet.harness_model import HarnessModel
+from llmfoundry.gauntlet.hugging_face import load_hugging_face
+from llmfoundry.gauntlet.hugging_face_subject import HuggingFaceSubject
+from llmfoundry.gauntlet.questions import Request
+
+needs_harness = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None,
+    reason="lm_eval is not installed: pip install 'llmfoundry-recipes[eval]'",
+)
+CPU = torch.device("cpu")
+WORDS = [
+    *("the", "man", "water", "city", "permit", "author", "answer", "book", "because", "twelve")
+]
+TASKS: dict[str, dict[str, Any]] = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "query",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "num_fewshot": 2,
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "schema": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "gold",
+        "doc_to_choice": "context_options",
+        "doc_to_target": "continuation",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "words": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "query",
+        "doc_to_target": "{{' '+continuation}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "long",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+    "written": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{'A: '+query}}",
+        "doc_to_target": "continuation",
+        "generation_kwargs": {"until": ["\n\n", "he"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+GROUP = {
+    "group": "both",
+    "task": ["local_choices", "local_schema"],
+    "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+}
+
+
+def write_tasks(folder: Path, **changes: Any) -> Path:
+    """The tasks above, over 24 rows of random words; some queries end in spaces or are empty."""
+    draw = random.Random(5)
+
+    def text(n: int) -> str:
+        return " ".join(draw.choice(WORDS) for _ in range(n))
+
+    rows = [
+        {
+            "query": "" if i == 3 else f"Question: {text(4 + i % 9)}?{(' ', '')[i % 2]}",
+            "choices": [text(1 + (i + j) % 4) for j in range(3)],
+            "gold": i % 2,
+            "context_options": [text(3 + i % 5), text(4)],
+            "continuation": text(1 + i % 3),
+            "long": text(10 + 20 * i),
+        }
+        for i in range(24)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, task in TASKS.items():
+        where = {
+            "task": f"local_{name}",
+            "dataset_path": "json",
+            "dataset_kwargs": {
+                "data_files": {"test": str(folder / "rows.jsonl")},
+                "cache_dir": str(folder / "cache"),
+            },
+            "test_split": "test",
+            "num_fewshot": 0,
+            "tag": "all_local",
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**where, **task, **changes}))
+    (folder / "both.yaml").write_text(yaml.safe_dump(GROUP))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+class Recorder:
+    """Passes all on to a model of the harness, and keeps what it answers."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.answers = model, dict[tuple[str, tuple[Any, ...]], Any]()
+
+    def __getattr__(self, kind: str) -> Any:
+        def call(requests: Sequence[Any]) -> list[Any]:
+            answers = getattr(self.model, kind)(requests)
+            for request, answer in zip(requests, answers, strict=True):
+                self.answers[kind, tuple(map(str, request.args))] = answer
+            return answers
+
+        return call
+
+
+def evaluate(model: Any, tasks: Path, names: list[str]) -> Any:
+    """The harness's own way to its results."""
+    from lm_eval import evaluator
+    from lm_eval.tasks import TaskManager
+
+    loaded = TaskManager(include_path=str(tasks), include_defaults=False).load(names)
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(1234)
+    return evaluator.evaluate(lm=model, task_dict=loaded, bootstrap_iters=10)["results"]
+
+
+@needs_harness
+@pytest.mark.parametrize(("kind", "bos"), [("gpt_neox", False), ("llama", True)])
+def test_every_kind_of_task_gives_the_harness_own_numbers(
+    kind: str, bos: bool, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+    folder = str(save_model(tmp_path / "model", kind, bos=bos))
+    names = [f"local_{name}" for name in TASKS]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs = Recorder(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=5, device="cpu"))
+    expected = evaluate(theirs, tasks, names)
+
+    subject, own = load_hugging_face(folder, device=CPU, precision="fp32", batch_tokens=2000)
+    ours = Recorder(HarnessModel(subject, own, seq_len=subject.seq_len))
+    assert evaluate(ours, tasks, names).keys() == expected.keys()
+    assert ours.answers.keys() == theirs.answers.keys()
+    for (call, args), answer in theirs.answers.items():
+        allowed = 1e-4 * max(1, len(own.encode(args[-1])) / 8)
+        if call == "loglikelihood":
+            assert ours.answers[call, args][0] == pytest.approx(answer[0], abs=allowed, rel=0)
+            assert ours.answers[call, args][1] == answer[1]
+        elif call == "loglikelihood_rolling":
+            assert ours.answers[call, args] == pytest.approx(answer, abs=allowed, rel=0)
+        else:
+            assert ours.answers[call, args] == answer
+
+    harness = HarnessTasks(names, include_path=tasks)
+    results = harness.run(subject, own, seq_len=subject.seq_len)
+    assert harness.run(subject, own, seq_len=subject.seq_len) == results, "tasks can run again"
+    assert [(r.label, r.n, r.shots) for r in results] == [
+        (name, 24, TASKS[name.removeprefix("local_")].get("num_fewshot", 0)) for name in names
+    ]
+    for result in results:
+        assert result.metrics
+        for metric, (value, error) in result.metrics.items():
+            theirs_of = expected[result.label]
+            assert value == pytest.approx(theirs_of[f"{metric},none"], rel=1e-4), metric
+            if metric.startswith("acc"):
+                assert error == pytest.approx(theirs_of[f"{metric}_stderr,none"], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[HuggingFaceSubject, Tokenizer]:
+    folder = save_model(tmp_path_factory.mktemp("model"), "gpt_neox")
+    return load_hugging_face(str(folder), device=CPU, precision="fp32", batch_tokens=2000)
+
+
+def instance(*args: Any) -> SimpleNamespace:
+    """What the harness's evaluator asks a model, as far as models look at it."""
+    return SimpleNamespace(args=args, task_name="t", doc_id=0)
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [("The man turned", " on the water"), ("The man  ", "turned"), ("", "The man"), (" \n", "man")],
+)
+def test_context_and_continuation_are_one_text_and_spaces_between_belong_to_the_second(
+    context: str, continuation: str, loaded: tuple[HuggingFaceSubject, Tokenizer]
+) -> None:
+    subject, tokenizer = loaded
+    n_context = len(tokenizer.encode(context.rstrip()))
+    tokens = tokenizer.encode(context + continuation)
+    if n_context == 0:  # then the end of text comes before
+        n_context, tokens = 1, [tokenizer.eos_id, *tokens]
+    request = Request(tuple(tokens[:-1]), tuple(tokens[n_context:]), continuation)
+    logprobs = plain_logprobs(subject.model, request)
+    expected = logprobs.gather(1, torch.tensor(request.targets)[:, None]).sum()
+    model = HarnessModel(subject, tokenizer, seq_len=64)
+    ((logprob, _),) = model.loglikelihood([instance(context, continuation)])
+    assert logprob == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_a_text_too_long_loses_its_start_and_is_counted(
+    loaded: tuple[HuggingFaceSubject, Tokenizer],
+) -> None:
+    subject, tokenizer = loaded
+    model = HarnessModel(subject, tokenizer, seq_len=8)
+    tokens = tokenizer.encode("The man turned on the faucet, because it was dirty.")
+    assert len(tokens) > 11
+    asked = instance(tokenizer.decode(tokens[:-2]), tokenizer.decode(tokens[-2:]))
+    request = Request(tuple(tokens[-9:-1]), tuple(tokens[-2:]), "")
+    logprobs = plain_logprobs(subject.model, request)
+    expected = logprobs.gather(1, torch.tensor(request.targets)[:, None]).sum()
+    assert model.loglikelihood([asked])[0][0] == pytest.approx(float(expected), abs=1e-4)
+    assert model.truncated == {"t": 1}
+    with pytest.raises(UserError, match=r"lm_eval:t, row 0: the answer .* scores 1 to 8"):
+        model.loglikelihood([instance("The", asked.args[0])])
+
+
+@needs_harness
+def test_a_task_that_writes_more_than_the_model_reads_is_refused(
+    loaded: tuple[HuggingFaceSubject, Tokenizer],
+) -> None:
+    model = HarnessModel(*loaded, seq_len=8)
+    with pytest.raises(UserError, match=r"lm_eval:t: writes up to 256 tokens, .* reads 8"):
+        model.generate_until([instance("The", {})])
+
+
+@needs_harness
+def test_a_group_gives_its_own_result_and_a_tag_those_of_its_tasks(
+    loaded: tuple[HuggingFaceSubject, Tokenizer], tasks: Path
+) -> None:
+    def run(*names: str) -> list[HarnessResult]:
+        return HarnessTasks(names, limit=7, include_path=tasks).run(*loaded, seq_len=256)
+
+    single = run("local_choices", "local_schema")
+    (whole,) = run("lm_eval:both")
+    assert (whole.label, whole.n, [r.n for r in single]) == ("both", 14, [7, 7])
+    mean = (single[0].metrics["acc"][0] + single[1].metrics["acc"][0]) / 2
+    assert whole.accuracy == ("acc", pytest.approx(mean), whole.metrics["acc"][1])
+    assert {result.label for result in run("all_local")} == {f"local_{name}" for name in TASKS}
+    with pytest.raises(
+        UserError, match=r"lm_eval:local_choises: .*; did you mean 'local_choices'\?"
+    ):
+        run("local_choises")
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    ("name", "changes", "shots", "says"),
+    [
+        ("local_words", {"num_fewshot": 0}, 3, "the task's own file says 0"),
+        ("local_choices", {"dataset_kwargs": {"data_files": "none.jsonl"}}, 0, "cannot be read"),
+        ("local_written", {"generation_kwargs": {"do_sample": True}}, 0, "at random"),
+        ("local_written", {"unsafe_code": True}, 0, "runs programs that the model writes"),
+    ],
+)
+def test_a_task_that_cannot_be_run_is_told_in_a_line(
+    name: str,
+    changes: dict[str, Any],
+    shots: int,
+    says: str,
+    tmp_path: Path,
+) -> None:
+    tasks = write_tasks(tmp_path, **changes)
+    file = str(tasks / f"{name.removeprefix('local_')}.yaml")
+    with pytest.raises(UserError, match=says) as raised:
+        HarnessTasks([file], num_fewshot=shots)
+    assert len(str(raised.value).splitlines()) == 1
+    assert str(raised.value).startswith("lm_eval:")
+
+
+@needs_harness
+def test_a_model_that_outputs_nan_fails_its_task_and_draws_go_on_as_if_nothing_ran(
+    tasks: Path,
+    tmp_path: Path,
+) -> None:
+    folder = save_model(tmp_path / "model", "gpt_neox")
+    subject, tokenizer = load_hugging_face(
+        str(folder), device=CPU, precision="fp32", batch_tokens=2000
+    )
+    with torch.no_grad():
+        subject.model.get_output_embeddings().weight.fill_(math.nan)
+    random.seed(3)
+    np.random.seed(3)
+    expected = random.Random(3).random(), np.random.RandomState(3).rand()
+    (result,) = HarnessTasks(["local_words"], include_path=tasks).run(
+        subject, tokenizer, seq_len=256
+    )
+    assert result == HarnessResult("local_words", 0, 0, failure=result.failure)
+    assert result.failure == "a log-probability of local_words, row 0 is not a finite number"
+    assert result.accuracy is None
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_without_the_harness_its_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("lm_eval", "lm_eval.evaluator"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=r"pip install 'llmfoundry-recipes\[eval\]'"):
+        HarnessTasks(["arc_easy"])

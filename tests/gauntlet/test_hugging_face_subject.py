@@ -1,0 +1,294 @@
+"""Models of transformers as subjects, beside the same models called plainly, text by text."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from hugging_face_models import (
+    SEQ_LEN,
+    plain_continuation,
+    plain_logprobs,
+    random_model,
+    random_requests,
+    save_model,
+    save_tokenizer,
+)
+
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.hugging_face import HuggingFaceTokenizer, load_hugging_face
+from llmfoundry.gauntlet.hugging_face_subject import HuggingFaceSubject
+from llmfoundry.gauntlet.questions import Prompt
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return Tokenizer.load(folder)
+
+
+def subject_of(model: Any, tokenizer: Tokenizer, **changes: Any) -> HuggingFaceSubject:
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_tokens": 500, **changes}
+    return HuggingFaceSubject(model, tokenizer, **settings)
+
+
+def assert_plain(model: Any, subject: HuggingFaceSubject, *, longest: int = 60) -> None:
+    """Scores are those of each request read on its own."""
+    requests = random_requests(longest=longest)
+    for request, score in zip(requests, subject.score(requests), strict=True):
+        logprobs = plain_logprobs(model, request)
+        targets = torch.tensor(request.targets)[:, None]
+        assert score.logprob == pytest.approx(float(logprobs.gather(1, targets).sum()), abs=1e-4)
+        assert score.best_logprob == pytest.approx(float(logprobs.amax(1).sum()), abs=1e-4)
+        assert score.greedy == (logprobs.argmax(1).tolist() == list(request.targets))
+        assert not score.tied
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "gpt2", "gemma2"])
+def test_rows_of_branches_give_the_plain_scores(kind: str, tokenizer: Tokenizer) -> None:
+    model = random_model(kind)
+    subject = subject_of(model, tokenizer)
+    assert_plain(model, subject)
+    assert subject.notes == []
+
+
+@pytest.mark.parametrize("kind", ["mpt", "bloom", "mamba"])
+def test_a_class_that_takes_no_branches_gets_a_row_for_each_text(
+    kind: str, tokenizer: Tokenizer
+) -> None:
+    model = random_model(kind)
+    subject = subject_of(model, tokenizer)
+    assert_plain(model, subject)
+    assert [type(model).__name__ in note for note in subject.notes] == [True]
+    assert "takes no branches" in subject.notes[0]
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
+def test_windows_of_attention_are_kept_in_branches(kind: str, tokenizer: Tokenizer) -> None:
+    model = random_model(kind)  # windows of 40 tokens in all layers, and of 24 in every other
+    subject = subject_of(model, tokenizer)
+    assert_plain(model, subject, longest=200)
+    assert subject.notes == []
+
+
+def test_what_only_long_rows_show_is_noticed_before_it_is_believed(tokenizer: Tokenizer) -> None:
+    model = random_model("gpt_neo")  # its local layers look back 64 places of the row
+    subject = subject_of(model, tokenizer)
+    assert subject.notes == []
+    assert_plain(model, subject)
+    assert "limits attention" in subject.notes[0]
+
+
+def test_logits_that_are_capped_after_the_head_are_not_computed_without_it(
+    tokenizer: Tokenizer,
+) -> None:
+    assert subject_of(random_model("gemma2"), tokenizer)._body is None
+    assert subject_of(random_model("llama"), tokenizer)._body is not None
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 64_000])
+def test_scores_do_not_depend_on_the_batch(batch_tokens: int, tokenizer: Tokenizer) -> None:
+    requests = random_requests()
+    model = random_model("llama")
+    usual = subject_of(model, tokenizer).score(requests)
+    other = subject_of(model, tokenizer, batch_tokens=batch_tokens).score(requests)
+    for a, b in zip(usual, other, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
+    assert subject_of(model, tokenizer).score([]) == []
+
+
+def test_bf16_scores_are_near_those_of_fp32_and_do_not_tie(tokenizer: Tokenizer) -> None:
+    requests = random_requests()
+    exact = subject_of(random_model("llama"), tokenizer).score(requests)
+    amp = subject_of(random_model("llama"), tokenizer, autocast=True)
+    half = subject_of(random_model("llama").bfloat16(), tokenizer)
+    for subject in (amp, half):
+        scores = subject.score(requests)
+        deltas = [abs(a.logprob - b.logprob) for a, b in zip(exact, scores, strict=True)]
+        assert 1e-5 < max(deltas) < 0.5, "bf16 rounds, but not more than that"
+        assert not any(score.tied for score in scores)
+        assert subject.notes == []
+
+
+def test_a_model_that_outputs_nan_is_neither_greedy_nor_tied(tokenizer: Tokenizer) -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)
+    subject = subject_of(model, tokenizer)
+    for score in subject.score(random_requests()):
+        assert math.isnan(score.logprob)
+        assert not (score.greedy or score.tied)
+    with pytest.raises(FloatingPointError, match="1 of 1 prompts"):
+        subject.generate([Prompt((1, 2), "", (), 3)])
+
+
+def prompts() -> list[Prompt]:
+    """Of several lengths, to be continued by several lengths."""
+    tokens = [request.tokens[: 3 + 5 * n] for n, request in enumerate(random_requests()[:6])]
+    return [Prompt(each, "", (), 5 + n % 3) for n, each in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "mamba"])
+def test_continuations_are_those_of_single_prompts_without_a_cache(
+    kind: str, tokenizer: Tokenizer
+) -> None:
+    model = random_model(kind)
+    subject = subject_of(model, tokenizer)
+    asked = prompts()
+    for prompt, text in zip(asked, subject.generate(asked), strict=True):
+        n, eos_ids = prompt.max_new_tokens, {tokenizer.eos_id, 0}
+        expected = plain_continuation(model, prompt.tokens, n, eos_ids)
+        assert text == tokenizer.decode(expected)
+
+
+def test_a_continuation_ends_before_its_stop_and_its_length_is_its_own(
+    tokenizer: Tokenizer,
+) -> None:
+    model = random_model("llama")
+    subject = subject_of(model, tokenizer)
+    (whole,) = subject.generate([Prompt((7, 8, 9), "", (), 30)])
+    assert len(whole) > 20
+    stop = whole[10:13]
+    before = whole[: whole.index(stop)]
+    asked = [
+        Prompt((7, 8, 9), "", ("never there", stop), 30),
+        Prompt((7, 8, 9), "", (), 2),
+        Prompt((7, 8, 9), "", (), 0),
+        Prompt((7, 8, 9), "", (), 30),
+    ]
+    assert subject.generate(asked)[::2] == [before, ""]
+    assert subject.generate(asked)[3] == whole
+    short = tokenizer.decode(plain_continuation(model, (7, 8, 9), 2, {0}))
+    assert subject.generate(asked)[1] == short
+
+
+def test_a_prompt_is_continued_up_to_the_models_window(tokenizer: Tokenizer) -> None:
+    model = random_model("gpt2")  # its positions end: one token more would be an error
+    subject = subject_of(model, tokenizer)
+    tokens = tuple(range(1, SEQ_LEN - 2))
+    (text,) = subject.generate([Prompt(tokens, "", (), 100)])
+    assert text == tokenizer.decode(plain_continuation(model, tokens, 3, {0, tokenizer.eos_id}))
+
+
+def test_a_folders_settings_do_not_make_generation_random(tmp_path: Path) -> None:
+    sampling = {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 9.0}
+    folder = save_model(tmp_path, "llama", eos_token_id=[0, 17], **sampling)
+    subject, tokenizer = load_hugging_face(
+        str(folder), device=CPU, precision="fp32", batch_tokens=500
+    )
+    for prompt in prompts():
+        expected = plain_continuation(subject.model, prompt.tokens, 12, {0, 17, tokenizer.eos_id})
+        asked = Prompt(prompt.tokens, "", (), 12)
+        assert subject.generate([asked]) == [tokenizer.decode(expected)]
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_the_tokenizer_encodes_as_transformers_does(bos: bool, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, bos=bos)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    ours = HuggingFaceTokenizer("here", transformers.AutoTokenizer.from_pretrained(str(tmp_path)))
+    text = "Question: What is 12?\n\nAnswer: the author"
+    assert [*ours.bos_ids, *ours.encode(text)] == theirs(text).input_ids
+    assert len(ours.bos_ids) == int(bos)
+    assert ours.prefix_id == (theirs.bos_token_id if bos else theirs.eos_token_id)
+    assert ours.eos_id == theirs.eos_token_id
+    assert ours.decode(ours.encode(text)) == text
+    assert ours.fingerprint == Tokenizer.load(tmp_path).fingerprint
+
+
+def test_a_folder_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "gpt_neox")
+    subject, tokenizer = load_hugging_face(
+        str(folder), device=CPU, precision="fp32", batch_tokens=500
+    )
+    assert subject.seq_len == SEQ_LEN
+    assert tokenizer.bos_ids == ()
+    assert_plain(random_model("gpt_neox"), subject)
+
+
+def spoil(folder: Path, what: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    if what == "no config":
+        (folder / "config.json").unlink()
+    elif what == "no tokenizer":
+        for file in folder.glob("*token*"):
+            file.unlink()
+    elif what == "no weights":
+        (folder / "model.safetensors").unlink()
+    else:
+        changes = {
+            "unknown type": {"model_type": "zorp"},
+            "no causal model": {"model_type": "t5"},
+            "a layer more": {"num_hidden_layers": 3},
+        }
+        (folder / "config.json").write_text(json.dumps(config | changes[what]))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("no config", "holds no config.json; name a folder"),
+        ("no tokenizer", "has no tokenizer"),
+        ("no weights", "cannot load its weights: Error no file named model.safetensors"),
+        ("unknown type", "has model type `zorp` but Transformers does not recognize"),
+        ("no causal model", "is a t5 model, of which transformers"),
+        ("a layer more", r"lack the weights gpt_neox.layers.2.* and 9 more, which would be random"),
+    ],
+)
+def test_a_folder_that_is_no_whole_model_is_refused_in_a_line(
+    what: str, says: str, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, "gpt_neox")
+    spoil(folder, what)
+    with pytest.raises(UserError, match=says) as raised:
+        load_hugging_face(str(folder), device=CPU, precision="fp32", batch_tokens=500)
+    assert str(folder) in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_the_hub_without_a_network_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"^owner/model: .*; connect to the network, or") as raised:
+        load_hugging_face("owner/model", device=CPU, precision="fp32", batch_tokens=500)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def answer(rank: int, folder: Path) -> None:
+    """Write down a model's answers, as one of two processes; with rank -1 as the only one."""
+    if rank >= 0:
+        meeting = f"file://{folder}/meeting"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    save_tokenizer(folder / f"tokenizer{rank}")
+    subject = subject_of(random_model("llama"), Tokenizer.load(folder / f"tokenizer{rank}"))
+    scores = [vars(score) for score in subject.score(random_requests())]
+    texts = subject.generate(prompts())
+    (folder / f"rank{rank}.json").write_text(json.dumps([scores, texts]))
+    if rank >= 0:
+        dist.destroy_process_group()
+
+
+def answer_second(_: int, folder: Path, n_threads: int) -> None:
+    torch.set_num_threads(n_threads)  # sums of other lengths would round otherwise
+    answer(1, folder)
+
+
+def test_two_processes_give_exactly_what_one_does(tmp_path: Path) -> None:
+    answer(-1, tmp_path)
+    other = mp.spawn(answer_second, args=(tmp_path, torch.get_num_threads()), nprocs=1, join=False)
+    answer(0, tmp_path)
+    other.join()
+    results = [(tmp_path / f"rank{rank}.json").read_text() for rank in (-1, 0, 1)]
+    assert results[0] == results[1] == results[2]
+    assert len(json.loads(results[0])[0]) == len(random_requests())
