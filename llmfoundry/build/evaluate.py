@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from llmfoundry.build.eval_budget import EvalBudget
 from llmfoundry.build.job import Job
 from llmfoundry.data.loader import validation_batches
-from llmfoundry.gauntlet.categories import GauntletResult
-from llmfoundry.gauntlet.gauntlet import Gauntlet
+from llmfoundry.gauntlet.gauntlet import Answered, Asking, Gauntlet
+from llmfoundry.gauntlet.own_model import OwnModel
+from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.validation import validate
+
+Record = Callable[[int, GauntletResult, list[Answered]], None]
 
 
 def eval_rows(recipe: TrainRecipe, microbatch: int) -> int:
@@ -23,60 +28,135 @@ def eval_rows(recipe: TrainRecipe, microbatch: int) -> int:
 
 
 def build_evaluate(
-    job: Job, config: EvalConfig, *, rows: int, record: Callable[[int, GauntletResult], None]
+    job: Job,
+    config: EvalConfig,
+    *,
+    rows: int,
+    record: Record,
+    generate: bool = False,
+    resumed: bool = False,
 ) -> Callable[[int], dict[str, float]]:
     """A function of the batch number that measures the model and returns metrics.
 
     Gauntlet files are read here, so that their mistakes show before the first step. Every process
-    must call the function; `record` is given the gauntlet's whole result.
+    must call the function.
+
+    Args:
+        job: the run.
+        config: what is measured.
+        rows: rows of max_seq_len evaluated at a time.
+        record: given the gauntlet's whole result, and what was asked and answered.
+        generate: what an unset `icl_generate` means.
+        resumed: the run goes on after an earlier one, and asks the same rows.
     """
-    gauntlet = build_gauntlet(job, config)
-    token_bytes = torch.from_numpy(job.tokenizer.token_bytes()).to(job.world.device)
-    padding = job.recipe.model.vocab_size or 0
-    token_bytes = torch.nn.functional.pad(token_bytes, (0, padding - len(token_bytes)))
-    device, autocast = job.world.device, job.autocast
+    gauntlet = build_gauntlet(job, config, generate=generate)
+    subject, budget = build_subject(job, config, rows), None
+    if gauntlet is not None and config.icl_max_fraction is not None:
+        folder = Path(job.recipe.save_folder or ".")
+        budget = EvalBudget(config.icl_max_fraction, folder, job.world, job.note, resumed=resumed)
+    measure_text = build_validation(job, config, rows) if config.validation else dict
 
     def evaluate(batch: int) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if config.validation:
-            batches = validation_batches(
-                job.prepared.validation,
-                seq_len=job.recipe.max_seq_len,
-                eos_id=job.tokenizer.eos_id,
-                batch_size=rows,
-                rank=job.world.rank,
-                world_size=job.world.size,
-                max_rows=config.validation_rows,
-                attend_across_documents=job.recipe.data.attend_across_documents,
-            )
-            metrics |= validate(job.root, batches, token_bytes, device=device, autocast=autocast)
+        metrics: dict[str, float] = measure_text()
         if gauntlet is not None:
-            result = gauntlet.run(
-                job.root,
-                device=device,
-                batch_rows=rows,
-                autocast=autocast,
-                rank=job.world.rank,
-                world_size=job.world.size,
-            )
+            share = 1.0 if budget is None else budget.share(gauntlet, subject)
+            result, answers = gauntlet.run(subject, share=share)
             metrics |= result.metrics()
-            record(batch, result)
+            record(batch, result, answers)
+        if budget is not None:
+            budget.restart()
         return metrics
 
     return torch.no_grad()(evaluate)
 
 
-def build_gauntlet(job: Job, config: EvalConfig) -> Gauntlet | None:
+def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], dict[str, float]]:
+    """A function that measures the loss on the held-out documents."""
+    token_bytes = torch.from_numpy(job.tokenizer.token_bytes()).to(job.world.device)
+    padding = job.recipe.model.vocab_size or 0
+    token_bytes = torch.nn.functional.pad(token_bytes, (0, padding - len(token_bytes)))
+
+    def measure() -> dict[str, float]:
+        batches = validation_batches(
+            job.prepared.validation,
+            seq_len=job.recipe.max_seq_len,
+            eos_id=job.tokenizer.eos_id,
+            batch_size=rows,
+            rank=job.world.rank,
+            world_size=job.world.size,
+            max_rows=config.validation_rows,
+            attend_across_documents=job.recipe.data.attend_across_documents,
+        )
+        return validate(
+            job.root, batches, token_bytes, device=job.world.device, autocast=job.autocast
+        )
+
+    return measure
+
+
+def build_subject(job: Job, config: EvalConfig, rows: int) -> OwnModel:
+    """The run's model, to be asked."""
+    return OwnModel(
+        job.root,
+        job.tokenizer,
+        seq_len=config.icl_seq_len or job.recipe.max_seq_len,
+        device=job.world.device,
+        batch_tokens=rows * job.recipe.max_seq_len,
+        autocast=job.autocast,
+        rank=job.world.rank,
+        world_size=job.world.size,
+    )
+
+
+def build_gauntlet(job: Job, config: EvalConfig, *, generate: bool) -> Gauntlet | None:
     """The in-context tasks, read and tokenised; None where the recipe names none."""
+    asking = Asking(job.tokenizer, seq_len=job.recipe.max_seq_len)
+    return read_tasks(
+        config,
+        asking,
+        generate=generate,
+        validation_texts=job.prepared.validation_texts,
+        cache_folder=job.recipe.data.cache_folder,
+        note=job.note,
+    )
+
+
+def read_tasks(
+    config: EvalConfig,
+    asking: Asking,
+    *,
+    generate: bool,
+    validation_texts: Callable[[], list[str]] | None,
+    cache_folder: str,
+    note: Callable[[str], None],
+) -> Gauntlet | None:
+    """The recipe's gauntlet, with what the recipe says of how to ask; None where it names none.
+
+    Args:
+        config: what is measured.
+        asking: the model's side of it: tokenizer, longest input, special tokens.
+        generate: what an unset `icl_generate` means.
+        validation_texts: the run's held-out documents; None: there is no run.
+        cache_folder: the recipe's.
+        note: told what a reader must know.
+    """
     if config.gauntlet is None:
         return None
     gauntlet = Gauntlet(
         find_file(config.gauntlet, "eval.gauntlet"),
-        job.tokenizer,
-        seq_len=job.recipe.max_seq_len,
-        validation_texts=job.prepared.validation_texts,
-        max_rows=config.icl_rows,
+        Asking(
+            asking.tokenizer,
+            seq_len=config.icl_seq_len or asking.seq_len,
+            bos_ids=asking.bos_ids,
+            prompts=config.icl_prompts or "native",
+            rows=config.icl_rows,
+            generate=generate if config.icl_generate is None else config.icl_generate,
+            allow_missing=bool(config.icl_allow_missing),
+        ),
+        validation_texts=validation_texts,
+        cache_folder=Path(cache_folder).expanduser() / "prompts",
+        say=note,
     )
     for problem in gauntlet.problems:
-        job.note(problem)
+        note(problem)
     return gauntlet

@@ -19,7 +19,8 @@ from llmfoundry.data.prepare import Prepared, prepare
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
-from llmfoundry.gauntlet.categories import GauntletResult
+from llmfoundry.gauntlet.gauntlet import Answered
+from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.models.counts import active_parameter_count, flops_per_token, peak_flops
 from llmfoundry.models.decoder import Root
 from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
@@ -82,7 +83,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
     loader = build_loader(job)
     state = fill_weights(job, start, optimizer, identity, loader)
 
-    def record(batch: int, result: GauntletResult) -> None:
+    def record(batch: int, result: GauntletResult, _: list[Answered]) -> None:
         tracker.gauntlet(batch, result.to_json())
         tracker.console.table(result.table())
 
@@ -100,7 +101,11 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         tracker=tracker,
         checkpointer=build_checkpointer(written, job),
         evaluate=build_evaluate(
-            job, recipe.eval, rows=eval_rows(recipe, microbatch), record=record
+            job,
+            recipe.eval,
+            rows=eval_rows(recipe, microbatch),
+            record=record,
+            resumed=state["batch"] > 0,
         ),
         identity=identity,
         callbacks=build_callbacks(job, state.get("callbacks", {})),

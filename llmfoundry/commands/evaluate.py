@@ -1,45 +1,120 @@
-"""`scripts/eval.py`: measure a checkpoint as its run would."""
+"""`scripts/eval.py`: examine checkpoints, Hugging Face models and endpoints, side by side.
+
+One model after another; each has a folder with results.json and rows.jsonl, and one page shows
+them all.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.build.evaluate import build_evaluate, eval_rows
+from llmfoundry.build.evaluate import build_evaluate, eval_rows, read_tasks
 from llmfoundry.build.job import Job
-from llmfoundry.build.start import Loaded, load_checkpoint
+from llmfoundry.build.start import load_checkpoint
+from llmfoundry.build.subjects import Outside, is_outside, open_outside
 from llmfoundry.build.trainer import memory_of_process
 from llmfoundry.data.prepare import prepare
+from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch
-from llmfoundry.gauntlet.categories import GauntletResult
+from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
+from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.parallel.launch import World, join, relaunch
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.tasks import EvalRecipe
 from llmfoundry.track.console import Console
+from llmfoundry.track.eval_page import write_eval_page
+from llmfoundry.track.eval_session import log_evaluation
 from llmfoundry.track.loggers import write_json
+
+PAGE = "gauntlet.html"
+
+
+@dataclass
+class Examined:
+    """What was found out about one model.
+
+    Attributes:
+        name: in tables and on the page.
+        folder: where it is written down.
+        results: results.json.
+        answers: what the gauntlet asked, and what was answered.
+        batch: of a checkpoint; 0 elsewhere.
+        logger: where metrics go as well; None: nowhere.
+    """
+
+    name: str
+    folder: Path
+    results: dict[str, Any]
+    answers: list[Answered]
+    batch: int = 0
+    logger: LoggerConfig | None = None
+
+    def write(self) -> None:
+        """results.json, rows.jsonl and the page, and the loggers'; of the main process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "results.json", self.results)
+        if self.answers:
+            with (self.folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+                for part in self.answers:
+                    file.writelines(f"{line}\n" for line in part.lines())
+            write_eval_page(self.folder / PAGE, [(self.name, self.results["gauntlet"])])
 
 
 def evaluate(recipe: EvalRecipe) -> None:
-    """Print the gauntlet's table and the validation loss, and write results.json."""
-    assert recipe.checkpoint is not None
+    """Print each model's table, and write results.json, rows.jsonl and the page.
+
+    Raises:
+        UserError: a model, the gauntlet or its rows cannot be used; found before anything runs for
+            the model that it concerns. What was found out about models before it is kept.
+    """
     relaunch(ParallelConfig())
     with join(ParallelConfig()) as world:
         console = Console(is_main=world.is_main)
-        loaded = load_checkpoint(
-            recipe.checkpoint, world, note=console.note, precision=recipe.precision
-        )
-        results = _measure(recipe, loaded, world, console)
-        if world.is_main:
-            file = _output(recipe, loaded)
-            write_json(file, results)
-            shown = [(k, f"{v:.4f}") for k, v in results["metrics"].items() if "metrics/eval" in k]
-            console.finish([*shown, ("checkpoint", show(loaded.folder)), ("results", show(file))])
+        examined: list[Examined] = []
+        for model in recipe.all_models():
+            look = _outside if is_outside(model) else _checkpoint
+            found = look(recipe, model, world, console)
+            if world.is_main:
+                found.write()
+                if found.logger is not None:
+                    log_evaluation(found, found.logger, note=console.note, warn=console.warn)
+                _tell(console, found)
+            examined.append(found)
+        if world.is_main and len(examined) > 1:
+            _compare(recipe, examined, console)
 
 
-def _measure(recipe: EvalRecipe, loaded: Loaded, world: World, console: Console) -> dict[str, Any]:
-    """Metrics and the gauntlet's whole result; every process takes part."""
+def _tell(console: Console, found: Examined) -> None:
+    metrics: Mapping[str, float] = found.results["metrics"]
+    shown = [(key, f"{value:.4f}") for key, value in metrics.items() if "metrics/eval/" in key]
+    page = [("page", show(found.folder / PAGE))] * bool(found.answers)
+    results = ("results", show(found.folder / "results.json"))
+    console.finish([*shown, ("model", found.name), results, *page])
+
+
+def _compare(recipe: EvalRecipe, examined: Sequence[Examined], console: Console) -> None:
+    """A page with all of them."""
+    parts = [(e.name, e.results["gauntlet"]) for e in examined if e.results["gauntlet"]]
+    if len(parts) < 2:
+        return
+    folder = Path(recipe.output).expanduser() if recipe.output else Path("runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_eval_page(folder / PAGE, parts)
+    console.finish([("models", str(len(parts))), ("side by side", show(folder / PAGE))])
+
+
+def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -> Examined:
+    """One of our own, measured as its run would."""
+    loaded = load_checkpoint(path, world, note=console.note, precision=recipe.precision)
     run = dataclasses.replace(
         loaded.recipe,
         precision=recipe.precision or loaded.recipe.precision,
@@ -51,28 +126,70 @@ def _measure(recipe: EvalRecipe, loaded: Loaded, world: World, console: Console)
     )
     prepared = prepare(run.data, loaded.tokenizer, progress=world.is_main)
     job = Job(run, world, loaded.tokenizer, prepared, loaded.root, rows, console.note)
-    gauntlet: dict[str, Any] = {}
+    found: dict[str, Any] = {"gauntlet": {}}
+    answered: list[Answered] = []
 
-    def record(batch: int, result: GauntletResult) -> None:
-        gauntlet.update(result.to_json())
+    def record(batch: int, result: GauntletResult, answers: list[Answered]) -> None:
+        found["gauntlet"] = result.to_json()
+        answered.extend(answers)
         console.table(result.table())
 
-    config = recipe.eval or run.eval
-    measure = build_evaluate(job, config, rows=eval_rows(run, rows), record=record)
+    config = dataclasses.replace(recipe.eval or run.eval, icl_max_fraction=None)
+    measure = build_evaluate(job, config, rows=eval_rows(run, rows), record=record, generate=True)
     batch = int(loaded.state["batch"])
-    return {
-        "checkpoint": show(loaded.folder),
-        "time/batch": batch,
-        "metrics": measure(batch),
-        "gauntlet": gauntlet,
+    metrics = measure(batch)
+    folder = _folder(recipe, path, loaded.folder.parents[1] / "eval" / loaded.folder.name)
+    results = {"checkpoint": show(loaded.folder), "time/batch": batch, "metrics": metrics, **found}
+    name = f"{loaded.folder.parents[1].name} {loaded.folder.name}"
+    logger = recipe.logger or run.logger
+    return Examined(name, folder, results, answered, batch, logger if logger.mlflow else None)
+
+
+def _outside(recipe: EvalRecipe, model: str, world: World, console: Console) -> Examined:
+    """A Hugging Face model or an endpoint: the gauntlet alone."""
+    config = recipe.eval or EvalConfig()
+    if config.gauntlet is None:
+        raise UserError(
+            f"eval: {model} has no run that says what to measure; write eval=v0.3, another choice"
+            " of yamls/eval, or eval.gauntlet=FILE"
+        )
+    outside = open_outside(model, recipe, world)
+    gauntlet = _tasks(config, outside, recipe, console.note)
+    started = time.perf_counter()
+    result, answers = gauntlet.run(outside.subject)
+    console.table(result.table())
+    for note in outside.notes():
+        console.note(f"{model}: {note}")
+    results = {
+        "model": model,
+        "seconds": time.perf_counter() - started,
+        "metrics": result.metrics(),
+        "gauntlet": result.to_json(),
     }
+    plain = re.sub(r"[^\w.-]+", "_", model).strip("_")
+    folder = _folder(recipe, model, Path("runs") / plain / "eval")
+    return Examined(model, folder, results, answers, logger=recipe.logger)
 
 
-def _output(recipe: EvalRecipe, loaded: Loaded) -> Path:
-    """Where results go: the recipe's choice, else runs/<name>/eval/<checkpoint>/results.json."""
+def _tasks(
+    config: EvalConfig, outside: Outside, recipe: EvalRecipe, note: Callable[[str], None]
+) -> Gauntlet:
+    gauntlet = read_tasks(
+        config,
+        outside.asking,
+        generate=True,
+        validation_texts=None,
+        cache_folder=recipe.cache_folder,
+        note=note,
+    )
+    assert gauntlet is not None
+    return gauntlet
+
+
+def _folder(recipe: EvalRecipe, model: str, default: Path) -> Path:
+    """The recipe's choice, with a folder for each of several models; else beside the model."""
     if recipe.output is None:
-        folder = loaded.folder.parents[1] / "eval" / loaded.folder.name
-    else:
-        folder = Path(recipe.output).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / "results.json"
+        return default
+    folder = Path(recipe.output).expanduser()
+    models = recipe.all_models()
+    return folder if len(models) == 1 else folder / f"{models.index(model) + 1}"

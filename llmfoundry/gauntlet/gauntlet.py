@@ -1,4 +1,4 @@
-"""`Gauntlet`: a file of tasks, read and tokenised once, run on a model any number of times.
+"""`Gauntlet`: a file of tasks, read and tokenised once, put to a model any number of times.
 
 The trainer and `scripts/eval.py` make one before the first step, so that every mistake in the file
 or its rows shows then, and call `run` whenever an evaluation is due.
@@ -6,155 +6,354 @@ or its rows shows then, and call `run` whenever an evaluation is due.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.answers import empty_aliases
 from llmfoundry.gauntlet.categories import (
-    GauntletResult,
-    TaskResult,
     combine,
     grade,
     missing_benchmarks,
     wrong_baselines,
 )
 from llmfoundry.gauntlet.continuations import heldout_rows
-from llmfoundry.gauntlet.prompts import Question, questions
-from llmfoundry.gauntlet.rows import Row, chance, majority, read_rows
-from llmfoundry.gauntlet.score import Autocast, score_requests
-from llmfoundry.gauntlet.tasks import METRICS, TaskConfig, find, read_gauntlet
+from llmfoundry.gauntlet.harness import PREFIX, HarnessResult, HarnessTasks
+from llmfoundry.gauntlet.prompt_cache import cached_questions
+from llmfoundry.gauntlet.questions import Question, Request, Row, Score, Subject
+from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
+from llmfoundry.gauntlet.rows import chance, load_rows, majority, rows_hash
+from llmfoundry.gauntlet.sources import RowsNotFound
+from llmfoundry.gauntlet.subset import part_of, row_order
+from llmfoundry.gauntlet.tasks import METRICS, EvalGauntlet, TaskConfig, read_gauntlet
 
 if TYPE_CHECKING:
     from llmfoundry.data.tokenizer import Tokenizer
 
+GENERATION = "generation_task_with_answers"
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How tasks are put to a model.
+
+    Attributes:
+        tokenizer: the model's.
+        seq_len: longest input in tokens; a task may have a smaller one.
+        prompts: native or foundry; see recipe/eval.py.
+        bos_ids: special tokens before every text.
+        rows: rows of each task; None: all.
+        generate: write the answers of generation tasks.
+        allow_missing: tasks without rows are left out, and said to be.
+    """
+
+    tokenizer: Tokenizer
+    seq_len: int
+    prompts: str = "native"
+    bos_ids: tuple[int, ...] = ()
+    rows: int | None = None
+    generate: bool = True
+    allow_missing: bool = False
+
 
 @dataclass(frozen=True)
 class _Ready:
-    """A task with one number of worked examples, tokenised."""
+    """A task with one number of worked examples, tokenised.
 
+    Attributes:
+        task: what the questions are of.
+        blank: its result before a model is known; of all questions.
+        questions: those that may be asked, the first of the order in front.
+    """
+
+    task: TaskConfig
     blank: TaskResult
     questions: list[Question]
+
+    def part(self, share: float) -> _Ready:
+        """The same with a share of the questions."""
+        asked = self.questions[: part_of(len(self.questions), share)]
+        return _Ready(self.task, _sized(self.blank, asked), asked)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A share of each task's questions, and all their requests."""
+
+    share: float
+    parts: list[_Ready]
+    requests: list[Request]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A task's questions and what a model said.
+
+    Attributes:
+        task: what the questions are of.
+        num_fewshot: worked examples of each.
+        questions: those asked.
+        scores: for each question those of its requests; of no request where there are only texts.
+        texts: what was written for each question; None: nothing was.
+    """
+
+    task: TaskConfig
+    num_fewshot: int
+    questions: list[Question]
+    scores: list[list[Score]]
+    texts: list[str] | None
+
+    def lines(self) -> Iterator[str]:
+        """Of rows.jsonl."""
+        yield from rows_lines(self.task, self.num_fewshot, self.questions, self.scores, self.texts)
 
 
 class Gauntlet:
     """Tasks ready to be asked.
 
     Attributes:
-        problems: what a reader must know before any run: benchmarks without a task (their category
-            will be n/a) and baselines that the rows contradict.
-        n_tokens: tokens of all inputs, equal ones counted once, padding not counted.
+        problems: what a reader must know before any run: tasks without rows and benchmarks without
+            a task (their categories will be n/a), baselines that the rows contradict, keys that
+            have no effect.
     """
 
     def __init__(
         self,
         path: Path,
-        tokenizer: Tokenizer,
+        asking: Asking,
         *,
-        seq_len: int,
-        validation_texts: Callable[[], list[str]],
-        max_rows: int | None = None,
+        validation_texts: Callable[[], list[str]] | None,
+        cache_folder: Path,
+        say: Callable[[str], None],
     ) -> None:
         """Read, check and tokenise everything.
 
         Args:
             path: the gauntlet file.
-            tokenizer: the model's.
-            seq_len: longest input in tokens, and the length of packed rows.
-            validation_texts: the run's held-out documents; called if a task is made from them.
-            max_rows: rows of each task, from the first; unset: all of them.
+            asking: how tasks are put.
+            validation_texts: the run's held-out documents, called if a task is made from them;
+                None: the model has no run.
+            cache_folder: where prompts are kept for the next time.
+            say: told when a cached file is damaged.
 
         Raises:
             UserError: every mistake in the file, or the first kind of mistake in a task's rows.
         """
-        self._file = read_gauntlet(path)
-        self._seq_len, self._eos_id = seq_len, tokenizer.eos_id
+        self._file, self._asking = read_gauntlet(path), asking
+        self._texts, self._cache, self._say = validation_texts, cache_folder, say
         self._ready: list[_Ready] = []
+        self._harness: list[tuple[TaskConfig, int, HarnessTasks]] = []
+        self._hollow: list[str] = []  # notes about aliases that nothing can match
+        missing: list[str] = []
         for task in self._file.tasks:
-            rows = self._rows(task, validation_texts)
-            for shots in task.num_fewshot:
-                asked = questions(rows, task, shots, tokenizer, seq_len=seq_len, max_rows=max_rows)
-                blank = self._blank(task, shots, rows[:max_rows], asked)
-                self._ready.append(_Ready(blank, asked))
+            if task.dataset_uri.startswith(PREFIX):
+                self._harness += _harness_tasks(task, asking.rows)
+                continue
+            try:
+                self._ready += self._prepare(task)
+            except RowsNotFound as error:
+                missing += error.problems
+        if missing and not asking.allow_missing:
+            raise UserError(*missing)
         blanks = [ready.blank for ready in self._ready]
-        self._wrong_baselines = list(wrong_baselines(self._file.gauntlet, blanks))
-        self.problems = [*missing_benchmarks(self._file.gauntlet, blanks), *self._wrong_baselines]
-        self._requests = [r for t in self._ready for q in t.questions for r in q.requests]
-        self.n_tokens = sum(map(len, {request.tokens for request in self._requests}))
+        self._baselines = list(wrong_baselines(self._file.gauntlet, blanks))
+        planned = [*blanks, *(_planned(task, shots) for task, shots, _ in self._harness)]
+        lost = [*missing, *missing_benchmarks(self._file.gauntlet, planned)]
+        lost += _unknown_chance(self._file.gauntlet, {task.label for task, *_ in self._harness})
+        self.problems = [*self._file.notes, *lost, *self._hollow, *self._baselines]
+        self._chosen: _Chosen | None = None
 
-    def run(
-        self,
-        root: nn.Module,
-        *,
-        device: torch.device,
-        batch_rows: int,
-        autocast: Autocast = nullcontext,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> GauntletResult:
-        """Ask everything; the same result on every rank, all of which must call it.
+    def tokens(self, share: float = 1.0) -> int:
+        """Tokens of all inputs, as many as without shared beginnings."""
+        return sum(part.blank.tokens for part in self._choose(share).parts)
+
+    def run(self, subject: Subject, *, share: float = 1.0) -> tuple[GauntletResult, list[Answered]]:
+        """Ask everything; the same result on every process, all of which must call it.
 
         Args:
-            root: `Root`, as it is or wrapped by DDP or FSDP.
-            device: where it is.
-            batch_rows: rows of seq_len tokens in a forward pass at most.
-            autocast: makes the context of the forward pass; unset: none.
-            rank: this process.
-            world_size: number of processes.
+            subject: who is asked.
+            share: of each task's questions, the first of a fixed order.
         """
-        scores = iter(
-            score_requests(
-                root,
-                self._requests,
-                seq_len=self._seq_len,
-                eos_id=self._eos_id,
-                device=device,
-                batch_rows=batch_rows,
-                autocast=autocast,
-                rank=rank,
-                world_size=world_size,
-            )
+        started, before = time.perf_counter(), subject.tokens_computed
+        chosen = self._choose(share)
+        results, answered = [], []
+        for part, scores in zip(chosen.parts, _scores(subject, chosen), strict=True):
+            result, answers = self._answer(subject, part, scores)
+            results.append(result)
+            answered.append(answers)
+        for task, shots, harness in self._harness:
+            results += self._examine(subject, task, shots, harness)
+        cost = Cost(
+            subject.tokens_computed - before,
+            self.tokens(share),
+            time.perf_counter() - started,
         )
-        results = []
-        for ready in self._ready:
-            answers = [[next(scores) for _ in q.requests] for q in ready.questions]
-            results.append(grade(ready.blank, ready.questions, answers))
-        return combine(results, self._file.gauntlet, self._wrong_baselines)
+        return combine(results, self._file.gauntlet, self._baselines, cost=cost), answered
 
-    def _rows(self, task: TaskConfig, validation_texts: Callable[[], list[str]]) -> list[Row]:
-        if task.dataset_uri.startswith("heldout://"):
-            return heldout_rows(task, validation_texts())
-        place = f"{self._file.path}: icl_tasks: {task.label}: dataset_uri"
-        if "://" in task.dataset_uri:
-            raise UserError(
-                f"{place}: {task.dataset_uri}: only files on this machine and"
-                " heldout://continuations can be read; download it and write its path"
+    def _choose(self, share: float) -> _Chosen:
+        """Kept, so that a subject meets the same list of requests every time."""
+        if self._chosen is None or self._chosen.share != share:
+            parts = [ready.part(share) for ready in self._ready]
+            requests = [r for part in parts for q in part.questions for r in q.requests]
+            self._chosen = _Chosen(share, parts, requests)
+        return self._chosen
+
+    def _answer(
+        self, subject: Subject, part: _Ready, scores: list[list[Score]]
+    ) -> tuple[TaskResult, Answered]:
+        """A task's result; texts are written here where they are wanted."""
+        prompts = [question.prompt for question in part.questions if question.prompt is not None]
+        texts, failure = None, None
+        if prompts and (self._asking.generate or not subject.can_score):
+            try:
+                texts = subject.generate(prompts)
+            except FloatingPointError as error:
+                failure = str(error)
+        answers = Answered(part.task, part.blank.num_fewshot, part.questions, scores, texts)
+        if failure is not None:
+            return dataclasses.replace(part.blank, failure=failure), answers
+        return grade(part.blank, part.task, part.questions, scores, texts), answers
+
+    def _examine(
+        self, subject: Subject, task: TaskConfig, shots: int, harness: HarnessTasks
+    ) -> list[TaskResult]:
+        """Results of a task of lm-evaluation-harness, under the name that the file gives it."""
+        asking = self._asking
+        found = harness.run(
+            subject, asking.tokenizer, seq_len=asking.seq_len, bos_ids=asking.bos_ids
+        )
+        alone = len(found) == 1
+        return [_from_harness(part, task.label if alone else part.label, shots) for part in found]
+
+    def _prepare(self, task: TaskConfig) -> Iterator[_Ready]:
+        """The task with each of its numbers of worked examples."""
+        asking, rows = self._asking, self._rows(task)
+        self._hollow += empty_aliases(rows, task) if task.icl_task_type == GENERATION else []
+        order = row_order(rows)[: asking.rows]
+        places = {index: place for place, index in enumerate(sorted(order))}
+        for shots in task.num_fewshot:
+            asked = cached_questions(
+                rows,
+                task,
+                shots,
+                asking.tokenizer,
+                mode=asking.prompts,
+                seq_len=min(asking.seq_len, task.max_seq_len or asking.seq_len),
+                folder=self._cache,
+                say=self._say,
+                keep=sorted(order),
+                bos_ids=asking.bos_ids,
             )
-        return read_rows(find(task.dataset_uri, beside=self._file.path, key=place), task)
+            asked = [asked[places[index]] for index in order]
+            yield _Ready(task, _sized(self._blank(task, shots, rows), asked), asked)
 
-    def _blank(
-        self, task: TaskConfig, shots: int, rows: list[Row], asked: list[Question]
-    ) -> TaskResult:
-        """What is known of a result before a model is."""
+    def _rows(self, task: TaskConfig) -> list[Row]:
+        if not task.dataset_uri.startswith("heldout://"):
+            return load_rows(task, gauntlet_path=self._file.path)
+        if self._texts is None:
+            raise RowsNotFound(
+                f"{self._file.path}: icl_tasks: {task.label}: {task.dataset_uri} is cut from a"
+                " run's held-out text, and this model has no run; leave the task out, or write"
+                " eval.icl_allow_missing=true"
+            )
+        return heldout_rows(task, self._texts())
+
+    def _blank(self, task: TaskConfig, shots: int, rows: list[Row]) -> TaskResult:
+        """What is known of a result before its questions are."""
         names = [
             category.name
             for category in self._file.gauntlet.categories
             if any((b.name, b.num_fewshot) == (task.label, shots) for b in category.benchmarks)
         ]
-        return TaskResult(
-            label=task.label,
-            num_fewshot=shots,
-            metric=METRICS[task.icl_task_type],
-            n=len(asked),
-            accuracy=None,
-            stderr=None,
+        return dataclasses.replace(
+            _planned(task, shots),
             chance=chance(rows),
             majority=majority(rows),
-            truncated=sum(question.truncated for question in asked),
             category=", ".join(names) or None,
+            mode=self._asking.prompts,
+            rows_hash=rows_hash(rows),
+            rows_total=len(rows),
         )
+
+
+def _scores(subject: Subject, chosen: _Chosen) -> list[list[list[Score]]]:
+    """For each task and question the scores of its requests; all in one go."""
+    parts = chosen.parts
+    if not subject.can_score and all(t.task.icl_task_type == GENERATION for t in parts):
+        return [[[] for _ in part.questions] for part in parts]
+    scores = iter(subject.score(chosen.requests))
+    return [[[next(scores) for _ in q.requests] for q in part.questions] for part in parts]
+
+
+def _harness_tasks(
+    task: TaskConfig, limit: int | None
+) -> Iterator[tuple[TaskConfig, int, HarnessTasks]]:
+    """A task of lm-evaluation-harness with each of its numbers of worked examples."""
+    for shots in task.num_fewshot:
+        yield task, shots, HarnessTasks([task.dataset_uri], num_fewshot=shots, limit=limit)
+
+
+def _unknown_chance(gauntlet: EvalGauntlet, labels: set[str]) -> Iterator[str]:
+    """A line for each benchmark of the harness (its tasks' labels) whose baseline nobody knows."""
+    for category in gauntlet.categories:
+        for benchmark in category.benchmarks:
+            if benchmark.name in labels and benchmark.random_baseline is None:
+                yield (
+                    f"{category.name}: {benchmark.name}: guessing counts as 0 right: the harness"
+                    " does not say what it scores; write its random_baseline"
+                )
+
+
+def _planned(task: TaskConfig, shots: int) -> TaskResult:
+    """A result that nothing is known of."""
+    return TaskResult(
+        label=task.label,
+        num_fewshot=shots,
+        metric=METRICS.get(task.icl_task_type, ""),
+        n=0,
+        accuracy=None,
+        stderr=None,
+        chance=0.0,
+        majority=0.0,
+    )
+
+
+def _sized(blank: TaskResult, asked: Sequence[Question]) -> TaskResult:
+    """`blank` for these questions."""
+    return dataclasses.replace(
+        blank,
+        n=len(asked),
+        truncated=sum(question.truncated for question in asked),
+        dropped=sum(question.dropped for question in asked),
+        tokens=sum(len(request.tokens) for q in asked for request in q.requests),
+    )
+
+
+def _from_harness(found: HarnessResult, label: str, shots: int) -> TaskResult:
+    """A harness task as a member of the gauntlet; guessing's accuracy is the file's to say."""
+    best = found.accuracy
+    name, value, error = best if best is not None else ("", None, None)
+    values = {key: value for key, (value, _) in found.metrics.items()}
+    errors = {key: error for key, (_, error) in found.metrics.items() if error is not None}
+    failure = found.failure
+    if best is None and failure is None:
+        failure = "lm-evaluation-harness gives no accuracy for it"
+    return TaskResult(
+        label=label,
+        num_fewshot=shots,
+        metric=name,
+        n=found.n,
+        accuracy=value,
+        stderr=error,
+        chance=0.0,
+        majority=0.0,
+        truncated=found.truncated,
+        failure=failure,
+        metrics=values,
+        stderrs=errors,
+        mode="lm_eval",
+    )

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llmfoundry.recipe.checks import at_least
+from llmfoundry.recipe.checks import at_least, inert, one_of
+
+PROMPTS = ("native", "foundry")
+ICL_KEYS = (
+    "icl_rows",
+    "icl_seq_len",
+    "icl_prompts",
+    "icl_generate",
+    "icl_allow_missing",
+    "icl_max_fraction",
+)
 
 
 @dataclass
@@ -19,13 +29,36 @@ class EvalConfig:
     gauntlet: str | None = None
     """A gauntlet file, such as eval/gauntlets/generated.yaml; unset: none."""
     icl_rows: int | None = None
-    """Rows of each task, from the first; unset: all of them."""
+    """Rows of each task: always the same, chosen by their content, and as many of each category as
+    it has its share of; unset: all of them."""
+    icl_seq_len: int | None = None
+    """Longest input of a task in tokens; unset: max_seq_len, or what the model reads at most."""
+    icl_prompts: str | None = None
+    """How rows become tokens. native: question and answer as one text, the same worked examples
+    for all rows. foundry: LLM Foundry's rules, for its numbers; unset: native."""
+    icl_generate: bool | None = None
+    """Write the answers of generation tasks. False: ask whether each token of the right answer is
+    the likeliest one, for a hundredth of the cost; unset: true in scripts/eval.py, else false."""
+    icl_allow_missing: bool | None = None
+    """Go on where the rows of a task are not there: its categories, and the averages over them, are
+    n/a; unset: false, a task without rows is a mistake."""
+    icl_max_fraction: float | None = None
+    """Share of a training run's wall time that tasks may take, such as 0.02: the first evaluation
+    finds how many rows that allows, and all later ones ask the same; unset: all rows."""
 
     def check(self, key: str = "eval.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from at_least(f"{key}validation_rows", self.validation_rows, 1)
         yield from at_least(f"{key}icl_rows", self.icl_rows, 1)
+        yield from at_least(f"{key}icl_seq_len", self.icl_seq_len, 2)
+        if self.icl_prompts is not None:
+            yield from one_of(f"{key}icl_prompts", self.icl_prompts, PROMPTS)
+        if self.icl_max_fraction is not None and not 0 < self.icl_max_fraction < 1:
+            yield (
+                f"{key}icl_max_fraction: {self.icl_max_fraction}; write a share of the wall time"
+                " between 0 and 1, such as 0.02"
+            )
         if not self.validation and self.validation_rows is not None:
             yield f"{key}validation_rows: has no effect with validation: false; remove it"
-        if self.gauntlet is None and self.icl_rows is not None:
-            yield f"{key}icl_rows: has no effect without a gauntlet; remove it"
+        if self.gauntlet is None:
+            yield from inert(key, self, list(ICL_KEYS), "without a gauntlet")

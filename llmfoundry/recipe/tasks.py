@@ -6,10 +6,11 @@ Each takes a `checkpoint`: a run's folder (its newest whole checkpoint) or one c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmfoundry.recipe.checks import at_least, inert, one_of
 from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.train import PRECISIONS, check_batch
 
 FORMATS = ("hf",)
@@ -23,22 +24,43 @@ def _needs_checkpoint(checkpoint: str | None) -> Iterator[str]:
 
 @dataclass
 class EvalRecipe:
-    """Evaluate a checkpoint as the run itself would."""
+    """Evaluate checkpoints as their runs would, and models from elsewhere."""
 
     checkpoint: str | None = None
     """A run's folder, or one checkpoint's."""
+    models: list[str] = field(default_factory=list)
+    """Models beside it, each of: a run's or a checkpoint's folder; a folder that transformers
+    saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an OpenAI-compatible server, such as
+    http://localhost:8000/v1#my-model, or chat:ADDRESS#MODEL, for generation tasks."""
     output: str | None = None
-    """Where results.json goes; unset: beside the checkpoint's run, eval/<batch>/."""
+    """Where results.json, rows.jsonl and gauntlet.html go; unset: beside the checkpoint's run,
+    eval/<batch>/, for others runs/<name>/eval/."""
     precision: str | None = None
-    """fp32 or amp_bf16; unset: the run's own."""
+    """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
     device_eval_batch_size: int | str = "auto"
     """Rows evaluated at a time."""
     eval: EvalConfig | None = None
     """What is measured (group eval/); unset: what the run measured."""
+    logger: LoggerConfig | None = None
+    """Where metrics go as well (group logger/); unset: MLflow where the run's went, for others
+    nowhere."""
+    cache_folder: str = "~/.cache/llmfoundry"
+    """For models without a run: where tokenised prompts are kept."""
+
+    def all_models(self) -> list[str]:
+        """`checkpoint` and `models`."""
+        return [*([self.checkpoint] if self.checkpoint is not None else []), *self.models]
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
-        yield from _needs_checkpoint(self.checkpoint)
+        if not self.models:
+            yield from _needs_checkpoint(self.checkpoint)
+        for model in {m for m in self.all_models() if self.all_models().count(m) > 1}:
+            yield f"models: {model} is there more than once; name each once"
+        if self.logger is not None:
+            yield from self.logger.check()
+        if self.eval is not None and self.eval.icl_max_fraction is not None:
+            yield "eval.icl_max_fraction: is of a training run's time; write eval.icl_rows here"
         if self.precision is not None:
             yield from one_of("precision", self.precision, PRECISIONS)
         yield from check_batch("device_eval_batch_size", self.device_eval_batch_size)

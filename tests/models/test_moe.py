@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmfoundry.gauntlet.prompts import Request
+from llmfoundry.gauntlet.questions import Request
 from llmfoundry.gauntlet.score import score_requests
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import MoE, move_biases
@@ -170,14 +170,14 @@ def test_what_fills_a_row_of_the_gauntlet_reaches_no_router() -> None:
     seen: list[int] = []
     router = model.blocks[0].ffn.router
     router.register_forward_hook(lambda m, i, out: seen.append(len(out)))
-    requests = [Request(tuple(range(1, n)), (n,)) for n in (4, 7, 12, 5)]
+    requests = [Request(tuple(range(n, 2 * n - 1)), (n,), "") for n in (4, 7, 12, 5)]
     scores = score_requests(
         Root(model),
         requests,
         seq_len=16,
         eos_id=0,
         device=torch.device("cpu"),
-        batch_rows=2,
+        batch_tokens=64,
         autocast=nullcontext,
     )
     assert sum(seen) == 3 + 6 + 11 + 4

@@ -1,0 +1,80 @@
+"""Models from outside of the house as the gauntlet's subjects: Hugging Face's, and endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.endpoint import Endpoint
+from llmfoundry.gauntlet.gauntlet import Asking
+from llmfoundry.gauntlet.questions import Subject
+from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.tasks import EvalRecipe
+
+HUGGING_FACE, CHAT, COMPLETIONS = "hf:", "chat:", ("http://", "https://")
+BATCH_TOKENS = 8192  # of a Hugging Face model at a time, where the recipe says nothing
+ENDPOINT_BYTES = 1 << 20  # of a prompt: the server knows what it reads at most, we do not
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A subject, and how it is asked.
+
+    Attributes:
+        subject: who is asked.
+        asking: its tokenizer and longest input.
+        notes: what it has to say about itself, after it was asked.
+    """
+
+    subject: Subject
+    asking: Asking
+    notes: Callable[[], list[str]]
+
+
+def is_outside(model: str) -> bool:
+    """Whether a model's name is that of none of our runs."""
+    folder = Path(model).expanduser()
+    return model.startswith((HUGGING_FACE, CHAT, *COMPLETIONS)) or (
+        (folder / "config.json").is_file()
+    )
+
+
+def open_outside(model: str, recipe: EvalRecipe, world: World) -> Outside:
+    """The model that a name stands for; see EvalRecipe.models.
+
+    Raises:
+        UserError: there is no such model, or it cannot be used.
+    """
+    if model.startswith((CHAT, *COMPLETIONS)):
+        return _endpoint(model)
+    import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
+    from llmfoundry.gauntlet.hugging_face import load_hugging_face
+
+    rows = recipe.device_eval_batch_size
+    seq_len = recipe.eval.icl_seq_len if recipe.eval is not None else None
+    subject, tokenizer = load_hugging_face(
+        model.removeprefix(HUGGING_FACE),
+        device=world.device,
+        precision=recipe.precision or "fp32",
+        batch_tokens=rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS,
+    )
+    asking = Asking(tokenizer, seq_len=subject.seq_len, bos_ids=tokenizer.bos_ids)
+    return Outside(subject, asking, lambda: subject.notes)
+
+
+def _endpoint(model: str) -> Outside:
+    """chat: or nothing, an address, # and the server's name of the model."""
+    address, _, name = model.removeprefix(CHAT).partition("#")
+    if not name:
+        raise UserError(
+            f"models: {model}: names no model; write ADDRESS#MODEL, such as"
+            " http://localhost:8000/v1#my-model"
+        )
+    # it takes text: tokens are bytes here, and only bound the length
+    tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
+    subject = Endpoint(address, name, chat=model.startswith(CHAT))
+    return Outside(subject, Asking(tokenizer, seq_len=ENDPOINT_BYTES), list)

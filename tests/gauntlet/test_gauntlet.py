@@ -1,0 +1,260 @@
+"""The whole path: a file of tasks, a model, a result; with the mistakes that a user can make."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.gauntlet import Asking, Gauntlet
+from llmfoundry.gauntlet.own_model import OwnModel
+from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.subset import part_of, row_order
+from llmfoundry.models.decoder import Decoder, Root
+from tests.models.test_decoder import make_config
+
+TOKENIZER = Tokenizer(bytes_backend(), END_OF_TEXT)
+CHOICES: list[dict[str, Any]] = [
+    {"query": f"{i} plus {i} is", "choices": [str(2 * i), str(2 * i + 1), str(i)], "gold": i % 3}
+    for i in range(1, 13)
+]
+SCHEMA = [
+    {"context_options": [f"the cat {i}", f"the dog {i}"], "continuation": "purrs", "gold": i % 2}
+    for i in range(8)
+]
+WRITTEN = [{"context": f"say {i}", "continuation": str(i)} for i in range(6)]
+GENERATED = [{"context": f"say {i}", "answer": str(i), "aliases": [f"{i}."]} for i in range(5)]
+TASKS = {
+    "choices": ("multiple_choice", CHOICES, 2),
+    "schema": ("schema", SCHEMA, 1),
+    "written": ("language_modeling", WRITTEN, 0),
+    "generated": ("generation_task_with_answers", GENERATED, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def root() -> Root:
+    model = Decoder(make_config(vocab_size=257, max_seq_len=128)).eval()
+    model.init_weights(3)
+    return Root(model)
+
+
+def subject(root: Root, *, batch_tokens: int = 512) -> OwnModel:
+    return OwnModel(
+        root,
+        TOKENIZER,
+        seq_len=128,
+        device=torch.device("cpu"),
+        batch_tokens=batch_tokens,
+        autocast=nullcontext,
+    )
+
+
+def write(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> Path:
+    """A gauntlet of one task of each type, in two categories."""
+    tasks = []
+    for label, (kind, rows, shots) in TASKS.items():
+        (folder / f"{label}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tasks.append(
+            {
+                "label": label,
+                "dataset_uri": f"{label}.jsonl",
+                "icl_task_type": kind,
+                "num_fewshot": [shots],
+            }
+        )
+    names = {"choosing": ["choices", "schema"], "writing": ["written", "generated"]}
+    categories = [
+        {"name": name, "benchmarks": [{"name": n, "num_fewshot": TASKS[n][2]} for n in members]}
+        for name, members in names.items()
+    ]
+    file = {"icl_tasks": tasks, "eval_gauntlet": {"categories": categories}}
+    if change is not None:
+        change(file)
+    path = folder / "gauntlet.yaml"
+    path.write_text(yaml.safe_dump(file))
+    return path
+
+
+def read(path: Path, **asking: Any) -> Gauntlet:
+    return Gauntlet(
+        path,
+        Asking(TOKENIZER, seq_len=128, **asking),
+        validation_texts=None,
+        cache_folder=path.parent / "cache",
+        say=print,
+    )
+
+
+def slow_choice(root: Root, context: str, choices: list[str]) -> list[float]:
+    """Mean log-probability of the tokens of " choice" after the context, one choice at a time."""
+    means = []
+    for choice in choices:
+        before = [TOKENIZER.eos_id, *TOKENIZER.encode(context)]
+        answer = TOKENIZER.encode(f" {choice}")
+        with torch.no_grad():
+            hidden = root.model(torch.tensor([before + answer]))
+            logprobs = root.model.head(hidden)[0].double().log_softmax(-1)
+        places = range(len(before) - 1, len(before) + len(answer) - 1)
+        lps = [logprobs[p, t].item() for p, t in zip(places, answer, strict=True)]
+        means.append(sum(lps) / len(lps))
+    return means
+
+
+def test_every_task_type_is_scored_and_averaged(tmp_path: Path, root: Root) -> None:
+    result, answers = read(write(tmp_path)).run(subject(root))
+    by_label = {task.label: task for task in result.tasks}
+    assert [by_label[label].n for label in TASKS] == [12, 8, 6, 5]
+    assert by_label["choices"].chance == pytest.approx(1 / 3)
+    assert all(task.failure is None for task in result.tasks)
+    scores = [
+        ((by_label["choices"].accuracy or 0) - 1 / 3) / (2 / 3),
+        ((by_label["schema"].accuracy or 0) - 1 / 2) / (1 / 2),
+    ]
+    assert result.categories["choosing"] == pytest.approx(sum(scores) / 2)
+    lines = [json.loads(line) for part in answers for line in part.lines()]
+    assert len(lines) == 12 * 3 + 8 * 2 + 6 + 5
+    assert {"text", "logprob"} <= set(lines[-1]), "a generated row has its text and its gold score"
+
+
+def test_zero_shot_choices_are_those_of_a_loop_over_single_texts(
+    tmp_path: Path, root: Root
+) -> None:
+    def zero(file: dict[str, Any]) -> None:
+        file["icl_tasks"] = [{**file["icl_tasks"][0], "num_fewshot": [0]}]
+        del file["eval_gauntlet"]
+
+    result, answers = read(write(tmp_path, zero)).run(subject(root))
+    expected = []
+    for row in CHOICES:
+        means = slow_choice(root, row["query"], row["choices"])
+        expected.append(means.index(max(means)) == row["gold"])
+    assert result.tasks[0].accuracy == sum(expected) / len(CHOICES)
+    found = {
+        q.row.contexts[0]: s for q, s in zip(answers[0].questions, answers[0].scores, strict=True)
+    }
+    for row in CHOICES:
+        means = slow_choice(root, row["query"], row["choices"])
+        sums = [score.logprob for score in found[str(row["query"])]]
+        lengths = [len(f" {choice}") for choice in row["choices"]]  # type: ignore[attr-defined]
+        assert sums == pytest.approx([m * n for m, n in zip(means, lengths, strict=True)], abs=1e-4)
+
+
+def test_scores_depend_on_neither_the_batch_nor_the_cache(tmp_path: Path, root: Root) -> None:
+    path = write(tmp_path)
+    lines = []
+    for batch_tokens in (64, 64, 8192):  # the second reads the prompts that the first has kept
+        _, answers = read(path).run(subject(root, batch_tokens=batch_tokens))
+        lines.append([json.loads(line) for part in answers for line in part.lines()])
+    assert lines[0] == lines[1], "to the last digit"
+    for a, b in zip(lines[0], lines[2], strict=True):
+        for name in ("logprob", "best_logprob"):
+            assert a.pop(name) == pytest.approx(b.pop(name), abs=1e-4)
+        assert a == b
+
+
+def test_a_model_that_outputs_nan_fails_each_task_by_name(tmp_path: Path) -> None:
+    model = Decoder(make_config(vocab_size=257, max_seq_len=128)).eval()
+    model.init_weights(3)
+    with torch.no_grad():
+        model.wte.weight.fill_(math.nan)
+    result, _ = read(write(tmp_path)).run(subject(Root(model)))
+    assert [task.accuracy for task in result.tasks] == [None] * 4
+    assert result.average is None and set(result.categories.values()) == {None}
+    for label in TASKS:
+        assert any(p.startswith(f"{label}/") and "failed" in p for p in result.problems), label
+
+
+def test_missing_rows_are_a_mistake_unless_they_are_allowed(tmp_path: Path, root: Root) -> None:
+    def lose(file: dict[str, Any]) -> None:
+        file["icl_tasks"][1]["dataset_uri"] = "nowhere.jsonl"
+
+    path = write(tmp_path, lose)
+    with pytest.raises(UserError, match=r"schema: dataset_uri: nothing at nowhere\.jsonl"):
+        read(path)
+    gauntlet = read(path, allow_missing=True)
+    assert any("nowhere.jsonl" in problem for problem in gauntlet.problems)
+    result, _ = gauntlet.run(subject(root))
+    assert result.categories["choosing"] is None and result.average is None
+    assert result.categories["writing"] is not None
+    assert any("schema/1-shot" in p and "n/a" in p for p in result.problems)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "'gold' is 2; write an index from 0"),
+        ('{"query": "a", "gold": 0}', "has no field 'choices'"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, line: str, reason: str) -> None:
+    path = write(tmp_path)
+    with (tmp_path / "choices.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert "choices.jsonl:13" in str(caught.value) and reason in str(caught.value)
+
+
+def test_prompts_longer_than_the_window_lose_examples_first(tmp_path: Path, root: Root) -> None:
+    def many(file: dict[str, Any]) -> None:
+        file["icl_tasks"] = [{**file["icl_tasks"][0], "num_fewshot": [9]}]
+        del file["eval_gauntlet"]
+
+    result, answers = read(write(tmp_path, many)).run(subject(root))
+    task = result.tasks[0]
+    assert task.dropped > 0 and task.truncated == 0
+    assert "examples dropped" in result.table()
+    assert all(len(r.tokens) <= 128 for q in answers[0].questions for r in q.requests)
+
+
+def test_answers_are_written_or_only_scored(tmp_path: Path, root: Root) -> None:
+    path = write(tmp_path)
+    written, scored = (
+        read(path, generate=on).run(subject(root))[0].tasks[3] for on in (True, False)
+    )
+    assert written.metric == "InContextLearningGenerationExactMatchAccuracy"
+    assert scored.metric == "TeacherForcedGreedyAccuracy"
+
+
+def test_a_share_asks_the_same_rows_each_time_and_fewer(tmp_path: Path, root: Root) -> None:
+    gauntlet, own = read(write(tmp_path)), subject(root)
+    whole, half, quarter = (gauntlet.run(own, share=share)[1] for share in (1.0, 0.5, 0.25))
+    for w, h, q in zip(whole, half, quarter, strict=True):
+        places = [[question.row.place for question in part.questions] for part in (w, h, q)]
+        assert places[0][: len(places[1])] == places[1] and places[1][: len(places[2])] == places[2]
+        assert len(places[1]) == part_of(len(places[0]), 0.5)
+    again = gauntlet.run(own, share=0.5)[1]
+    assert [list(a.lines()) for a in again] == [list(b.lines()) for b in half]
+
+
+def test_a_limit_takes_each_category_by_its_share() -> None:
+    rows = [Row((f"{i}",), ("a", "b"), 0, f"f:{i}", category="big") for i in range(90)]
+    rows += [Row((f"{i} s",), ("a", "b"), 0, f"g:{i}", category="small") for i in range(10)]
+    for n in (10, 20, 50):
+        chosen = [rows[i].category for i in row_order(rows)[:n]]
+        assert abs(chosen.count("small") - n / 10) <= 1
+    order = row_order(rows)
+    assert sorted(order) == list(range(100))
+    backwards = row_order(rows[::-1])
+    assert [rows[i] for i in order] == [rows[::-1][i] for i in backwards], (
+        "the file's order is no matter"
+    )
+
+
+def test_a_limit_is_a_subset_that_says_how_large_the_task_is(tmp_path: Path, root: Root) -> None:
+    path = write(tmp_path)
+    few, _ = read(path, rows=3).run(subject(root))
+    assert [(task.n, task.rows_total) for task in few.tasks] == [(3, 12), (3, 8), (3, 6), (3, 5)]
+    assert "3/12" in few.table()
