@@ -1,0 +1,177 @@
+"""The gauntlet in a run and after it, by the scripts, as a user would."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.tiny import losses, run, write_recipe
+
+TASKS = [
+    {
+        "label": "times",
+        "icl_task_type": "multiple_choice",
+        "num_fewshot": [1],
+        "dataset_uri": "times.jsonl",
+    },
+    {
+        "label": "lines",
+        "icl_task_type": "language_modeling",
+        "num_fewshot": [0],
+        "dataset_uri": "lines.jsonl",
+    },
+    {
+        "label": "say",
+        "icl_task_type": "generation_task_with_answers",
+        "num_fewshot": [0],
+        "dataset_uri": "say.jsonl",
+        "max_new_tokens": 4,
+    },
+]
+ROWS = {
+    "times": [
+        {"query": f"{i} times 3 is", "choices": [str(3 * i), str(2 * i), str(i)], "gold": 0}
+        for i in range(1, 41)
+    ],
+    "lines": [{"context": f"line {i} of", "continuation": "document"} for i in range(30)],
+    "say": [{"context": f"say {i}:", "answer": str(i)} for i in range(6)],
+}
+BENCHMARKS = [{"name": t["label"], "num_fewshot": t["num_fewshot"][0]} for t in TASKS]  # type: ignore[index]
+GAUNTLET = {
+    "icl_tasks": TASKS,
+    "eval_gauntlet": {"categories": [{"name": "all", "benchmarks": BENCHMARKS}]},
+}
+ICL = ("eval.gauntlet=gauntlet.yaml", "eval_interval=256tok", "eval.validation_rows=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose gauntlet was asked every 256 tokens, which is each step, and its export."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    write_recipe(folder)
+    (folder / "gauntlet.yaml").write_text(yaml.safe_dump(GAUNTLET))
+    for name, rows in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("train.py", "tiny.yaml", "run_name=asked", *ICL, cwd=folder)
+    run("convert.py", "checkpoint=runs/asked", "to=hf", "output=hf", cwd=folder)
+    return folder
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def assert_close(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """The same rows, choices and verdicts; log-probabilities to 1e-4."""
+    for a, b in zip(ours, others, strict=True):
+        for name in ("logprob", "best_logprob"):
+            assert a[name] == pytest.approx(b[name], abs=1e-4)
+        assert {**a, "logprob": 0, "best_logprob": 0} == {**b, "logprob": 0, "best_logprob": 0}
+
+
+def test_a_run_is_asked_in_tokens_and_trains_as_without(folder: Path) -> None:
+    metrics = [
+        json.loads(line) for line in (folder / "runs/asked/metrics.jsonl").read_text().splitlines()
+    ]
+    asked = [m["time/batch"] for m in metrics if "icl/metrics/eval_gauntlet/all" in m]
+    assert asked == list(range(1, 13))
+    assert "icl/metrics/eval_gauntlet/all" in (folder / "runs/asked/report.html").read_text()
+    run("train.py", "tiny.yaml", "run_name=quiet", cwd=folder)
+    assert losses(folder / "runs/asked") == losses(folder / "runs/quiet"), "to the last bit"
+
+
+def test_a_run_and_its_export_have_the_same_rows_side_by_side(folder: Path) -> None:
+    arguments = ("models=[runs/asked,hf]", "eval.gauntlet=gauntlet.yaml", "output=both")
+    done = run("eval.py", *arguments, cwd=folder)
+    assert "side by side" in done.stdout
+    first, second = lines(folder / "both/1"), lines(folder / "both/2")
+    assert len(first) == 40 * 3 + 30 + 6
+    page = (folder / "both/gauntlet.html").read_text()
+    assert "asked ba0000012" in page and ">hf<" in page
+    run("eval.py", "checkpoint=runs/asked", "device_eval_batch_size=1", "output=one", cwd=folder)
+    single = lines(folder / "one")
+    run("eval.py", "checkpoint=runs/asked", "output=two", cwd=folder, processes=2)
+    ranks = lines(folder / "two")
+    for others in (second, single, ranks):
+        assert_close(first, others)
+
+
+def test_results_name_what_was_asked_and_what_it_took(folder: Path) -> None:
+    few = ("eval.gauntlet=gauntlet.yaml", "eval.icl_rows=5", "output=few")
+    run("eval.py", "checkpoint=runs/asked", *few, cwd=folder)
+    results = json.loads((folder / "few/results.json").read_text())["gauntlet"]
+    assert [(task["n"], task["rows_total"]) for task in results["tasks"]] == [
+        (5, 40), (5, 30), (5, 6),
+    ]  # fmt: skip
+    assert all(task["rows_hash"] and task["mode"] == "native" for task in results["tasks"])
+    assert results["cost"]["tokens_computed"] > 0 and results["cost"]["seconds"] > 0
+
+
+def test_a_budget_chooses_the_rows_once_for_a_run(folder: Path) -> None:
+    name, tight = "run_name=tight", "eval.icl_max_fraction=0.0001"
+    done = run("train.py", "tiny.yaml", name, *ICL, tight, "max_duration=6ba", cwd=folder)
+    assert "eval.icl_max_fraction: 0.0001: each evaluation asks" in done.stdout
+    share = json.loads((folder / "runs/tight/icl_share.json").read_text())["share"]
+    assert share < 0.5
+    asked = [json.loads(f.read_text()) for f in sorted((folder / "runs/tight/eval").glob("*.json"))]
+    counts = [[task["n"] for task in result["tasks"]] for result in asked]
+    assert len(counts) == 6 and counts[0][0] < 40 and all(c == counts[0] for c in counts)
+    done = run("train.py", "tiny.yaml", name, *ICL, tight, "max_duration=8ba", cwd=folder)
+    assert "each evaluation asks" not in done.stdout, "decided before"
+    last = json.loads((folder / "runs/tight/eval/ba0000008.json").read_text())
+    assert [task["n"] for task in last["tasks"]] == counts[0]
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """Completes "say 5:" with " 5", as an OpenAI-compatible server does."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            number = body["prompt"].rstrip(":").split()[-1]
+            answer = json.dumps({"choices": [{"index": 0, "text": f" {number}"}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_port}/v1"
+    httpd.shutdown()
+
+
+def test_an_endpoint_writes_answers_and_scores_nothing(folder: Path, server: str) -> None:
+    only = {"icl_tasks": [TASKS[2]]}
+    (folder / "say.yaml").write_text(yaml.safe_dump(only))
+    model = f"models=['{server}#tiny']"
+    run("eval.py", model, "eval.gauntlet=say.yaml", "output=server", cwd=folder)
+    found = json.loads((folder / "server/results.json").read_text())["gauntlet"]["tasks"][0]
+    assert (found["n"], found["accuracy"]) == (6, 1.0)
+    done = run("eval.py", model, "eval.gauntlet=gauntlet.yaml", cwd=folder, status=2)
+    assert "log-probabilities" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["models=[hf]"], "eval: hf has no run that says what to measure; write eval=v0.3"),
+        (["models=[hf,hf]", "eval=generated"], "models: hf is there more than once"),
+        ([], "checkpoint: is required"),
+        (["models=['http://localhost:1/v1']", "eval=generated"], "names no model; write ADDRESS#"),
+    ],
+)
+def test_a_mistake_is_one_line(folder: Path, arguments: list[str], line: str) -> None:
+    done = run("eval.py", *arguments, cwd=folder, status=2)
+    assert line in done.stderr and len(done.stderr.splitlines()) == 1
