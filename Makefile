@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow check bench bench-moe ui clean
+.PHONY: help install train test test-slow test-harness check bench bench-moe bench-eval ui clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,12 @@ bench: $(VENV)/.bench ## speed and memory beside a bare loop and the Hugging Fac
 bench-moe: $(VENV)/.bench ## mixtures of experts: the layer beside a dense one, a model beside transformers' DBRX
 	$(BIN)/python scripts/bench.py --moe
 
+bench-eval: $(VENV)/.eval ## the gauntlet's scoring beside lm-evaluation-harness and padding to the maximum
+	$(BIN)/python -m llmfoundry.bench.evaluators
+
+test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evaluation-harness
+	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/bench/test_evaluators.py
+
 ui: $(VENV)/.ui ## open MLflow on the runs of this folder
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
 
@@ -51,6 +57,10 @@ $(VENV)/.dev: $(VENV)/.train
 
 $(VENV)/.bench: $(VENV)/.train
 	$(PIP) -e '.[bench]'
+	@touch $@
+
+$(VENV)/.eval: $(VENV)/.train
+	$(PIP) -e '.[eval]'
 	@touch $@
 
 $(VENV)/.ui: $(VENV)/.train

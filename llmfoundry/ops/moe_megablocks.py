@@ -24,8 +24,8 @@ def missing(dtype: torch.dtype) -> str | None:
     absent = [name for name in MODULES if find_spec(name) is None]
     if absent:
         return (
-            f"megablocks needs {', '.join(absent)}, built in an environment of its own (it pins "
-            "torch 2.7); write grouped_mm"
+            f"megablocks needs {', '.join(absent)}, built as constraints-megablocks.txt says; write"
+            " grouped_mm"
         )
     return None
 

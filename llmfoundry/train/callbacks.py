@@ -66,7 +66,7 @@ class SpeedMonitor(Callback):
         self._points: deque[tuple[int, float]] = deque(maxlen=window + 1)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Add throughput/*."""
+        """Add throughput/*, and time/train and time/val, seconds so far of steps and evaluations."""
         if not self._points:
             self._points.append((trainer.first_batch, 0.0))
         self._points.append((trainer.batch, trainer.train_seconds))
@@ -82,6 +82,7 @@ class SpeedMonitor(Callback):
         if self._peak is not None:
             metrics["throughput/device/mfu"] = device * self._flops / self._peak
         metrics["time/train"] = now
+        metrics["time/val"] = trainer.eval_seconds
 
 
 class LRMonitor(Callback):

@@ -158,7 +158,7 @@ def test_a_server_that_stays_away_is_given_up_with_a_count(server: Server, tmp_p
     wait_for(heard, "training goes on", lines=1)
     began = time.monotonic()
     finish(sender)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 25
     assert [line for line in heard[1:] if "sending the rest" not in line] == heard[-1:]
     assert "MLflow" in heard[-1] and "lacks 15 metric values" in heard[-1]
     assert server.losses(folder) == [(b, 1 / b) for b in range(1, 11)]

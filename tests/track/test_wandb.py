@@ -170,7 +170,7 @@ def test_a_server_that_goes_away_is_said_once_and_the_folder_keeps_the_rest(
     )
     assert "does not answer" in heard[0] and "training goes on" in heard[0] and "W&B" in heard[0]
     assert len(heard) == 2 and "`wandb sync --include-online" in heard[1]
-    assert seconds < 8 and exit_seconds < 5
+    assert seconds < 25 and exit_seconds < 5
     again = WandbServer()
     sync(folder, again)
     assert [b for b, _ in losses(again)] == list(range(1, len(losses(again)) + 1))
