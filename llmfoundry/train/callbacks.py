@@ -66,7 +66,7 @@ class SpeedMonitor(Callback):
         self._points: deque[tuple[int, float]] = deque(maxlen=window + 1)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Add throughput/*, and time/train and time/val, seconds so far of steps and evaluations."""
+        """Add throughput/*, and seconds so far of steps, time/train, and evaluations, time/val."""
         if not self._points:
             self._points.append((trainer.first_batch, 0.0))
         self._points.append((trainer.batch, trainer.train_seconds))
