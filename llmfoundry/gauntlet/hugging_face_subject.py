@@ -31,9 +31,8 @@ ROW = 1024
 """Tokens of a row of branches, if no request is longer. transformers' attention computes all pairs
 of a row, masked or not, so that longer rows save less than they cost."""
 HEAD_CHUNK = 512  # scored places per head call; fp32 logits of a 100k vocabulary: 200 MB
-SAMPLE = (
-    16  # requests of a row that are scored on their own, too, to see whether it can be believed
-)
+SAMPLE = 16
+"""Requests of a row that are scored on their own, too, to see whether it can be believed."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """By the dtype of the weights: nats in 8 tokens by which a request may differ between a row of
 branches and a row of its own. bf16 rounds that much; a mask that is ignored costs several."""
