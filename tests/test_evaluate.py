@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -127,6 +128,46 @@ def test_a_budget_chooses_the_rows_once_for_a_run(folder: Path) -> None:
     assert "each evaluation asks" not in done.stdout, "decided before"
     last = json.loads((folder / "runs/tight/eval/ba0000008.json").read_text())
     assert [task["n"] for task in last["tasks"]] == counts[0]
+
+
+def test_metrics_go_to_mlflow_as_a_run_of_their_own(folder: Path) -> None:
+    where = ("eval.gauntlet=gauntlet.yaml", "logger.tracking_uri=sqlite:///eval.db")
+    run("eval.py", "checkpoint=runs/asked", *where, "output=logged", cwd=folder)
+    results = json.loads((folder / "logged/results.json").read_text())["metrics"]
+    with sqlite3.connect(folder / "eval.db") as database:
+        found = dict(database.execute("select key, value from latest_metrics"))
+        (name,) = database.execute("select name from runs").fetchone()
+    assert name == "eval asked ba0000012"
+    assert found == pytest.approx(results)
+
+
+def test_a_task_of_the_harness_is_a_member_of_a_gauntlet(folder: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra eval, lm-evaluation-harness, is not installed")
+    harness = {
+        "task": "times_there",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "times.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{query}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "gold",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    (folder / "times_there.yaml").write_text(yaml.safe_dump(harness))
+    there = {"label": "there", "dataset_uri": f"lm_eval:{folder}/times_there.yaml"}
+    here = {**TASKS[0], "label": "here", "choice_by": "sum"}
+    tasks = [{**task, "num_fewshot": [0]} for task in (here, there)]
+    members = [{"name": n, "num_fewshot": 0, "random_baseline": 0.25} for n in ("here", "there")]
+    categories = {"categories": [{"name": "both", "benchmarks": members}]}
+    file = {"icl_tasks": tasks, "eval_gauntlet": categories}
+    (folder / "both.yaml").write_text(yaml.safe_dump(file))
+    run("eval.py", "checkpoint=runs/asked", "eval.gauntlet=both.yaml", "output=h", cwd=folder)
+    found = json.loads((folder / "h/results.json").read_text())["gauntlet"]
+    ours, theirs = found["tasks"]
+    assert (ours["n"], theirs["n"], theirs["mode"]) == (40, 40, "lm_eval")
+    assert found["categories"]["both"] is not None
+    assert 0 <= theirs["accuracy"] <= 1 and theirs["metric"].split(",")[0] == "acc"
 
 
 @pytest.fixture
