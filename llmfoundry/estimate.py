@@ -27,8 +27,9 @@ from llmfoundry.recipe.train import TrainRecipe
 GIB = 2**30
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
 MOMENTS = {"adamw": 2, "decoupled_adamw": 2, "decoupled_lionw": 1, "muon": 2}  # a weight's, at most
-CPU_TOKENS = 1024  # a microbatch's on a CPU: more is no faster there, and takes more memory; of a
-# mixture so many more that each matrix meets as many: all experts' gradients are added each time
+CPU_TOKENS = 1024
+"""Tokens that a matrix meets in a microbatch on a CPU: more is no faster there, and takes more
+memory. A mixture's microbatch holds more, for each expert meets only its share."""
 KNOWN_VOCABULARIES = {"bytes": 257, "tiktoken": 100_277, "huggingface": 50_277}
 
 
@@ -169,7 +170,7 @@ def choose_microbatch(
     """Rows that a process computes at a time.
 
     `auto` is the largest divisor of the process's rows that the estimate says fits; on a CPU of
-    those that hold CPU_TOKENS at most.
+    those in which a matrix, or an expert if they are evenly loaded, meets CPU_TOKENS at most.
 
     Args:
         recipe: filled.

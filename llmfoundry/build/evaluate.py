@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,10 +145,9 @@ def read_tasks(
         return None
     gauntlet = Gauntlet(
         find_file(config.gauntlet, "eval.gauntlet"),
-        Asking(
-            asking.tokenizer,
+        dataclasses.replace(
+            asking,
             seq_len=config.icl_seq_len or asking.seq_len,
-            bos_ids=asking.bos_ids,
             prompts=config.icl_prompts or "native",
             rows=config.icl_rows,
             generate=generate if config.icl_generate is None else config.icl_generate,

@@ -82,11 +82,6 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
     identity = run_identity(job)
     loader = build_loader(job)
     state = fill_weights(job, start, optimizer, identity, loader)
-
-    def record(batch: int, result: GauntletResult, _: list[Answered]) -> None:
-        tracker.gauntlet(batch, result.to_json())
-        tracker.console.table(result.table())
-
     trainer = Trainer(
         recipe=recipe,
         world=world,
@@ -100,13 +95,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         bytes_per_token=prepared.train.n_bytes / prepared.train.n_tokens,
         tracker=tracker,
         checkpointer=build_checkpointer(written, job),
-        evaluate=build_evaluate(
-            job,
-            recipe.eval,
-            rows=eval_rows(recipe, microbatch),
-            record=record,
-            resumed=state["batch"] > 0,
-        ),
+        evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
         callbacks=build_callbacks(job, state.get("callbacks", {})),
         first_batch=state["batch"],
@@ -133,6 +122,19 @@ def build_model(recipe: TrainRecipe, world: World, mesh: DeviceMesh | None) -> R
     )
     materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
     return root
+
+
+def build_measure(
+    job: Job, tracker: Tracker, *, resumed: bool
+) -> Callable[[int], dict[str, float]]:
+    """`build_evaluate` for a run: the gauntlet's results are shown, and kept with the record."""
+
+    def record(batch: int, result: GauntletResult, _: list[Answered]) -> None:
+        tracker.gauntlet(batch, result.to_json())
+        tracker.console.table(result.table())
+
+    rows = eval_rows(job.recipe, job.microbatch)
+    return build_evaluate(job, job.recipe.eval, rows=rows, record=record, resumed=resumed)
 
 
 def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from llmfoundry.gauntlet.categories import (
 from llmfoundry.gauntlet.continuations import heldout_rows
 from llmfoundry.gauntlet.harness import PREFIX, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.prompt_cache import cached_questions
+from llmfoundry.gauntlet.prompt_parts import generates
 from llmfoundry.gauntlet.questions import Question, Request, Row, Score, Subject
 from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.rows import chance, load_rows, majority, rows_hash
@@ -33,8 +34,6 @@ from llmfoundry.gauntlet.tasks import METRICS, EvalGauntlet, TaskConfig, read_ga
 
 if TYPE_CHECKING:
     from llmfoundry.data.tokenizer import Tokenizer
-
-GENERATION = "generation_task_with_answers"
 
 
 @dataclass(frozen=True)
@@ -232,7 +231,7 @@ class Gauntlet:
     def _prepare(self, task: TaskConfig) -> Iterator[_Ready]:
         """The task with each of its numbers of worked examples."""
         asking, rows = self._asking, self._rows(task)
-        self._hollow += empty_aliases(rows, task) if task.icl_task_type == GENERATION else []
+        self._hollow += empty_aliases(rows, task) if generates(task) else []
         order = row_order(rows)[: asking.rows]
         places = {index: place for place, index in enumerate(sorted(order))}
         for shots in task.num_fewshot:
@@ -283,7 +282,7 @@ class Gauntlet:
 def _scores(subject: Subject, chosen: _Chosen) -> list[list[list[Score]]]:
     """For each task and question the scores of its requests; all in one go."""
     parts = chosen.parts
-    if not subject.can_score and all(t.task.icl_task_type == GENERATION for t in parts):
+    if not subject.can_score and all(generates(t.task) for t in parts):
         return [[[] for _ in part.questions] for part in parts]
     scores = iter(subject.score(chosen.requests))
     return [[[next(scores) for _ in q.requests] for q in part.questions] for part in parts]

@@ -9,8 +9,7 @@ read once and copied into their rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,8 +20,11 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.answers import cut
 from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.gauntlet.score import Autocast
+from llmfoundry.gauntlet.tree import common_prefix
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.ops.attention_plan import autocast_dtype
 from llmfoundry.recipe.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -36,8 +38,6 @@ WORTH_SHARING = 1 / 4
 """Share of their tokens that a common beginning must save to give prompts batches of their own."""
 FAMILY = 8
 """And so many prompts must have it: small batches are slow."""
-
-Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,7 @@ class _Model:
     def cache(self, rows: int, length: int) -> KVCache:
         """An empty cache, in the dtype that keys and values will have."""
         with self.autocast():
-            dtype = next(self.root.parameters()).dtype
-            if torch.is_autocast_enabled(self.device.type):
-                dtype = torch.get_autocast_dtype(self.device.type)
+            dtype = autocast_dtype(self.device.type, next(self.root.parameters()).dtype)
         shape = {"batch": rows, "max_len": length}
         return KVCache(self.config, **shape, device=self.device, dtype=dtype)
 
@@ -272,7 +270,7 @@ def _families(prompts: Sequence[Prompt]) -> list[tuple[int, list[int]]]:
     families = []
     while len(rest) >= FAMILY:
         pivot = prompts[rest[len(rest) // 2]].tokens
-        common = {i: _n_shared(pivot, prompts[i].tokens[:-1]) for i in rest}
+        common = {i: common_prefix(pivot, prompts[i].tokens[:-1]) for i in rest}
         by_length = sorted(common.values(), reverse=True)
         saved, shared = max((n * others, n) for others, n in enumerate(by_length))
         family = [i for i in rest if common[i] >= shared]
@@ -282,18 +280,6 @@ def _families(prompts: Sequence[Prompt]) -> list[tuple[int, list[int]]]:
         families.append((shared, family))
         rest = [i for i in rest if common[i] < shared]
     return [*families, (0, rest)]
-
-
-def _n_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Tokens that both begin with."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[:middle] == b[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _read_prefix(model: _Model, prefix: tuple[int, ...]) -> KVCache | None:

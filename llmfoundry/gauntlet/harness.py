@@ -1,9 +1,9 @@
 """Tasks of lm-evaluation-harness as members of a gauntlet: `dataset_uri: lm_eval:arc_easy`.
 
-`HarnessTasks` reads them and examines models with them; `run_harness`, which the gauntlet calls,
-does both. The harness reads its rows, makes its prompts and judges the answers; any `Subject` gives
-them through `HarnessModel`, so that our prefix trees serve its tasks too. Nothing of it is imported
-before it is asked for: it is an extra.
+`Gauntlet` makes `HarnessTasks`, which reads them and examines models with them. The harness reads
+its rows, makes its prompts and judges the answers; any `Subject` gives them through `HarnessModel`,
+so that our prefix trees serve its tasks too. Nothing of it is imported before it is asked for: it
+is an extra.
 """
 
 from __future__ import annotations
@@ -122,22 +122,6 @@ class HarnessTasks:
             for name, loaded in self._loaded.items():
                 results += _evaluate(self._evaluator, model, name, loaded, self._limit)
         return results
-
-
-def run_harness(
-    subject: Subject,
-    tokenizer: Tokenizer,
-    names: Sequence[str],
-    *,
-    seq_len: int,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    include_path: Path | None = None,
-    bos_ids: Sequence[int] | None = None,
-) -> list[HarnessResult]:
-    """Read tasks and examine a model with them, once; see `HarnessTasks`."""
-    tasks = HarnessTasks(names, num_fewshot=num_fewshot, limit=limit, include_path=include_path)
-    return tasks.run(subject, tokenizer, seq_len=seq_len, bos_ids=bos_ids)
 
 
 @functools.lru_cache(maxsize=4)

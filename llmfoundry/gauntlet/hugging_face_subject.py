@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from llmfoundry.gauntlet import tree
 from llmfoundry.gauntlet.hugging_face_generation import Continuer, dealt, gathered, random_tokens
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
+from llmfoundry.gauntlet.score import HEAD_CHUNK, judge, write_rows
 from llmfoundry.gauntlet.tree import Forest, TreeRow
 from llmfoundry.ops.layout import Layout
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 ROW = 1024
 """Tokens of a row of branches, if no request is longer. transformers' attention computes all pairs
 of a row, masked or not, so that longer rows save less than they cost."""
-HEAD_CHUNK = 512  # scored places per head call; fp32 logits of a 100k vocabulary: 200 MB
 SAMPLE = 16
 """Requests of a row that are scored on their own, too, to see whether it can be believed."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -71,7 +71,6 @@ class HuggingFaceSubject:
         """
         self.model, self.seq_len = model.eval(), seq_len
         self.notes: list[str] = []
-        self.tokens_computed = 0
         self.tokens_computed = 0
         self._tokenizer, self._batch_tokens, self._autocast = tokenizer, batch_tokens, autocast
         self._device = next(model.parameters()).device
@@ -192,19 +191,11 @@ class HuggingFaceSubject:
         shares: bool,
         autocast: bool,
     ) -> dict[int, list[float]]:
-        """What `_judge` gives, summed over each request's targets; by the numbers of requests."""
+        """What `judge` gives, summed over each request's targets; by the numbers of requests."""
         width = max(row.used for row in rows)
-        tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-        ends = torch.arange(1, width + 1).repeat(len(rows), 1)  # padding: each token alone
-        scored: list[tuple[int, int, int]] = []  # flat place, target, request
-        for b, row in enumerate(rows):
-            written = tree.write_row(forest, row, requests)
-            tokens[b, : row.used] = torch.tensor(written.tokens)
-            ends[b, : row.used] = torch.tensor(written.ends)
-            for number, places in zip(written.requests, written.places, strict=True):
-                targets = zip(places, requests[number].targets, strict=True)
-                scored += [(b * width + place, target, number) for place, target in targets]
-        place, target, number = torch.tensor(scored).T
+        shape = (len(rows), width)
+        tokens, ends, table = write_rows(forest, rows, requests, shape=shape, fill=0)
+        place, target, number = table.T
         inputs: dict[str, Any] = {"input_ids": tokens.to(self._device)}
         if shares:
             inputs["position_ids"] = Layout.from_ends(ends).positions.to(self._device)
@@ -237,7 +228,7 @@ class HuggingFaceSubject:
     def _judged(
         self, inputs: dict[str, Any], places: Tensor, targets: Tensor, *, autocast: bool
     ) -> Tensor:
-        """`_judge` of each target (S, 4), float64 on the host; each place goes to the head once."""
+        """`judge` of each target (S, 4), float64 on the host; each place goes to the head once."""
         width = inputs["input_ids"].shape[1]
         places, index = places.to(self._device).unique(return_inverse=True)
         targets = targets.to(self._device)
@@ -254,7 +245,7 @@ class HuggingFaceSubject:
         for n, chunk in enumerate(found.float().split(HEAD_CHUNK)):
             mine = index // HEAD_CHUNK == n
             logits = chunk if self._head is None else self._head(chunk)
-            judged[mine] = _judge(logits, targets[mine], index[mine] % HEAD_CHUNK)
+            judged[mine] = judge(logits, targets[mine], index[mine] % HEAD_CHUNK)
         return judged.double().cpu()
 
 
@@ -332,26 +323,7 @@ def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
-def _judge(logits: Tensor, targets: Tensor, indices: Tensor) -> Tensor:
-    """(S, 4) for each target, of logits (P, V) in row indices[s].
-
-    Its log-probability, that of the likeliest token, whether another is likelier, and whether the
-    likeliest is not alone.
-    """
-    best = logits.amax(1)
-    total = logits.logsumexp(1)
-    crowded = (logits == best[:, None]).sum(1) > 1
-    chosen = logits[indices, targets]
-    columns = [
-        chosen - total[indices],
-        (best - total)[indices],
-        (chosen != best[indices]).float(),
-        crowded[indices].float(),
-    ]
-    return torch.stack(columns, dim=1)
-
-
 def _read(sums: list[float]) -> Score:
-    """The score of a request from the sums of `_judge`'s four numbers."""
+    """The score of a request from the sums of `judge`'s four numbers."""
     logprob, best, beaten, crowded = sums
     return Score(logprob, beaten == crowded == 0, beaten == 0 and crowded > 0, best)

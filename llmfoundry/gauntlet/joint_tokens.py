@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmfoundry.gauntlet.tree import common_prefix
+
 if TYPE_CHECKING:
     from llmfoundry.data.tokenizer import Tokenizer
 
@@ -81,7 +83,7 @@ def _joint(text: str, head: list[int], wholes: list[list[int]]) -> Joint:
     harness: `encode_joint` tries that. Else (":)") it has to be predicted too, and, so that all
     answers are scored after the same tokens, from there on for all of them.
     """
-    return Joint(text, head, wholes, min(_common_prefix(head, whole) for whole in wholes))
+    return Joint(text, head, wholes, min(common_prefix(head, whole) for whole in wholes))
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,3 @@ def _place(text: str) -> int:
         return 0
     found = _BREAK.finditer(text, max(0, limit - _NEAR))
     return max((match.start() for match in found if match.start() <= limit), default=0)
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two lists share at their starts."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:  # nearly always, and far quicker
-        return n
-    return next(i for i in range(n) if a[i] != b[i])

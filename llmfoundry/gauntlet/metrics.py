@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmfoundry.gauntlet.answers import is_right, runs_on
+from llmfoundry.gauntlet.prompt_parts import generates
 from llmfoundry.gauntlet.questions import Question, Request, Score
 from llmfoundry.gauntlet.tasks import CALIBRATION_METRICS, METRICS, TaskConfig
 
@@ -118,8 +119,9 @@ def measure(task: TaskConfig, answers: Sequence[Answer]) -> Measured:
     accuracies are, and its standard error that of a mean of independent numbers.
     """
     generated = answers[0].text is not None
-    is_generation = task.icl_task_type == "generation_task_with_answers"
-    metric = NOT_GENERATED if is_generation and not generated else METRICS[task.icl_task_type]
+    metric = METRICS[task.icl_task_type]
+    if generates(task) and not generated:
+        metric = NOT_GENERATED
     ties = sum(judge(task, answer).tied for answer in answers)
     if not task.has_categories:
         return Measured(metric, _estimates(task, metric, answers), ties)

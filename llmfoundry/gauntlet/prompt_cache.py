@@ -21,6 +21,7 @@ from llmfoundry.gauntlet.prompts import questions
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
 from llmfoundry.gauntlet.rows import rows_hash
 from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.tree import common_prefix
 
 if TYPE_CHECKING:
     from llmfoundry.data.tokenizer import Tokenizer
@@ -108,7 +109,7 @@ def save_questions(file: Path, asked: Sequence[Question]) -> None:
     ids: list[int] = []
     before: tuple[int, ...] = ()
     for tokens in _sequences(asked):
-        n = _common_prefix(before, tokens)
+        n = common_prefix(before, tokens)
         shared.append(n)
         added.append(len(tokens) - n)
         ids.extend(tokens[n:])
@@ -222,15 +223,3 @@ def _joined(
         before = (*before[:n], *ids[at : at + more])
         at += more
         yield before
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two lists share at their starts, by halving: they share hundreds."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

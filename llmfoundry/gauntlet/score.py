@@ -147,34 +147,55 @@ def _owner(index: int, world_size: int) -> int:
 
 def _call(forest: Forest, requests: Sequence[Request], share: Share, eos_id: int) -> _Call:
     """Write out a share: rows, then the places that are scored, those of several requests once."""
-    height, width = share.height, share.width
-    tokens = torch.full((height, width), eos_id)
-    ends = torch.arange(1, width + 1).repeat(height, 1)  # padding: each token alone
-    padding = [width] * height
-    scored: list[tuple[int, int, int]] = []  # flat place, target, request
-    for n, row in enumerate(share.rows):
-        written = write_row(forest, row, requests)
-        tokens[n, : row.used] = torch.tensor(written.tokens)
-        ends[n, : row.used] = torch.tensor(written.ends)
-        padding[n] = width - row.used
-        for request, places in zip(written.requests, written.places, strict=True):
-            targets = requests[request].targets
-            scored += [
-                (n * width + place, target, request)
-                for place, target in zip(places, targets, strict=True)
-            ]
-    table = torch.tensor(sorted(scored), dtype=torch.int64).view(-1, 3)
+    shape = (share.height, share.width)
+    tokens, ends, table = write_rows(forest, share.rows, requests, shape=shape, fill=eos_id)
+    padding = [share.width - row.used for row in share.rows]
+    padding += [share.width] * (share.height - len(padding))
     places, indices = torch.unique_consecutive(table[:, 0], return_inverse=True)
     layout = Layout.from_ends(ends, tuple(padding))
     return _Call(tokens, layout, places, table[:, 1], indices, table[:, 2], share.chunks)
 
 
+def write_rows(
+    forest: Forest,
+    rows: Sequence[TreeRow],
+    requests: Sequence[Request],
+    *,
+    shape: tuple[int, int],
+    fill: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows as the model reads them, on the host.
+
+    Args:
+        forest: whose rows.
+        rows: at most B of them, of at most T tokens.
+        requests: the forest's.
+        shape: (B, T).
+        fill: token of what is left over, each of which sees itself alone.
+
+    Returns:
+        (B, T) tokens; (B, T) where the part of each ends; (S, 3) for each target, in the order of
+        places, the flat place b * T + t that predicts it, itself, and the number of its request.
+    """
+    height, width = shape
+    tokens = torch.full(shape, fill)
+    ends = torch.arange(1, width + 1).repeat(height, 1)
+    scored: list[tuple[int, int, int]] = []
+    for b, row in enumerate(rows):
+        written = write_row(forest, row, requests)
+        tokens[b, : row.used] = torch.tensor(written.tokens)
+        ends[b, : row.used] = torch.tensor(written.ends)
+        for number, places in zip(written.requests, written.places, strict=True):
+            targets = zip(places, requests[number].targets, strict=True)
+            scored += [(b * width + place, target, number) for place, target in targets]
+    return tokens, ends, torch.tensor(sorted(scored), dtype=torch.int64).view(-1, 3)
+
+
 def _finish(call: _Call, device: torch.device) -> Callable[[Decoder, Tensor], Tensor]:
     """What happens inside the model's forward pass: the head, at scored places only.
 
-    It gives for each target (S, 4): its log-probability, that of the likeliest token, whether
-    another is likelier, and whether the likeliest is not alone. Logits are computed in fp32
-    whatever the model's precision: those of bf16 are so coarse that the first two tokens often tie.
+    It gives what `judge` says of each target. Logits are computed in fp32 whatever the model's
+    precision: those of bf16 are so coarse that the first two tokens often tie.
     """
     parts = call.places.tensor_split(call.chunks)
     first = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)  # place of each part
@@ -187,7 +208,7 @@ def _finish(call: _Call, device: torch.device) -> Callable[[Decoder, Tensor], Te
         flat = hidden.flatten(0, 1)
         with torch.autocast(device.type, enabled=False):
             found = [
-                _judge(model.head(flat[place].float()), target, index)
+                judge(model.head(flat[place].float()), target, index)
                 for place, target, index in zip(places, targets, indices.split(counts), strict=True)
             ]
         return torch.cat(found)
@@ -195,8 +216,12 @@ def _finish(call: _Call, device: torch.device) -> Callable[[Decoder, Tensor], Te
     return finish
 
 
-def _judge(logits: Tensor, targets: Tensor, indices: Tensor) -> Tensor:
-    """As `_finish` says, (S, 4), of logits (P, V), which are overwritten."""
+def judge(logits: Tensor, targets: Tensor, indices: Tensor) -> Tensor:
+    """(S, 4) for each target, of logits (P, V) in row indices[s], which are overwritten.
+
+    Its log-probability, that of the likeliest token, whether another is likelier, and whether the
+    likeliest is not alone.
+    """
     logits -= logits.amax(1, keepdim=True)
     chosen = logits[indices, targets]
     crowded = (logits == 0).sum(1) > 1

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.ops.attention_plan import autocast_dtype
 from llmfoundry.recipe.model import ModelConfig
 
 _CUT = "\ufffd"  # what decoders write for bytes that are no whole character
@@ -104,9 +105,7 @@ def _new_cache(
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> KVCache:
     with autocast():
-        dtype = next(root.parameters()).dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        dtype = autocast_dtype(device.type, next(root.parameters()).dtype)
     return KVCache(config, batch=1, max_len=length, device=device, dtype=dtype)
 
 

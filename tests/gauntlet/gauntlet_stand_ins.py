@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor, nn
 
 from llmfoundry.ops.layout import Layout
@@ -28,26 +25,6 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
-
-
-class MergingTokenizer(ByteTokenizer):
-    """Bytes, but some texts are one token: the longest match wins, from left to right."""
-
-    def __init__(self, *merges: str) -> None:
-        self.merges = sorted(merges, key=len, reverse=True)
-        self.vocab_size = 257 + len(merges)
-
-    def encode(self, text: str) -> list[int]:
-        ids = []
-        while text:
-            merge = next((m for m in self.merges if text.startswith(m)), None)
-            if merge is not None:
-                ids.append(257 + self.merges.index(merge))
-                text = text[len(merge) :]
-            else:
-                ids.extend(super().encode(text[0]))
-                text = text[1:]
-        return ids
 
 
 class TableModel:
@@ -94,26 +71,3 @@ def random_root(vocab: int = 257, seed: int = 0) -> TableRoot:
 def constant_root(vocab: int = 257) -> TableRoot:
     """Every token is equally likely."""
     return TableRoot(torch.zeros(vocab, vocab + POSITIONS))
-
-
-def write_gauntlet(
-    folder: Path,
-    rows: dict[str, list[dict[str, Any]]],
-    *,
-    shots: int = 0,
-    categories: list[dict[str, Any]] | None = None,
-    task_keys: dict[str, Any] | None = None,
-) -> Path:
-    """A gauntlet file with a task for each list of rows; its path."""
-    tasks = []
-    for label, entries in rows.items():
-        (folder / f"{label}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in entries))
-        kind = "multiple_choice" if "choices" in entries[0] else "language_modeling"
-        task = {"label": label, "dataset_uri": f"{label}.jsonl", "icl_task_type": kind}
-        tasks.append({**task, "num_fewshot": [shots], **(task_keys or {})})
-    content: dict[str, Any] = {"icl_tasks": tasks}
-    if categories is not None:
-        content["eval_gauntlet"] = {"categories": categories}
-    path = folder / "gauntlet.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
