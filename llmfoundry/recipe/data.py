@@ -1,69 +1,195 @@
-"""The `data` section: which text, how it is split, and where prepared tokens are kept."""
+"""The `data` section: which text, in which mixture and order, and where it is kept."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any
 
-from llmfoundry.recipe.checks import at_least, fill, fraction, inert, one_of
+from llmfoundry.recipe.checks import above, at_least, fraction, inert, nearest, one_of
+from llmfoundry.recipe.duration import check_duration
+from llmfoundry.recipe.filter import FilterConfig
+from llmfoundry.recipe.source import CORPORA, SOURCES, SourceConfig, StreamConfig
 
-CORPORA = ("python_stdlib", "files", "huggingface")
+BATCHING = ("stratified", "per_stream")
+DEDUPLICATION = ("none", "exact", "minhash")
+TOKEN_TYPES = ("int64", "uint64", "int32", "uint32", "int16", "uint16", "int8", "uint8")
+_SIZE = re.compile(r"([0-9]*\.?[0-9]+) ?([kmgt]?b)", re.IGNORECASE)
+_FACTOR = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 @dataclass
-class DataConfig:
-    """A corpus of documents, split by content into training and validation text."""
+class PhaseConfig:
+    """From some point of the run on, other proportions: a curriculum."""
 
-    name: str = "python_stdlib"
-    """python_stdlib (sources of the running Python, tests left out), files, or huggingface."""
-    paths: list[str] = field(default_factory=list)
-    """Only for files: files, folders or globs of .txt .md .py .jsonl[.gz|.zst] .parquet."""
-    dataset: str | None = None
-    """Only for huggingface: a hub id, or a local folder that `datasets` loads."""
-    subset: str | None = None
-    """Only for huggingface: the dataset's configuration name."""
-    split: str | None = None
-    """Only for huggingface: the split to read; train there."""
-    text_column: str | None = None
-    """Field of .jsonl, .parquet and huggingface rows that holds the text; text there."""
+    at: str = "???"
+    """When it begins, a duration from the run's start: 0.8dur, 1e12tok."""
+    proportions: dict[str, float] = field(default_factory=dict)
+    """Each stream's part of the rows from there on; one that is not named has none."""
+
+
+@dataclass
+class DataConfig(SourceConfig):
+    """One source, or a mixture of several, in an order that no number of machines changes."""
+
+    streams: dict[str, StreamConfig] = field(default_factory=dict)
+    """Only for mixture: the sources by a name of their own."""
+    phases: list[PhaseConfig] = field(default_factory=list)
+    """Only for mixture: other proportions from some points of the run on, in their order."""
+    batching_method: str = "stratified"
+    """Only for mixture. stratified: every batch has every stream's part, to within one row.
+    per_stream: a batch is of one stream."""
     validation_fraction: float = 0.02
-    """Share of documents held out, chosen by their content's hash, so it never moves."""
+    """Share of a corpus' documents held out, chosen by their content's hash, so it never moves."""
+    validation: StreamConfig | None = None
+    """Held-out shards, where the text comes from shards: remote, local, split."""
     attend_across_documents: bool = False
     """Let packed documents see each other. Off: each attends to itself alone."""
     shuffle: bool = True
-    """Visit rows in a new pseudo-random order each epoch; off: in the corpus' order."""
+    """Visit rows in a new pseudo-random order each epoch; off: in the source's order."""
+    shuffle_block_size: int = 1 << 18
+    """Rows that are shuffled among each other, from shards in random order: larger mixes better,
+    smaller needs fewer shards at a time. 262144 is Streaming's."""
+    packing_ratio: float | str = "auto"
+    """Only matters for text that is tokenised while training: documents that are joined to fill a
+    row, on average; auto: as many as the first documents say."""
+    eos_token_id: int | None = None
+    """Only for MDS tokens: the id that ends each document of a row. Unset: the tokenizer's."""
+    bos_token_id: int | None = None
+    """Only for MDS tokens: the id that begins each document; in place of eos_token_id."""
+    token_encoding_type: str = "int64"
+    """Only matters for MDS columns of bytes: the integers that they hold."""
+    allow_changed: list[str] = field(default_factory=list)
+    """Streams (or `data`) whose shards may differ from those the resumed run began with."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    """Which documents of a corpus to leave out."""
+    deduplicate: str = "none"
+    """Leave out documents of a corpus that repeat another: none, exact, or minhash (nearly equal;
+    extra: filters)."""
     cache_folder: str = "~/.cache/llmfoundry"
-    """Where trained tokenizers and token shards are kept, keyed by their content."""
+    """Where trained tokenizers, token shards and copies of remote shards are kept."""
+    cache_limit: str | None = None
+    """Bytes that copies of remote shards may take, such as 500gb; the least recently used go."""
+    prefetch: str = "2gb"
+    """How far ahead remote shards are fetched, in bytes."""
+    download_retry: int = 5
+    """Attempts after a failure that may pass, such as a cut connection."""
+    download_timeout: float = 60.0
+    """Seconds without a byte after which a request has failed."""
+    requests_per_second: float | None = None
+    """Requests to a remote store that a machine makes at most; unset: no bound."""
+    validate_hash: bool = True
+    """Compare the hashes that an index gives with each file once, when it is first opened."""
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    """What fsspec's file systems take, by protocol: {s3: {endpoint_url: https://...}}."""
     num_workers: int | None = None
-    """Threads that tokenise; unset: one per core."""
-
-    _USED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "python_stdlib": (),
-        "files": ("text_column",),
-        "huggingface": ("dataset", "subset", "split", "text_column"),
-    }
+    """Processes that prepare a corpus; unset: one per core."""
+    loader_workers: int = 0
+    """Processes of each rank that make batches; 0: a thread of it does."""
+    prefetch_factor: int = 2
+    """Batches made ahead, by each of the loader_workers."""
 
     def check(self, key: str = "data.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
-        yield from one_of(f"{key}name", self.name, CORPORA)
-        if self.name not in CORPORA:
+        """Lines for values that cannot be, contradict each other, or have no effect."""
+        yield from one_of(f"{key}name", self.name, (*SOURCES, "mixture"))
+        if self.name not in (*SOURCES, "mixture"):
             return
-        fields = ("dataset", "subset", "split", "text_column")
-        unused = [f for f in fields if f not in self._USED[self.name]]
-        yield from inert(key, self, unused, f"with name: {self.name}")
-        if self.name == "files" and not self.paths:
-            yield f"{key}paths: files needs it; write a list of files, folders or globs"
-        if self.name != "files" and self.paths:
-            yield f"{key}paths: has no effect with name: {self.name}; remove it"
-        if self.name == "huggingface" and self.dataset is None:
-            yield f"{key}dataset: huggingface needs it; write a hub id or a local folder"
+        yield from self._check_source(key)
+        if self.name == "mixture":
+            yield from self._check_mixture(key)
+        elif self.streams or self.phases:
+            field_ = "streams" if self.streams else "phases"
+            yield f"{key}{field_}: has no effect with name: {self.name}; write name: mixture"
+        if self.validation is not None:
+            yield from self._check_validation(f"{key}validation.", self.validation)
         yield from fraction(f"{key}validation_fraction", self.validation_fraction)
+        yield from self._check_order(key)
+        yield from self._check_fetching(key)
+        yield from self.filter.check(f"{key}filter.")
+        yield from one_of(f"{key}deduplicate", self.deduplicate, DEDUPLICATION)
+
+    def _check_mixture(self, key: str) -> Iterator[str]:
+        if not self.streams:
+            yield f"{key}streams: mixture needs it; write a name and its source for each"
+        yield from one_of(f"{key}batching_method", self.batching_method, BATCHING)
+        for name, stream in self.streams.items():
+            yield from stream.check(f"{key}streams.{name}.")
+        shared = {n: s.proportion for n, s in self.streams.items() if s.proportion is not None}
+        missing = [name for name in self.streams if name not in shared]
+        if shared and missing:
+            yield (
+                f"{key}streams.{missing[0]}.proportion: {next(iter(shared))} has one; write one"
+                " for every stream, or for none"
+            )
+        if shared and not sum(shared.values()) > 0 and not missing:
+            yield f"{key}streams: every proportion is 0; give one stream more"
+        for n, phase in enumerate(self.phases):
+            yield from self._check_phase(f"{key}phases[{n}].", phase)
+
+    def _check_phase(self, key: str, phase: PhaseConfig) -> Iterator[str]:
+        yield from check_duration(f"{key}at", phase.at)
+        for name, value in phase.proportions.items():
+            if name not in self.streams:
+                yield f"{key}proportions.{name}: no such stream{nearest(name, self.streams)}"
+            yield from at_least(f"{key}proportions.{name}", value, 0)
+        if not sum(phase.proportions.values()) > 0:
+            yield f"{key}proportions: sum to 0; give at least one stream a part"
+
+    def _check_validation(self, key: str, validation: StreamConfig) -> Iterator[str]:
+        yield from validation.check(key)
+        yield from inert(key, validation, ["proportion", "repeat", "choose"], "on held-out text")
+        if validation.name != "shards":
+            yield f"{key}name: {validation.name}; held-out text of its own can be shards alone"
+        if self.name in CORPORA:
+            yield (
+                f"{key[:-1]}: has no effect with name: {self.name}, which holds out"
+                " data.validation_fraction; remove it"
+            )
+
+    def _check_order(self, key: str) -> Iterator[str]:
+        yield from at_least(f"{key}shuffle_block_size", self.shuffle_block_size, 1)
+        ratio = self.packing_ratio
+        if isinstance(ratio, str) and ratio != "auto":
+            yield f"{key}packing_ratio: {ratio!r}; write auto or a number of documents"
+        elif not isinstance(ratio, str):
+            yield from above(f"{key}packing_ratio", ratio, 0)
+        if self.eos_token_id is not None and self.bos_token_id is not None:
+            yield f"{key}bos_token_id: and eos_token_id exclude each other; remove one"
+        yield from one_of(f"{key}token_encoding_type", self.token_encoding_type, TOKEN_TYPES)
         yield from at_least(f"{key}num_workers", self.num_workers, 1)
+        yield from at_least(f"{key}loader_workers", self.loader_workers, 0)
+        yield from at_least(f"{key}prefetch_factor", self.prefetch_factor, 1)
+        known = [*self.streams, "data"]
+        for name in self.allow_changed:
+            if name not in known:
+                yield f"{key}allow_changed: no stream {name!r}{nearest(name, known)}"
+
+    def _check_fetching(self, key: str) -> Iterator[str]:
+        for name in ("cache_limit", "prefetch"):
+            text = getattr(self, name)
+            if text is not None and _SIZE.fullmatch(text.strip()) is None:
+                yield f"{key}{name}: {text!r} is not a size; write a number and kb, mb, gb or tb"
+        yield from at_least(f"{key}download_retry", self.download_retry, 0)
+        yield from above(f"{key}download_timeout", self.download_timeout, 0)
+        yield from above(f"{key}requests_per_second", self.requests_per_second, 0)
+
+    def holds_out(self) -> bool:
+        """Whether there is held-out text: a corpus' own part, or shards of it."""
+        if self.validation is not None:
+            return True
+        sources: list[SourceConfig] = [*self.streams.values()] if self.streams else [self]
+        return self.validation_fraction > 0 and any(s.name != "shards" for s in sources)
 
     def fill(self) -> None:
         """Write derived values in place."""
-        if self.name in ("files", "huggingface"):
-            fill(self, text_column="text")
-        if self.name == "huggingface":
-            fill(self, split="train")
+        super().fill()
+        for stream in self.streams.values():
+            stream.fill()
+
+
+def n_bytes(size: str) -> int:
+    """Bytes of a size that `check` has passed: 1.5gb is 1_500_000_000."""
+    match = _SIZE.fullmatch(size.strip())
+    assert match is not None, size
+    return int(float(match[1]) * _FACTOR[match[2].lower()])

@@ -151,8 +151,11 @@ class TrainRecipe:
             )
         if self.load_path is None and self.load_weights_only is not None:
             yield "load_weights_only: has no effect without load_path; remove it"
-        if self.data.validation_fraction == 0 and self.eval.validation:
-            yield "eval.validation: true, but data.validation_fraction is 0; set one of them"
+        if not self.data.holds_out() and self.eval.validation:
+            yield (
+                "eval.validation: true, but nothing is held out; write eval.validation=false, or"
+                " set data.validation (shards), or data.validation_fraction (a corpus)"
+            )
 
     def early_stop_unseen(self) -> bool:
         """Whether the early stopper waits for a metric that nothing measures."""
