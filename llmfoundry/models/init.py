@@ -19,6 +19,7 @@ from llmfoundry.recipe.model import InitConfig, ModelConfig
 
 # projections that write to the residual stream
 RESIDUAL = ("out_proj.weight", "down_proj.weight", "experts.w2")
+ROUTER = "router.weight"
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 STACKED_HEADS = ("attn.Wqkv.weight", "attn.Wq.weight")
 EXPERTS = ("experts.w1", "experts.v1")  # stacked by expert, each (outputs, inputs)
@@ -83,6 +84,8 @@ def weight_law(name: str, weight: Tensor, config: ModelConfig) -> Law:
         law = _embedding_law(init)
         if law is not None:
             return law
+    if name.endswith(ROUTER) and init.router_init_std is not None:
+        return Law(init.router_init_std)
     std = STDS[init.name](config, *_fans(name, weight, config))
     if name.endswith(RESIDUAL):
         std /= residual_divisor(config)

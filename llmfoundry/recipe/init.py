@@ -43,6 +43,9 @@ class InitConfig:
     """Standard deviation of the embeddings; unset: the same scheme as the other weights."""
     emb_init_uniform_lim: float | list[float] | None = None
     """Embeddings uniform in [-l, l], or in [low, high]; unset: the same scheme as the others."""
+    router_init_std: float | None = None
+    """Standard deviation of routers' weights. Small, experts start with equal weights (Fedus et
+    al., 2021, take a tenth of the others'); unset: the same scheme as the other weights."""
     init_div_is_residual: bool | float | None = None
     """Divide the projections that write to the residual stream by sqrt(2 * n_layers) (true, the
     default) or by a number."""
@@ -71,7 +74,7 @@ class InitConfig:
             yield from one_of(f"{key}init_nonlinearity", self.init_nonlinearity, NONLINEARITIES)
         if xavier:
             yield from above(f"{key}init_gain", self.init_gain, 0)
-        for name in ("init_std", "emb_init_std"):
+        for name in ("init_std", "emb_init_std", "router_init_std"):
             yield from above(f"{key}{name}", getattr(self, name), 0)
         divisor = self.init_div_is_residual
         if divisor is not None and not isinstance(divisor, bool):

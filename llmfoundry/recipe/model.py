@@ -97,6 +97,9 @@ class ModelConfig:
         yield from self.attn_config.check(f"{key}attn_config.", self.n_heads)
         yield from self.ffn_config.check(f"{key}ffn_config.")
         yield from self.init_config.check(f"{key}init_config.")
+        if self.ffn_config.ffn_type != "dmoe":
+            why = f"without {key}ffn_config.ffn_type: dmoe"
+            yield from inert(f"{key}init_config.", self.init_config, ["router_init_std"], why)
         if self.block_overrides is not None:
             where = f"{key}block_overrides."
             yield from self.block_overrides.check(where, self.attn_config, self.n_layers)

@@ -160,6 +160,14 @@ def _experts(config: ModelConfig) -> ModelConfig:
     return config
 
 
+def _router_std(config: ModelConfig) -> ModelConfig | None:
+    """Another start of the routers, where there are any."""
+    if config.ffn_config.ffn_type != "dmoe":
+        return None
+    config.init_config.router_init_std = 0.5
+    return config
+
+
 def _moe(**values: Any) -> Change:
     """Other settings of a mixture, where there is one."""
 
@@ -274,6 +282,7 @@ WITHOUT_LOGITS: dict[str, Change] = {  # what they do not depend on
     "init_config.init_std": put("init_config.init_std", 0.5),
     "init_config.emb_init_std": put("init_config.emb_init_std", 0.5),
     "init_config.emb_init_uniform_lim": put("init_config.emb_init_uniform_lim", 0.5),
+    "init_config.router_init_std": _router_std,
     "init_config.init_div_is_residual": put("init_config.init_div_is_residual", False),
 }
 DROPPED: dict[str, Change] = {

@@ -44,6 +44,7 @@ ELSEWHERE = {  # fields that no comparison of logits shows, and the test that do
     "init_config.init_std": f"{_INIT}::test_matrices_follow_torch_nn_init",
     "init_config.emb_init_std": f"{_INIT}::test_embeddings_may_have_a_law_of_their_own",
     "init_config.emb_init_uniform_lim": f"{_INIT}::test_embeddings_may_have_a_law_of_their_own",
+    "init_config.router_init_std": f"{_INIT}::test_routers_may_have_a_law_of_their_own",
     "init_config.init_div_is_residual": f"{_INIT}::test_residual_projections_are_divided",
 }
 CHOICES = {  # keys of few values, each of which a setting must have; the default always is one

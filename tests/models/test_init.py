@@ -136,6 +136,14 @@ def test_embeddings_may_have_a_law_of_their_own() -> None:
         assert weight.mean().item() == pytest.approx((low + high) / 2, abs=2e-3)
 
 
+def test_routers_may_have_a_law_of_their_own() -> None:
+    experts = {"ffn_type": "dmoe", "mlp_type": "glu", "moe_num_experts": 16, "moe_top_k": 4}
+    for init, std in ((InitConfig(), math.sqrt(2 / 128)), (InitConfig(router_init_std=0.01), 0.01)):
+        ffn = make(init, ffn_config=experts).blocks[1].ffn
+        assert ffn.router.weight.std().item() == pytest.approx(std, rel=0.05)
+        assert ffn.experts.w1.std().item() == pytest.approx(math.sqrt(2 / 128), rel=0.02)
+
+
 def test_queries_of_a_layer_without_keys_are_drawn_as_others_are() -> None:
     init = InitConfig(name="xavier_normal_")
     model = make(init, n_layers=3, block_overrides=CHAIN, attn_config={"qk_ln": True})
