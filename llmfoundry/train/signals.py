@@ -1,4 +1,9 @@
-"""SIGTERM and SIGINT end a run after the step under way, on every process at the same step."""
+"""What all processes of a run must know at the same step: that it is to stop, or that one failed.
+
+SIGTERM and SIGINT end a run after the step under way. A process that has no batch to compute (its
+shard is gone) takes part in the step with an empty one, so that nobody waits for it for ever, and
+all of them raise before the optimizer has seen the step.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,22 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
+from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 
 
 class StopSignal:
     """A context in which a signal asks for a stop; a second one kills at once.
 
-    Processes agree by an all-reduce on the host that is read one step later, so no step waits.
+    Processes agree by one all-reduce a step on the host, begun before the step's work and read
+    after it, so no step waits.
     """
 
     def __init__(self, world: World) -> None:
         self._received = ""
+        self._agreed = ""
+        self._world = world
+        self._failure: BaseException | None = None
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
@@ -42,17 +52,49 @@ class StopSignal:
         self._received = signal.Signals(number).name
         signal.signal(number, signal.SIG_DFL)
 
-    def agreed(self) -> str:
-        """The name of the signal that ends the run now; empty while it goes on."""
+    def begin(self, failure: BaseException | None) -> None:
+        """Before a step: tell the others whether to stop, and whether this process failed.
+
+        Raises:
+            BaseException: `failure`, where there are no others.
+        """
         if self._group is None:
-            return self._received
-        agreed = False
-        if self._pending is not None:
-            work, flag = self._pending
-            work.wait()
-            agreed = bool(flag.item())
-        flag = torch.tensor([1 if self._received else 0])
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            if failure is not None:
+                raise failure
+            return
+        self._failure = failure
+        flags = torch.tensor([bool(self._received), failure is not None], dtype=torch.int32)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._pending = (work, flag)
-        return (self._received or "a signal") if agreed else ""
+        self._pending = (work, flags)
+
+    def check(self) -> None:
+        """Before the step's update: raise on every process if one of them failed.
+
+        Raises:
+            UserError: on the other processes, with the failed ones' reasons.
+            BaseException: on a failed one, its own failure.
+        """
+        if self._pending is None:
+            return
+        work, flags = self._pending
+        self._pending = None
+        work.wait()
+        stop, failed = flags.tolist()
+        self._agreed = (self._received or "a signal") if stop else ""
+        if failed:
+            self._raise()
+
+    def _raise(self) -> None:
+        reasons: list[str | None] = [None] * self._world.size
+        mine = None if self._failure is None else str(self._failure) or repr(self._failure)
+        dist.all_gather_object(reasons, mine, group=self._group)
+        if self._failure is not None:
+            raise self._failure
+        lines = {line for reason in reasons if reason for line in reason.splitlines()}
+        where = ", ".join(str(rank) for rank, reason in enumerate(reasons) if reason)
+        raise UserError(*(f"{line} (on rank {where})" for line in sorted(lines)))
+
+    def agreed(self) -> str:
+        """After a step: the name of the signal that ends the run now; empty while it goes on."""
+        return self._received if self._group is None else self._agreed

@@ -74,6 +74,7 @@ def train_step(
     clipping: GradientClippingConfig,
     guard: Guard,
     on_gradients: Callable[[], None] | None = None,
+    before_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run step `number` on this process's rows of the global batch.
 
@@ -87,6 +88,7 @@ def train_step(
         clipping: bound on the gradient.
         guard: stops updates once a loss or gradient is not finite.
         on_gradients: called while parameters hold the step's gradients, before clipping.
+        before_update: called before the optimizer; what it raises leaves the weights as they were.
     """
     labelled = (batch.labels != IGNORE).sum()
     counts = torch.stack([labelled, torch.full_like(labelled, len(batch.tokens))])
@@ -114,6 +116,8 @@ def train_step(
     result = StepResult(loss, whole(norm), count, parts if len(parts) > 1 else {}, routing)
     guard.observe(number, result)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
+    if before_update is not None:
+        before_update()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     if routing is not None:

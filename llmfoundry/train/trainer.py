@@ -22,6 +22,7 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import Routing
+from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.duration import Clock
 from llmfoundry.recipe.train import TrainRecipe
@@ -82,6 +83,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.batch = self.first_batch
         self.train_seconds = self.eval_seconds = 0.0
+        self._wait_seconds = 0.0  # for batches, since the last log
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
         self.ended_early = ""
@@ -115,7 +117,7 @@ class Trainer:
         self._started = time.perf_counter()
         with StopSignal(self.world) as stop, closing(self.loader.prefetch(self.batch)) as batches:
             while not (self.done or signal_name):
-                self._step(next(batches))
+                self._step(self._take(batches, stop), stop)
                 signal_name = stop.agreed() if not self.done else ""
             if signal_name:
                 self._save()
@@ -137,7 +139,22 @@ class Trainer:
         """Whether something that happens every `interval` happens after this step."""
         return self.clock.is_due(interval, self.batch)
 
-    def _step(self, batch: Any) -> None:
+    def _take(self, batches: Iterator[Batch], stop: StopSignal) -> Batch:
+        """The step's rows; where they cannot be had, empty ones for a step that all will undo."""
+        failure: BaseException | None = None
+        started = time.perf_counter()
+        try:
+            batch = next(batches)
+        except (Exception, StopIteration) as error:
+            failure = error
+            shape = (self.clock.samples_per_batch // self.world.size, self.recipe.max_seq_len)
+            labels = torch.full(shape, IGNORE)
+            batch = Batch(torch.zeros_like(labels), labels, None)
+        self._wait_seconds += time.perf_counter() - started
+        stop.begin(failure)
+        return batch
+
+    def _step(self, batch: Batch, stop: StopSignal) -> None:
         self._seed()
         factor = lr_factor(self.recipe.schedule, self.clock, self.batch)
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -156,6 +173,7 @@ class Trainer:
             clipping=self.recipe.gradient_clipping,
             guard=self.guard,
             on_gradients=self._on_gradients if logs else None,
+            before_update=stop.check,
         )
         self.batch = following
         self._loss_sum = self._loss_sum + torch.stack([result.loss, *result.parts.values()])
@@ -191,8 +209,9 @@ class Trainer:
         names = ["total", *result.parts]
         sums = self._loss_sum.tolist()
         losses = {name: x / self._loss_count for name, x in zip(names, sums, strict=True)}
+        data_wait = self._wait_seconds / self._loss_count
         self._loss_sum.zero_()
-        self._loss_count = 0
+        self._loss_count, self._wait_seconds = 0, 0.0
         language = losses.get("loss", losses["total"])
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
@@ -201,6 +220,7 @@ class Trainer:
             "metrics/train/bits_per_byte": language / math.log(2) / self.bytes_per_token,
             "l2_norm/grad/global": result.grad_norm.item(),
             "time/epoch": self.batch / self.clock.batches_per_epoch,
+            "time/data_wait": data_wait,
         }
         if result.routing is not None:
             self._log_routing(result.routing, metrics)

@@ -47,7 +47,7 @@ LINES = {
     "tokenizer.name=huggingface": "tokenizer.path: huggingface needs it; write a folder with tok",
     "tokenizer=bytes tokenizer.vocab_size=300": "tokenizer.vocab_size: has no effect with name:",
     "tokenizer.vocab_size=256": "tokenizer.vocab_size: 256 is too small; write 257 or more",
-    "data.name=c4": "data.name: 'c4' is not a choice (choices: python_stdlib, files, huggingface, shards, mixture)",
+    "data.name=c4": "data.name: 'c4' is not a choice (choices: python_stdlib, files, ",
     "data.name=files": "data.paths: files needs it; write a list of files, folders or globs",
     "data.paths=[a]": "data.paths: has no effect with name: python_stdlib; remove it",
     "data.split=train": "data.split: has no effect with name: python_stdlib; remove it",
