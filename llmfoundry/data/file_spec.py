@@ -1,0 +1,86 @@
+"""What a file of a data set is, and how it is fetched: the words of the fetching modules.
+
+`FileSpec` says which file is meant and how to know that it is whole. The index of a format (MDS,
+tokens) makes specs; `shard_files.ShardFolder` turns them into paths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmfoundry.recipe.data import DataConfig, n_bytes
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The compressed form in which a file is kept.
+
+    Attributes:
+        name: path within the data set's folder.
+        n_bytes: its size; None if unknown.
+        hashes: (algorithm, hex digest) pairs of its bytes.
+        compression: zstd, gz:9 … (`codecs`).
+    """
+
+    name: str
+    n_bytes: int | None
+    hashes: tuple[tuple[str, str], ...]
+    compression: str
+
+
+@dataclass(frozen=True)
+class FileSpec:
+    """A file as it is read.
+
+    Attributes:
+        name: path within the data set's folder.
+        n_bytes: its size; None if unknown.
+        hashes: (algorithm, hex digest) pairs of its bytes.
+        packed: how it is kept, if compressed.
+    """
+
+    name: str
+    n_bytes: int | None
+    hashes: tuple[tuple[str, str], ...] = ()
+    packed: Packed | None = None
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    """How files are fetched and kept; the fields of `DataConfig` say what each means."""
+
+    cache_folder: str = "~/.cache/llmfoundry"
+    cache_limit: int | None = None
+    """Bytes."""
+    prefetch: int = 2 * 10**9
+    """Bytes ahead, of one `ShardFolder` in one process."""
+    retry: int = 5
+    timeout: float = 60.0
+    """Seconds."""
+    requests_per_second: float | None = None
+    validate_hash: bool = True
+    storage_options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: DataConfig) -> FetchOptions:
+        """The options of a recipe's `data` section."""
+        return cls(
+            cache_folder=config.cache_folder,
+            cache_limit=None if config.cache_limit is None else n_bytes(config.cache_limit),
+            prefetch=n_bytes(config.prefetch),
+            retry=config.download_retry,
+            timeout=config.download_timeout,
+            requests_per_second=config.requests_per_second,
+            validate_hash=config.validate_hash,
+            storage_options=config.storage_options,
+        )
+
+
+def in_words(size: float) -> str:
+    """A number of bytes as data.cache_limit takes it, rounded up: 1234567 is 1.24mb."""
+    for unit, factor in (("gb", 10**9), ("mb", 10**6), ("kb", 10**3)):
+        if size >= factor:
+            hundredths = -(-int(size) * 100 // factor)
+            return f"{hundredths / 100:.10g}{unit}"
+    return f"{int(size)}b"

@@ -1,0 +1,260 @@
+"""The index of an MDS dataset: what it says, its binary form, and a line for all that is wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmfoundry.data.file_spec import FileSpec, Packed
+from llmfoundry.data.mds import MDSIndex
+from llmfoundry.errors import UserError
+
+Entry = dict[str, Any]
+
+
+def entry(n: int, **changes: Any) -> Entry:
+    """A shard's entry as mosaicml-streaming writes it."""
+    plain: Entry = {
+        "column_encodings": ["ndarray:int32:2048", "str"],
+        "column_names": ["tokens", "url"],
+        "column_sizes": [8192, None],
+        "compression": "zstd:3",
+        "format": "mds",
+        "hashes": ["sha1", "xxh64"],
+        "raw_data": {
+            "basename": f"a/shard.{n:05}.mds",
+            "bytes": 1000 + n,
+            "hashes": {"xxh64": f"ab{n}", "sha1": f"cd{n}"},
+        },
+        "samples": n,
+        "size_limit": 1 << 26,
+        "version": 2,
+        "zip_data": {
+            "basename": f"a/shard.{n:05}.mds.zstd",
+            "bytes": 100 + n,
+            "hashes": {"sha1": f"ef{n}"},
+        },
+    }
+    return {**plain, **changes}
+
+
+def encode(shards: list[Any], **changes: Any) -> bytes:
+    return json.dumps({"version": 2, "shards": shards, **changes}).encode()
+
+
+def parse(shards: list[Any], **changes: Any) -> MDSIndex:
+    return MDSIndex.from_bytes(encode(shards, **changes), source="set/index.json")
+
+
+RAW_ONLY = entry(7, compression=None, zip_data=None, column_names=["x", "y"])
+MIXED = [entry(0), entry(1), RAW_ONLY, entry(3, compression="gz")]
+
+
+def test_each_shards_file_is_as_the_index_says() -> None:
+    index = parse(MIXED)
+    assert index.n_shards == 4
+    assert index.sizes.tolist() == [0, 1, 7, 3]
+    assert index.sizes.dtype == np.int64
+    assert index.spec(1) == FileSpec(
+        name="a/shard.00001.mds",
+        n_bytes=1001,
+        hashes=(("sha1", "cd1"), ("xxh64", "ab1")),
+        packed=Packed("a/shard.00001.mds.zstd", 101, (("sha1", "ef1"),), "zstd:3"),
+    )
+    assert index.spec(2) == FileSpec(
+        "a/shard.00007.mds", 1007, hashes=(("sha1", "cd7"), ("xxh64", "ab7"))
+    )
+    packed = index.spec(3).packed
+    assert packed is not None
+    assert packed.compression == "gz"
+
+
+def test_columns_that_shards_share_are_kept_once() -> None:
+    index = parse(MIXED)
+    assert len(index.column_sets) == 2
+    assert index.columns(0) is index.columns(3)
+    assert index.columns(0).names == ("tokens", "url")
+    assert index.columns(0).sizes == (8192, None)
+    assert index.columns(2).names == ("x", "y")
+
+
+def test_an_index_of_no_shards_has_none() -> None:
+    index = parse([])
+    assert index.n_shards == 0
+    assert index.sizes.sum() == 0
+
+
+def test_hashes_may_be_missing() -> None:
+    raw = {"basename": "shard.00000.mds", "bytes": 9}
+    index = parse([entry(0, raw_data=raw, zip_data=None)])
+    assert index.spec(0) == FileSpec("shard.00000.mds", 9)
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+@pytest.mark.parametrize("shards", [MIXED, []])
+def test_the_binary_form_holds_the_same(shards: list[Any], by_path: bool, tmp_path: Path) -> None:
+    index = parse(shards)
+    path = tmp_path / "index"
+    if by_path:
+        index.save(path)
+        loaded = MDSIndex.load(path)
+    else:
+        file = io.BytesIO()
+        index.save(file)
+        file.seek(0)
+        loaded = MDSIndex.load(file)
+    assert [loaded.spec(n) for n in range(loaded.n_shards)] == [
+        index.spec(n) for n in range(index.n_shards)
+    ]
+    assert loaded.sizes.tolist() == index.sizes.tolist()
+    assert loaded.column_sets == index.column_sets
+    assert loaded.fingerprint == index.fingerprint
+
+
+def test_a_binary_form_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    parse(MIXED).save(path)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[whole.index(b"shard.00001")] ^= 1
+    other = io.BytesIO()
+    np.savez(other, facts=np.zeros(3))
+    for damaged in (whole[:-30], whole[:100], bytes(flipped), b"", b"text", other.getvalue()):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"index: no binary MDS index: .*; delete it"):
+            MDSIndex.load(path)
+
+
+def test_a_binary_form_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    parse(MIXED).save(path)
+    with zipfile.ZipFile(path) as whole:
+        members = {name: whole.read(name) for name in whole.namelist()}
+    members["facts.npy"] = members["facts.npy"].replace(b"index 1", b"index 2")
+    with zipfile.ZipFile(path, "w") as other:
+        for name, data in members.items():
+            other.writestr(name, data)
+    with pytest.raises(UserError, match="'llmfoundry-mds-index 2', not"):
+        MDSIndex.load(path)
+
+
+def changed(change: Callable[[Entry], object]) -> str:
+    shards = copy.deepcopy(MIXED)
+    change(shards[1])
+    return parse(shards).fingerprint
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: e.update(samples=2),
+        lambda e: e["raw_data"].update(bytes=1002),
+        lambda e: e["raw_data"].update(hashes={}),
+        lambda e: e["raw_data"]["hashes"].update(sha1="cd2"),
+        lambda e: e.update(column_names=["tokens", "urls"]),
+        lambda e: e.update(column_encodings=["ndarray:int32:2048", "bytes"]),
+    ],
+)
+def test_what_decides_the_samples_changes_the_fingerprint(
+    change: Callable[[Entry], object],
+) -> None:
+    assert changed(change) != parse(MIXED).fingerprint
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: e["raw_data"].update(basename="elsewhere.mds"),
+        lambda e: e.update(compression=None, zip_data=None),
+        lambda e: e.update(compression="zstd:9"),
+        lambda e: e["zip_data"].update(bytes=5, hashes={}),
+        lambda e: e.update(size_limit=None),
+    ],
+)
+def test_where_and_how_files_are_kept_does_not(change: Callable[[Entry], object]) -> None:
+    assert changed(change) == parse(MIXED).fingerprint
+
+
+def test_the_fingerprint_sees_an_exchange_of_shards() -> None:
+    assert parse(MIXED[::-1]).fingerprint != parse(MIXED).fingerprint
+
+
+def test_the_fingerprint_sees_which_shard_a_hash_is_of() -> None:
+    bare = entry(1)["raw_data"] | {"hashes": {}}
+    one, other = entry(1), entry(1, raw_data=bare)
+    assert parse([one, other]).fingerprint != parse([other, one]).fingerprint
+
+
+RAW = entry(1)["raw_data"]
+WRONG: list[tuple[Entry, str]] = [
+    ({"format": "csv"}, "format 'csv'; only mds is read"),
+    ({"version": 1}, "version 1; only 2 is read"),
+    ({"samples": -1}, "samples: -1; it has to be a count"),
+    ({"samples": None}, "samples: None; it has to be a count"),
+    ({"samples": 1.5}, "samples: 1.5"),
+    ({"samples": True}, "samples: True"),
+    ({"samples": 1 << 70}, "samples: 1180591620717411303424"),
+    ({"raw_data": None}, "raw_data is no object"),
+    ({"raw_data": RAW | {"bytes": -5}}, "raw_data.bytes: -5; it has to be a count"),
+    ({"raw_data": {"bytes": 5}}, "raw_data.basename is missing"),
+    ({"raw_data": RAW | {"basename": "../../x"}}, "'../../x' lies outside"),
+    ({"raw_data": RAW | {"basename": "/etc/x"}}, "'/etc/x' lies outside"),
+    ({"raw_data": RAW | {"hashes": {"sha1": 5}}}, "raw_data.hashes: {'sha1': 5} are no"),
+    ({"raw_data": RAW | {"hashes": {"sha1": "a b:c"}}}, "raw_data.hashes: "),
+    ({"zip_data": {"basename": "x"}}, "zip_data.bytes: None"),
+    ({"compression": "lz4"}, "compression 'lz4': no such codec"),
+    ({"compression": None}, "compression 'None': no such codec"),
+    ({"column_names": None}, "column_names: None; it has to be a list"),
+    ({"column_names": ["tokens"]}, "do not match"),
+    ({"column_names": ["url", "url"]}, "do not match"),
+    ({"column_names": [], "column_encodings": [], "column_sizes": []}, "do not match"),
+    ({"column_names": [["tokens"], "url"]}, "not plain texts and numbers"),
+    ({"column_names": [5, "url"]}, "column 5 of encoding 'ndarray:int32:2048': not text"),
+    ({"column_sizes": [8191, None]}, "ndarray:int32:2048 cannot have a size of 8191"),
+    ({"column_sizes": [8192, 0]}, "column url: str cannot have a size of 0"),
+    ({"column_sizes": [8192.5, None]}, "cannot have a size of 8192.5"),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), WRONG)
+def test_what_is_wrong_with_a_shard_is_one_line_with_its_number(changes: Entry, line: str) -> None:
+    with pytest.raises(UserError) as raised:
+        parse([entry(0), entry(1, **changes), entry(2)])
+    text = str(raised.value)
+    assert text.startswith("set/index.json: shard 1: ")
+    assert line in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"", "it is not JSON"),
+        (b"\xff\xfe\xff", "it is not JSON"),
+        (encode(MIXED)[:-9], "it is not JSON"),
+        (b"[" * 100_000, "it is not JSON"),
+        (b"[]", "an index of format unknown, not of MDS"),
+        (b'{"version": 2}', "an index of format unknown, not of MDS"),
+        (b'{"chunks": [], "config": {}}', "an index of format unknown, not of MDS"),
+        (encode([], format="llmfoundry-tokens"), "format llmfoundry-tokens, not of MDS"),
+        (encode([], version=1), "version 1; only MDS of version 2 is read"),
+        (b'{"version": 2, "shards": {}}', "`shards` is no list"),
+        (encode([entry(0), {"samples": 1}]), "shard 1: raw_data is missing"),
+        (encode([entry(0), None]), "shard 1: raw_data is missing"),
+        (encode([], more=entry(0)), "shards outside of the list"),
+        (encode([entry(0), 0], more=entry(1)), "shard 1: raw_data is missing"),
+    ],
+)
+def test_a_file_that_is_no_mds_index_is_one_line(data: bytes, line: str) -> None:
+    with pytest.raises(UserError) as raised:
+        MDSIndex.from_bytes(data, source="set/index.json")
+    assert str(raised.value).startswith("set/index.json: ")
+    assert line in str(raised.value)
