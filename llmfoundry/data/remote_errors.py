@@ -1,0 +1,185 @@
+"""What a failed request means: whether it may pass, and the line that a user reads.
+
+`remote.Remote` asks. One idea: the libraries behind fsspec agree on no exceptions, but each keeps
+the HTTP status somewhere, on the error or on what caused it, and a class name tells the rest. What
+is not known to pass counts as lasting: an error is shown at once rather than after minutes.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+_PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
+_THROTTLED_STATUS = frozenset({429, 503, 509})
+_PASSING_ERRNO = frozenset(
+    {errno.EBUSY, errno.EAGAIN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.ENETDOWN}
+    | {errno.EHOSTUNREACH, errno.EHOSTDOWN}
+)
+_PASSING_NAMES = frozenset(
+    # botocore, aiohttp, then httpx, requests, urllib3 and azure
+    {
+        "ConnectTimeoutError",
+        "ReadTimeoutError",
+        "EndpointConnectionError",
+        "ConnectionClosedError",
+        "ResponseStreamingError",
+        "IncompleteReadError",
+        "HTTPClientError",
+        "ProxyConnectionError",
+        "ClientConnectionError",
+        "ClientPayloadError",
+        "ServerDisconnectedError",
+        "TransportError",
+        "ConnectionError",
+        "Timeout",
+        "ChunkedEncodingError",
+        "ProtocolError",
+        "ServiceRequestError",
+        "ServiceResponseError",
+        "IncompleteRead",
+    }
+)
+_DAMAGED_NAMES = frozenset({"FlexibleChecksumError", "ChecksumError"})  # botocore, gcsfs
+_CREDENTIAL_NAMES = frozenset(
+    {
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "CredentialRetrievalError",
+        "ProfileNotFound",
+        "SSOTokenLoadError",
+        "UnauthorizedSSOTokenError",
+        "TokenRetrievalError",
+        "GoogleAuthError",
+        "DefaultCredentialsError",
+        "RefreshError",
+        "ClientAuthenticationError",
+        "GatedRepoError",
+        "LocalTokenNotFoundError",
+    }
+)
+
+
+def is_past_end(error: BaseException) -> bool:
+    """Whether bytes were asked for that are after the file's end."""
+    return _status(error) == 416
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether there is no such file."""
+    status = _status(error)
+    missing = any(isinstance(e, FileNotFoundError | IsADirectoryError) for e in _chain(error))
+    return status == 404 or (missing and status is None)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same request may succeed later."""
+    for e in _chain(error):  # the outermost that tells decides
+        if is_timeout(e) or not _PASSING_NAMES.isdisjoint(_names(e)):
+            return True
+        if isinstance(e, ConnectionError) or getattr(e, "errno", None) in _PASSING_ERRNO:
+            return True
+        if isinstance(e, FileNotFoundError | PermissionError):
+            return False
+        status = _own_status(e)
+        if status is not None:
+            return status in _PASSING_STATUS
+    return False
+
+
+def is_damaged(error: BaseException) -> bool:
+    """Whether the library found that the bytes are not those that the store sent."""
+    return any(not _DAMAGED_NAMES.isdisjoint(_names(e)) for e in _chain(error))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether nothing, or too little, came in time."""
+    # By name too: asyncio's and other libraries' are not Python's own.
+    return any(isinstance(e, TimeoutError) or "Timeout" in type(e).__name__ for e in _chain(error))
+
+
+def explain(error: BaseException, *, kind: str, attempts: int, timeout: float) -> str:
+    """The cause and what to do about it, in one line."""
+    status = _status(error)
+    if any(not _CREDENTIAL_NAMES.isdisjoint(_names(e)) for e in _chain(error)):
+        return f"{in_one_line(error)}; give credentials, {_how_to(kind)}"
+    if is_missing(error):
+        return (
+            "is not there; check data.remote (or the stream's) and data.split, or upload it again"
+        )
+    if _is_refused(error):
+        return f"access is refused ({in_one_line(error)}); check the credentials, {_how_to(kind)}"
+    tried = f"after {attempts} attempts" if attempts > 1 else "at the first attempt"
+    if status in _THROTTLED_STATUS:
+        return (
+            f"the store asks for fewer requests ({in_one_line(error)}), also {tried};"
+            " write a data.requests_per_second, or a larger data.download_retry"
+        )
+    if is_timeout(error):
+        return (
+            f"no answer within {timeout:g} s, {tried}; check the network and the address, or write"
+            " a larger data.download_timeout"
+        )
+    if is_passing(error):
+        return (
+            f"{in_one_line(error)}, {tried}; check the network and the address, or write a larger"
+            " data.download_retry"
+        )
+    return f"{in_one_line(error)}; check data.remote and data.storage_options"
+
+
+def in_one_line(error: BaseException) -> str:
+    """The error's kind and words."""
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"{name}: {text[:300]}" if text else name
+
+
+def _how_to(kind: str) -> str:
+    keys = {
+        "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or ~/.aws/credentials, or, where all may"
+        " read, data.storage_options: {s3: {anon: true}}",
+        "oci": "data.storage_options: {oci: {key: …, secret: …}}, a customer secret key",
+        "gs": "gcloud auth application-default login, or data.storage_options: {gs: {token: …}}",
+        "az": "data.storage_options: {az: {account_name: …, account_key: …}}",
+        "hf": "hf auth login, or the environment's HF_TOKEN",
+    }
+    return keys.get(kind, f"data.storage_options: {{{kind}: …}}")
+
+
+def _is_refused(error: BaseException) -> bool:
+    if _status(error) in (401, 403):
+        return True
+    return any(
+        isinstance(e, PermissionError) or not _CREDENTIAL_NAMES.isdisjoint(_names(e))
+        for e in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what caused it, outermost first."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _names(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind an error."""
+    return next((s for e in _chain(error) if (s := _own_status(e)) is not None), None)
+
+
+def _own_status(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        found = [response.get("ResponseMetadata", {}).get("HTTPStatusCode")]
+    else:
+        found = [getattr(response, "status_code", None)]
+    found += [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    return next((s for s in found if isinstance(s, int) and 400 <= s < 600), None)

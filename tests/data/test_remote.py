@@ -1,0 +1,309 @@
+"""Files fetched from a real S3 server through a proxy that fails, and what users are told."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import os
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from llmfoundry.data import remote, remote_backends, remote_errors
+from llmfoundry.data.remote_backends import resolve
+from llmfoundry.data.request_rate import take_turn
+from llmfoundry.data.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.errors import UserError
+from tests.data.s3_server import BUCKET, FaultyS3, s3_server
+
+DATA = os.urandom(70_001)
+OCI = "https://n.compat.objectstorage.r.oraclecloud.com"
+SPEC = FileSpec("a", len(DATA), (("sha1", hashlib.sha1(DATA).hexdigest()),))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultyS3]:
+    with s3_server() as (faulty, put):
+        put("data/a", DATA)
+        put("data/empty", b"")
+        yield faulty
+
+
+@pytest.fixture
+def s3(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
+    server.reset()
+    monkeypatch.setattr(remote, "_BACKOFF_S", 0.001)
+    monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    return server
+
+
+@pytest.fixture
+def folder(s3: FaultyS3, tmp_path: Path) -> ShardFolder:
+    options = FetchOptions(cache_folder=str(tmp_path), retry=3, timeout=10.0)
+    return ShardFolder.open(f"s3://{BUCKET}/data", None, options)
+
+
+def test_a_file_is_one_request(s3: FaultyS3, folder: ShardFolder) -> None:
+    assert folder.get(SPEC).read_bytes() == DATA
+    assert folder.get(SPEC).read_bytes() == DATA
+    assert s3.requests == {"data/a": 1}
+
+
+def test_an_index_is_read_whole_in_parts_of_any_size(
+    s3: FaultyS3, folder: ShardFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert folder.read("a") == DATA and s3.requests["data/a"] == 1
+    assert folder.read("empty") == b""
+    for size in (20_000, len(DATA), len(DATA) - 1):
+        monkeypatch.setattr(remote, "_PART", size)
+        folder.close()
+        assert folder.read("a") == DATA
+        assert folder.get(FileSpec("empty", 0)).read_bytes() == b""
+        folder.get(SPEC).unlink()
+    # Parts of 20000: three whole ones and one that ends the file.
+    assert s3.requests["data/a"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "times", "requests"),
+    [
+        ("slow down", 3, 4),
+        ("internal", 2, 3),
+        ("too many", 1, 2),
+        ("cut", 2, 3),
+        ("truncated", 2, 3),  # each goes on where the last one ended
+        ("damaged", 1, 2),
+        ("spoiled", 1, 2),
+    ],
+)
+def test_what_passes_is_tried_again(
+    fault: str, times: int, requests: int, s3: FaultyS3, folder: ShardFolder
+) -> None:
+    s3.faults["data/a"] = (fault, times)
+    assert folder.get(SPEC).read_bytes() == DATA
+    assert s3.requests["data/a"] == requests
+
+
+@pytest.mark.parametrize(
+    ("fault", "requests", "line"),
+    [
+        ("missing", 1, r"is not there; check data\.remote"),
+        ("forbidden", 1, r"access is refused .*AWS_ACCESS_KEY_ID.*anon: true"),
+        (
+            "slow down",
+            4,
+            r"asks for fewer requests .* after 4 attempts; write a data\.requests_per",
+        ),
+        ("cut", 4, r"payload.* after 4 attempts; .*data\.download_retry"),
+        ("damaged", 2, r"its sha1 is [0-9a-f]{40}, its index says .*fetched again; the file there"),
+        ("spoiled", 2, r"Checksum.*fetched again"),
+    ],
+)
+def test_what_lasts_is_one_line_with_url_cause_and_remedy(
+    fault: str, requests: int, line: str, s3: FaultyS3, folder: ShardFolder, tmp_path: Path
+) -> None:
+    s3.faults["data/a"] = (fault, -1)
+    with pytest.raises(UserError, match=f"^s3://{BUCKET}/data/a: .*{line}") as caught:
+        folder.get(SPEC)
+    assert "\n" not in str(caught.value)
+    assert s3.requests["data/a"] == requests
+    assert not list(tmp_path.rglob("a*"))
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "line"),
+    [
+        (len(DATA) + 1, "ends after 70001 bytes, its index says 70002"),
+        (len(DATA) - 1, "is longer than the 70000 bytes that its index says"),
+    ],
+)
+def test_a_file_of_another_size_is_damaged(n_bytes: int, line: str, folder: ShardFolder) -> None:
+    with pytest.raises(UserError, match=line):
+        folder.get(FileSpec("a", n_bytes))
+
+
+def test_a_trickle_is_a_failure_after_the_timeout(s3: FaultyS3, tmp_path: Path) -> None:
+    options = FetchOptions(cache_folder=str(tmp_path), retry=1, timeout=0.3)
+    folder = ShardFolder.open(f"s3://{BUCKET}/data", None, options)
+    s3.faults["data/a"] = ("trickle", -1)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"no answer within 0\.3 s, after 2 attempts"):
+        folder.get(SPEC)
+    assert time.monotonic() - began < 5
+    s3.faults["data/a"] = ("trickle", 1)
+    assert folder.get(SPEC).read_bytes() == DATA
+
+
+def test_a_store_that_is_not_there_is_told(tmp_path: Path, s3: FaultyS3) -> None:
+    nowhere = {"s3": {"endpoint_url": "http://127.0.0.1:9", "key": "id", "secret": "secret"}}
+    options = FetchOptions(cache_folder=str(tmp_path), retry=1, storage_options=nowhere)
+    folder = ShardFolder.open(f"s3://{BUCKET}/data", None, options)
+    with pytest.raises(UserError, match=r"EndpointConnectionError.* after 2 attempts"):
+        folder.get(SPEC)
+
+
+def test_a_failed_prefetch_is_raised_by_the_next_get(s3: FaultyS3, folder: ShardFolder) -> None:
+    s3.faults["data/a"] = ("missing", 1)
+    folder.prefetch(iter([SPEC]))
+    threads = folder._here().prefetcher
+    with threads._changed:
+        assert threads._changed.wait_for(lambda: threads._failures, timeout=10)
+    with pytest.raises(UserError, match="is not there"):
+        folder.get(SPEC)
+    assert folder.get(SPEC).read_bytes() == DATA
+    folder.close()
+
+
+class Plain(http.server.SimpleHTTPRequestHandler):
+    """Python's web server, which knows no ranges."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_web_server_without_ranges_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/a").write_bytes(DATA)
+    handler = partial(Plain, directory=str(tmp_path / "site"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever, args=(0.02,), daemon=True).start()
+        options = FetchOptions(cache_folder=str(tmp_path / "cache"), retry=0)
+        url = f"http://127.0.0.1:{web.server_port}"
+        assert ShardFolder.open(url, None, options).get(SPEC).read_bytes() == DATA
+        monkeypatch.setattr(remote, "_PART", 30_000)
+        assert ShardFolder.open(url, None, options).read("a") == DATA
+        with pytest.raises(UserError, match=f"^{url}/b: is not there"):
+            ShardFolder.open(url, None, options).read("b")
+        web.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("url", "protocol", "root", "options"),
+    [
+        ("s3://b/p", "s3", "b/p", {"endpoint_url": "http://s3"}),
+        ("oci://b@n/p", "s3", "b/p", {"endpoint_url": OCI}),
+        ("gs://b/p", "s3", "b/p", {"endpoint_url": "https://storage.googleapis.com", "key": "k"}),
+        ("hf://datasets/o/d/p", "hf", "datasets/o/d/p", {}),
+        ("https://h/p", "https", "https://h/p", {}),
+    ],
+)
+def test_urls_and_llm_foundrys_variables_decide_the_file_system(
+    url: str,
+    protocol: str,
+    root: str,
+    options: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_backends, "_check_package", lambda kind, url: None)
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://s3")
+    monkeypatch.setenv("OCI_REGION", "r")
+    monkeypatch.setenv("GCS_KEY", "k")
+    found = resolve(url, {}, 7.0)
+    assert (found.protocol, found.root) == (protocol, root)
+    assert options.items() <= dict(found.options).items()
+    if protocol == "s3":
+        assert found.options["config_kwargs"]["read_timeout"] == 7.0
+
+
+def test_storage_options_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a")
+    assert resolve("s3://b", {}, 1.0).options["endpoint_url"] == "http://a"
+    given = {"s3": {"endpoint_url": "http://g"}, "oci": {"namespace": "n", "region": "r"}}
+    assert resolve("s3a://b", given, 1.0).options["endpoint_url"] == "http://g"
+    assert "//n.compat.objectstorage.r." in resolve("oci://b", given, 1.0).options["endpoint_url"]
+    with pytest.raises(UserError, match=r"region is not known; .*oci: \{region: …\}.*OCI_REGION"):
+        resolve("oci://b", {"oci": {"namespace": "n"}}, 1.0)
+
+
+def test_azures_account_is_in_the_environment_or_in_the_url(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Azure(fsspec.AbstractFileSystem):
+        protocol = ("az", "abfs")
+
+    monkeypatch.setattr(remote_backends, "_check_package", lambda kind, url: None)
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: Azure)
+    found = resolve("azure://name.blob.core.windows.net/container/p", {}, 1.0)
+    assert (found.protocol, found.root) == ("az", "container/p")
+    assert found.options == {"account_name": "name"}
+    monkeypatch.setenv("AZURE_ACCOUNT_NAME", "other")
+    monkeypatch.setenv("AZURE_ACCOUNT_ACCESS_KEY", "key")
+    assert resolve("az://c/p", {}, 1.0).options == {"account_name": "other", "account_key": "key"}
+
+
+def test_a_missing_package_is_told_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(remote_backends._PACKAGES, "gs", "no_such_package_of_ours")
+    with pytest.raises(UserError, match=r"gs:// needs .*; write: pip install no_such_package_of"):
+        resolve("gs://b/p", {}, 1.0)
+    with pytest.raises(UserError, match="Protocol not known: nosuch"):
+        resolve("nosuch://b/p", {}, 1.0)
+
+
+class HttpError(Exception):
+    """As gcsfs' own: its status is `code`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"error {code}")
+        self.code = code
+
+
+class ReadTimeout(Exception):
+    """By its name httpx', which is no TimeoutError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "passing"),
+    [
+        (HttpError(503), True),
+        (HttpError(429), True),
+        (HttpError(400), False),
+        (HttpError(401), False),
+        (ReadTimeout(), True),
+        (ConnectionResetError(), True),
+        (BrokenPipeError(), True),
+        (PermissionError(), False),
+        (FileNotFoundError(), False),
+        (ValueError("what a defect raises"), False),
+    ],
+)
+def test_which_errors_pass(error: Exception, passing: bool) -> None:
+    assert remote_errors.is_passing(error) == passing
+    outer = RuntimeError("a library's own")
+    outer.__cause__ = error
+    assert remote_errors.is_passing(outer) == passing
+
+
+def test_missing_credentials_are_told_with_how_to_give_them() -> None:
+    botocore = pytest.importorskip("botocore.exceptions")
+    line = remote_errors.explain(botocore.NoCredentialsError(), kind="s3", attempts=1, timeout=1)
+    assert "Unable to locate credentials; give credentials, AWS_ACCESS_KEY_ID" in line
+
+
+def test_a_file_system_that_hangs_is_left_after_the_timeout() -> None:
+    release = threading.Event()
+
+    def hang() -> bytes:
+        release.wait(10)
+        return b""
+
+    with pytest.raises(TimeoutError):
+        remote._within(0.01, hang)
+    release.set()
+    assert remote._within(10, lambda: b"a") == b"a"
+
+
+def test_turns_are_a_share_of_a_second_apart_for_all_who_share_the_file(tmp_path: Path) -> None:
+    waits = [take_turn(tmp_path / "rate", per_second=10, mode=0o600) for _ in range(30)]
+    # All within moments: the n-th has to wait for n tenths of a second.
+    assert all(abs(wait - n / 10) < 0.09 for n, wait in enumerate(waits))
