@@ -1,14 +1,18 @@
-"""Prepare a recipe's tokenizer and token shards, and nothing else.
+"""Prepare a recipe's text: its tokenizer and its shards, and nothing else.
 
     python scripts/prepare_data.py yamls/quickstart.yaml
     python scripts/prepare_data.py yamls/mpt-125m.yaml data.num_workers=32
+    python scripts/prepare_data.py yamls/mpt-125m.yaml prepare.output=s3://bucket/c4
+    python scripts/prepare_data.py yamls/mpt-125m.yaml prepare.output=c4 prepare.format=mds
 
-Training prepares what is missing by itself; this does it ahead, on a machine without a GPU. Both
-keep the result in data.cache_folder, keyed by its content.
+Training prepares what is missing by itself; this does it ahead, on a machine without a GPU. Without
+prepare.output the result is where training looks for it, data.cache_folder, keyed by its content.
+With it, it is a folder here or at a URL that any run reads: data.name=shards data.remote=FOLDER
+data.split=train. A preparation that was stopped goes on where it was.
 """
 
 from llmfoundry.recipe.load import run
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.prepare import PrepareRecipe
 
 if __name__ == "__main__":
-    run(TrainRecipe, "llmfoundry.commands.prepare_data:prepare_data", help=__doc__)
+    run(PrepareRecipe, "llmfoundry.commands.prepare_data:prepare_data", help=__doc__)

@@ -10,7 +10,7 @@ import torch
 
 from llmfoundry.build.eval_budget import EvalBudget
 from llmfoundry.build.job import Job
-from llmfoundry.data.loader import validation_batches
+from llmfoundry.data.validation import validation_batches
 from llmfoundry.gauntlet.gauntlet import Answered, Asking, Gauntlet
 from llmfoundry.gauntlet.own_model import OwnModel
 from llmfoundry.gauntlet.results import GauntletResult

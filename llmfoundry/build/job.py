@@ -7,17 +7,32 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from llmfoundry.data.prepare import Prepared
 from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.validation import HeldOut
 from llmfoundry.models.attention import attention_rules
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops import moe
 from llmfoundry.ops.attention import refusal
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.train import TrainRecipe
+
+Made = TypeVar("Made")
+
+
+class Held(Protocol):
+    """What evaluation needs of the data: `build.data.Data`, or a corpus' `Prepared`."""
+
+    @property
+    def validation(self) -> HeldOut:
+        """Held-out text; no rows where there is none."""
+
+    def validation_texts(self) -> list[str]:
+        """The held-out documents."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,7 @@ class Job:
     """Filled, the vocabulary's size included."""
     world: World
     tokenizer: Tokenizer
-    prepared: Prepared
+    prepared: Held
     root: Root
     microbatch: int
     note: Callable[[str], None]
@@ -38,6 +53,22 @@ class Job:
     def autocast(self) -> Callable[[], AbstractContextManager[None]]:
         """Makes the context of a forward pass in the recipe's precision."""
         return build_autocast(self.recipe.precision, self.world.device)
+
+
+def from_main(world: World, make: Callable[[], Made]) -> Made:
+    """What process 0 makes, on every process; so is what it raises."""
+    result: list[Any] = [None, None]
+    if world.is_main:
+        try:
+            result[0] = make()
+        except Exception as error:  # the others would wait for ever
+            result[1] = error
+    if world.size > 1:
+        dist.broadcast_object_list(result)
+    made, failure = result
+    if failure is not None:
+        raise failure
+    return made
 
 
 def filled(written: TrainRecipe) -> TrainRecipe:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from llmfoundry.build.job import Job, attention_refusal, build_root, filled
+from llmfoundry.build.job import Job, attention_refusal, build_root, filled, from_main
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -45,17 +44,7 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
     Raises:
         UserError: the folder holds a run that the recipe does not want to go on with.
     """
-    result: list[Any] = [None]
-    if world.is_main:
-        try:
-            result = [_find_start(recipe, note)]
-        except UserError as error:
-            result = [error]
-    if world.size > 1:
-        dist.broadcast_object_list(result)
-    if isinstance(result[0], UserError):
-        raise result[0]
-    return result[0]
+    return from_main(world, lambda: _find_start(recipe, note))
 
 
 def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from llmfoundry.build.data import Data, build_loader, learning_corpus, mixture_lines, open_data
 from llmfoundry.build.evaluate import build_evaluate, eval_rows
 from llmfoundry.build.job import Job, attention_refusal, build_root, experts_refusal, filled
 from llmfoundry.build.start import fill_weights, find_start, run_identity
 from llmfoundry.data.loader import Loader
-from llmfoundry.data.prepare import Prepared, prepare
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
@@ -68,20 +68,23 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
     fit(with_guessed_vocabulary(recipe))
     check_kernels(recipe, world.device)
     start = find_start(recipe, world, tracker.note)
-    tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=world.is_main)
-    prepared = prepare(recipe.data, tokenizer, progress=world.is_main)
-    for line in prepared.summary.splitlines():
+    tokenizer = make_tokenizer(recipe, world)
+    data = open_data(recipe, tokenizer, world)
+    for line in data.summary.splitlines():
         tracker.note(line)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     check_vocabulary(recipe, tokenizer)
     microbatch = fit(recipe)
     mesh = build_mesh(recipe.parallel, world)
     root = build_model(recipe, world, mesh)
-    job = Job(recipe, world, tokenizer, prepared, root, microbatch, tracker.note)
+    job = Job(recipe, world, tokenizer, data, root, microbatch, tracker.note)
     optimizer = build_optimizer(root.model, recipe.optimizer)
     identity = run_identity(job)
-    loader = build_loader(job)
+    clock = build_clock(recipe, data)
+    loader = build_loader(recipe, data, clock, tokenizer, world)
     state = fill_weights(job, start, optimizer, identity, loader)
+    for line in mixture_lines(loader, clock.total):
+        tracker.note(line)
     trainer = Trainer(
         recipe=recipe,
         world=world,
@@ -89,10 +92,10 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         module=replicate(root, mesh),
         optimizer=optimizer,
         loader=loader,
-        clock=build_clock(recipe, prepared),
+        clock=clock,
         microbatch=microbatch,
         autocast=job.autocast,
-        bytes_per_token=prepared.train.n_bytes / prepared.train.n_tokens,
+        bytes_per_token=data.bytes_per_token,
         tracker=tracker,
         checkpointer=build_checkpointer(written, job),
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
@@ -109,6 +112,13 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         facts=banner(job, loader, trainer.clock, trainer.first_batch),
     )
     return trainer, job
+
+
+def make_tokenizer(recipe: TrainRecipe, world: World) -> Tokenizer:
+    """The recipe's tokenizer; `train` learns from the recipe's corpora."""
+    learns = recipe.tokenizer.name == "train"
+    data = learning_corpus(recipe.data) if learns else recipe.data
+    return build_tokenizer(recipe.tokenizer, data, progress=world.is_main)
 
 
 def build_model(recipe: TrainRecipe, world: World, mesh: DeviceMesh | None) -> Root:
@@ -170,28 +180,13 @@ def check_vocabulary(recipe: TrainRecipe, tokenizer: Tokenizer) -> None:
         )
 
 
-def build_loader(job: Job) -> Loader:
-    """This process's share of every global batch."""
-    recipe = job.recipe
-    return Loader(
-        job.prepared.train,
-        seq_len=recipe.max_seq_len,
-        global_batch_size=recipe.global_train_batch_size,
-        seed=recipe.seed,
-        shuffle=recipe.data.shuffle,
-        rank=job.world.rank,
-        world_size=job.world.size,
-        attend_across_documents=recipe.data.attend_across_documents,
-    )
-
-
-def build_clock(recipe: TrainRecipe, prepared: Prepared) -> Clock:
+def build_clock(recipe: TrainRecipe, data: Data) -> Clock:
     """Batches in each unit of time."""
     size = recipe.global_train_batch_size
     return Clock(
         samples_per_batch=size,
         tokens_per_batch=size * recipe.max_seq_len,
-        batches_per_epoch=prepared.train.n_rows(recipe.max_seq_len) / size,
+        batches_per_epoch=data.epoch_rows / size,
         max_duration=Duration.parse(recipe.max_duration),
     )
 

@@ -1,18 +1,106 @@
-"""`scripts/prepare_data.py`: a recipe's tokenizer and token shards, without training."""
+"""`scripts/prepare_data.py`: a recipe's tokenizer and shards; neither training nor torch."""
 
 from __future__ import annotations
 
-from llmfoundry.build.job import filled
-from llmfoundry.data.prepare import prepare
-from llmfoundry.data.tokenizer import build_tokenizer
-from llmfoundry.recipe.train import TrainRecipe
+import copy
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from llmfoundry.data.manifest import summary
+from llmfoundry.data.outputs import Output, token_output
+from llmfoundry.data.place import Place
+from llmfoundry.data.prepare import How, prepare, prepare_to
+from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.prepare import PrepareConfig, PrepareRecipe
+from llmfoundry.recipe.source import CORPORA
 
 
-def prepare_data(recipe: TrainRecipe) -> None:
-    """Fill the cache that `scripts/train.py` reads for the same recipe."""
-    recipe = filled(recipe)
+def prepare_data(written: PrepareRecipe) -> None:
+    """Write prepare.output, or fill the cache that `scripts/train.py` reads for the same recipe."""
+    recipe = copy.deepcopy(written)
+    recipe.fill()
+    if recipe.prepare.output is None:
+        _fill_cache(recipe)
+    else:
+        _write(recipe, recipe.prepare, recipe.prepare.output)
+
+
+def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
+    """What the filled `prepare` section asks for."""
+    if config.format == "tokens":
+        return token_output(tokenizer, shard_bytes=config.size_limit, hashes=tuple(config.hashes))
+    output = Output(
+        kind=f"mds-{config.column}",
+        dtype="str",
+        shard_bytes=config.size_limit,
+        hashes=tuple(config.hashes),
+        eos_id=tokenizer.eos_id,
+        compression=config.compression,
+    )
+    if config.column == "text":
+        return output
+    assert config.concat_tokens is not None and config.bos_text is not None, "not filled"
+    eos = tokenizer.eos if config.eos_text is None else config.eos_text
+    return replace(
+        output,
+        dtype=f"ndarray:{config.dtype}",
+        row=config.concat_tokens,
+        bos=_ids(tokenizer, config.bos_text),
+        eos=_ids(tokenizer, eos),
+        no_wrap=bool(config.no_wrap),
+    )
+
+
+def _fill_cache(recipe: PrepareRecipe) -> None:
+    data = recipe.data
+    if data.streams and recipe.tokenizer.name == "train":
+        from llmfoundry.build.data import learning_corpus  # with torch, and for this alone
+
+        data = learning_corpus(data)
+    tokenizer = build_tokenizer(recipe.tokenizer, data, progress=True)
+    for name, corpus in _corpora(recipe.data).items():
+        prepared = prepare(corpus, tokenizer, progress=True)
+        print(prepared.summary.replace("data:", f"{name}:"))
+        rows = prepared.train.n_rows(recipe.max_seq_len)
+        print(f"{name}: {rows:,} training rows of {recipe.max_seq_len:,} tokens")
+
+
+def _write(recipe: PrepareRecipe, config: PrepareConfig, output: str) -> None:
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=True)
-    prepared = prepare(recipe.data, tokenizer, progress=True)
-    print(prepared.summary)
-    rows = prepared.train.n_rows(recipe.max_seq_len)
-    print(f"{rows:,} training rows of {recipe.max_seq_len:,} tokens")
+    folder = output.rstrip("/") if "://" in output else str(Path(output).expanduser().absolute())
+    manifest = prepare_to(
+        Place(folder, recipe.data.storage_options),
+        recipe.data,
+        tokenizer,
+        output=build_output(config, tokenizer),
+        how=How(recipe.data.num_workers, config.engine, progress=True),
+        about={"licence": config.licence or "", "source": config.source or ""},
+    )
+    print(summary(manifest))
+    total = manifest.total
+    if total.samples:
+        print(f"data: {total.samples:,} samples of MDS")
+    print(f"data: in {output}; train: data.name=shards data.remote={output} data.split=train")
+
+
+def _corpora(data: DataConfig) -> dict[str, DataConfig]:
+    """Every corpus that the recipe names, by what its lines begin with."""
+    if not data.streams:
+        return {"data": data}
+    return {
+        f"data.streams.{name}": data.alone(stream)
+        for name, stream in data.streams.items()
+        if stream.name in CORPORA
+    }
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """The ids of a text in which special tokens count as such, as they do not within documents."""
+    from tokenizers import Tokenizer as Backend
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        backend = Backend.from_file(str(Path(folder) / "tokenizer.json"))
+    return tuple(backend.encode(text, add_special_tokens=False).ids)

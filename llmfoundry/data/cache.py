@@ -24,10 +24,17 @@ def cache_key(**facts: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> None:
+def build_once(folder: Path, build: Callable[[Path], None], *, keep: str | None = None) -> None:
     """Make `folder` by `build(temporary folder)` and a rename, unless it is there.
 
-    Of several processes one builds while the others wait; what a killed one left is removed.
+    Of several processes one builds while the others wait; what a killed one left is removed, or
+    gone on with.
+
+    Args:
+        folder: what to make.
+        build: fills a folder.
+        keep: name of a folder that `build` leaves in its own if it can go on with what is there
+            when it is called again; removed in the end.
 
     Raises:
         UserError: the cache folder cannot be written.
@@ -38,7 +45,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
-                _build(folder, build)
+                _build(folder, build, keep)
     except (OSError, NotImplementedError) as error:  # NotImplementedError: no locks there
         reason = getattr(error, "strerror", None) or error
         raise UserError(
@@ -47,13 +54,19 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> None:
         ) from error
 
 
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    for leftover in folder.parent.glob(f"{folder.name}.tmp.*"):
-        shutil.rmtree(leftover)
+def _build(folder: Path, build: Callable[[Path], None], keep: str | None) -> None:
     temporary = folder.with_name(f"{folder.name}.tmp.{os.getpid()}")
-    temporary.mkdir()
+    for leftover in folder.parent.glob(f"{folder.name}.tmp.*"):
+        if keep and (leftover / keep).is_dir() and not temporary.exists():
+            leftover.rename(temporary)
+        else:
+            shutil.rmtree(leftover)
+    temporary.mkdir(exist_ok=True)
     try:
         build(temporary)
+        if keep:
+            shutil.rmtree(temporary / keep)
         temporary.rename(folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if not (keep and (temporary / keep).is_dir()):
+            shutil.rmtree(temporary, ignore_errors=True)

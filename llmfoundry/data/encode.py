@@ -32,11 +32,13 @@ class Piece:
         text: never empty.
         held_out: whether it is validation text.
         first: whether a document begins with it.
+        last: whether a document ends with it.
     """
 
     text: str
     held_out: bool
     first: bool
+    last: bool
 
     @property
     def n_bytes(self) -> int:
@@ -64,6 +66,12 @@ def encode_all(
     pieces: Iterable[Piece], tokenizer: Tokenizer, workers: int
 ) -> Iterator[tuple[Piece, list[int]]]:
     """Each piece with its ids, in order, encoded by `workers` threads some chunks ahead."""
+    if workers == 1:
+        with _one_thread_a_call():
+            for chunk in _chunks(pieces):
+                ids = tokenizer.encode_batch([piece.text for piece in chunk])
+                yield from zip(chunk, ids, strict=True)
+        return
     waiting: deque[tuple[list[Piece], Future[list[list[int]]]]] = deque()
     with _one_thread_a_call(), ThreadPoolExecutor(workers) as pool:
         for chunk in _chunks(pieces):

@@ -1,242 +1,231 @@
 """`Loader`: the batches of a run, any of them at any time, each rank its own share.
 
-Called by the trainer. Batch number `step` is a pure function of the recipe, so that resuming,
-prefetching and changing the number of ranks need no state beyond how many samples were given.
+Called by the trainer. Batch number `step` is a pure function of the recipe: the mixture says which
+samples of which stream it has, each stream's order says which rows those are. So resuming,
+prefetching and changing the number of ranks or workers need no state beyond how many samples each
+stream has given.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from llmfoundry.data.order import Order
-from llmfoundry.data.tokens import TokenDataset
+from llmfoundry.data.ahead import Batches
+from llmfoundry.data.mixture import Mixture
+from llmfoundry.data.rows import Rows
+from llmfoundry.data.sources import WHOLE, OrderedStream, Stream
+from llmfoundry.data.token_source import TokenSource, fingerprint_of_version_1
 from llmfoundry.errors import UserError
-from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.batch import Batch
+
+ONLY = "data"  # the name of a stream that is alone
 
 
 class Loader:
     """Training batches of one rank.
 
     Attributes:
-        n_rows: rows of an epoch.
-        tokens_left_out: of each epoch: those after the last whole row.
+        n_rows: rows of all streams.
+        tokens_left_out: of each epoch: those after the last whole row of token streams.
     """
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        streams: Sequence[Stream],
+        mixture: Mixture,
         *,
         seq_len: int,
-        global_batch_size: int,
-        seed: int,
-        shuffle: bool,
+        eos_id: int,
+        vocab_size: int,
         rank: int = 0,
         world_size: int = 1,
         attend_across_documents: bool = False,
+        workers: int = 0,
+        prefetch_factor: int = 2,
+        allow_changed: Collection[str] = (),
     ) -> None:
         """Fix what every batch of the run holds.
 
         Args:
-            dataset: the training stream.
+            streams: what is read, in the mixture's order.
+            mixture: which of them gives which row of a step; its batch is a multiple of
+                `world_size`.
             seq_len: T, tokens of a row.
-            global_batch_size: rows of a step over all ranks; a multiple of `world_size`.
-            seed: of the order.
-            shuffle: off, rows come in the corpus' order.
+            eos_id: what short rows are filled up with.
+            vocab_size: ids are below it.
             rank: among the ranks that read different rows.
             world_size: their number.
             attend_across_documents: leave out the layout, so that a row is one document.
-
-        Raises:
-            UserError: the stream is shorter than one row.
+            workers: processes that make batches; 0: a thread does.
+            prefetch_factor: batches made ahead, by each of them.
+            allow_changed: streams that a resumed run may find changed.
         """
-        assert global_batch_size % world_size == 0, (global_batch_size, world_size)
+        assert mixture.batch_size % world_size == 0, (mixture.batch_size, world_size)
         assert 0 <= rank < world_size
-        self.n_rows = dataset.n_rows(seq_len)
-        if self.n_rows == 0:
-            raise UserError(
-                f"max_seq_len: the training text has {dataset.n_tokens:,} tokens, too few for a"
-                f" row of {seq_len:,}; write {max(1, dataset.n_tokens - 1):,} or less, or add text"
-            )
-        self.tokens_left_out = dataset.n_tokens - 1 - self.n_rows * seq_len
-        self._dataset, self._seq_len = dataset, seq_len
-        self._global_batch_size = global_batch_size
-        self._share = global_batch_size // world_size
-        self._rank = rank
-        self._with_layout = not attend_across_documents
-        self._order = Order(self.n_rows, seed=seed, shuffle=shuffle)
-        self._origin = (0, 0)  # a step, and the samples given before it
+        assert tuple(stream.name for stream in streams) == mixture.names
+        self.streams, self.mixture = tuple(streams), mixture
+        self.n_rows = sum(stream.n_rows for stream in streams)
+        sources = (s.source for s in streams if isinstance(s, OrderedStream))
+        self.tokens_left_out = sum(s.tokens_left_out for s in sources if isinstance(s, TokenSource))
+        self._seq_len, self._eos_id, self._vocab_size = seq_len, eos_id, vocab_size
+        self._share = mixture.batch_size // world_size
+        self._first_slot = rank * self._share
+        self.with_layout = not attend_across_documents
+        self.workers, self.prefetch_factor = workers, prefetch_factor
+        self._allow_changed = frozenset(allow_changed)
+        self._plan: _Plan | None = None
+        self._gone: dict[str, Any] = {}  # of streams that the recipe has no longer
 
     def batch(self, step: int) -> Batch:
         """This rank's rows of global batch number `step`, from 0: tokens (B, T)."""
-        first = self.samples(step) + self._rank * self._share
-        rows = self._order.rows(first, self._share).tolist()
-        return _batch([self._dataset.row(row, self._seq_len) for row in rows], self._with_layout)
+        return self.rows(step).batch(with_layout=self.with_layout)
 
-    def prefetch(self, start_step: int, *, depth: int = 2) -> Generator[Batch, None, None]:
-        """Batches from `start_step` on, without end, made `depth` ahead in a thread.
+    def rows(self, step: int) -> Rows:
+        """The same as workers hand it on.
 
-        Close the iterator to end the thread. Whatever goes wrong there is raised here.
+        Raises:
+            UserError: a shard cannot be had, is damaged, or has ids that no token has.
         """
-        made: queue.Queue[Batch | BaseException] = queue.Queue(depth)
-        closed = threading.Event()
-        arguments = (start_step, made, closed)
-        thread = threading.Thread(target=self._make, args=arguments, name="loader", daemon=True)
-        thread.start()
-        try:
-            while True:
-                item = made.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            closed.set()
-            thread.join()
+        plan = self._plan_of(step)
+        source, places = plan.source[step - plan.step], plan.places[step - plan.step]
+        found = [self.streams[n].read(place) for n, place in zip(source, places, strict=True)]
+        rows = Rows.fill(found, self._seq_len, self._eos_id)
+        wrong = rows.outside(self._vocab_size)
+        if wrong is not None:
+            raise self._strange(self.streams[source[wrong]], places[wrong], rows.ids[wrong])
+        return rows
+
+    def prefetch(self, start_step: int, *, depth: int = 2) -> Batches:
+        """Batches from `start_step` on, without end, made ahead; close it to end that.
+
+        Whatever goes wrong with a batch is raised where it would come.
+
+        Args:
+            start_step: of the first.
+            depth: batches that wait at most, ready for the device.
+        """
+        return Batches(self, start_step, depth=depth)
+
+    def close(self) -> None:
+        """Let go of open shards; reading opens them again."""
+        for stream in self.streams:
+            stream.close()
 
     def samples(self, step: int) -> int:
         """Samples that all ranks together were given before `step`."""
-        origin, given = self._origin
-        return given + (step - origin) * self._global_batch_size
+        return sum(self.mixture.consumed(step))
 
     def state(self, step: int) -> dict[str, Any]:
-        """For a checkpoint written when `step` steps are done: what `resume` needs."""
-        return {"samples": {"train": self.samples(step)}, **self._identity()}
+        """For a checkpoint written when `step` steps are done: what `resume` needs, as JSON."""
+        streams = {stream.name: stream.state() for stream in self.streams}
+        return {
+            "seq_len": self._seq_len,
+            "mixture": self.mixture.state(step),
+            "streams": self._gone | streams,
+        }
 
     def resume(self, state: dict[str, Any], step: int) -> None:
-        """Continue after `step` done steps with the first sample that `state` had not given.
+        """Continue after `step` done steps with each stream's first sample not given yet.
 
-        The batch size and the number of ranks may have changed since.
+        The batch size, the proportions, the streams and the number of ranks may have changed.
 
         Raises:
             UserError: rows or their order would not be those of the checkpoint.
         """
-        for fact, value in self._identity().items():
-            if state[fact] != value:
-                raise UserError(f"{_KEY[fact]}: {_changed(fact, state[fact], value)}")
-        self._origin = (step, state["samples"]["train"])
+        if state["seq_len"] != self._seq_len:
+            raise UserError(
+                f"max_seq_len: the checkpoint's samples were ordered with {state['seq_len']}, this"
+                f" run has {self._seq_len}; write {state['seq_len']}"
+            )
+        if "samples" in state:
+            state = self._of_version_1(state, step)
+        before = state["streams"]
+        for stream in self.streams:
+            if stream.name in before:
+                allowed = stream.name in self._allow_changed
+                stream.resume(before[stream.name], allow_changed=allowed)
+        names = self.mixture.names
+        self._gone = {name: facts for name, facts in before.items() if name not in names}
+        self.mixture.resume(state["mixture"], step)
+        self._plan = None
 
-    def _identity(self) -> dict[str, Any]:
-        order = self._order
-        return {
-            "dataset": self._dataset.fingerprint,
-            "seq_len": self._seq_len,
-            "seed": order.seed,
-            "shuffle": order.shuffle,
+    def _plan_of(self, step: int) -> _Plan:
+        """A plan that has this step; made for some at a time, which costs little more than one.
+
+        Whoever makes rows, a thread or a worker, fetches ahead for itself: what is used makes room.
+        """
+        plan = self._plan
+        if plan is None or not plan.step <= step < plan.step + _PLANNED:
+            source, samples = self._slots(step)
+            places = np.empty_like(samples)
+            for n in np.unique(source).tolist():
+                mine = samples[source == n]
+                places[source == n] = self.streams[n].locate(mine)
+                with suppress(UserError):  # it comes again at the step that needs what failed
+                    self.streams[n].want(int(mine[0]))
+            self._plan = plan = _Plan(step, source.tolist(), places.tolist())
+        return plan
+
+    def _slots(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Streams and samples of this rank's slots of some steps, each (steps, share) int64."""
+        numbers = range(step, step + _PLANNED)
+        if len(self.streams) > 1:
+            slots = [self.mixture.plan(n, self._first_slot, self._share) for n in numbers]
+            source, samples = zip(*slots, strict=True)
+            return np.stack(source), np.stack(samples)
+        first = self.mixture.consumed(step)[0] + self._first_slot
+        begins = first + np.arange(len(numbers))[:, None] * self.mixture.batch_size
+        samples = begins + np.arange(self._share)
+        return np.zeros_like(samples), samples
+
+    def _of_version_1(self, state: dict[str, Any], step: int) -> dict[str, Any]:
+        """The state of a checkpoint from before data.streams, as today's: it had one corpus."""
+        facts = {
+            "fingerprint": state["dataset"],
+            "n_rows": None,
+            "seed": state["seed"],
+            "shuffle": state["shuffle"],
+            "block_size": WHOLE,
         }
+        stream = self.streams[0]
+        source = stream.source if isinstance(stream, OrderedStream) else None
+        if isinstance(source, TokenSource) and state["dataset"] == fingerprint_of_version_1(
+            source.dataset
+        ):
+            facts["fingerprint"] = source.fingerprint
+        segment = {
+            "step": step,
+            "batch_size": self.mixture.batch_size,
+            "per_stream": False,
+            "weights": {ONLY: 1.0},
+        }
+        given = {ONLY: state["samples"]["train"]}
+        mixture = {"version": 1, "step": step, "consumed": given, "segment": segment}
+        return {"streams": {ONLY: facts}, "mixture": mixture}
 
-    def _make(self, step: int, made: queue.Queue[Any], closed: threading.Event) -> None:
-        while not closed.is_set():
-            item: Batch | BaseException
-            try:
-                item = self.batch(step)
-            except BaseException as error:
-                item = error
-            while not closed.is_set():
-                try:
-                    made.put(item, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if isinstance(item, BaseException):
-                return
-            step += 1
-
-
-def validation_batches(
-    dataset: TokenDataset,
-    *,
-    seq_len: int,
-    batch_size: int,
-    eos_id: int,
-    rank: int = 0,
-    world_size: int = 1,
-    max_rows: int | None = None,
-    attend_across_documents: bool = False,
-) -> Iterator[Batch]:
-    """The validation stream in order, every token predicted once over all ranks.
-
-    Every rank gets as many batches of as many rows: short and missing rows are filled up with
-    `eos_id`, in a document of their own, and IGNORE labels.
-
-    Args:
-        dataset: the validation stream.
-        seq_len: T, tokens of a row.
-        batch_size: rows of a batch of one rank, at most.
-        eos_id: what to fill up with.
-        rank: among the ranks that read different rows.
-        world_size: their number.
-        max_rows: read these rows of the stream only, from its first; None: all.
-        attend_across_documents: leave out the layout.
-    """
-    n_rows = dataset.n_rows(seq_len, partial=True)
-    n_rows = n_rows if max_rows is None else min(n_rows, max_rows)
-    share = min(batch_size, -(-n_rows // world_size))
-    for start in range(rank * share, n_rows + rank * share, max(1, share * world_size)):
-        rows = [
-            dataset.row(row, seq_len) if row < n_rows else (np.array([eos_id]), [])
-            for row in range(start, start + share)
-        ]
-        yield _batch(rows, not attend_across_documents, seq_len=seq_len, eos_id=eos_id)
-
-
-def _batch(
-    rows: list[tuple[np.ndarray, list[int]]],
-    with_layout: bool,
-    *,
-    seq_len: int | None = None,
-    eos_id: int = 0,
-) -> Batch:
-    """Rows of up to T + 1 tokens, filled up to T where they are shorter."""
-    seq_len = seq_len or len(rows[0][0]) - 1
-    tokens = np.full((len(rows), seq_len), eos_id, np.int64)
-    labels = np.full((len(rows), seq_len), IGNORE, np.int64)
-    lengths = []
-    for n, (row, documents) in enumerate(rows):
-        filled = len(row) - 1
-        tokens[n, :filled] = row[:-1]
-        labels[n, :filled] = row[1:]
-        lengths.append([*documents, seq_len - filled] if filled < seq_len else documents)
-    padding = [seq_len + 1 - len(row) for row, _ in rows]
-    layout = _layout(lengths, seq_len, padding) if with_layout else None
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), layout)
-
-
-def _layout(lengths: list[list[int]], seq_len: int, padding: list[int]) -> Layout:
-    """`Layout.from_lengths` in a few vectorised steps, because every step needs one."""
-    flat = np.array([length for row in lengths for length in row])
-    numbers = np.array([number for row in lengths for number in range(len(row))], np.int32)
-    begins = np.cumsum(flat) - flat
-    shape = (len(lengths), seq_len)
-    positions = np.arange(len(lengths) * seq_len) - np.repeat(begins, flat)
-    return Layout(
-        torch.from_numpy(positions.reshape(shape)),
-        torch.from_numpy(np.repeat(numbers, flat).reshape(shape)),
-        tuple(tuple(row) for row in lengths),
-        tuple(padding),
-    )
-
-
-_KEY = {
-    "dataset": "data",
-    "seq_len": "max_seq_len",
-    "seed": "seed",
-    "shuffle": "data.shuffle",
-}
-
-
-def _changed(fact: str, before: Any, now: Any) -> str:
-    """Why a checkpoint's samples cannot be continued."""
-    if fact == "dataset":
-        return (
-            "the training tokens are not those of the checkpoint: the corpus, its split or the"
-            " tokenizer changed; restore them, or start from its weights alone"
+    def _strange(self, stream: Stream, place: int, ids: np.ndarray) -> UserError:
+        """Ids that no token has."""
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        key = "data" if stream.name == ONLY else f"data.streams.{stream.name}"
+        return UserError(
+            f"{key}: {stream.where(place)}: has the id {outside[0]}, but the tokenizer's are"
+            f" 0 … {self._vocab_size - 1}; name the tokenizer that made the data, or correct"
+            " data.token_encoding_type"
         )
-    return (
-        f"the checkpoint's samples were ordered with {before}, this run has {now}; write {before}"
-    )
+
+
+_PLANNED = 16  # steps
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What some steps hold: of each this rank's rows, as streams by number and places in them."""
+
+    step: int
+    source: list[list[int]]
+    places: list[list[int]]

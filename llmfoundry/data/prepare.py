@@ -1,35 +1,38 @@
-"""`prepare`: the recipe's corpus to two token streams on disk, made once and opened ever after.
+"""`prepare`: the recipe's corpus to two streams of shards, made once and opened ever after.
 
 Called before training on every process; one of each machine does the work while the others wait.
-The one idea: reading and writing are sequential, so that the streams are the same on any number
-of threads; only the encoding between them is spread.
+`prepare_to` is the same for a folder of the user's, here or at a URL. The one idea: the corpus is
+cut into tasks, each a pure function from its documents to a part of the output, so that neither the
+number of processes nor a kill in the middle can be seen in what comes out.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from tqdm import tqdm
+from filelock import FileLock, Timeout
 
 from llmfoundry.data.cache import build_once, cache_key
 from llmfoundry.data.corpus import Corpus
-from llmfoundry.data.encode import Piece, cut, cuts_at_lines, encode_all
-from llmfoundry.data.split import Split, make_split
+from llmfoundry.data.manifest import MANIFEST, Manifest, summary
+from llmfoundry.data.outputs import STREAMS, Output, token_output
+from llmfoundry.data.parts import WORK
+from llmfoundry.data.pipeline import How, Plan, fill
+from llmfoundry.data.place import Place
+from llmfoundry.data.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
-from llmfoundry.data.writer import StreamWriter, sync, text_writer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 
-_VERSION = 1  # of the folder's format and of how documents become tokens
-_SHARD_BYTES = 256 << 20
+__all__ = ["How", "Prepared", "prepare", "prepare_to"]
+
+_SETTINGS = f"{WORK}/settings.json"
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,7 @@ class Prepared:
 
 
 def prepare(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    progress: bool,
-    shard_bytes: int = _SHARD_BYTES,
+    config: DataConfig, tokenizer: Tokenizer, *, progress: bool, shard_bytes: int = 64 << 20
 ) -> Prepared:
     """The corpus in tokens, from the cache where it is there.
 
@@ -70,124 +69,134 @@ def prepare(
         UserError: the corpus cannot be read, no training text is left, or the cache is damaged or
             cannot be written.
     """
-    corpus = Corpus(config)
-    before = corpus.fingerprint()
-
-    def build(folder: Path) -> None:
-        _build(folder, corpus, tokenizer, shard_bytes, progress=progress)
-        if Corpus(config).fingerprint() != before:
-            raise UserError("data: files of the corpus changed while they were read; start again")
-
-    key = cache_key(
-        version=_VERSION,
-        corpus=before,
-        tokenizer=tokenizer.fingerprint,
-        validation_fraction=config.validation_fraction,
-        shard_bytes=shard_bytes,
-    )
+    plan = Plan(Corpus(config), tokenizer, token_output(tokenizer, shard_bytes=shard_bytes))
+    key = cache_key(corpus=plan.corpus.fingerprint(), **plan.settings)
     folder = Path(config.cache_folder).expanduser() / "tokens" / key
-    build_once(folder, build)
-    return _open(folder)
+    how = How(config.num_workers, progress=progress)
+    build_once(folder, lambda partial: _fill_cache(Place(str(partial)), plan, how), keep=WORK)
+    return _open(folder, config)
 
 
-def _open(folder: Path) -> Prepared:
-    file = folder / "index.json"
+def prepare_to(
+    place: Place,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    output: Output,
+    how: How,
+    about: Mapping[str, str],
+) -> Manifest:
+    """The corpus in shards at a place; goes on with what an interrupted call left there.
+
+    Args:
+        place: the folder.
+        config: the recipe's data section.
+        tokenizer: what to encode with; saved beside the shards.
+        output: what to write.
+        how: engine and workers.
+        about: licence and source of the text, for the manifest.
+
+    Raises:
+        UserError: the corpus cannot be read, no training text is left, or the place holds
+            something else or cannot be written.
+    """
+    plan = Plan(Corpus(config), tokenizer, output, about)
+    _check_free(place)
+    with _writing(place):
+        manifest = Manifest.read(place)
+        if manifest is None:
+            _claim(place, plan)
+            with place.scratch(WORK) as folder:
+                tokenizer.save(folder / "tokenizer")
+                place.put(folder / "tokenizer", "tokenizer")
+            manifest = fill(place, plan, how)
+        else:
+            _check_same(place, manifest.settings, plan.settings)
+            if manifest.corpus != plan.corpus.fingerprint():
+                raise _other(place, "the corpus' files are others, or changed")
+        place.remove(WORK)
+    return manifest
+
+
+def _fill_cache(place: Place, plan: Plan, how: How) -> None:
     try:
-        index = json.loads(file.read_text(encoding="utf-8"))
-        train, validation = (StreamIndex.from_dict(index[n]) for n in ("train", "validation"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        fill(place, plan, how)
+    except UserError:
+        if not any(name.endswith(".json") for name in place.names_below(WORK)):
+            place.remove(WORK)  # not one part to go on with
+        raise
+
+
+def _open(folder: Path, config: DataConfig) -> Prepared:
+    options = FetchOptions.from_config(config)
+    try:
+        manifest = Manifest.read(Place(str(folder)))
+        if manifest is None:
+            raise UserError(f"{MANIFEST}: is missing")
+        folders = [ShardFolder.open(None, str(folder / name), options) for name in STREAMS]
+        train, validation = (TokenDataset(files, StreamIndex.read(files)) for files in folders)
+    except UserError as error:
         raise UserError(
-            f"{file}: prepared tokens are damaged: {error!r};"
-            f" delete {folder}, it will be made again"
+            f"{folder}: prepared tokens are damaged: {error}; delete it, it will be made again"
         ) from error
-    return Prepared(
-        TokenDataset(folder, train), TokenDataset(folder, validation), "\n".join(index["summary"])
+    return Prepared(train, validation, summary(manifest))
+
+
+def _check_free(place: Place) -> None:
+    """Whether the folder is empty, or a preparation's."""
+    names = place.names()
+    if names and MANIFEST not in names and WORK not in names:
+        raise _other(place, f"{names[0]} is not of a preparation")
+
+
+def _claim(place: Place, plan: Plan) -> None:
+    """Say what the folder will hold, or find that an earlier call would have gone on the same."""
+    data = place.read(_SETTINGS)
+    if data is None:
+        place.write(_SETTINGS, json.dumps(plan.settings).encode())
+    else:
+        _check_same(place, json.loads(data), plan.settings)
+
+
+def _check_same(place: Place, before: dict[str, Any], now: dict[str, Any]) -> None:
+    old, new = _flat(before), _flat(now)
+    for key in dict.fromkeys([*old, *new]):
+        if old.get(key) != new.get(key):
+            raise _other(place, f"made with {key} {old.get(key)}, and not {new.get(key)}")
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return flat
+
+
+def _other(place: Place, why: str) -> UserError:
+    return UserError(
+        f"prepare.output: {place.folder} holds something else: {why}; choose another folder, or"
+        " delete this one"
     )
 
 
-def _build(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, shard_bytes: int, *, progress: bool
-) -> None:
-    split = make_split(corpus)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    with ExitStack() as stack:
-        bar = tqdm(
-            total=corpus.size(), unit="B", unit_scale=True, desc="tokenising",
-            file=sys.stderr, disable=not progress,
-        )  # fmt: skip
-        stack.enter_context(bar)
-        train, validation = (
-            stack.enter_context(StreamWriter(folder, name, dtype, shard_bytes))
-            for name in ("train", "validation")
-        )
-        reader = _Reader(corpus, split, stack.enter_context(text_writer(folder)))
-        cuttable = cuts_at_lines(tokenizer)
-        workers = corpus.config.num_workers or _cores()
-        for piece, ids in encode_all(reader.pieces(cuttable), tokenizer, workers):
-            writer = validation if piece.held_out else train
-            ids = [tokenizer.eos_id, *ids] if piece.first else ids
-            writer.add(ids, n_bytes=piece.n_bytes, starts_document=piece.first)
-            bar.update(piece.n_bytes)
-    indices = train.index, validation.index
-    if not indices[0].n_documents:
+@contextmanager
+def _writing(place: Place) -> Iterator[None]:
+    """One preparation at a time in a folder of this machine; errors of its disk as a line."""
+    if place.here is None:
+        yield
+        return
+    try:
+        (place.here / WORK).mkdir(parents=True, exist_ok=True)
+        with FileLock(place.here / WORK / "lock", timeout=0):
+            yield
+    except Timeout as error:
         raise UserError(
-            f"data.validation_fraction: {corpus.config.validation_fraction:g} holds out every"
-            f" document ({indices[1].n_documents}); write a smaller one or add documents"
-        )
-    summary = _summary(*indices, reader.dropped, corpus.ignored, split.note)
-    facts = {index.name: index.to_dict() for index in indices} | {
-        "version": _VERSION,
-        "tokenizer": tokenizer.fingerprint,
-        "summary": summary,
-    }
-    names = "".join(f"{file}\n" for file in corpus.files)
-    (folder / "files.txt").write_bytes(os.fsencode(names))
-    with (folder / "index.json").open("w", encoding="utf-8") as file:
-        json.dump(facts, file, indent=1)
-        sync(file)
-
-
-@dataclass
-class _Reader:
-    """The corpus in pieces; keeps held-out texts and counts blank documents on the way."""
-
-    corpus: Corpus
-    split: Split
-    keep: Callable[[str], None]
-    dropped: int = 0
-
-    def pieces(self, cuttable: bool) -> Iterator[Piece]:
-        for document in self.corpus:
-            if document.blank:
-                self.dropped += 1
-                continue
-            held_out = self.split.holds_out(document.text)
-            if held_out:
-                self.keep(document.text)
-            parts = cut(document.text) if cuttable else iter([document.text])
-            for n, text in enumerate(parts):
-                yield Piece(text, held_out, n == 0)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)  # Linux only
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
-
-
-def _summary(
-    train: StreamIndex, validation: StreamIndex, dropped: int, ignored: int, note: str
-) -> list[str]:
-    documents = train.n_documents + validation.n_documents
-    tokens, n_bytes = train.n_tokens + validation.n_tokens, train.n_bytes + validation.n_bytes
-    share = validation.n_tokens / tokens
-    lines = [
-        f"data: {documents:,} documents, {n_bytes / 1e6:,.2f} MB, {tokens:,} tokens"
-        f" ({n_bytes / tokens:.2f} bytes each); held out: {validation.n_documents:,} documents,"
-        f" {validation.n_tokens:,} tokens ({share:.1%})"
-    ]
-    if dropped:
-        lines.append(f"data: {dropped:,} blank documents dropped")
-    if ignored:
-        lines.append(f"data: {ignored:,} files of other kinds left out of the folders named")
-    return lines + ([f"data: {note}"] if note else [])
+            f"prepare.output: another process prepares {place.folder}; wait for it or end it"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"prepare.output: cannot write {place.folder}: {error.strerror or error};"
+            " free space there or choose another folder"
+        ) from error

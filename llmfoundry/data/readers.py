@@ -1,4 +1,4 @@
-"""Files to documents: one reader a suffix, each a stream of (row, text), called by the corpus.
+"""Files to documents: one reader a format, each a stream of (row, text), called by the corpus.
 
 Whatever cannot be read raises a `UserError` that names the file and the line, row or byte. Files
 of rows are streamed; only a text file, being one document, is read whole.
@@ -7,132 +7,193 @@ of rows are streamed; only a text file, being one document, is read whole.
 from __future__ import annotations
 
 import codecs
-import gzip
+import csv
 import io
 import json
 import tokenize
-import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
+from llmfoundry.data.open_files import NEEDS_EXTRA, PACKED, Input, decode
+from llmfoundry.data.wet import read_wet
 from llmfoundry.errors import UserError
 
-_CHUNK = 1 << 20  # bytes read at a time
-_NEEDS_EXTRA = "is not installed; write: pip install 'llmfoundry-recipes[data]'"
-
-Rows = Iterator[tuple[int | None, str]]
+_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field; Python's own limit is 128 Ki
 
 
-def read_file(path: Path, text_column: str) -> Rows:
-    """Yield (row, text) of one file.
+@dataclass(frozen=True)
+class Row:
+    """A place in a file of rows; counted within the part that is read, shown within the file."""
 
-    Row is None for a text file, the line from 1 for .jsonl, the row from 0 for .parquet.
+    source: Input
+    number: int
+
+    def __str__(self) -> str:
+        return str(self.number + (self.source.lines_before() if self.source.start else 0))
+
+
+Rows = Iterator[tuple[Row | int | None, str]]
+
+
+def read_file(source: Input, text_column: str) -> Rows:
+    """Yield (row, text) of one file, or of a part of it.
+
+    Row is None for a text file, the line from 1 for .jsonl and .csv, the row from 0 for .parquet,
+    the record from 1 for .warc.wet.
 
     Raises:
         UserError: the file, or a row of it, cannot be read.
     """
-    reader = READERS[suffix_of(path)]
+    reader = READERS[suffix_of(source.name)]
     try:
-        yield from reader(path, text_column)
+        yield from reader(source, text_column)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{source.name}: cannot be read: {error.strerror or error}") from error
 
 
-def suffix_of(path: Path) -> str:
-    """The suffix that chooses a reader, .gz and .zst with the one before; may be no key of it."""
-    name = path.name.lower()
-    return next((known for known in READERS if name.endswith(known)), path.suffix.lower())
+def suffix_of(name: str) -> str:
+    """What chooses a reader: the suffix, .gz and .zst with the one before; may be no key of it."""
+    name = name[name.rfind("/") + 1 :].lower()
+    longest = max((s for s in READERS if name.endswith(s)), key=len, default=None)
+    return longest or name[name.rfind(".") :] if "." in name else ""
 
 
-def decode(path: Path, data: bytes, encoding: str = "utf-8", *, skipped: int = 0) -> str:
-    """The text of `data`; a byte-order mark at its start is no part of it.
-
-    Raises:
-        UserError: naming the first byte that is not text, counted from `skipped`.
-    """
-    if data.startswith(codecs.BOM_UTF8):
-        data, skipped = data[3:], skipped + 3
-    try:
-        return data.decode(encoding)
-    except UnicodeDecodeError as error:
-        where = f"byte {skipped + error.start} (0x{data[error.start]:02x})"
-        raise UserError(
-            f"{path}: {where} is not {encoding}: {error.reason}; convert the file to UTF-8"
-        ) from error
+def _text(source: Input, text_column: str) -> Rows:
+    yield None, decode(source.name, b"".join(source.unpacked()))
 
 
-def _text(path: Path, text_column: str) -> Rows:
-    yield None, decode(path, path.read_bytes())
-
-
-def _python(path: Path, text_column: str) -> Rows:
+def _python(source: Input, text_column: str) -> Rows:
     """Python sources may declare another encoding in their first two lines (PEP 263)."""
-    data = path.read_bytes()
+    name, data = source.name, b"".join(source.unpacked())
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     except SyntaxError as error:
-        decode(path, data)  # names the byte where that is the reason
-        raise UserError(f"{path}: {error.msg}; convert the file to UTF-8") from error
-    yield None, decode(path, data, "utf-8" if encoding == "utf-8-sig" else encoding)
+        decode(name, data)  # names the byte where that is the reason
+        raise UserError(f"{name}: {error.msg}; convert the file to UTF-8") from error
+    yield None, decode(name, data, "utf-8" if encoding == "utf-8-sig" else encoding)
 
 
-def _jsonl(path: Path, text_column: str) -> Rows:
-    for line, data in enumerate(_lines(path), start=1):
+def _jsonl(source: Input, text_column: str) -> Rows:
+    for number, data in enumerate(source.lines(), start=1):
+        line = Row(source, number)
         if data.strip():
-            yield line, _jsonl_text(f"{path}:{line}", data, text_column)
+            yield line, _jsonl_text(source, line, data, text_column)
         else:
             yield line, ""
 
 
-def _jsonl_text(where: str, data: bytes, text_column: str) -> str:
+def _jsonl_text(source: Input, line: Row, data: bytes, text_column: str) -> str:
     try:
         row = json.loads(data.removeprefix(codecs.BOM_UTF8))
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the line (0x{error.object[error.start]:02x})"
-        raise UserError(f"{where}: {byte} is not UTF-8: {error.reason}") from error
+        raise UserError(f"{source.name}:{line}: {byte} is not UTF-8: {error.reason}") from error
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}; every line must hold one object") from error
+        raise UserError(
+            f"{source.name}:{line}: not JSON: {error}; every line must hold one object"
+        ) from error
     if not isinstance(row, dict):
-        raise UserError(f"{where}: holds {_kind(row)}; every line must hold one JSON object")
+        raise UserError(
+            f"{source.name}:{line}: holds {_kind(row)}; every line must hold one JSON object"
+        )
     if text_column not in row:
-        raise UserError(f"{where}: {_no_column(text_column, list(row))}")
-    return _as_text(where, text_column, row[text_column])
+        raise UserError(f"{source.name}:{line}: {no_column(text_column, list(row))}")
+    text = row[text_column]
+    return text if isinstance(text, str) else as_text(f"{source.name}:{line}", text_column, text)
 
 
-def _parquet(path: Path, text_column: str) -> Rows:
+def _csv(source: Input, text_column: str) -> Rows:
+    """RFC 4180, the first line naming the columns; a field may go over several lines."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    lines = (
+        decode(f"{source.name}:{n}", line) + "\n" for n, line in enumerate(source.lines(), start=1)
+    )
+    rows = csv.reader(lines, strict=True)
+    number = 1
+    try:
+        names = next(rows, [])
+        if text_column not in names:
+            raise UserError(f"{source.name}:1: {no_column(text_column, names)}")
+        place = names.index(text_column)
+        while (number := rows.line_num + 1) and (row := next(rows, None)) is not None:
+            if row and len(row) != len(names):
+                raise UserError(
+                    f"{source.name}:{number}: has {len(row)} fields, line 1 names {len(names)};"
+                    " correct the row"
+                )
+            yield number, row[place] if row else ""
+    except csv.Error as error:
+        raise UserError(f"{source.name}:{number}: not CSV: {error}") from error
+
+
+def _parquet(source: Input, text_column: str) -> Rows:
+    """The row groups start … stop - 1."""
+    with _parquet_file(source) as file:
+        names = file.schema_arrow.names
+        if text_column not in names:
+            raise UserError(f"{source.name}: {no_column(text_column, names)}")
+        groups = range(source.start, file.num_row_groups if source.stop is None else source.stop)
+        row = sum(file.metadata.row_group(n).num_rows for n in range(source.start))
+        for group in groups:
+            for batch in file.iter_batches(1024, [group], [text_column], use_threads=False):
+                for value in batch.column(0):
+                    yield row, arrow_text(f"{source.name}: row {row}", text_column, value)
+                    row += 1
+            source.seen(source.n_bytes // len(groups))
+
+
+def row_groups(source: Input) -> list[int]:
+    """About how many bytes of a parquet file each of its row groups takes.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with _parquet_file(source) as file:
+        groups = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
+        ends = list(accumulate(groups, initial=0))
+        places = [source.file.size * end // max(1, ends[-1]) for end in ends]
+        return [stop - start for start, stop in pairwise(places)]
+
+
+@contextmanager
+def _parquet_file(source: Input) -> Iterator[Any]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f"{path}: pyarrow {_NEEDS_EXTRA}") from error
+        raise UserError(f"{source.name}: pyarrow {NEEDS_EXTRA}") from error
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_column not in names:
-                raise UserError(f"{path}: {_no_column(text_column, names)}")
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[text_column]):
-                for value in batch.column(0):
-                    yield row, parquet_text(f"{path}: row {row}", text_column, value)
-                    row += 1
+        with source.open() as opened, pyarrow.parquet.ParquetFile(opened) as file:
+            yield file
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: not a whole parquet file: {error}") from error
+        raise UserError(f"{source.name}: not a whole parquet file: {error}") from error
 
 
-def parquet_text(where: str, text_column: str, value: Any) -> str:
+def _wet(source: Input, text_column: str) -> Rows:
+    yield from read_wet(source)
+
+
+def arrow_text(where: str, text_column: str, value: Any) -> str:
     """The text of one pyarrow scalar.
 
     Raises:
         UserError: it is null, no string, or not UTF-8.
     """
     try:
-        return _as_text(where, text_column, value.as_py())
+        return as_text(where, text_column, value.as_py())
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: byte {error.start} is not UTF-8: {error.reason}") from error
 
 
-def _as_text(where: str, text_column: str, value: Any) -> str:
+def as_text(where: str, text_column: str, value: Any) -> str:
+    """The value of a column, which must be text.
+
+    Raises:
+        UserError: it is none.
+    """
     if isinstance(value, str):
         return value
     raise UserError(
@@ -141,7 +202,8 @@ def _as_text(where: str, text_column: str, value: Any) -> str:
     )
 
 
-def _no_column(text_column: str, names: list[str]) -> str:
+def no_column(text_column: str, names: list[str]) -> str:
+    """What to say where a column is missing."""
     return f"no column {text_column!r}; set data.text_column to one of: {', '.join(names)}"
 
 
@@ -149,68 +211,16 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"a value of type {type(value).__name__}"
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Lines without their end, decompressed on the way; only the longest line is in memory."""
-    rest: list[bytes] = []
-    for chunk in _OPEN.get(path.suffix.lower(), _plain)(path):
-        first, *others = chunk.split(b"\n")
-        rest.append(first)
-        for line in others:
-            yield b"".join(rest)
-            rest = [line]
-    if last := b"".join(rest):
-        yield last
-
-
-def _plain(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
-
-
-def _gzip(path: Path) -> Iterator[bytes]:
-    try:
-        with gzip.open(path, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                yield chunk
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: {_broken('gzip', error)}") from error
-
-
-def _zstd(path: Path) -> Iterator[bytes]:
-    """Frame by frame: the library's own stream reader takes a truncated file for a whole one."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UserError(f"{path}: zstandard {_NEEDS_EXTRA}") from error
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    begun = False
-    try:
-        for chunk in _plain(path):
-            while chunk:
-                begun = True
-                yield frame.decompress(chunk)
-                chunk = frame.unused_data if frame.eof else b""
-                if frame.eof:
-                    frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
-    except zstandard.ZstdError as error:
-        raise UserError(f"{path}: {_broken('zstd', error)}") from error
-    if begun:
-        raise UserError(f"{path}: {_broken('zstd', 'it ends inside a frame')}")
-
-
-def _broken(kind: str, why: object) -> str:
-    return f"not a whole {kind} file: {why}; copy or download it again"
-
-
-_OPEN: dict[str, Callable[[Path], Iterator[bytes]]] = {".gz": _gzip, ".zst": _zstd}
-
-READERS: dict[str, Callable[[Path, str], Rows]] = {
+_FORMATS: dict[str, Callable[[Input, str], Rows]] = {
     ".txt": _text,
     ".md": _text,
     ".py": _python,
     ".jsonl": _jsonl,
-    ".jsonl.gz": _jsonl,
-    ".jsonl.zst": _jsonl,
-    ".parquet": _parquet,
+    ".csv": _csv,
+    ".warc.wet": _wet,
 }
+
+READERS = {f"{name}{packed}": read for name, read in _FORMATS.items() for packed in PACKED}
+READERS[".parquet"] = _parquet  # compressed within
+READS = ".txt .md .py .jsonl .csv .warc.wet (each also .gz or .zst) .parquet"
+"""What to tell the user."""

@@ -53,7 +53,7 @@ def make_split(corpus: Corpus) -> Split:
         return Split(0)
     smallest, where, largest = 2**64, "", -1
     for document in corpus:
-        if document.blank:
+        if corpus.drops(document) is not None:
             continue
         value = content_hash(document.text)
         if value < bound:
@@ -80,7 +80,7 @@ def training_sample(corpus: Corpus, split: Split, n_bytes: int) -> list[str]:
     kept: list[tuple[int, int, str]] = []  # a heap, largest hash first: (-hash, place, piece)
     size = place = 0
     for document in corpus:
-        if document.blank or split.holds_out(document.text):
+        if corpus.drops(document) is not None or split.holds_out(document.text):
             continue
         for start in range(0, len(document.text), length):
             piece = document.text[start : start + length]

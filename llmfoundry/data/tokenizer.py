@@ -68,6 +68,10 @@ class Tokenizer:
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.byte_level = "ByteLevel" in json.dumps(_part(backend, "decoder"))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled backend forgets settings that are no part of its file, special tokens' for one.
+        return _unpickled, (self._backend.to_str(), self.eos, self._config)
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of everything that decides the ids."""
@@ -136,6 +140,12 @@ class Tokenizer:
             raise UserError(f"{file}: is no tokenizer: {error}") from error
         config = {name: v for name, v in _read_config(folder).items() if name not in _NOT_KEPT}
         return cls(backend, _eos_in(folder, backend), config)
+
+
+def _unpickled(definition: str, eos: str, config: dict[str, Any]) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    return Tokenizer(Backend.from_str(definition), eos, config)
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool) -> Tokenizer:

@@ -1,16 +1,17 @@
-"""`TokenDataset`: a prepared token stream, cut into rows for training or validation.
+"""`TokenDataset`: token shards, here or at a URL, cut into rows for training or validation.
 
 Made by `prepare`, read by the loader and the gauntlet. The stream is every document as
-`<eos> t1 … tn`, one after another, in flat memory-mapped files; a row is a slice of it, so opening
-costs nothing and memory stays constant whatever the size.
+`<eos> t1 … tn`, one after another, over flat files that are memory-mapped when first read; a row
+is a slice of it, across their borders, so opening costs nothing and memory stays constant.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zlib
-from dataclasses import asdict, dataclass
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -18,73 +19,138 @@ from typing import Any
 
 import numpy as np
 
+from llmfoundry.data.checksums import digest
+from llmfoundry.data.shard_files import FileSpec, ShardFolder
 from llmfoundry.errors import UserError
+
+FORMAT, VERSION = "llmfoundry-tokens", 2
+_OPEN_SHARDS = 64  # mapped at a time; a map costs a file handle and addresses, not memory
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One flat file of the stream.
+    """One file of the stream: its ids, then where in them documents start.
 
     Attributes:
-        file: its name.
+        file: its name below the index' folder.
         n_tokens: ids in it.
-        crc32: of its bytes.
+        n_documents: documents that start in it.
+        n_bytes: UTF-8 bytes of the text that it holds.
+        hashes: of its bytes, by algorithm.
     """
 
     file: str
     n_tokens: int
-    crc32: int
+    n_documents: int
+    n_bytes: int
+    hashes: dict[str, str] = field(default_factory=dict)
+
+    def spec(self, dtype: np.dtype[Any]) -> FileSpec:
+        """What to fetch and check."""
+        size = starts_offset(self, dtype) + 4 * self.n_documents
+        return FileSpec(self.file, size, tuple(sorted(self.hashes.items())))
 
 
 @dataclass(frozen=True)
 class StreamIndex:
-    """What a stream holds; the JSON beside it.
+    """What a stream holds; the index.json beside it.
 
     Attributes:
-        name: train or validation; its files begin with it.
         dtype: of the ids in the files, little-endian: <u2 or <u4.
-        shard_tokens: ids in each shard but the last.
-        n_documents: documents.
-        n_tokens: ids, the `<eos>` of each document included.
-        n_bytes: UTF-8 bytes of the documents' text.
+        eos_id: begins each document.
+        tokenizer: fingerprint of what made the ids.
         shards: in order.
+        texts: files with the documents' texts, in order; kept of held-out text only.
     """
 
-    name: str
     dtype: str
-    shard_tokens: int
-    n_documents: int
-    n_tokens: int
-    n_bytes: int
+    eos_id: int
+    tokenizer: str
     shards: tuple[Shard, ...]
+    texts: tuple[str, ...] = ()
+
+    @cached_property
+    def n_documents(self) -> int:
+        """Documents in the stream."""
+        return sum(shard.n_documents for shard in self.shards)
+
+    @cached_property
+    def n_tokens(self) -> int:
+        """Ids in the stream, the `<eos>` of each document included."""
+        return sum(shard.n_tokens for shard in self.shards)
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """UTF-8 bytes of all documents' text."""
+        return sum(shard.n_bytes for shard in self.shards)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the ids, wherever they are kept: a resumed run must find the same."""
+        facts = [[s.n_tokens, s.n_documents, sorted(s.hashes.items())] for s in self.shards]
+        return hashlib.blake2b(json.dumps([self.dtype, facts]).encode(), digest_size=16).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        return {"format": FORMAT, "version": VERSION, **totals, **asdict(self)}
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> StreamIndex:
-        """From JSON."""
-        return cls(**{**facts, "shards": tuple(Shard(**shard) for shard in facts["shards"])})
+        """From JSON.
+
+        Raises:
+            UserError: it is no index of token shards, or of another version.
+            KeyError, TypeError: it is a damaged one.
+        """
+        if facts.get("format") != FORMAT:
+            raise UserError(f"is no index of token shards (format: {facts.get('format')!r})")
+        if facts["version"] != VERSION:
+            raise UserError(
+                f"token shards of version {facts['version']}; this program reads {VERSION};"
+                " prepare the text again"
+            )
+        index = cls(
+            dtype=facts["dtype"],
+            eos_id=facts["eos_id"],
+            tokenizer=facts["tokenizer"],
+            shards=tuple(Shard(**shard) for shard in facts["shards"]),
+            texts=tuple(facts["texts"]),
+        )
+        for name in _TOTALS:
+            if facts[name] != getattr(index, name):
+                raise KeyError(f"{name} is {facts[name]}, its shards' are {getattr(index, name)}")
+        return index
+
+    @classmethod
+    def read(cls, folder: ShardFolder, name: str = "index.json") -> StreamIndex:
+        """The index of a folder.
+
+        Raises:
+            UserError: it is missing, damaged, or of another kind.
+        """
+        try:
+            return cls.from_dict(json.loads(folder.read(name)))
+        except UserError as error:
+            raise UserError(*(f"{name}: {line}" for line in error.problems)) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{name}: is damaged: {error!r}; prepare the text again") from error
 
 
 class TokenDataset:
-    """A token stream on disk.
+    """A token stream, its shards opened when first read; picklable, each process opens its own.
 
     Attributes:
         index: its counts and files.
     """
 
-    def __init__(self, folder: Path, index: StreamIndex) -> None:
-        """Open a stream.
-
-        Raises:
-            UserError: a file is missing or has another size than the index says.
-        """
-        self._folder = folder
+    def __init__(self, folder: ShardFolder, index: StreamIndex) -> None:
         self.index = index
-        self._shards = [self._map(shard) for shard in index.shards]
-        self._starts = self._map_starts()
+        self._folder = folder
+        self._dtype = np.dtype(index.dtype)
+        sizes = [shard.n_tokens for shard in index.shards]
+        self._bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        self._open: OrderedDict[int, _Map] = OrderedDict()  # the least recently read first
 
     @property
     def n_tokens(self) -> int:
@@ -101,16 +167,20 @@ class TokenDataset:
         """UTF-8 bytes of all documents' text."""
         return self.index.n_bytes
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A hash of the ids, wherever they are kept: a resumed run must find the same."""
-        facts = [self.n_documents, *((s.n_tokens, s.crc32) for s in self.index.shards)]
-        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+        return self.index.fingerprint
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
         """Rows of `seq_len` tokens that each have a label; with `partial` the last may be short."""
         labelled = max(0, self.n_tokens - 1)
         return -(-labelled // seq_len) if partial else labelled // seq_len
+
+    def row_sizes(self, seq_len: int) -> np.ndarray:
+        """(shards,) int64: whole rows that begin in each shard; they sum to `n_rows`."""
+        begun = -(-self._bounds // seq_len)  # rows that begin before each border
+        return np.diff(np.minimum(begun, self.n_rows(seq_len)))
 
     def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
         """Tokens and documents of row number `row`.
@@ -119,20 +189,33 @@ class TokenDataset:
             (T + 1,) int64, the row's T tokens and the label of the last, T being `seq_len` or, in
             a partial last row, what is left; and the lengths of the documents, whose sum is T. A
             document that began in an earlier row counts from this row's first token.
+
+        Raises:
+            UserError: a shard cannot be had, or is damaged.
         """
         start = row * seq_len
-        tokens = self._slice(start, min(start + seq_len + 1, self.n_tokens))
-        assert len(tokens) > 1, f"no row {row} of {seq_len} tokens"
-        stop = start + len(tokens) - 1
-        # Keys of the index's own type: others would convert, that is read, the whole file.
-        first, last = np.searchsorted(self._starts, np.array([start + 1, stop], np.int64))
-        bounds = [start, *self._starts[first:last].tolist(), stop]
-        return tokens, [after - before for before, after in pairwise(bounds)]
+        stop = min(start + seq_len, self.n_tokens - 1)
+        assert 0 <= start < stop, f"no row {row} of {seq_len} tokens"
+        tokens = np.empty(stop + 1 - start, np.int64)
+        bounds = [start]
+        for n in self._shards(start, stop + 1):
+            first, last = self._bounds[n : n + 2].tolist()
+            low, high = max(start, first), min(stop + 1, last)
+            shard = self._shard(n)
+            tokens[low - start : high - start] = shard.ids[low - first : high - first]
+            # A document at the row's own start is its first anyway; the label's is the next row's.
+            starts = shard.starts_between(max(low, start + 1) - first, min(high, stop) - first)
+            bounds += (starts + first).tolist()
+        return tokens, [after - before for before, after in pairwise([*bounds, stop])]
+
+    def specs(self) -> list[FileSpec]:
+        """What to fetch for each shard."""
+        return [shard.spec(self._dtype) for shard in self.index.shards]
 
     def texts(self) -> list[str]:
-        """The documents' exact texts, in order; kept for validation streams only."""
-        with texts_file(self._folder, self.index.name).open(encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
+        """The documents' exact texts, in order; kept of held-out text only."""
+        files = (self._folder.read(name).decode() for name in self.index.texts)
+        return [json.loads(line) for file in files for line in file.splitlines()]
 
     def verify(self) -> None:
         """Read everything and compare checksums.
@@ -140,50 +223,72 @@ class TokenDataset:
         Raises:
             UserError: a shard's bytes have changed since they were written.
         """
-        for shard, ids in zip(self.index.shards, self._shards, strict=True):
-            if zlib.crc32(ids.data) != shard.crc32:
-                raise self._damaged(shard.file, "its bytes have changed")
+        for shard in self.index.shards:
+            with self._folder.pin(shard.spec(self._dtype)) as path:
+                for algorithm, expected in shard.hashes.items():
+                    if (found := digest(algorithm, _chunks(path))) != expected:
+                        raise UserError(
+                            f"{path}: is damaged: its {algorithm} is {found}, not {expected}"
+                        )
 
-    def _slice(self, start: int, stop: int) -> np.ndarray:
-        """Ids start … stop - 1, across shard borders, int64."""
-        size = self.index.shard_tokens
-        parts = [
-            self._shards[n][max(0, start - n * size) : stop - n * size]
-            for n in range(start // size, -(-stop // size))
-        ]
-        return np.concatenate(parts).astype(np.int64)
+    def close(self) -> None:
+        """Let go of open shards; reading opens them again."""
+        self._open.clear()
 
-    def _map(self, shard: Shard) -> np.ndarray:
-        path, dtype = self._folder / shard.file, np.dtype(self.index.dtype)
-        if not path.is_file():
-            raise self._damaged(shard.file, "it is missing")
-        expected, found = shard.n_tokens * dtype.itemsize, path.stat().st_size
-        if found != expected:
-            raise self._damaged(shard.file, f"it has {found:,} bytes, not {expected:,}")
-        return np.asarray(np.memmap(path, dtype, mode="r"))
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
 
-    def _map_starts(self) -> np.ndarray:
-        path = starts_file(self._folder, self.index.name)
-        try:
-            starts = np.asarray(np.load(path, mmap_mode="r"))
-        except (OSError, ValueError, EOFError) as error:
-            raise self._damaged(path.name, str(error)) from error
-        if len(starts) != self.n_documents:
-            raise self._damaged(path.name, f"it has {len(starts)} of {self.n_documents} entries")
-        return starts
+    def _shards(self, start: int, stop: int) -> range:
+        """The shards that hold ids start … stop - 1."""
+        first = int(np.searchsorted(self._bounds, start, side="right")) - 1
+        return range(first, int(np.searchsorted(self._bounds, stop, side="left")))
 
-    def _damaged(self, file: str, why: str) -> UserError:
-        return UserError(
-            f"{self._folder / file}: prepared tokens are damaged: {why};"
-            f" delete {self._folder}, it will be made again"
-        )
+    def _shard(self, n: int) -> _Map:
+        # Single operations only: several threads may read, and a fork may come at any time.
+        shard = self._open.pop(n, None) or self._map(n)
+        self._open[n] = shard
+        if len(self._open) > _OPEN_SHARDS:
+            self._open.popitem(last=False)
+        return shard
+
+    def _map(self, n: int) -> _Map:
+        shard = self.index.shards[n]
+        # A map outlives its file's name, so a shard may leave the cache while it is being read.
+        with self._folder.pin(shard.spec(self._dtype)) as path:
+            data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        size, offset = shard.n_tokens * self._dtype.itemsize, starts_offset(shard, self._dtype)
+        return _Map(data[:size].view(self._dtype), data[offset:].view("<u4"))
 
 
-def starts_file(folder: Path, name: str) -> Path:
-    """Where each document of a stream starts: (n_documents,) int64."""
-    return folder / f"{name}.starts.npy"
+@dataclass(frozen=True)
+class _Map:
+    """An open shard: views of its file.
+
+    Attributes:
+        ids: (n_tokens,).
+        starts: (n_documents,) uint32, where in `ids` documents start.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+
+    def starts_between(self, low: int, high: int) -> np.ndarray:
+        """Starts in low … high - 1, int64."""
+        # Keys of the starts' own type: others would convert, that is read, all of them.
+        keys = np.array([low, max(low, high)], self.starts.dtype)
+        first, last = np.searchsorted(self.starts, keys)
+        return self.starts[first:last].astype(np.int64)
 
 
-def texts_file(folder: Path, name: str) -> Path:
-    """The texts of a stream's documents, each line a JSON string."""
-    return folder / f"{name}.texts.jsonl"
+def starts_offset(shard: Shard, dtype: np.dtype[Any]) -> int:
+    """Where in a shard's file its documents' starts begin: after the ids, at a multiple of 4."""
+    return -(-shard.n_tokens * dtype.itemsize // 4) * 4
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            yield chunk
+
+
+_TOTALS = ("n_documents", "n_tokens", "n_bytes")

@@ -1,106 +1,88 @@
-"""`StreamWriter`: a token stream to files that `TokenDataset` opens; called by `prepare`."""
+"""`TokenWriter`: documents' ids to shard files that `TokenDataset` reads; called by the tasks."""
 
 from __future__ import annotations
 
 import json
 import os
-import zlib
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from llmfoundry.data.tokens import Shard, StreamIndex, starts_file, texts_file
+from llmfoundry.data.checksums import digest
+from llmfoundry.data.tokens import Shard
 
 
 @dataclass
-class StreamWriter:
-    """Writes one stream's shards and document starts; `index` says what was written."""
+class TokenWriter:
+    """Writes part of a stream: `FOLDER/PART/shard.00000.tokens` …; `shards` says what.
+
+    A shard is in memory until it is whole, so that files appear with their hashes known.
+    """
 
     folder: Path
-    name: str
+    part: str
     dtype: np.dtype[Any]
     shard_bytes: int
-    n_tokens: int = 0
-    n_bytes: int = 0
-    _starts: array[int] = field(default_factory=lambda: array("q"))
-    _shards: list[Shard] = field(default_factory=list)
-    _file: BinaryIO | None = None
-    _crc32: int = 0
-
-    @property
-    def index(self) -> StreamIndex:
-        """What was written; whole after the `with` block."""
-        return StreamIndex(
-            name=self.name,
-            dtype=self.dtype.str,
-            shard_tokens=self._shard_tokens,
-            n_documents=len(self._starts),
-            n_tokens=self.n_tokens,
-            n_bytes=self.n_bytes,
-            shards=tuple(self._shards),
-        )
+    hashes: tuple[str, ...]
+    shards: list[Shard] = field(default_factory=list)
+    _data: bytearray = field(default_factory=bytearray)
+    _starts: array[int] = field(default_factory=lambda: array("I"))
+    _n_ids: int = 0
+    _n_bytes: int = 0
 
     def add(self, ids: list[int], *, n_bytes: int, starts_document: bool) -> None:
-        """Append ids that stand for `n_bytes` of text."""
+        """Append ids that stand for `n_bytes` of text; a shard that is full is ended."""
         if starts_document:
-            self._starts.append(self.n_tokens)
-        self.n_bytes += n_bytes
+            self._starts.append(self._n_ids)
+        self._n_bytes += n_bytes
         tokens = np.array(ids, self.dtype)
+        limit = max(1, self.shard_bytes // self.dtype.itemsize)
         while len(tokens):
-            room = self._shard_tokens - self.n_tokens % self._shard_tokens
-            self._write(tokens[:room])
-            tokens = tokens[room:]
+            now = tokens[: limit - self._n_ids]
+            self._data += now.tobytes()
+            self._n_ids += len(now)
+            tokens = tokens[len(now) :]
+            if self._n_ids == limit:
+                self._end_shard()
 
-    def __enter__(self) -> StreamWriter:
+    def finish(self) -> list[Shard]:
+        """Write what is left; every shard."""
+        if self._n_ids:
+            self._end_shard()
+        return self.shards
+
+    def __enter__(self) -> TokenWriter:
+        """To be left by `finish`."""
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._end_shard()
-        with starts_file(self.folder, self.name).open("wb") as file:
-            np.save(file, np.array(self._starts, np.int64))
-            sync(file)
-
-    @property
-    def _shard_tokens(self) -> int:
-        return max(1, self.shard_bytes // self.dtype.itemsize)
-
-    def _write(self, tokens: np.ndarray) -> None:
-        if self._file is None:
-            self._file = self._shard_path().open("wb")
-        data = tokens.tobytes()
-        self._file.write(data)
-        self._crc32 = zlib.crc32(data, self._crc32)
-        self.n_tokens += len(tokens)
-        if self.n_tokens % self._shard_tokens == 0:
-            self._end_shard()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.finish()
 
     def _end_shard(self) -> None:
-        if self._file is None:
-            return
-        sync(self._file)
-        self._file.close()
-        size = self.n_tokens - len(self._shards) * self._shard_tokens
-        self._shards.append(Shard(self._shard_path().name, size, self._crc32))
-        self._file, self._crc32 = None, 0
-
-    def _shard_path(self) -> Path:
-        return self.folder / f"{self.name}.{len(self._shards):05}.bin"
-
-
-@contextmanager
-def text_writer(folder: Path) -> Iterator[Callable[[str], None]]:
-    """A function that keeps the text of a held-out document."""
-    with texts_file(folder, "validation").open("w", encoding="utf-8") as file:
-        yield lambda text: print(json.dumps(text), file=file)
-        sync(file)
+        self._data += bytes(-len(self._data) % 4) + np.array(self._starts, "<u4").tobytes()
+        name = f"{self.part}/shard.{len(self.shards):05}.tokens"
+        whole = memoryview(self._data)
+        hashes = {algorithm: digest(algorithm, [whole]) for algorithm in self.hashes}
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(self._data)
+            file.flush()
+            os.fsync(file.fileno())
+        shard = Shard(name, self._n_ids, len(self._starts), self._n_bytes, hashes)
+        self.shards.append(shard)
+        self._data, self._starts, self._n_ids, self._n_bytes = bytearray(), array("I"), 0, 0
 
 
-def sync(file: IO[Any]) -> None:
-    """To the disk, before the rename that declares the folder whole."""
-    file.flush()
-    os.fsync(file.fileno())
+def write_json(path: Path, facts: Any) -> None:
+    """A JSON file, whole or not there at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(facts, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,18 @@ class Batch:
             self.labels.to(device, non_blocking=True),
             layout,
         )
+
+    def pin_memory(self) -> Batch:
+        """A copy on the host from where transfers to a GPU need not wait."""
+        layout = self.layout
+        if layout is not None:
+            layout = replace(
+                layout,
+                positions=layout.positions.pin_memory(),
+                documents=layout.documents.pin_memory(),
+                ends=None if layout.ends is None else layout.ends.pin_memory(),
+            )
+        return Batch(self.tokens.pin_memory(), self.labels.pin_memory(), layout)
 
     def split(self, rows: int) -> Iterator[Batch]:
         """Microbatches of at most `rows` rows, in order."""

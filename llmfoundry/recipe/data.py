@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from llmfoundry.recipe.checks import above, at_least, fraction, inert, nearest, one_of
@@ -180,6 +180,11 @@ class DataConfig(SourceConfig):
             return True
         sources: list[SourceConfig] = [*self.streams.values()] if self.streams else [self]
         return self.validation_fraction > 0 and any(s.name != "shards" for s in sources)
+
+    def alone(self, stream: SourceConfig) -> DataConfig:
+        """The data section in which `stream` is the only source."""
+        own = {f.name: getattr(stream, f.name) for f in fields(SourceConfig)}
+        return replace(self, streams={}, phases=[], validation=None, **own)
 
     def fill(self) -> None:
         """Write derived values in place."""

@@ -77,7 +77,7 @@ def test_json_lines_are_read_plain_and_compressed(
     file.write_bytes(compress(jsonl(*ROWS).removesuffix(b"\n")))
     documents = read(file)
     assert [d.text for d in documents] == WORDS
-    assert [d.row for d in documents] == [1, 2, 3]
+    assert [str(d.row) for d in documents] == ["1", "2", "3"]
     assert documents[1].where == f"{file}:2"
 
 
@@ -260,3 +260,24 @@ class TestHuggingFaceDatasets:
             list(self.corpus(tmp_path / "one"))
         with pytest.raises(UserError, match=r"data\.dataset: .*none is no folder"):
             list(self.corpus(tmp_path / "none"))
+
+    def test_a_hub_dataset_is_streamed_file_by_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from llmfoundry.data import hub
+
+        monkeypatch.setattr(hub, "dataset_folder", lambda config: None)  # as a hub id is taken
+        folder = tmp_path / "words"
+        folder.mkdir()
+        for n in range(3):
+            table = pa.table({"text": [f"{word} {n}" for word in WORDS]})
+            pq.write_table(table, folder / f"train-{n}.parquet")
+        corpus = self.corpus(folder)
+        expected = [f"{word} {n}" for n in range(3) for word in WORDS]
+        assert [d.text for d in corpus] == expected
+        assert [[d.row for d in corpus.read(span)] for span in corpus.spans(1)] == [[0, 1, 2]] * 3
+        with pytest.raises(UserError, match=r"has no 'body'; write one of: text"):
+            list(self.corpus(folder, text_column="body"))
+        (folder / "train-2.parquet").write_bytes(b"cut")
+        with pytest.raises(UserError, match=r"words: file 2: cannot be read"):
+            list(corpus)

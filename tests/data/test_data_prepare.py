@@ -109,11 +109,11 @@ def test_reopening_reads_the_cache_and_changed_text_does_not(
 ) -> None:
     config = write(tmp_path, documents())
     first = prepare(config, plain, progress=False)
-    files = {f: f.stat().st_mtime_ns for f in (tmp_path / "cache/tokens").glob("*/*")}
+    files = {f: f.stat().st_mtime_ns for f in (tmp_path / "cache/tokens").rglob("*")}
     again = prepare(config, plain, progress=False)
     assert again.summary == first.summary
     assert again.train.fingerprint == first.train.fingerprint
-    assert files == {f: f.stat().st_mtime_ns for f in (tmp_path / "cache/tokens").glob("*/*")}
+    assert files == {f: f.stat().st_mtime_ns for f in (tmp_path / "cache/tokens").rglob("*")}
     changed = prepare(write(tmp_path, documents(201)), plain, progress=False)
     assert changed.train.fingerprint != first.train.fingerprint
 
@@ -184,34 +184,33 @@ def test_splits_that_leave_nothing_are_errors(
     assert list((tmp_path / "cache/tokens").glob("*/")) == []
 
 
-def shards(folder: Path) -> list[Path]:
-    return sorted((folder / "cache/tokens").glob("*/train.*.bin"))
-
-
 def test_damaged_caches_are_named(tmp_path: Path, plain: Tokenizer) -> None:
     config = write(tmp_path, documents())
 
     def again() -> Prepared:
         return prepare(config, plain, progress=False, shard_bytes=4096)
 
-    again()
-    second = shards(tmp_path)[1]
-    whole = second.read_bytes()
-    second.write_bytes(whole[:100])
-    with pytest.raises(UserError, match=r"train\.00001\.bin: .*has 100 bytes, not 4,096; delete"):
-        again()
-    second.write_bytes(whole[:99] + bytes([whole[99] ^ 1]) + whole[100:])
-    with pytest.raises(UserError, match=r"train\.00001\.bin: .*its bytes have changed; delete"):
+    def last_row() -> None:
+        train = again().train
+        train.row(train.n_rows(8) - 1, 8)
+
+    last_row()
+    *_, shard = sorted((tmp_path / "cache/tokens").glob("*/train/part-00000/*.tokens"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:100])
+    with pytest.raises(UserError, match=rf"{shard.name}: .*100"):
+        last_row()
+    shard.write_bytes(whole[:99] + bytes([whole[99] ^ 1]) + whole[100:])
+    with pytest.raises(UserError, match=rf"{shard.name}: .*sha1"):
         again().train.verify()
-    second.unlink()
-    with pytest.raises(UserError, match=r"train\.00001\.bin: .*it is missing; delete"):
+    shard.unlink()
+    with pytest.raises(UserError, match=shard.name):
+        last_row()
+    (shard.parents[1] / "index.json").write_text("{")
+    with pytest.raises(UserError, match=r"index\.json: is damaged.*; delete it, it will be made"):
         again()
-    second.write_bytes(whole)
-    (second.parent / "train.starts.npy").write_bytes(b"")
-    with pytest.raises(UserError, match=r"train\.starts\.npy: .*delete"):
-        again()
-    (second.parent / "index.json").write_text("{")
-    with pytest.raises(UserError, match=r"index\.json: prepared tokens are damaged"):
+    (shard.parents[2] / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json: is damaged.*; delete"):
         again()
 
 

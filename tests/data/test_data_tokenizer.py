@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -118,6 +119,13 @@ def test_saving_and_loading_changes_nothing(trained: Tokenizer, tmp_path: Path) 
     assert [loaded.encode(text) for text in TEXTS] == [trained.encode(text) for text in TEXTS]
     path = TokenizerConfig(name="huggingface", path=str(tmp_path / "a"))
     assert build_tokenizer(path, DataConfig(), progress=False).fingerprint == trained.fingerprint
+
+
+def test_a_pickled_tokenizer_reads_no_special_tokens_either(trained: Tokenizer) -> None:
+    copy = pickle.loads(pickle.dumps(trained))
+    text = "spelled <|endoftext|> out"
+    assert copy.encode(text) == trained.encode(text) and trained.eos_id not in copy.encode(text)
+    assert copy.fingerprint == trained.fingerprint
 
 
 def test_training_is_repeatable_and_cached(tmp_path: Path) -> None:

@@ -1,0 +1,321 @@
+"""`Source`: rows of training from somewhere; here are its kinds opened, and put in order.
+
+`build/data.py` opens the sources of a recipe, the loader reads them. A source knows rows by their
+number in it; a `Stream` knows them by the number of the sample in a run: it is a source in its
+order, or texts that are packed on the way (`packing.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from llmfoundry.data.mds_index import MDSIndex
+from llmfoundry.data.mds_source import MDSColumn, MDSTexts, MDSTokens
+from llmfoundry.data.order import Order
+from llmfoundry.data.rows import Row
+from llmfoundry.data.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.token_source import TokenSource
+from llmfoundry.data.tokens import FORMAT, StreamIndex, TokenDataset
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.source import SourceConfig
+
+INDEX = "index.json"
+TOKENS, TEXT = "tokens", "text"  # columns that LLM Foundry's preparation writes
+
+Index = MDSIndex | StreamIndex
+
+
+class Source(Protocol):
+    """Rows by their number.
+
+    Attributes:
+        name: of the stream.
+        n_rows: of an epoch.
+        sizes: (shards,) int64, rows that begin in each shard.
+        fingerprint: of the rows: a resumed run must find the same.
+    """
+
+    name: str
+    n_rows: int
+    sizes: np.ndarray
+    fingerprint: str
+
+    def row(self, row: int) -> Row:
+        """Row number `row`, 0 … n_rows - 1."""
+
+    def where(self, row: int) -> str:
+        """Its shard and place, for messages."""
+
+    def want(self, shards: Iterator[int]) -> None:
+        """Fetch these shards ahead, in this order; replaces the last wish."""
+
+    def close(self) -> None:
+        """Let go of open shards; reading opens them again."""
+
+
+class Stream(Protocol):
+    """Rows by the number of the sample in a run, epoch after epoch.
+
+    Attributes:
+        name: in the recipe; data where it is the only one.
+    """
+
+    name: str
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of an epoch."""
+
+    def locate(self, samples: np.ndarray) -> np.ndarray:
+        """(n,) int64: the places of samples number `samples` (n,) int64, for `read` and `where`."""
+
+    def read(self, place: int) -> Row:
+        """The row at a place."""
+
+    def where(self, place: int) -> str:
+        """Its shard and place there, for messages."""
+
+    def want(self, sample: int) -> None:
+        """Fetch ahead what this and the following samples need."""
+
+    def state(self) -> dict[str, Any]:
+        """What decides which rows the samples are, as JSON."""
+
+    def resume(self, state: dict[str, Any], *, allow_changed: bool) -> None:
+        """Go on with the samples that an earlier `state` describes."""
+
+    def close(self) -> None:
+        """Let go of open shards; reading opens them again."""
+
+
+class OrderedStream:
+    """A source's rows in their order."""
+
+    def __init__(self, source: Source, *, seed: int, shuffle: bool, block_size: int) -> None:
+        self.source, self.name, self.n_rows = source, source.name, source.n_rows
+        self.order = Order(source.sizes, seed=seed, shuffle=shuffle, block_size=block_size)
+
+    def locate(self, samples: np.ndarray) -> np.ndarray:
+        """(n,) int64: which rows the samples number `samples` (n,) int64 are."""
+        return self.order.at(samples)
+
+    def read(self, place: int) -> Row:
+        """A row by its number.
+
+        Raises:
+            UserError: a shard cannot be had, or is damaged.
+        """
+        return self.source.row(place)
+
+    def where(self, place: int) -> str:
+        """A row's shard and place there, for messages."""
+        return self.source.where(place)
+
+    def want(self, sample: int) -> None:
+        """Fetch next what this and the following samples need."""
+        self.source.want(self.order.shards(sample))
+
+    def state(self) -> dict[str, Any]:
+        """What decides which rows the samples are, as JSON."""
+        return {"fingerprint": self.source.fingerprint, **order_state(self.order)}
+
+    def resume(self, state: dict[str, Any], *, allow_changed: bool) -> None:
+        """Go on with the samples that an earlier `state` describes.
+
+        Raises:
+            UserError: they would be others now.
+        """
+        check_fingerprint(self.name, state, self.source.fingerprint, allow_changed=allow_changed)
+        self.order = resumed_order(self.order, self.source.sizes, state)
+
+    def close(self) -> None:
+        """Let go of open shards; reading opens them again."""
+        self.source.close()
+
+
+WHOLE = "whole"  # a block size: all rows are permuted as one, however many
+
+
+def order_state(order: Order) -> dict[str, Any]:
+    """What decides an order beside the rows."""
+    whole = order.block_size == order.n_rows
+    return {
+        "n_rows": order.n_rows,
+        "seed": order.seed,
+        "shuffle": order.shuffle,
+        "block_size": WHOLE if whole else order.block_size,
+    }
+
+
+def resumed_order(order: Order, sizes: np.ndarray, state: dict[str, Any]) -> Order:
+    """The order that goes on with an earlier one.
+
+    Raises:
+        UserError: the recipe asks for another one.
+    """
+    for fact, value in (("seed", order.seed), ("shuffle", order.shuffle)):
+        if state[fact] != value:
+            raise _reordered(_KEY[fact], state[fact], value)
+    if state["block_size"] == WHOLE:
+        return Order(sizes, seed=order.seed, shuffle=order.shuffle, block_size=order.n_rows)
+    sizes_of_block = order.block_size, state["block_size"]
+    if order.shuffle and order.n_rows > min(sizes_of_block) and len({*sizes_of_block}) > 1:
+        raise _reordered("data.shuffle_block_size", state["block_size"], order.block_size)
+    return order
+
+
+def check_fingerprint(
+    name: str, state: dict[str, Any], fingerprint: str, *, allow_changed: bool
+) -> None:
+    """Refuse to go on with other data.
+
+    Raises:
+        UserError: they changed, and nobody said that they may.
+    """
+    if state["fingerprint"] == fingerprint or allow_changed:
+        return
+    key = "data" if name == "data" else f"data.streams.{name}"
+    raise UserError(
+        f"{key}: its rows are not those of the checkpoint: the shards, the corpus, its split or the"
+        f" tokenizer changed; restore them, write data.allow_changed=[{name}] to go on with other"
+        " rows, or start from the checkpoint's weights alone"
+    )
+
+
+_KEY = {"seed": "seed", "shuffle": "data.shuffle"}
+
+
+def _reordered(key: str, before: Any, now: Any) -> UserError:
+    return UserError(
+        f"{key}: the checkpoint's samples were ordered with {before}, this run has {now};"
+        f" write {before}"
+    )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are made of what a dataset holds.
+
+    Attributes:
+        seq_len: T, tokens of a row.
+        tokenizer: fingerprint of the one that must have made the tokens of token shards.
+        text_column: the MDS column to tokenise; None: that of tokens, or else of text.
+        eos_id: ends a document in MDS tokens; None, and no `bos_id`: a row is one document.
+        bos_id: begins a document in MDS tokens.
+        dtype: of the integers in an MDS column of bytes.
+    """
+
+    seq_len: int
+    tokenizer: str
+    text_column: str | None = None
+    eos_id: int | None = None
+    bos_id: int | None = None
+    dtype: str = "int64"
+
+
+def open_folder(config: SourceConfig, options: FetchOptions) -> ShardFolder:
+    """The folder of a source of shards, its split included."""
+    remote, local = (_below(folder, config.split) for folder in (config.remote, config.local))
+    return ShardFolder.open(remote, local, options)
+
+
+def _below(folder: str | None, split: str | None) -> str | None:
+    return folder if folder is None or split is None else f"{folder.rstrip('/')}/{split}"
+
+
+def read_index(folder: ShardFolder) -> Index:
+    """What a folder of shards holds, whichever format they are of.
+
+    Raises:
+        UserError: it has no index, or a damaged one.
+    """
+    data = folder.read(INDEX)
+    if f'"{FORMAT}"'.encode() in data:
+        return StreamIndex.read(folder, INDEX)
+    return MDSIndex.from_bytes(data, source=INDEX)
+
+
+def open_source(
+    name: str, key: str, folder: ShardFolder, index: Index, reading: Reading
+) -> TokenSource | MDSTokens | MDSTexts:
+    """Rows, or texts, of a folder of shards.
+
+    Args:
+        name: of the stream.
+        key: of the recipe, for messages: data or data.streams.NAME.
+        folder: of the shards.
+        index: of that folder.
+        reading: how rows are made.
+
+    Raises:
+        UserError: its tokens are another tokenizer's, it has no column to read, or no rows.
+    """
+    if isinstance(index, StreamIndex):
+        return _open_tokens(name, key, folder, index, reading)
+    column = MDSColumn(folder, index, _column(key, index, reading.text_column))
+    if not index.sizes.sum():
+        raise UserError(f"{key}: its {INDEX} lists no samples; name a folder that has some")
+    encodings = {c.encodings[c.position[column.name]] for c in index.column_sets}
+    if reading.text_column is None and column.name == TOKENS:
+        _check(key, column.name, encodings, "arrays of integers or bytes", _is_ids)
+        return MDSTokens(
+            name, column, seq_len=reading.seq_len, eos_id=reading.eos_id, bos_id=reading.bos_id,
+            dtype=reading.dtype,
+        )  # fmt: skip
+    _check(key, column.name, encodings, "str", lambda encoding: encoding == "str")
+    return MDSTexts(name, column)
+
+
+def _open_tokens(
+    name: str, key: str, folder: ShardFolder, index: StreamIndex, reading: Reading
+) -> TokenSource:
+    if index.tokenizer != reading.tokenizer:
+        raise UserError(
+            f"{key}: its tokens were made with another tokenizer than this recipe's; write"
+            " tokenizer=huggingface tokenizer.path=FOLDER, the folder `tokenizer` that"
+            " prepare_data.py wrote beside them"
+        )
+    if reading.text_column is not None:
+        raise UserError(f"{key}.text_column: has no effect on token shards; remove it")
+    source = TokenSource(name, TokenDataset(folder, index), reading.seq_len, folder)
+    if not source.n_rows:
+        raise too_short(index.n_tokens, reading.seq_len)
+    return source
+
+
+def too_short(n_tokens: int, seq_len: int) -> UserError:
+    """A stream of less than a row."""
+    return UserError(
+        f"max_seq_len: the training text has {n_tokens:,} tokens, too few for a row of"
+        f" {seq_len:,}; write {max(1, n_tokens - 1):,} or less, or add text"
+    )
+
+
+def _column(key: str, index: MDSIndex, asked: str | None) -> str:
+    """The column that every shard has, and that holds what to train on."""
+    shared = set.intersection(*({*c.names} for c in index.column_sets))
+    for name in [TOKENS, TEXT] if asked is None else [asked]:
+        if name in shared:
+            return name
+    missing = f"columns {TOKENS} or {TEXT}" if asked is None else f"column {asked!r}"
+    raise UserError(
+        f"{key}.text_column: its shards have no {missing}; they have {', '.join(sorted(shared))}"
+    )
+
+
+def _check(key: str, column: str, encodings: set[str], wanted: str, fits: Any) -> None:
+    for encoding in sorted(encodings):
+        if not fits(encoding):
+            raise UserError(
+                f"{key}: its column {column!r} is encoded as {encoding}, not as {wanted};"
+                f" write {key}.text_column for a column of text, or prepare the data again"
+            )
+
+
+def _is_ids(encoding: str) -> bool:
+    dtype = encoding.removeprefix("ndarray").removeprefix(":").partition(":")[0]
+    return encoding == "bytes" or (encoding.startswith("ndarray") and "float" not in dtype)

@@ -1,0 +1,180 @@
+"""Held-out text: its kinds, read in order, each token predicted once over all ranks.
+
+`build/data.py` opens it, the loop's evaluation reads its batches, the gauntlet its texts. The
+`TokenDataset` of a prepared corpus is a kind of it, as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from llmfoundry.data.mds_source import MDSTexts, MDSTokens
+from llmfoundry.data.packing import pack
+from llmfoundry.data.rows import Row, Rows
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.tokens import TokenDataset
+from llmfoundry.ops.batch import Batch
+
+
+class HeldOut(Protocol):
+    """Text to measure on."""
+
+    @property
+    def n_bytes(self) -> int:
+        """UTF-8 bytes of the text; of MDS shards, the size of their samples."""
+
+    def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
+        """Rows of T tokens that each have a label; with `partial` the last may be short."""
+
+    def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
+        """A row's ids and the lengths of its documents, as in `Row`."""
+
+    def texts(self) -> list[str]:
+        """The documents."""
+
+
+class TokenShards:
+    """Token shards whose texts may not have been kept."""
+
+    def __init__(self, dataset: TokenDataset, tokenizer: Tokenizer) -> None:
+        self._dataset, self._tokenizer = dataset, tokenizer
+        self.n_rows, self.row = dataset.n_rows, dataset.row
+
+    @property
+    def n_bytes(self) -> int:
+        """UTF-8 bytes of the text."""
+        return self._dataset.n_bytes
+
+    def texts(self) -> list[str]:
+        """The documents, as they were read if that was kept, else as their tokens spell them."""
+        dataset = self._dataset
+        if dataset.index.texts or not dataset.n_documents:
+            return dataset.texts()
+        ids, lengths = dataset.row(0, dataset.n_tokens - 1)
+        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        return [self._tokenizer.decode(part[1:].tolist()) for part in parts]
+
+
+class MDSRows:
+    """The rows of an MDS column of ids."""
+
+    def __init__(self, source: MDSTokens, tokenizer: Tokenizer) -> None:
+        self._source, self._tokenizer = source, tokenizer
+        self.n_bytes = source.n_bytes
+
+    def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
+        """Samples."""
+        return self._source.n_rows
+
+    def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
+        """A sample's ids and the lengths of its documents."""
+        ids, lengths, _ = self._source.cut(row, seq_len)
+        return ids, lengths
+
+    def texts(self) -> list[str]:
+        """The samples, as their tokens spell them."""
+        rows = range(self._source.n_rows)
+        return [self._tokenizer.decode(self._source.ids(row).tolist()) for row in rows]
+
+
+class MDSDocuments:
+    """The documents of an MDS column of texts, tokenised when first measured on."""
+
+    def __init__(self, source: MDSTexts, tokenizer: Tokenizer) -> None:
+        self._source, self._tokenizer = source, tokenizer
+        self.n_bytes = source.n_bytes
+        self._rows: dict[int, list[Row]] = {}  # by seq_len
+
+    def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
+        """Rows of all documents laid one after another."""
+        return len(self._packed(seq_len))
+
+    def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
+        """A row's ids and the lengths of its documents."""
+        ids, lengths, _ = self._packed(seq_len)[row]
+        return ids, lengths
+
+    def texts(self) -> list[str]:
+        """The documents."""
+        return [self._source.text(row) for row in range(self._source.n_rows)]
+
+    def _packed(self, seq_len: int) -> list[Row]:
+        if seq_len not in self._rows:
+            documents = self._tokenizer.encode_batch(self.texts())
+            n_tokens = sum(1 + len(ids) for ids in documents)
+            rows = -(-(n_tokens - 1) // seq_len)
+            eos_id = self._tokenizer.eos_id
+            self._rows = {seq_len: pack(documents, rows=rows, seq_len=seq_len, eos_id=eos_id)}
+        return self._rows[seq_len]
+
+
+class Chain:
+    """Several, one after another; a row holds text of one of them."""
+
+    def __init__(self, parts: Sequence[HeldOut]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all."""
+        return sum(part.n_bytes for part in self._parts)
+
+    def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
+        """Of all."""
+        return sum(part.n_rows(seq_len, partial=partial) for part in self._parts)
+
+    def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
+        """A row's ids and the lengths of its documents."""
+        for part in self._parts:
+            n_rows = part.n_rows(seq_len, partial=True)
+            if row < n_rows:
+                return part.row(row, seq_len)
+            row -= n_rows
+        raise AssertionError("no such row")
+
+    def texts(self) -> list[str]:
+        """Of all."""
+        return [text for part in self._parts for text in part.texts()]
+
+
+def validation_batches(
+    held_out: HeldOut,
+    *,
+    seq_len: int,
+    batch_size: int,
+    eos_id: int,
+    rank: int = 0,
+    world_size: int = 1,
+    max_rows: int | None = None,
+    attend_across_documents: bool = False,
+) -> Iterator[Batch]:
+    """The held-out rows in order, every token predicted once over all ranks.
+
+    Every rank gets as many batches of as many rows: short and missing rows are filled up with
+    `eos_id`, in a document of their own, and IGNORE labels.
+
+    Args:
+        held_out: the text.
+        seq_len: T, tokens of a row.
+        batch_size: rows of a batch of one rank, at most.
+        eos_id: what to fill up with.
+        rank: among the ranks that read different rows.
+        world_size: their number.
+        max_rows: read these rows only, from the first; None: all.
+        attend_across_documents: leave out the layout.
+    """
+    n_rows = held_out.n_rows(seq_len, partial=True)
+    n_rows = n_rows if max_rows is None else min(n_rows, max_rows)
+    share = min(batch_size, -(-n_rows // world_size))
+    for start in range(rank * share, n_rows + rank * share, max(1, share * world_size)):
+        rows = [
+            Row(*held_out.row(row, seq_len)) if row < n_rows else _EMPTY
+            for row in range(start, start + share)
+        ]
+        yield Rows.fill(rows, seq_len, eos_id).batch(with_layout=not attend_across_documents)
+
+
+_EMPTY = Row(np.zeros(0, np.int64), [])

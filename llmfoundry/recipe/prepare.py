@@ -1,0 +1,113 @@
+"""The recipe of scripts/prepare_data.py: any training recipe, and what to make of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llmfoundry.recipe.checks import at_least, fill, inert, one_of
+from llmfoundry.recipe.source import CORPORA
+from llmfoundry.recipe.train import TrainRecipe
+
+FORMATS = ("tokens", "mds")
+COLUMNS = ("tokens", "text")
+ENGINES = ("local", "ray")
+DTYPES = ("int32", "uint16", "uint32", "int64")
+
+
+@dataclass
+class PrepareConfig:
+    """What to make of the text that `data` names, and where."""
+
+    output: str | None = None
+    """A folder here or at a URL (s3:// gs:// az:// …), for train/, validation/, manifest.json and
+    tokenizer/. Unset: data.cache_folder, where training finds it."""
+    format: str = "tokens"
+    """tokens: a stream of ids, cut into rows of any length when it is read. mds: the shards of
+    mosaicml-streaming, which LLM Foundry trains on."""
+    column: str | None = None
+    """Only for mds. tokens: rows of ids. text: a document a sample, as it was read. Unset:
+    tokens."""
+    concat_tokens: int | None = None
+    """Only for mds tokens: ids of a row; unset: the recipe's max_seq_len."""
+    bos_text: str | None = None
+    """Only for mds tokens: what each document begins with, such as <s>; unset: nothing."""
+    eos_text: str | None = None
+    """Only for mds tokens: what each document ends with; unset: the tokenizer's end of text."""
+    no_wrap: bool | None = None
+    """Only for mds tokens: begin each row with a document; what is over of the one that a row ends
+    with is left out. Unset: off, documents go on in the next row."""
+    dtype: str | None = None
+    """Only for mds tokens: the integers of the ids; int32 there, as LLM Foundry writes them."""
+    compression: str | None = None
+    """Only for mds: of the shards, such as zstd or gz:9 (br, bz2, snappy too); unset: none."""
+    hashes: list[str] = field(default_factory=lambda: ["sha1"])
+    """Of each shard, for the index, so that readers know a damaged file: sha1, xxh3_64 …"""
+    size_limit: int = 1 << 26
+    """Bytes of a shard, before compression; 64 MiB is Streaming's."""
+    licence: str | None = None
+    """Free text for the manifest: the licence of the text."""
+    source: str | None = None
+    """Free text for the manifest: where the text comes from."""
+    engine: str = "local"
+    """local: processes of this machine (data.num_workers). ray: a Ray cluster, the one that
+    RAY_ADDRESS names (extra: ray)."""
+
+    def check(self, key: str = "prepare.") -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from one_of(f"{key}format", self.format, FORMATS)
+        yield from one_of(f"{key}engine", self.engine, ENGINES)
+        if self.column is not None:
+            yield from one_of(f"{key}column", self.column, COLUMNS)
+        if self.dtype is not None:
+            yield from one_of(f"{key}dtype", self.dtype, DTYPES)
+        yield from at_least(f"{key}concat_tokens", self.concat_tokens, 1)
+        yield from at_least(f"{key}size_limit", self.size_limit, 1)
+        if self.size_limit >= 1 << 32:
+            yield f"{key}size_limit: {self.size_limit} bytes; a shard has less than 4 GiB"
+        rows = ["concat_tokens", "bos_text", "eos_text", "no_wrap", "dtype"]
+        if self.output is None:
+            yield from inert(key, self, ["licence", "source"], "without prepare.output")
+        if self.output is None and self.format != "tokens":
+            yield f"{key}format: {self.format} needs prepare.output; write a folder or a URL"
+        if self.output is None and self.engine != "local":
+            yield f"{key}engine: {self.engine} needs prepare.output; write a folder that is shared"
+        if self.format == "tokens":
+            yield from inert(key, self, ["column", "compression", *rows], "with format: tokens")
+        elif self.column == "text":
+            yield from inert(key, self, rows, "with column: text")
+
+    def fill(self, *, max_seq_len: int) -> None:
+        """Write derived values in place."""
+        if self.format == "mds":
+            fill(self, column="tokens")
+        if self.column == "tokens":
+            fill(self, concat_tokens=max_seq_len, bos_text="", no_wrap=False, dtype="int32")
+
+
+@dataclass
+class PrepareRecipe(TrainRecipe):
+    """A training recipe whose text is prepared and no more."""
+
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    """What to make of the text."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each."""
+        # Nothing is evaluated here: text that is held out by this is not there before it.
+        yield from (line for line in super().check() if not line.startswith("eval.validation:"))
+        yield from self.prepare.check()
+        if self.prepare.output is None:
+            if self.data.name == "shards":
+                yield "data.name: shards are prepared already; for another form: prepare.output"
+            return
+        if self.data.name not in (*CORPORA, "shards"):
+            yield (
+                f"prepare.output: holds one source, and data.name is {self.data.name}; prepare"
+                " each of its streams by itself"
+            )
+
+    def fill(self) -> None:
+        """Write derived values in place; call after `check` found nothing."""
+        super().fill()
+        self.prepare.fill(max_seq_len=self.max_seq_len)

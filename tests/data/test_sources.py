@@ -1,0 +1,225 @@
+"""Sources: each kind against a slow construction of its rows; what is refused, and how."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmfoundry.data.mds_source import MDSTokens
+from llmfoundry.data.mds_writer import MDSWriter
+from llmfoundry.data.rows import Rows
+from llmfoundry.data.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.sources import Reading, open_source, read_index
+from llmfoundry.data.token_source import TokenSource
+from llmfoundry.data.validation import Chain, MDSDocuments, MDSRows, TokenShards
+from llmfoundry.errors import UserError
+from llmfoundry.ops.batch import IGNORE
+from tests.shards import bytes_tokenizer, texts, write_tokens
+
+T = 16
+EOS = 256
+TOKENIZER = bytes_tokenizer()
+
+
+def opened(folder: Path, **reading: Any) -> Any:
+    shards = ShardFolder.open(None, str(folder), FetchOptions())
+    how = replace(Reading(T, TOKENIZER.fingerprint, eos_id=EOS), **reading)
+    return open_source("data", "data", shards, read_index(shards), how)
+
+
+def write(folder: Path, encoding: str, samples: list[Any], column: str = "tokens") -> Path:
+    with MDSWriter(folder, columns={column: encoding}, size_limit=700) as writer:
+        for sample in samples:
+            writer.write({column: sample})
+    return folder
+
+
+def samples(dtype: str) -> list[np.ndarray]:
+    """Shorter than a row, as long, one longer, and much longer; documents end anywhere."""
+    draw = np.random.default_rng(5)
+    lengths = [1, 2, T - 1, T, T + 1, T + 2, 3 * T, 7, T]
+    found = [draw.integers(1, 100, n).astype(dtype) for n in lengths]
+    for ids in found:
+        ids[draw.random(len(ids)) < 0.2] = 0
+    return found
+
+
+def slow(ids: list[int], *, eos: int | None = None, bos: int | None = None) -> dict[str, Any]:
+    """Token by token: what a row of T must be."""
+    tokens, labels, documents, number = [], [], [], 0
+    for place in range(T):
+        if place and place == len(ids):
+            number += 1  # padding is a document of its own
+        elif 0 < place < len(ids) and (ids[place - 1] == eos or ids[place] == bos):
+            number += 1
+        tokens.append(ids[place] if place < len(ids) else EOS)
+        labels.append(ids[place + 1] if place + 1 < len(ids) else IGNORE)
+        documents.append(number)
+    return {"tokens": tokens, "labels": labels, "documents": documents}
+
+
+@pytest.mark.parametrize("marks", [{"eos": 0}, {"bos": 0}, {}])
+@pytest.mark.parametrize(
+    ("encoding", "dtype"),
+    [("ndarray:int32", "int32"), ("ndarray", "uint16"), ("bytes", "int64"), ("bytes", "uint16")],
+)
+def test_rows_of_an_mds_column(
+    tmp_path: Path, encoding: str, dtype: str, marks: dict[str, int]
+) -> None:
+    given = samples(dtype)
+    write(tmp_path, encoding, [s.tobytes() if encoding == "bytes" else s for s in given])
+    source = opened(tmp_path, eos_id=marks.get("eos"), bos_id=marks.get("bos"), dtype=dtype)
+    assert source.n_rows == len(given) and source.sizes.sum() == len(given)
+    filled = Rows.fill([source.row(n) for n in range(len(given))], T, EOS)
+    batch = filled.batch(with_layout=True)
+    assert batch.layout is not None
+    for n, sample in enumerate(given):
+        expected = slow(sample.tolist(), **marks)
+        assert batch.tokens[n].tolist() == expected["tokens"]
+        assert batch.labels[n].tolist() == expected["labels"]
+        assert batch.layout.documents[n].tolist() == expected["documents"]
+    assert filled.dropped == sum(max(0, len(s) - T - 1) for s in given)
+    assert filled.padded == [max(0, T - len(s)) for s in given]
+    narrow = filled.narrow().batch(with_layout=False)
+    assert torch.equal(narrow.tokens, batch.tokens) and torch.equal(narrow.labels, batch.labels)
+
+
+def test_rows_of_token_shards(tmp_path: Path) -> None:
+    ids = write_tokens(tmp_path, "web", documents=30)
+    source = opened(tmp_path)
+    assert isinstance(source, TokenSource)
+    assert source.n_rows == (len(ids) - 1) // T == source.sizes.sum()
+    assert len(source.sizes) > 2
+    for row in range(source.n_rows):
+        found = source.row(row)
+        part = ids[row * T : row * T + T + 1]
+        assert found.ids.tolist() == part and found.dropped == 0
+        begins = [0, *(n for n in range(1, T) if part[n] == EOS), T]
+        assert found.lengths == np.diff(begins).tolist()
+    assert source.where(0).endswith("row 0")
+
+
+def test_a_row_is_named_by_its_shard(tmp_path: Path) -> None:
+    write(tmp_path, "ndarray:int32", samples("int32"))
+    source = opened(tmp_path)
+    seen = [source.where(n) for n in range(source.n_rows)]
+    assert len(set(seen)) == len(seen)
+    first = int(source.sizes[0])
+    assert seen[0] == "shard.00000.mds, sample 0"
+    assert seen[first] == "shard.00001.mds, sample 0"
+
+
+def test_many_shards_are_read_with_few_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [np.full(100, n, np.int32) for n in range(20)]
+    write(tmp_path, "ndarray:int32", given)
+    monkeypatch.setattr("llmfoundry.data.mds_source._OPEN_SHARDS", 2)
+    source = opened(tmp_path)
+    order = np.random.default_rng(0).permutation(20).tolist()
+    rows = {n: source.row(n).ids for n in [*order, *order]}
+    assert all(rows[n][0] == n for n in order)  # views outlive their shard
+    source.close()
+    assert source.row(3).ids[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("encoding", "sample", "reading", "message"),
+    [
+        ("ndarray:float32", np.ones(3, np.float32), {}, r"^data: its column 'tokens' is encoded"),
+        ("str", "abc", {}, r"^data: its column 'tokens' is encoded as str"),
+        ("bytes", b"abc", {}, r"sample 0: column tokens holds 3 bytes, no whole number of int64"),
+        ("bytes", b"12345678", {"text_column": "tokens"}, r"^data: its column 'tokens' is encoded"),
+        ("str", "abc", {"text_column": "body"}, r"^data\.text_column: its shards have no column"),
+    ],
+)
+def test_columns_that_cannot_be_read(
+    tmp_path: Path, encoding: str, sample: Any, reading: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, encoding, [sample])
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, **reading).row(0)
+
+
+def test_shards_without_a_known_column_name_theirs(tmp_path: Path) -> None:
+    write(tmp_path, "str", ["abc"], column="body")
+    with pytest.raises(UserError, match=r"text_column: its shards have no .*; they have body"):
+        opened(tmp_path)
+    assert opened(tmp_path, text_column="body").text(0) == "abc"
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path, "web")
+    with pytest.raises(UserError, match=r"^data: its tokens were made with another tokenizer"):
+        opened(tmp_path, tokenizer="other")
+
+
+def test_a_folder_without_an_index_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"index\.json"):
+        opened(tmp_path)
+
+
+def held_out_ids(held_out: Any) -> list[list[int]]:
+    rows = range(held_out.n_rows(T, partial=True))
+    return [held_out.row(n, T)[0].tolist() for n in rows]
+
+
+def test_held_out_text_of_each_kind(tmp_path: Path) -> None:
+    documents = texts("held", 9)
+    stream = [i for text in documents for i in [EOS, *TOKENIZER.encode(text)]]
+    expected = [stream[n : n + T + 1] for n in range(0, len(stream) - 1, T)]
+
+    folder = write(tmp_path / "text", "str", documents, column="text")
+    of_texts = MDSDocuments(opened(folder), TOKENIZER)
+    assert held_out_ids(of_texts) == expected
+    assert of_texts.texts() == documents
+
+    assert write_tokens(tmp_path / "shards", "held", documents=9) == stream
+    of_shards = TokenShards(opened(tmp_path / "shards").dataset, TOKENIZER)
+    assert held_out_ids(of_shards) == expected
+    assert of_shards.texts() == documents
+    assert of_shards.n_bytes == sum(len(text.encode()) for text in documents)
+
+    ids = [np.array(TOKENIZER.encode(text), np.int32) for text in documents]
+    source = opened(write(tmp_path / "rows", "ndarray:int32", ids))
+    assert isinstance(source, MDSTokens)
+    of_rows = MDSRows(source, TOKENIZER)
+    assert held_out_ids(of_rows) == [sample[: T + 1].tolist() for sample in ids]
+    assert of_rows.texts() == documents
+
+    chain = Chain([of_texts, of_rows])
+    assert held_out_ids(chain) == held_out_ids(of_texts) + held_out_ids(of_rows)
+    assert chain.texts() == documents * 2
+
+
+def test_an_index_of_neither_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "rows": []}))
+    with pytest.raises(UserError, match=r"index\.json: "):
+        opened(tmp_path)
+
+
+def test_what_comes_is_fetched_ahead_and_what_is_open_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes: list[list[str]] = []
+
+    def prefetch(self: ShardFolder, specs: Iterator[FileSpec]) -> None:
+        wishes.append([spec.name for spec in islice(specs, 3)])
+
+    monkeypatch.setattr(ShardFolder, "prefetch", prefetch)
+    write(tmp_path / "mds", "ndarray:int32", [np.zeros(100, np.int32)] * 6)
+    write_tokens(tmp_path / "tokens", "web")
+    for kind in ("mds", "tokens"):
+        source = opened(tmp_path / kind)
+        source.row(0)
+        source.want(iter([1, 0, 2, 3]))
+        names = [source.where(int(source.sizes[:n].sum())).partition(",")[0] for n in (1, 2, 3)]
+        assert wishes.pop() == names
