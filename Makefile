@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness check bench bench-moe bench-eval ui clean
+.PHONY: help install train test test-slow test-harness check bench bench-moe bench-eval bench-data ui clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,12 @@ bench-moe: $(VENV)/.bench ## mixtures of experts: the layer beside a dense one, 
 
 bench-eval: $(VENV)/.eval ## the gauntlet's scoring beside lm-evaluation-harness and padding to the maximum
 	$(BIN)/python -m llmfoundry.bench.evaluators
+
+bench-data: $(VENV)/.dev ## the order's mixing, loaders beside others (RIVALS=their python), preparation beside datasets.map
+	$(BIN)/python -m llmfoundry.bench.orders
+	$(BIN)/python -m llmfoundry.bench.loaders $(if $(RIVALS),--python $(RIVALS))
+	$(BIN)/python -m llmfoundry.bench.preparation
+	$(BIN)/python -m llmfoundry.bench.data_wait
 
 test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evaluation-harness
 	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/bench/test_evaluators.py

@@ -14,7 +14,8 @@ import pytest
 from tests.tiny import ENV, ROOT
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = sorted(set(re.findall(r"^\s*(python scripts/\w+\.py[^#\n|`]*)", README, re.MULTILINE)))
+PAGES = README + (ROOT / "llmfoundry/data/README.md").read_text()
+COMMANDS = sorted(set(re.findall(r"^\s*(python scripts/\w+\.py[^#\n|`]*)", PAGES, re.MULTILINE)))
 MAKE = sorted(set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE)))
 
 

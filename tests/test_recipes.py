@@ -21,6 +21,9 @@ RECIPES = sorted(YAMLS.glob("*.yaml"))
 GROUPS = sorted(YAMLS.glob("*/*.yaml"))
 NEEDED = {  # what a group leaves to the user
     "data/files": ["data.paths=[README.md]"],
+    "data/jsonl": ["data.paths=[README.md]"],
+    "data/mds": ["data.remote=s3://bucket/c4"],
+    "tokenizer/huggingface": ["tokenizer.path=gpt2"],
     "data/huggingface": ["data.dataset=someone/something"],
 }
 

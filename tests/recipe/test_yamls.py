@@ -19,7 +19,13 @@ PARTNERS = [  # recipes that differ most in what they set beside their groups
     YAMLS / f"{name}.yaml" for name in ("quickstart", "mpt-125m", "mpt-7b-64k", "dbrx-tiny")
 ]
 # What a user must add to a choice that stands for text of their own.
-NEEDED = {"files": ["data.paths=[a.txt]"], "huggingface": ["data.dataset=some/set"]}
+NEEDED = {
+    "data=files": ["data.paths=[a.txt]"],
+    "data=jsonl": ["data.paths=[a.jsonl]"],
+    "data=huggingface": ["data.dataset=some/set"],
+    "data=mds": ["data.remote=s3://bucket/set"],
+    "tokenizer=huggingface": ["tokenizer.path=some/model"],
+}
 
 
 def header(path: Path) -> str:
@@ -43,20 +49,22 @@ def test_recipe_is_sound_and_says_how_to_run_it(path: Path) -> None:
 @pytest.mark.parametrize("path", CHOICES, ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_group_choice_fits_other_recipes(path: Path) -> None:
     group = path.parent.name
-    words = [f"{group}={path.stem}", *NEEDED.get(path.stem, [])]
+    choice = f"{group}={path.stem}"
+    words = [choice, *NEEDED.get(choice, [])]
     for recipe in PARTNERS:
         filled = checked(TrainRecipe, recipe, words)
         filled.fill()
         assert list(filled.check()) == []
-    assert 1 <= len(header(path).splitlines()) <= 3
+    assert 1 <= len(header(path).splitlines()) <= 4
     if group == "eval":
         assert checked(EvalRecipe, None, ["checkpoint=runs/x", *words]).eval is not None
 
 
 def test_choices_for_text_of_ones_own_ask_for_it() -> None:
-    for option, word in (("files", "data.paths"), ("huggingface", "data.dataset")):
+    for choice, (needed,) in NEEDED.items():
+        word = needed.split("=")[0]
         with pytest.raises(Exception, match=f"^yamls/.*: {word}: |^{word}: "):
-            checked(TrainRecipe, RECIPES[0], [f"data={option}"])
+            checked(TrainRecipe, RECIPES[0], [choice])
 
 
 def test_groups_are_sections() -> None:

@@ -1,0 +1,266 @@
+"""`scripts/inspect_data.py`: what a run reads at some time, without a model.
+
+The run's own loader is built and asked; samples are a pure function of the recipe, so nothing of
+what lies before has to be read. Where the run has been going on for a while, its newest checkpoint
+up to that time says what each stream has given, as it does for the run itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmfoundry.build.data import Data, build_loader, open_data
+from llmfoundry.build.job import filled
+from llmfoundry.build.trainer import build_clock, make_tokenizer
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.duration import Clock
+from llmfoundry.recipe.inspect import InspectRecipe
+from llmfoundry.track.console import printable
+from llmfoundry.train.checkpoint import find_damage, list_checkpoints, read_state
+
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+_SHOWN = 80  # characters of a row's text
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """A row of the step.
+
+    Attributes:
+        slot: its number in the global batch.
+        stream: that it is from; data where there is only one.
+        sample: its number in the stream's own order, from 0 at the run's start.
+        epoch: of the stream, from 0.
+        where: the shard and the place in it; of texts that are packed while training, the first
+            document of its group.
+        documents: tokens of each document in it.
+        text: of its tokens.
+    """
+
+    slot: int
+    stream: str
+    sample: int
+    epoch: int
+    where: str
+    documents: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class StreamFacts:
+    """A stream until the step.
+
+    Attributes:
+        stream: its name.
+        rows: that it gave.
+        tokens: in these, padding with them.
+        share: of all rows until then.
+        epochs: how often they go through it.
+        rows_of_run, epochs_of_run: the same, of the whole run.
+    """
+
+    stream: str
+    rows: int
+    tokens: int
+    share: float
+    epochs: float
+    rows_of_run: int
+    epochs_of_run: float
+
+
+@dataclass(frozen=True)
+class PhaseFacts:
+    """Proportions that hold from a step on.
+
+    Attributes:
+        at: as the recipe says it.
+        step: the first.
+        in_force: whether the step that is looked at lies in it.
+        proportions: each stream's part; sum to 1.
+    """
+
+    at: str
+    step: int
+    in_force: bool
+    proportions: dict[str, float]
+
+
+def inspect_data(written: InspectRecipe) -> None:
+    """Print the rows of a step, the streams until it, and the phases.
+
+    Raises:
+        UserError: the time lies beyond the run, or the data cannot be read.
+    """
+    recipe = filled(written)
+    assert isinstance(recipe, InspectRecipe)
+    tokenizer = make_tokenizer(recipe, ALONE)
+    data = open_data(recipe, tokenizer, ALONE)
+    clock = build_clock(recipe, data)
+    step = step_of(recipe, clock)
+    loader = build_loader(recipe, data, clock, tokenizer, ALONE)
+    note = _go_on(recipe, loader, step)
+    rows = [] if step == clock.total else _rows(loader, tokenizer, step, recipe.n)
+    streams = _streams(loader, step, clock, recipe.max_seq_len)
+    phases = _phases(recipe, data, clock, step)
+    loader.close()
+    if recipe.json:
+        facts = {"step": step, "steps_of_run": clock.total, "tokens": step * clock.tokens_per_batch}
+        print(json.dumps({"kind": "step", **facts}))
+        for kind, found in (("row", rows), ("stream", streams), ("phase", phases)):
+            for one in found:
+                print(json.dumps({"kind": kind, **asdict(one)}))
+        return
+    print("\n".join([*data.summary.splitlines(), *note]))
+    print("\n".join(_page(clock, step, rows, streams, phases)))
+
+
+def step_of(recipe: InspectRecipe, clock: Clock) -> int:
+    """The step that `at` falls in; the number of steps where it is the run's end.
+
+    Raises:
+        UserError: it lies beyond.
+    """
+    batches = clock.batches(recipe.at)
+    if batches > clock.total:
+        raise UserError(
+            f"at: {recipe.at} lies beyond the run, which ends after {clock.total:,} steps of"
+            f" {clock.tokens_per_batch:,} tokens (max_duration: {recipe.max_duration}); write 1dur"
+            " or less"
+        )
+    return math.floor(batches + 1e-9)
+
+
+def _go_on(recipe: InspectRecipe, loader: Loader, step: int) -> list[str]:
+    """Take over what the streams had given at the run's newest checkpoint up to `step`."""
+    if not recipe.autoresume or recipe.save_overwrite:
+        return []
+    for folder in list_checkpoints(Path(recipe.save_folder)):
+        if find_damage(folder) is None and (state := read_state(folder))["batch"] <= step:
+            loader.resume(state["order"], state["batch"])
+            return [f"going on from {folder}"]
+    return []
+
+
+def _rows(loader: Loader, tokenizer: Tokenizer, step: int, n: int) -> list[RowFacts]:
+    """The first `n` rows of the step."""
+    sources, samples = loader.mixture.plan(step, 0, min(n, loader.mixture.batch_size))
+    found = []
+    for slot, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
+        stream = loader.streams[source]
+        place = int(stream.locate(samples[slot : slot + 1])[0])
+        row = stream.read(place)
+        found.append(
+            RowFacts(
+                slot=slot,
+                stream=stream.name,
+                sample=sample,
+                epoch=sample // stream.n_rows,
+                where=stream.where(place),
+                documents=row.lengths,
+                text=_text(tokenizer, row.ids[: sum(row.lengths)]),
+            )
+        )
+    return found
+
+
+def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """What ids spell; those that no token has are left out, and said."""
+    known = ids[(ids >= 0) & (ids < tokenizer.vocab_size)]
+    n = len(ids) - len(known)
+    return f"[{n} ids that no token has] " * bool(n) + tokenizer.decode(known.tolist())
+
+
+def _streams(loader: Loader, step: int, clock: Clock, seq_len: int) -> list[StreamFacts]:
+    given, total = loader.mixture.consumed(step), loader.mixture.consumed(clock.total)
+    return [
+        StreamFacts(
+            stream=stream.name,
+            rows=rows,
+            tokens=rows * seq_len,
+            share=rows / max(1, sum(given)),
+            epochs=rows / stream.n_rows,
+            rows_of_run=rows_of_run,
+            epochs_of_run=rows_of_run / stream.n_rows,
+        )
+        for stream, rows, rows_of_run in zip(loader.streams, given, total, strict=True)
+    ]
+
+
+def _phases(recipe: InspectRecipe, data: Data, clock: Clock, step: int) -> list[PhaseFacts]:
+    names = [stream.name for stream in data.streams]
+    begins = [("0ba", 0, dict(zip(names, data.weights, strict=True)))]
+    for phase in recipe.data.phases:
+        first = math.ceil(clock.batches(phase.at) - 1e-9)
+        begins.append((phase.at, first, {n: phase.proportions.get(n, 0.0) for n in names}))
+    now = max(n for n, (_, first, _) in enumerate(begins) if first <= step)
+    return [
+        PhaseFacts(at, first, n == now, {k: w / sum(weights.values()) for k, w in weights.items()})
+        for n, (at, first, weights) in enumerate(begins)
+    ]
+
+
+def _page(
+    clock: Clock,
+    step: int,
+    rows: Sequence[RowFacts],
+    streams: Sequence[StreamFacts],
+    phases: Sequence[PhaseFacts],
+) -> list[str]:
+    """The tables."""
+    lines = [""]
+    if step == clock.total:
+        lines.append(f"the run ends here, after {step:,} steps")
+    else:
+        lines.append(f"step {step:,} of {clock.total:,}, counted from 0")
+    lines[-1] += f", {step * clock.tokens_per_batch:,} tokens"
+    if rows:
+        head = ["slot", "stream", "epoch", "shard and place", "documents", "text"]
+        cells = [
+            [f"{r.slot}", r.stream, f"{r.epoch}", r.where, f"{len(r.documents)}", _shown(r.text)]
+            for r in rows
+        ]
+        lines += ["", *_table(head, cells, left=(1, 3, 5))]
+    head = ["stream", "rows so far", "tokens so far", "share", "epochs", "epochs of the run"]
+    cells = []
+    for s in streams:
+        counts = [f"{s.rows:,}", f"{s.tokens:,}", f"{s.share:.1%}"]
+        cells.append([s.stream, *counts, f"{s.epochs:.2f}", f"{s.epochs_of_run:.2f}"])
+    lines += ["", *_table(head, cells, left=(0,))]
+    if len(streams) > 1:
+        head = ["", "phase at", "first step", *phases[0].proportions]
+        cells = [
+            ["now" if p.in_force else "", p.at, f"{p.step:,}"]
+            + [f"{part:.1%}" for part in p.proportions.values()]
+            for p in phases
+        ]
+        cells.append(["", "end", f"{clock.total:,}", *[""] * len(streams)])
+        lines += ["", *_table(head, cells, left=(0, 1))]
+    return lines
+
+
+def _shown(text: str) -> str:
+    """The beginning of a text, on one line."""
+    return printable(text[:_SHOWN].replace("\n", "\\n"))
+
+
+def _table(
+    head: Sequence[str], cells: Sequence[Sequence[str]], *, left: Sequence[int]
+) -> list[str]:
+    """Columns as wide as they must be; those of `left` begin at one place, others end at one."""
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    lines = []
+    for row in (head, *cells):
+        places = enumerate(zip(row, widths, strict=True))
+        parts = (f"{c:<{width}}" if n in left else f"{c:>{width}}" for n, (c, width) in places)
+        lines.append("  ".join(parts).rstrip())
+    return lines

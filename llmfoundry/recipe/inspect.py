@@ -1,0 +1,29 @@
+"""The recipe of scripts/inspect_data.py: a training recipe, and the moment to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmfoundry.recipe.checks import at_least
+from llmfoundry.recipe.duration import check_duration
+from llmfoundry.recipe.train import TrainRecipe
+
+
+@dataclass
+class InspectRecipe(TrainRecipe):
+    """What a training run reads at some time: every key of its recipe, and these."""
+
+    at: str = "0ba"
+    """The time from the run's start, a duration: 1e9tok, 0.8dur, 500ba; the step that it falls in
+    is shown."""
+    n: int = 4
+    """Rows of that step to show, at most; 0: none."""
+    json: bool = False
+    """Print lines of JSON, one for each row, stream and phase, in place of tables."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each."""
+        yield from check_duration("at", self.at)
+        yield from at_least("n", self.n, 0)
+        yield from super().check()
