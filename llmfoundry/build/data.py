@@ -225,7 +225,7 @@ class _Opening:
     def held_out(self, config: StreamConfig) -> HeldOut:
         """Shards to measure on."""
         key, folder = "data.validation", open_folder(config, self._options)
-        index = from_main(self._world, lambda: read_index(folder))
+        index = from_main(self._world, lambda: read_index(folder, self._config.cache_folder))
         source = open_source("validation", key, folder, index, self._reading(config))
         kinds: dict[type, Callable[[Any], HeldOut]] = {
             TokenSource: lambda s: TokenShards(s.dataset, self._tokenizer),
@@ -255,7 +255,7 @@ class _Opening:
             return open_source(name, _key(name), folder, index, reading)
 
         def find() -> _Found:
-            index = read_index(folder)
+            index = read_index(folder, self._config.cache_folder)
             source = opened(index)
             if isinstance(source, MDSTexts):
                 return _Found(index, probe=self._probe(source))

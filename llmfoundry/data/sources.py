@@ -7,8 +7,12 @@ order, or texts that are packed on the way (`packing.py`).
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +28,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.source import SourceConfig
 
 INDEX = "index.json"
+_WORTH_KEEPING = 1 << 22  # bytes of JSON
 TOKENS, TEXT = "tokens", "text"  # columns that LLM Foundry's preparation writes
 
 Index = MDSIndex | StreamIndex
@@ -227,8 +232,13 @@ def _below(folder: str | None, split: str | None) -> str | None:
     return folder if folder is None or split is None else f"{folder.rstrip('/')}/{split}"
 
 
-def read_index(folder: ShardFolder) -> Index:
+def read_index(folder: ShardFolder, cache_folder: str | None = None) -> Index:
     """What a folder of shards holds, whichever format they are of.
+
+    Args:
+        folder: of the shards.
+        cache_folder: where the binary form of a large MDS index is kept: half a million shards
+            are seconds of JSON and a tenth of a second of that; None: nowhere.
 
     Raises:
         UserError: it has no index, or a damaged one.
@@ -236,7 +246,24 @@ def read_index(folder: ShardFolder) -> Index:
     data = folder.read(INDEX)
     if f'"{FORMAT}"'.encode() in data:
         return StreamIndex.read(folder, INDEX)
-    return MDSIndex.from_bytes(data, source=INDEX)
+    if cache_folder is None or len(data) < _WORTH_KEEPING:
+        return MDSIndex.from_bytes(data, source=INDEX)
+    name = hashlib.sha256(data).hexdigest()[:32]
+    kept = Path(cache_folder).expanduser() / "indices" / f"{name}.npz"
+    with contextlib.suppress(OSError, UserError):  # not there, or not whole
+        return MDSIndex.load(kept)
+    index = MDSIndex.from_bytes(data, source=INDEX)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        temporary = kept.with_name(f"{name}.{os.getpid()}.tmp")
+        index.save(temporary)
+        temporary.replace(kept)
+    except OSError as error:
+        raise UserError(
+            f"data.cache_folder: cannot write {kept}: {error.strerror or error}; free space there"
+            " or choose another folder"
+        ) from error
+    return index
 
 
 def open_source(

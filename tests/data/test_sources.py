@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from llmfoundry.data import sources
+from llmfoundry.data.mds_index import MDSIndex
 from llmfoundry.data.mds_source import MDSTokens
 from llmfoundry.data.mds_writer import MDSWriter
 from llmfoundry.data.rows import Rows
@@ -22,7 +24,7 @@ from llmfoundry.data.token_source import TokenSource
 from llmfoundry.data.validation import Chain, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
-from tests.shards import bytes_tokenizer, texts, write_tokens
+from tests.shards import bytes_tokenizer, texts, write_mds, write_tokens
 
 T = 16
 EOS = 256
@@ -223,3 +225,19 @@ def test_what_comes_is_fetched_ahead_and_what_is_open_is_not(
         source.want(iter([1, 0, 2, 3]))
         names = [source.where(int(source.sizes[:n].sum())).partition(",")[0] for n in (1, 2, 3)]
         assert wishes.pop() == names
+
+
+def test_a_large_index_is_kept_in_its_binary_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_WORTH_KEEPING", 1)
+    write_mds(tmp_path / "set", "web")
+    folder = ShardFolder.open(None, str(tmp_path / "set"), FetchOptions())
+    first = read_index(folder, str(tmp_path / "cache"))
+    (kept,) = (tmp_path / "cache/indices").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(MDSIndex, "from_bytes", None)  # it is not read again
+        again = read_index(folder, str(tmp_path / "cache"))
+    assert again.fingerprint == first.fingerprint and again.spec(1) == first.spec(1)
+    kept.write_bytes(kept.read_bytes()[:-40])
+    assert read_index(folder, str(tmp_path / "cache")).fingerprint == first.fingerprint
