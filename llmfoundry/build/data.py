@@ -105,18 +105,36 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
         weights, epoch_rows = stream_weights(config.streams, n_rows)
     else:
         weights, epoch_rows = (1.0,), n_rows[0]
-    held_out = [part for found in opened for part in found.validation]
-    if config.validation is not None:
-        held_out.append(opening.held_out(config.validation))
     parts = np.array(weights) / sum(weights)
     return Data(
         streams=tuple(found.stream for found in opened),
         weights=weights,
         epoch_rows=epoch_rows,
-        validation=held_out[0] if len(held_out) == 1 else Chain(held_out),
+        validation=_held_out(opening, opened, config),
         bytes_per_token=float(parts @ [found.bytes_per_token for found in opened]),
         summary="\n".join(line for found in opened for line in found.notes),
     )
+
+
+def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
+    """The held-out text alone, for who measures a run: its shards to train on are left alone.
+
+    Raises:
+        UserError: something of it cannot be read.
+    """
+    config = recipe.data
+    streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
+    opening = _Opening(recipe, tokenizer, world)
+    corpora = {name: source for name, source in streams.items() if source.name in CORPORA}
+    opened = [opening.stream(name, source) for name, source in corpora.items()]
+    return Data((), (), 0, _held_out(opening, opened, config), math.nan, "")
+
+
+def _held_out(opening: _Opening, opened: list[_Opened], config: DataConfig) -> HeldOut:
+    parts = [part for found in opened for part in found.validation]
+    if config.validation is not None:
+        parts.append(opening.held_out(config.validation))
+    return parts[0] if len(parts) == 1 else Chain(parts)
 
 
 def build_mixture(recipe: TrainRecipe, data: Data, clock: Clock) -> Mixture:
@@ -185,7 +203,7 @@ def learning_corpus(config: DataConfig) -> DataConfig:
     if not config.streams:
         corpora = [config] if config.name in CORPORA else []
     else:
-        corpora = [_alone(config, s) for s in config.streams.values() if s.name in CORPORA]
+        corpora = [config.alone(s) for s in config.streams.values() if s.name in CORPORA]
     if not corpora:
         raise UserError(
             "tokenizer.name: train learns from documents, and data has shards alone; write"
@@ -201,13 +219,6 @@ def learning_corpus(config: DataConfig) -> DataConfig:
         "tokenizer.name: train learns from one corpus, or from several of files; train one on"
         " either, and write tokenizer=huggingface tokenizer.path=RUN/tokenizer"
     )
-
-
-def _alone(config: DataConfig, stream: SourceConfig) -> DataConfig:
-    """The data section in which a stream is the only source."""
-    names = [f.name for f in dataclasses.fields(SourceConfig)]
-    own = {name: getattr(stream, name) for name in names}
-    return dataclasses.replace(config, streams={}, phases=[], validation=None, **own)
 
 
 class _Opening:
@@ -235,7 +246,7 @@ class _Opening:
         return kinds[type(source)](source)
 
     def _corpus(self, name: str, source: SourceConfig) -> _Opened:
-        config = self._config if name == ONLY else _alone(self._config, source)
+        config = self._config if name == ONLY else self._config.alone(source)
         prepared = prepare(config, self._tokenizer, progress=self._world.is_main)
         dataset = prepared.train
         found = TokenSource(name, dataset, self._recipe.max_seq_len)

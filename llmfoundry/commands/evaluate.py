@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.build.data import open_held_out
 from llmfoundry.build.evaluate import build_evaluate, eval_rows, read_tasks
 from llmfoundry.build.job import Job
 from llmfoundry.build.start import load_checkpoint
 from llmfoundry.build.subjects import Outside, is_outside, open_outside
 from llmfoundry.build.trainer import memory_of_process
-from llmfoundry.data.prepare import prepare
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch
 from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
@@ -124,8 +124,8 @@ def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -
     rows = choose_microbatch(
         run, world_size=world.size, available=memory_of_process(world), device=world.device
     )
-    prepared = prepare(run.data, loaded.tokenizer, progress=world.is_main)
-    job = Job(run, world, loaded.tokenizer, prepared, loaded.root, rows, console.note)
+    held_out = open_held_out(run, loaded.tokenizer, world)
+    job = Job(run, world, loaded.tokenizer, held_out, loaded.root, rows, console.note)
     found: dict[str, Any] = {"gauntlet": {}}
     answered: list[Answered] = []
 

@@ -198,14 +198,8 @@ class Loader:
             source.dataset
         ):
             facts["fingerprint"] = source.fingerprint
-        segment = {
-            "step": step,
-            "batch_size": self.mixture.batch_size,
-            "per_stream": False,
-            "weights": {ONLY: 1.0},
-        }
         given = {ONLY: state["samples"]["train"]}
-        mixture = {"version": 1, "step": step, "consumed": given, "segment": segment}
+        mixture = {"version": 1, "consumed": given}
         return {"streams": {ONLY: facts}, "mixture": mixture}
 
     def _strange(self, stream: Stream, place: int, ids: np.ndarray) -> UserError:

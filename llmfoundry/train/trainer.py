@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from llmfoundry.data.ahead import Batches
 from llmfoundry.data.loader import Loader
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
@@ -84,6 +85,7 @@ class Trainer:
         self.batch = self.first_batch
         self.train_seconds = self.eval_seconds = 0.0
         self._wait_seconds = 0.0  # for batches, since the last log
+        self._batches: Batches
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
         self.ended_early = ""
@@ -116,8 +118,9 @@ class Trainer:
         signal_name = ""
         self._started = time.perf_counter()
         with StopSignal(self.world) as stop, closing(self.loader.prefetch(self.batch)) as batches:
+            self._batches = batches
             while not (self.done or signal_name):
-                self._step(self._take(batches, stop), stop)
+                self._step(self._take(stop), stop)
                 signal_name = stop.agreed() if not self.done else ""
             if signal_name:
                 self._save()
@@ -139,12 +142,12 @@ class Trainer:
         """Whether something that happens every `interval` happens after this step."""
         return self.clock.is_due(interval, self.batch)
 
-    def _take(self, batches: Iterator[Batch], stop: StopSignal) -> Batch:
+    def _take(self, stop: StopSignal) -> Batch:
         """The step's rows; where they cannot be had, empty ones for a step that all will undo."""
         failure: BaseException | None = None
         started = time.perf_counter()
         try:
-            batch = next(batches)
+            batch = next(self._batches)
         except (Exception, StopIteration) as error:
             failure = error
             shape = (self.clock.samples_per_batch // self.world.size, self.recipe.max_seq_len)
@@ -222,6 +225,7 @@ class Trainer:
             "time/epoch": self.batch / self.clock.batches_per_epoch,
             "time/data_wait": data_wait,
         }
+        metrics |= self._batches.metrics()
         if result.routing is not None:
             self._log_routing(result.routing, metrics)
         for callback in self.callbacks:
