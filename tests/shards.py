@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llmfoundry.data.mds_writer import MDSWriter
+from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.preparation.writer import TokenWriter, write_json
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.data.tokens import StreamIndex
-from llmfoundry.data.writer import TokenWriter, write_json
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 

@@ -42,10 +42,10 @@ def samples() -> Iterator[np.ndarray]:
 
 def ours(folder: Path, *, apart: bool = False) -> Make:
     """This project's loader, as a run of one process has it; `apart`: with documents' places."""
+    from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
     from llmfoundry.data.loader import ONLY, Loader
     from llmfoundry.data.mds_source import MDSTexts
     from llmfoundry.data.mixture import Mixture, Phase
-    from llmfoundry.data.shard_files import FetchOptions, ShardFolder
     from llmfoundry.data.sources import OrderedStream, Reading, open_source, read_index
 
     def make(workers: int, rows: int) -> Batches:

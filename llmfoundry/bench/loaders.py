@@ -31,9 +31,9 @@ import numpy as np
 
 from llmfoundry.bench import loader_contenders
 from llmfoundry.bench.loader_contenders import EOS, SAMPLES, SEQ, samples
-from llmfoundry.data.mds_writer import MDSWriter
+from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.preparation.writer import TokenWriter, write_json
 from llmfoundry.data.tokens import StreamIndex
-from llmfoundry.data.writer import TokenWriter, write_json
 
 NAMES = {
     "mds": "ours, MDS",

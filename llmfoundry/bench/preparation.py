@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.data.corpus import Corpus
-from llmfoundry.data.prepare import prepare
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.prepare import prepare
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

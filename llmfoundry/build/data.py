@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from llmfoundry.build.job import from_main
+from llmfoundry.data.fetch.shard_files import FetchOptions
 from llmfoundry.data.loader import ONLY, Loader
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
 from llmfoundry.data.mixture import Mixture, Phase, stream_weights
 from llmfoundry.data.order import Order
 from llmfoundry.data.packing import PackedStream, Packing, Probe, probe
-from llmfoundry.data.prepare import prepare
-from llmfoundry.data.shard_files import FetchOptions
+from llmfoundry.data.preparation.prepare import prepare
 from llmfoundry.data.sources import (
     Index,
     OrderedStream,

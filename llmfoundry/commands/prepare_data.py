@@ -7,10 +7,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from llmfoundry.data.manifest import summary
-from llmfoundry.data.outputs import Output, token_output
-from llmfoundry.data.place import Place
-from llmfoundry.data.prepare import How, prepare, prepare_to
+from llmfoundry.data.preparation.manifest import summary
+from llmfoundry.data.preparation.outputs import Output, token_output
+from llmfoundry.data.preparation.place import Place
+from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.prepare import PrepareConfig, PrepareRecipe

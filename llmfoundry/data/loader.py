@@ -143,7 +143,7 @@ class Loader:
                 f" run has {self._seq_len}; write {state['seq_len']}"
             )
         if "samples" in state:
-            state = self._of_version_1(state, step)
+            state = self._of_version_1(state)
         before = state["streams"]
         for stream in self.streams:
             if stream.name in before:
@@ -183,7 +183,7 @@ class Loader:
         samples = begins + np.arange(self._share)
         return np.zeros_like(samples), samples
 
-    def _of_version_1(self, state: dict[str, Any], step: int) -> dict[str, Any]:
+    def _of_version_1(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state of a checkpoint from before data.streams, as today's: it had one corpus."""
         facts = {
             "fingerprint": state["dataset"],

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmfoundry.data.mds_index import MDSIndex
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds_source import MDSColumn, MDSTexts, MDSTokens
 from llmfoundry.data.order import Order
 from llmfoundry.data.rows import Row
-from llmfoundry.data.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.data.tokens import FORMAT, StreamIndex, TokenDataset
 from llmfoundry.errors import UserError

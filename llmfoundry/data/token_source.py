@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.rows import Row
-from llmfoundry.data.shard_files import ShardFolder
 from llmfoundry.data.tokens import TokenDataset
 
 

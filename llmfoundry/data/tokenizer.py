@@ -23,9 +23,9 @@ from llmfoundry.data.bpe import (
     tiktoken_backend,
     train_backend,
 )
-from llmfoundry.data.cache import build_once, cache_key
-from llmfoundry.data.corpus import Corpus
-from llmfoundry.data.split import make_split, training_sample
+from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.split import make_split, training_sample
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

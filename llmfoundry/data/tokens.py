@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry.data.checksums import digest
-from llmfoundry.data.shard_files import FileSpec, ShardFolder
+from llmfoundry.data.fetch.shard_files import FileSpec, ShardFolder
+from llmfoundry.data.mds.checksums import digest
 from llmfoundry.errors import UserError
 
 FORMAT, VERSION = "llmfoundry-tokens", 2

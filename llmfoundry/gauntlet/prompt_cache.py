@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock
 
-from llmfoundry.data.cache import build_once, cache_key
+from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.gauntlet.prompts import questions
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
 from llmfoundry.gauntlet.rows import rows_hash

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data import checksums, codecs
+from llmfoundry.data.mds import checksums, codecs
 from llmfoundry.errors import UserError
 
 DATA = b"mosaic data shard " * 9

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
-from llmfoundry.data.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.sources import OrderedStream, Reading, open_source, read_index
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.data.tokens import TokenDataset

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmfoundry.data import encode
 from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend, train_backend
-from llmfoundry.data.corpus import Corpus
-from llmfoundry.data.encode import cut, cuts_at_lines
-from llmfoundry.data.prepare import Prepared, prepare
-from llmfoundry.data.split import content_hash, make_split, training_sample
+from llmfoundry.data.preparation import encode
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.encode import cut, cuts_at_lines
+from llmfoundry.data.preparation.prepare import Prepared, prepare
+from llmfoundry.data.preparation.split import content_hash, make_split, training_sample
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from llmfoundry.data.bpe import byte_alphabet, train_backend
-from llmfoundry.data.split import content_hash
+from llmfoundry.data.preparation.split import content_hash
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig

@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.deduplicate import deduplicate, find_repeats, read_drops, searches, signatures
-from llmfoundry.data.minhash import words
+from llmfoundry.data.preparation.deduplicate import (
+    deduplicate,
+    find_repeats,
+    read_drops,
+    searches,
+    signatures,
+)
+from llmfoundry.data.preparation.minhash import words
 from llmfoundry.errors import UserError
 
 _VOCABULARY = [f"{a}{b}{c}" for a in "bdfklmnprst" for b in "aeiou" for c in "lmnrst"]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.codecs import decompress
-from llmfoundry.data.mds import MDSIndex, MDSShard
-from llmfoundry.data.mds_writer import MDSWriter, merge_index
+from llmfoundry.data.mds.codecs import decompress
+from llmfoundry.data.mds.shard import MDSIndex, MDSShard
+from llmfoundry.data.mds.writer import MDSWriter, merge_index
 
 DTYPES = (
     *("uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32"),

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.file_spec import FileSpec, Packed
-from llmfoundry.data.mds import MDSIndex
+from llmfoundry.data.fetch.file_spec import FileSpec, Packed
+from llmfoundry.data.mds.shard import MDSIndex
 from llmfoundry.errors import UserError
 
 Entry = dict[str, Any]

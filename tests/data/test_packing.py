@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.loader import Loader
+from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTexts
-from llmfoundry.data.mds_writer import MDSWriter
 from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
 from llmfoundry.data.packing import PackedStream, Packing, group_rows, pack, probe
-from llmfoundry.data.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.sources import Reading, open_source, read_index
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE

@@ -20,11 +20,11 @@ import pytest
 import zstandard
 
 from llmfoundry.commands.prepare_data import prepare_data
-from llmfoundry.data import parts, tasks
-from llmfoundry.data.corpus import Corpus
-from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.mds_source import MDSColumn
-from llmfoundry.data.shard_files import ShardFolder
+from llmfoundry.data.preparation import parts, tasks
+from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.sources import read_index
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
@@ -260,7 +260,7 @@ def test_a_preparation_to_a_url_is_gone_on_with(
         return parts.make_part(job, task)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("llmfoundry.data.pipeline.make_part", stop)
+        patch.setattr("llmfoundry.data.preparation.pipeline.make_part", stop)
         prepare_data(there)
     kept = store.find("/bucket/out/train", detail=True)
     assert len(kept) == 2

@@ -15,15 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmfoundry.data import tasks as tasks_module
 from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
-from llmfoundry.data.corpus import Corpus
-from llmfoundry.data.outputs import token_output
-from llmfoundry.data.parts import WORK, Job, make_part
-from llmfoundry.data.place import Place
-from llmfoundry.data.prepare import How, prepare, prepare_to
-from llmfoundry.data.split import content_hash
-from llmfoundry.data.tasks import cut_tasks
+from llmfoundry.data.preparation import tasks as tasks_module
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.outputs import token_output
+from llmfoundry.data.preparation.parts import WORK, Job, make_part
+from llmfoundry.data.preparation.place import Place
+from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
+from llmfoundry.data.preparation.split import content_hash
+from llmfoundry.data.preparation.tasks import cut_tasks
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -154,20 +154,20 @@ def test_an_error_in_a_process_is_the_line_and_finished_parts_stay(
         return make_part(job, task)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmfoundry.data.pipeline.make_part", spy)
+        patch.setattr("llmfoundry.data.preparation.pipeline.make_part", spy)
         assert run(tmp_path / "out", tmp_path / "data", plain) == whole
     assert 0 < len(made) < 5 < len(finished)  # those of the corrected file
 
 
 _SCRIPT = """
 import sys
-from llmfoundry.data import tasks
+from llmfoundry.data.preparation import tasks
 tasks._SMALLEST = 2000
 sys.path.insert(0, sys.argv[3])
 from test_prepare_parts import Tokenizer, bytes_backend, END_OF_TEXT, run
 from pathlib import Path
 if __name__ == "__main__":
-    import llmfoundry.data.parts as parts
+    import llmfoundry.data.preparation.parts as parts
     write = parts.Place.write
     def slow(place, name, data):
         write(place, name, data)
@@ -219,7 +219,7 @@ def test_a_killed_cache_is_gone_on_with(tmp_path: Path, plain: Tokenizer) -> Non
         return make_part(job, task)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmfoundry.data.pipeline.make_part", stop)
+        patch.setattr("llmfoundry.data.preparation.pipeline.make_part", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(config, plain, progress=False)
     (left,) = (tmp_path / "cache/tokens").glob("*.tmp.*")
@@ -234,7 +234,7 @@ def test_a_worker_ends_when_the_main_process_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import time\n"
-        "from llmfoundry.data.engines import local_engine\n"
+        "from llmfoundry.data.preparation.engines import local_engine\n"
         "def work(task):\n"
         "    if task: print('begun', flush=True)\n"
         "    time.sleep(60 * task)\n"
@@ -253,5 +253,6 @@ def test_a_worker_ends_when_the_main_process_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_workers_import_is_light() -> None:
-    script = "import llmfoundry.data.parts, sys; print({'torch', 'datasets'} & {*sys.modules})"
+    script = "import sys, llmfoundry.data.preparation.parts as _;"
+    script += " print({'torch', 'datasets'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", script]) == b"set()\n"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.data.deduplicate import deduplicate, signatures
-from llmfoundry.data.ray_engine import ray_engine
+from llmfoundry.data.preparation.deduplicate import deduplicate, signatures
+from llmfoundry.data.preparation.ray_engine import ray_engine
 from llmfoundry.errors import UserError
 
 

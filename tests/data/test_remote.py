@@ -14,10 +14,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from llmfoundry.data import remote, remote_backends, remote_errors
-from llmfoundry.data.remote_backends import resolve
-from llmfoundry.data.request_rate import take_turn
-from llmfoundry.data.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.fetch import remote, remote_backends, remote_errors
+from llmfoundry.data.fetch.remote_backends import resolve
+from llmfoundry.data.fetch.request_rate import take_turn
+from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from llmfoundry.data import sources
-from llmfoundry.data.mds_index import MDSIndex
+from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.mds.index import MDSIndex
+from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTokens
-from llmfoundry.data.mds_writer import MDSWriter
 from llmfoundry.data.rows import Rows
-from llmfoundry.data.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.sources import Reading, open_source, read_index
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.data.validation import Chain, MDSDocuments, MDSRows, TokenShards

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from llmfoundry.data import tokens as tokens_module
-from llmfoundry.data.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.preparation.writer import TokenWriter, write_json
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
-from llmfoundry.data.writer import TokenWriter, write_json
 from llmfoundry.errors import UserError
 
 EOS = 7

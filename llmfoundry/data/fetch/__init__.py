@@ -1,0 +1,1 @@
+"""Files of a data set from anywhere: copied ahead, checked, kept within a limit."""

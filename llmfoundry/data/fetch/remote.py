@@ -1,0 +1,187 @@
+"""Files at a URL, by parts and with patience.
+
+`shard_fetch` downloads with it and `ShardFolder.read` reads an index. fsspec does the talking, each
+of its backends is a package of its own. One idea: a file is asked for part by part, so that each
+request is short: what fails is one part, not the file, and "no progress" is a part that takes
+longer than the timeout. It is then asked for in smaller parts, until a slow line passes.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+import random
+import threading
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+from llmfoundry.data.fetch import remote_errors
+from llmfoundry.data.fetch.remote_backends import resolve
+from llmfoundry.errors import UserError
+
+_PART = 16 << 20  # bytes of a request: at 100 MB/s its overhead is below a tenth
+_SMALLEST_PART = 1 << 18
+_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+
+
+class DamagedError(Exception):
+    """A file that is not what its index says."""
+
+
+class CancelledError(Exception):
+    """The download is not wanted any more."""
+
+
+class Remote:
+    """A folder at a URL."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        storage_options: Mapping[str, Any],
+        retry: int,
+        timeout: float,
+        before_request: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """At `url`; nothing is asked of it yet.
+
+        Args:
+            url: the folder.
+            storage_options: what the file systems take, by protocol.
+            retry: attempts after a failure that may pass; any part that arrives counts them anew.
+            timeout: seconds.
+            before_request: called before each request; returns how many seconds to wait.
+
+        Raises:
+            UserError: the protocol is not known, or its package or a setting is missing.
+        """
+        self.url = url.rstrip("/")
+        self._backend = resolve(self.url, storage_options, timeout)
+        self._retry = retry
+        self._timeout = timeout
+        self._before_request = before_request
+        self._part = _PART
+        self._never = threading.Event()
+
+    @property
+    def identity(self) -> str:
+        """What tells this folder from any other, also from one of another endpoint."""
+        return f"{self.url} {self._backend.options.get('endpoint_url') or ''}".rstrip()
+
+    def read(self, name: str) -> bytes:
+        """A whole file of unknown size.
+
+        Raises:
+            UserError: it is not there, or cannot be had.
+        """
+        for last in (False, True):
+            target = io.BytesIO()
+            try:
+                self.fetch(name, target, n_bytes=None)
+                break
+            except DamagedError as error:
+                if last:
+                    raise UserError(
+                        f"{self.url}/{name}: {error}, also when it was fetched again"
+                    ) from error
+        return target.getvalue()
+
+    def fetch(
+        self,
+        name: str,
+        target: IO[bytes],
+        *,
+        n_bytes: int | None,
+        cancelled: threading.Event | None = None,
+    ) -> None:
+        """Write a file to `target`, from its present position on.
+
+        Args:
+            name: path within the folder.
+            target: it may hold a part of the file after an error.
+            n_bytes: the size that it must have; None: unknown.
+            cancelled: set by another thread to end this early.
+
+        Raises:
+            UserError: it cannot be had.
+            DamagedError: it is shorter or longer than `n_bytes`.
+            CancelledError: as asked for.
+        """
+        offset = 0
+        ended = False
+        while not ended and (n_bytes is None or offset <= n_bytes):
+            # A known size is reached by asking for a byte more: it shows a file that is too long.
+            left = self._part if n_bytes is None else n_bytes - offset + 1
+            part, asked = self._request(name, offset, left, cancelled or self._never)
+            target.write(part)
+            offset += len(part)
+            ended = not part or (len(part) < asked and (n_bytes is None or offset == n_bytes))
+        if n_bytes is not None and offset != n_bytes:
+            raise DamagedError(
+                f"ends after {offset} bytes, its index says {n_bytes}"
+                if offset < n_bytes
+                else f"is longer than the {n_bytes} bytes that its index says"
+            )
+
+    def _request(
+        self, name: str, offset: int, left: int, cancelled: threading.Event
+    ) -> tuple[bytes, int]:
+        """Bytes from `offset` on, and how many were asked for: at most `left`."""
+        failures = 0
+        while True:
+            if cancelled.wait(self._before_request()):
+                raise CancelledError
+            # With the byte more, so that a file of just this size is one request.
+            size = min(left, self._part + 1)
+            try:
+                part = self._ask(f"{self._backend.root}/{name}", offset, offset + size)
+            except Exception as error:
+                if remote_errors.is_past_end(error):
+                    return b"", size
+                if remote_errors.is_damaged(error):
+                    raise DamagedError(remote_errors.in_one_line(error)) from error
+                if failures == self._retry or not remote_errors.is_passing(error):
+                    raise self._failed(name, error, failures + 1) from error
+                if remote_errors.is_timeout(error):
+                    self._part = max(_SMALLEST_PART, self._part // 4)
+            else:
+                # A server that knows no ranges sends the whole file.
+                return part if len(part) <= size else part[offset : offset + size], size
+            failures += 1
+            # Full jitter: many ranks that failed together do not come back together.
+            limit = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (failures - 1))
+            cancelled.wait(random.uniform(0, limit))
+
+    def _ask(self, path: str, start: int, end: int) -> bytes:
+        files = self._backend.file_system()
+        if files.async_impl:
+            return bytes(files.cat_file(path, start=start, end=end, timeout=self._timeout))
+        return _within(self._timeout, lambda: bytes(files.cat_file(path, start=start, end=end)))
+
+    def _failed(self, name: str, error: Exception, attempts: int) -> UserError:
+        line = remote_errors.explain(
+            error, kind=self._backend.kind, attempts=attempts, timeout=self._timeout
+        )
+        return UserError(f"{self.url}/{name}: {line}")
+
+
+def _within(seconds: float, call: Callable[[], bytes]) -> bytes:
+    """What `call` returns or raises, unless it takes too long: then it is left to itself."""
+    answer: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put(call())
+        except Exception as error:
+            answer.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        found = answer.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(found, Exception):
+        raise found
+    return found

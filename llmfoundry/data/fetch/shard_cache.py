@@ -1,0 +1,250 @@
+"""A machine's copies of remote files: how much they take, which of them are in use, which go.
+
+`shard_fetch` reserves room here before it downloads and pins what is read. Any number of processes,
+runs and users share a cache. What they have in common is in three small files of its folder, read
+and written under one lock: `.files` (a path a line), `.used` (bytes) and `.rate` (`request_rate`).
+One idea: nothing about single files is written down. A file's own lock says that it is in use (and
+dies with its user), its modification time when it last was. A time to come says that it was fetched
+ahead and nobody has used it: room for another file ahead is never made of those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from llmfoundry.data.fetch.file_locks import LockedFile, lock, try_lock
+from llmfoundry.data.fetch.file_spec import in_words
+from llmfoundry.errors import UserError
+
+PART = ".part"  # a file that is being written
+PACKED = ".packed"  # the compressed form of one, until it is unpacked
+_AHEAD_S = 3600.0  # after this long a file that was fetched ahead counts as used
+_SPARE = 0.05  # of the limit, freed beyond what is needed, so that few files in a row cost a scan
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why there is no room: bytes of files that are read, and of files that are being fetched."""
+
+    pinned: int
+    in_flight: int
+    may_pass: bool  # there is room once those that are being fetched are done
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path  # as it is, with PART if it is being written
+    n_bytes: int
+    used_at: float
+
+    @property
+    def is_part(self) -> bool:
+        return self.path.name.endswith(PART)
+
+
+class ShardCache:
+    """The accounts of one cache folder."""
+
+    def __init__(self, folder: Path, *, limit: int | None) -> None:
+        """Of `folder`, which is made if need be; `limit` in bytes, None: no limit.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        self.folder = folder
+        self._limit = limit
+        with reports_cache_folder(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._permissions = stat.S_IMODE(folder.stat().st_mode)
+        self.file_mode = self._permissions & 0o666
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder for copies, with the permissions of the cache: who may share it, shares it.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        missing = [p for p in (folder, *folder.parents) if not p.exists()]
+        for path in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                path.chmod(self._permissions)
+
+    def reserve(self, part: LockedFile, n_bytes: int, *, ahead: bool) -> Shortage | None:
+        """Make room for a file that is going to be written; the shortage if there is none.
+
+        Args:
+            part: its temporary file; it takes the reservation's size, as a hole without blocks.
+            n_bytes: how much it is going to take at most, its compressed form included.
+            ahead: it is not needed yet, so others that were fetched ahead stay.
+
+        Raises:
+            OSError: the accounts cannot be written.
+        """
+        path = part.path.with_name(part.path.name.removesuffix(PART))
+        with self._locked():
+            used = self._used() + n_bytes
+            if self._limit is not None and used > self._limit:
+                shortage = self._evict(n_bytes, ahead=ahead)
+                used = self._used() + n_bytes
+                if used > self._limit:
+                    return shortage
+            os.truncate(part.descriptor, n_bytes)
+            with self._journal("a") as journal:
+                journal.write(f"{path}\n")
+            self._set_used(used)
+        return None
+
+    def publish(self, part: LockedFile, path: Path, *, reserved: int, ahead: bool) -> None:
+        """Give a whole and checked file its name.
+
+        Raises:
+            OSError: it, or the accounts, cannot be written.
+        """
+        if ahead:
+            later = time.time() + _AHEAD_S
+            os.utime(part.descriptor, (later, later))
+        self.give_back(reserved - os.fstat(part.descriptor).st_size)
+        os.rename(part.path, path)
+        part.path = path
+
+    def give_back(self, n_bytes: int) -> None:
+        """A reservation, or a part of one, that was not used.
+
+        Raises:
+            OSError: the accounts cannot be written.
+        """
+        with self._locked():
+            self._set_used(max(0, self._used() - n_bytes))
+
+    def touch(self, path: Path) -> None:
+        """Note that a file was used now."""
+        with contextlib.suppress(OSError):  # another user's, or gone: its age is no matter of ours
+            os.utime(path)
+
+    def expect(self, path: Path) -> None:
+        """Note that a file that is here will be used soon."""
+        later = time.time() + _AHEAD_S
+        with contextlib.suppress(OSError):
+            os.utime(path, (later, later))
+
+    def no_room(self, name: str, n_bytes: int, shortage: Shortage) -> UserError:
+        """The line that says what to write."""
+        assert self._limit is not None, "only a limit runs short"
+        return UserError(
+            f"data.cache_limit: {in_words(self._limit)} is less than what is in use at once:"
+            f" {in_words(shortage.pinned)} that are read, {in_words(shortage.in_flight)} that are"
+            f" being fetched and {in_words(n_bytes)} for {name};"
+            f" write {in_words(shortage.pinned + shortage.in_flight + n_bytes)} or more"
+        )
+
+    def _evict(self, n_bytes: int, *, ahead: bool) -> Shortage:
+        """Delete files, least recently used first, until `n_bytes` fit; count all that stays."""
+        assert self._limit is not None, "nothing goes without a limit"
+        files = list(self._scan())
+        used = sum(file.n_bytes for file in files)
+        too_many = used + n_bytes > self._limit
+        pinned = in_flight = 0
+        gone = set()
+        now = time.time()
+        for file in _in_order(files, now, ahead=ahead):
+            # What was fetched ahead goes for need alone, not to spare the next scan.
+            spare = 0.0 if file.used_at > now else self._limit * _SPARE
+            if not too_many or used + n_bytes + spare <= self._limit:
+                break
+            if _delete(file):
+                used -= file.n_bytes
+                gone.add(file.path)
+            elif file.is_part:
+                in_flight += file.n_bytes
+            else:
+                pinned += file.n_bytes
+        names = (str(f.path).removesuffix(PART) for f in files if f.path not in gone)
+        with self._journal("w") as journal:
+            journal.writelines(f"{name}\n" for name in names)
+        self._set_used(used)
+        return Shortage(pinned, in_flight, may_pass=pinned + n_bytes <= self._limit)
+
+    def _scan(self) -> Iterator[_File]:
+        try:
+            lines = (self.folder / ".files").read_text().splitlines()
+        except FileNotFoundError:
+            return
+        for line in dict.fromkeys(lines):
+            for name in (line, line + PART):
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(name)
+                    yield _File(Path(name), status.st_size, status.st_mtime)
+
+    def _used(self) -> int:
+        try:
+            return int((self.folder / ".used").read_bytes() or 0)
+        except FileNotFoundError:
+            return 0
+
+    def _set_used(self, n_bytes: int) -> None:
+        # In place and always as long, since on a full disk a shorter file would end up empty.
+        with lock(self.folder / ".used", mode=self.file_mode) as file:
+            os.pwrite(file.descriptor, b"%020d" % n_bytes, 0)
+
+    @contextlib.contextmanager
+    def _journal(self, mode: str) -> Iterator[IO[str]]:
+        path = self.folder / ".files"
+        is_new = not path.exists()
+        with path.open(mode) as file:
+            if is_new:
+                os.fchmod(file.fileno(), self.file_mode)
+            yield file
+
+    def _locked(self) -> LockedFile:
+        return lock(self.folder / ".lock", mode=self.file_mode)
+
+
+@contextlib.contextmanager
+def reports_cache_folder(folder: Path) -> Iterator[None]:
+    """Turn an OSError into the line that names the key.
+
+    Raises:
+        UserError: in its place.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"data.cache_folder: cannot write {error.filename or folder}: {error.strerror};"
+            " free space there, get permission, or choose another folder"
+        ) from error
+
+
+def _in_order(files: Iterable[_File], now: float, *, ahead: bool) -> Iterator[_File]:
+    """Those that may go, first the parts that a dead process left, which no one can use."""
+    parts = [file for file in files if file.is_part]
+    used = [file for file in files if not file.is_part and file.used_at <= now]
+    waiting = [file for file in files if not file.is_part and file.used_at > now]
+    yield from parts
+    yield from sorted(used, key=lambda file: file.used_at)
+    if not ahead:  # the one fetched last is needed last
+        yield from sorted(waiting, key=lambda file: -file.used_at)
+
+
+def _delete(file: _File) -> bool:
+    """Whether it could be deleted: no one reads or writes it, and it is ours to delete."""
+    try:
+        locked = try_lock(file.path)
+        if locked is None:
+            return False
+        with locked:
+            file.path.unlink()
+            Path(f"{file.path}{PACKED}").unlink(missing_ok=True)
+    except FileNotFoundError:
+        return True
+    except PermissionError:
+        return False
+    return True

@@ -1,0 +1,206 @@
+"""Files of a data set, here or at a URL, as whole and checked files at local paths.
+
+The readers of MDS and of token shards read through a `ShardFolder`; they never see whether a file
+is read in place or is a copy. One idea: a folder of files that never change can be copied, kept and
+deleted file by file by anyone at any time. `shard_fetch` copies, `shard_cache` keeps the account
+of the machine's copies, `prefetch` copies ahead of use, `remote` talks to the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmfoundry.data.fetch.file_spec import FetchOptions, FileSpec, Packed
+from llmfoundry.data.fetch.prefetch import Prefetcher
+from llmfoundry.data.fetch.remote import Remote
+from llmfoundry.data.fetch.request_rate import take_turn
+from llmfoundry.data.fetch.shard_cache import ShardCache, reports_cache_folder
+from llmfoundry.data.fetch.shard_fetch import ShardFetcher, damage
+from llmfoundry.errors import UserError
+
+__all__ = ["FetchOptions", "FileSpec", "Packed", "ShardFolder"]
+
+_COPIES = "remote"  # the folder of copies, below the cache folder
+
+
+@dataclass
+class _Process:
+    """What only one process can use: threads, locks, connections."""
+
+    pid: int
+    remote: Remote
+    fetcher: ShardFetcher
+    prefetcher: Prefetcher
+
+
+class ShardFolder:
+    """A folder of files that never change. It may be pickled, and used by a forked process."""
+
+    def __init__(self, url: str, options: FetchOptions, *, place: str | None, kept: Path | None):
+        """Use `open`.
+
+        Args:
+            url: where the files are; for messages, too.
+            options: how to fetch.
+            place: the folder, if they are read there.
+            kept: where copies go; None: a folder of the cache.
+        """
+        self.url = url
+        self._options = options
+        self._place = None if place is None else Path(place)
+        self._kept = kept
+        self._checked: set[str] = set()
+        self._process: _Process | None = None
+
+    @classmethod
+    def open(cls, remote: str | None, local: str | None, options: FetchOptions) -> ShardFolder:
+        """The folder of these files; nothing is read yet.
+
+        Args:
+            remote: a URL, or a path on this machine.
+            local: where its files are kept; without remote: where they are.
+            options: how to fetch.
+        """
+        assert remote is not None or local is not None, "the recipe asks for one of them"
+        options = replace(options, cache_folder=_absolute(options.cache_folder))
+        here = None if local is None else _absolute(local)
+        source = here if remote is None else remote.removeprefix("file://")
+        assert source is not None, "one of them is given"
+        if "://" in source:
+            url = source.rstrip("/")
+            return cls(url, options, place=None, kept=None if here is None else Path(here))
+        source = _absolute(source)
+        if here is None or here == source:
+            return cls(source, options, place=source, kept=None)
+        return cls(source, options, place=None, kept=Path(here))
+
+    def read(self, name: str) -> bytes:
+        """A small file's bytes, such as an index; never from a copy.
+
+        Raises:
+            UserError: it is not there, or cannot be had.
+        """
+        if self._place is None:
+            return self._here().remote.read(name)
+        try:
+            return (self._place / name).read_bytes()
+        except OSError as error:
+            raise _unreadable(self._place / name, error) from error
+
+    def get(self, spec: FileSpec) -> Path:
+        """The whole and checked file; waits until it is here.
+
+        Raises:
+            UserError: it cannot be had; the shard, the cause, and what to do.
+        """
+        with self.pin(spec) as path:
+            return path
+
+    def pin(self, spec: FileSpec) -> AbstractContextManager[Path]:
+        """`get`, and the file is not evicted while the context is open."""
+        return self._pinned(spec)
+
+    @contextlib.contextmanager
+    def _pinned(self, spec: FileSpec) -> Iterator[Path]:
+        if self._is_in_place(spec):
+            yield self._get_in_place(spec)
+            return
+        here = self._here()
+        here.prefetcher.ask(spec.name)
+        with here.fetcher.hold(spec, check=here.prefetcher.check) as held:
+            here.prefetcher.use(spec.name)
+            yield held.path
+
+    def prefetch(self, specs: Iterator[FileSpec]) -> None:
+        """Fetch these files, in this order, before they are asked for; replaces the last wish.
+
+        What is here already is left alone, so for a folder that is read in place it does nothing.
+
+        Args:
+            specs: may be endless; another thread takes from it.
+
+        Raises:
+            UserError: what a file of the last wish failed with, if it was not asked for since.
+        """
+        if self._options.prefetch > 0 and self._place is None:
+            self._here().prefetcher.want(specs)
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        if self._process is not None and self._process.pid == os.getpid():
+            self._process.prefetcher.close()
+        self._process = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_process": None, "_checked": set()}
+
+    def _is_in_place(self, spec: FileSpec) -> bool:
+        if self._place is None:
+            return False
+        return spec.packed is None or (self._place / spec.name).exists()
+
+    def _get_in_place(self, spec: FileSpec) -> Path:
+        assert self._place is not None, "asked for a file that is read in place"
+        path = self._place / spec.name
+        checked = spec.name in self._checked or not self._options.validate_hash
+        try:
+            with path.open("rb") as file:
+                wrong = damage(file, spec.n_bytes, () if checked else spec.hashes)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if wrong is not None:
+            raise UserError(f"{path}: {wrong}; the file is damaged: copy or write it anew")
+        self._checked.add(spec.name)
+        return path
+
+    def _here(self) -> _Process:
+        if self._process is None or self._process.pid != os.getpid():
+            self._process = self._start()
+        return self._process
+
+    def _start(self) -> _Process:
+        options = self._options
+        folder = Path(options.cache_folder, _COPIES)
+        cache = ShardCache(folder, limit=options.cache_limit)
+
+        def turn() -> float:
+            assert options.requests_per_second is not None
+            with reports_cache_folder(folder):
+                rate = options.requests_per_second
+                return take_turn(folder / ".rate", per_second=rate, mode=cache.file_mode)
+
+        limited = options.requests_per_second is not None and "://" in self.url
+        remote = Remote(
+            self.url if "://" in self.url else f"file://{self.url}",
+            storage_options=options.storage_options,
+            retry=options.retry,
+            timeout=options.timeout,
+            before_request=turn if limited else float,
+        )
+        kept = self._kept or folder / _name(remote.identity)
+        fetcher = ShardFetcher(remote, kept, cache=cache, options=options)
+        prefetcher = Prefetcher(fetcher.fetch_ahead, budget=options.prefetch)
+        return _Process(os.getpid(), remote, fetcher, prefetcher)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _name(identity: str) -> str:
+    """A folder's name: its last part, for people, and what tells it from all others."""
+    last = identity.split()[0].rpartition("/")[2] or "data"
+    return f"{last[:40]}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path}: cannot be read: {error.strerror}; check data.remote or local (or the stream's)"
+        " and split"
+    )

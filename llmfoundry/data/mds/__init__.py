@@ -1,0 +1,1 @@
+"""Mosaic Data Shards: read, and written, byte for byte as mosaicml-streaming does."""

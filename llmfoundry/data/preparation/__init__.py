@@ -1,0 +1,1 @@
+"""Documents to shards: read, filtered, encoded and written in parts."""

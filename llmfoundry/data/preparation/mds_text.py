@@ -1,0 +1,69 @@
+"""`MDSText`: the documents of MDS shards with a column of text, to be prepared as another form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.mds.index import MDSIndex
+from llmfoundry.data.mds.shard import MDSShard
+from llmfoundry.data.mds.writer import INDEX
+from llmfoundry.data.preparation.open_files import InputFile
+from llmfoundry.data.preparation.readers import as_text, no_column
+from llmfoundry.data.preparation.spans import Span
+from llmfoundry.data.tokens import FORMAT
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.data import DataConfig
+
+
+class MDSText:
+    """The values of one column, in the shards' order."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.files: list[InputFile] = []
+        self.ignored = 0
+        self._column = config.text_column or "text"
+        remote, local = (_below(place, config.split) for place in (config.remote, config.local))
+        self._folder = ShardFolder.open(remote, local, FetchOptions.from_config(config))
+
+    def facts(self) -> list[Any]:
+        """What its index says."""
+        return [self._index.fingerprint, self._column]
+
+    def spans(self, longest: int | None) -> list[Span]:
+        """Its shards."""
+        sizes = self._index.raw_bytes.tolist()
+        return [Span(0, n, n + 1, size) for n, size in enumerate(sizes)]
+
+    def read(self, span: Span, seen: Callable[[int], None]) -> Iterator[tuple[str, int, str]]:
+        """Yield (shard, sample, text).
+
+        Raises:
+            UserError: a shard cannot be had, or has no such column of text.
+        """
+        name = self._index.names[span.start]
+        columns = self._index.columns(span.start).names
+        if self._column not in columns:
+            raise UserError(f"{name}: {no_column(self._column, list(columns))}")
+        with self._folder.pin(self._index.spec(span.start)) as path:
+            shard = MDSShard(path, self._index, span.start)
+            for row in range(len(shard)):
+                text = as_text(f"{name}:{row}", self._column, shard.read(row, self._column))
+                seen(len(text))
+                yield name, row, text
+
+    @cached_property
+    def _index(self) -> MDSIndex:
+        data = self._folder.read(INDEX)
+        if f'"{FORMAT}"'.encode() in data:
+            raise UserError(
+                "data.remote: its token shards hold no text to prepare; name MDS shards with a"
+                " column of text"
+            )
+        return MDSIndex.from_bytes(data, source=INDEX)
+
+
+def _below(place: str | None, split: str | None) -> str | None:
+    return place if place is None or split is None else f"{place.rstrip('/')}/{split}"

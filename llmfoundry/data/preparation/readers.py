@@ -1,0 +1,226 @@
+"""Files to documents: one reader a format, each a stream of (row, text), called by the corpus.
+
+Whatever cannot be read raises a `UserError` that names the file and the line, row or byte. Files
+of rows are streamed; only a text file, being one document, is read whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import tokenize
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from llmfoundry.data.preparation.open_files import NEEDS_EXTRA, PACKED, Input, decode
+from llmfoundry.data.preparation.wet import read_wet
+from llmfoundry.errors import UserError
+
+_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field; Python's own limit is 128 Ki
+
+
+@dataclass(frozen=True)
+class Row:
+    """A place in a file of rows; counted within the part that is read, shown within the file."""
+
+    source: Input
+    number: int
+
+    def __str__(self) -> str:
+        return str(self.number + (self.source.lines_before() if self.source.start else 0))
+
+
+Rows = Iterator[tuple[Row | int | None, str]]
+
+
+def read_file(source: Input, text_column: str) -> Rows:
+    """Yield (row, text) of one file, or of a part of it.
+
+    Row is None for a text file, the line from 1 for .jsonl and .csv, the row from 0 for .parquet,
+    the record from 1 for .warc.wet.
+
+    Raises:
+        UserError: the file, or a row of it, cannot be read.
+    """
+    reader = READERS[suffix_of(source.name)]
+    try:
+        yield from reader(source, text_column)
+    except OSError as error:
+        raise UserError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+
+
+def suffix_of(name: str) -> str:
+    """What chooses a reader: the suffix, .gz and .zst with the one before; may be no key of it."""
+    name = name[name.rfind("/") + 1 :].lower()
+    longest = max((s for s in READERS if name.endswith(s)), key=len, default=None)
+    return longest or name[name.rfind(".") :] if "." in name else ""
+
+
+def _text(source: Input, text_column: str) -> Rows:
+    yield None, decode(source.name, b"".join(source.unpacked()))
+
+
+def _python(source: Input, text_column: str) -> Rows:
+    """Python sources may declare another encoding in their first two lines (PEP 263)."""
+    name, data = source.name, b"".join(source.unpacked())
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    except SyntaxError as error:
+        decode(name, data)  # names the byte where that is the reason
+        raise UserError(f"{name}: {error.msg}; convert the file to UTF-8") from error
+    yield None, decode(name, data, "utf-8" if encoding == "utf-8-sig" else encoding)
+
+
+def _jsonl(source: Input, text_column: str) -> Rows:
+    for number, data in enumerate(source.lines(), start=1):
+        line = Row(source, number)
+        if data.strip():
+            yield line, _jsonl_text(source, line, data, text_column)
+        else:
+            yield line, ""
+
+
+def _jsonl_text(source: Input, line: Row, data: bytes, text_column: str) -> str:
+    try:
+        row = json.loads(data.removeprefix(codecs.BOM_UTF8))
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} of the line (0x{error.object[error.start]:02x})"
+        raise UserError(f"{source.name}:{line}: {byte} is not UTF-8: {error.reason}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(
+            f"{source.name}:{line}: not JSON: {error}; every line must hold one object"
+        ) from error
+    if not isinstance(row, dict):
+        raise UserError(
+            f"{source.name}:{line}: holds {_kind(row)}; every line must hold one JSON object"
+        )
+    if text_column not in row:
+        raise UserError(f"{source.name}:{line}: {no_column(text_column, list(row))}")
+    text = row[text_column]
+    return text if isinstance(text, str) else as_text(f"{source.name}:{line}", text_column, text)
+
+
+def _csv(source: Input, text_column: str) -> Rows:
+    """RFC 4180, the first line naming the columns; a field may go over several lines."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    lines = (
+        decode(f"{source.name}:{n}", line) + "\n" for n, line in enumerate(source.lines(), start=1)
+    )
+    rows = csv.reader(lines, strict=True)
+    number = 1
+    try:
+        names = next(rows, [])
+        if text_column not in names:
+            raise UserError(f"{source.name}:1: {no_column(text_column, names)}")
+        place = names.index(text_column)
+        while (number := rows.line_num + 1) and (row := next(rows, None)) is not None:
+            if row and len(row) != len(names):
+                raise UserError(
+                    f"{source.name}:{number}: has {len(row)} fields, line 1 names {len(names)};"
+                    " correct the row"
+                )
+            yield number, row[place] if row else ""
+    except csv.Error as error:
+        raise UserError(f"{source.name}:{number}: not CSV: {error}") from error
+
+
+def _parquet(source: Input, text_column: str) -> Rows:
+    """The row groups start … stop - 1."""
+    with _parquet_file(source) as file:
+        names = file.schema_arrow.names
+        if text_column not in names:
+            raise UserError(f"{source.name}: {no_column(text_column, names)}")
+        groups = range(source.start, file.num_row_groups if source.stop is None else source.stop)
+        row = sum(file.metadata.row_group(n).num_rows for n in range(source.start))
+        for group in groups:
+            for batch in file.iter_batches(1024, [group], [text_column], use_threads=False):
+                for value in batch.column(0):
+                    yield row, arrow_text(f"{source.name}: row {row}", text_column, value)
+                    row += 1
+            source.seen(source.n_bytes // len(groups))
+
+
+def row_groups(source: Input) -> list[int]:
+    """About how many bytes of a parquet file each of its row groups takes.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with _parquet_file(source) as file:
+        groups = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
+        ends = list(accumulate(groups, initial=0))
+        places = [source.file.size * end // max(1, ends[-1]) for end in ends]
+        return [stop - start for start, stop in pairwise(places)]
+
+
+@contextmanager
+def _parquet_file(source: Input) -> Iterator[Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{source.name}: pyarrow {NEEDS_EXTRA}") from error
+    try:
+        with source.open() as opened, pyarrow.parquet.ParquetFile(opened) as file:
+            yield file
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{source.name}: not a whole parquet file: {error}") from error
+
+
+def _wet(source: Input, text_column: str) -> Rows:
+    yield from read_wet(source)
+
+
+def arrow_text(where: str, text_column: str, value: Any) -> str:
+    """The text of one pyarrow scalar.
+
+    Raises:
+        UserError: it is null, no string, or not UTF-8.
+    """
+    try:
+        return as_text(where, text_column, value.as_py())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: byte {error.start} is not UTF-8: {error.reason}") from error
+
+
+def as_text(where: str, text_column: str, value: Any) -> str:
+    """The value of a column, which must be text.
+
+    Raises:
+        UserError: it is none.
+    """
+    if isinstance(value, str):
+        return value
+    raise UserError(
+        f"{where}: {text_column!r} holds {_kind(value)}, not text;"
+        " correct the row or choose another data.text_column"
+    )
+
+
+def no_column(text_column: str, names: list[str]) -> str:
+    """What to say where a column is missing."""
+    return f"no column {text_column!r}; set data.text_column to one of: {', '.join(names)}"
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a value of type {type(value).__name__}"
+
+
+_FORMATS: dict[str, Callable[[Input, str], Rows]] = {
+    ".txt": _text,
+    ".md": _text,
+    ".py": _python,
+    ".jsonl": _jsonl,
+    ".csv": _csv,
+    ".warc.wet": _wet,
+}
+
+READERS = {f"{name}{packed}": read for name, read in _FORMATS.items() for packed in PACKED}
+READERS[".parquet"] = _parquet  # compressed within
+READS = ".txt .md .py .jsonl .csv .warc.wet (each also .gz or .zst) .parquet"
+"""What to tell the user."""

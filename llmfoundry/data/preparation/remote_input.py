@@ -1,0 +1,123 @@
+"""Input files at URLs: which there are, and one of them as a seekable file.
+
+`inputs` lists with it and `open_files` reads. Requests are those of `remote`: by parts, tried again
+where that may help.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from llmfoundry.data.fetch import remote_errors
+from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.fetch.remote import Remote
+from llmfoundry.data.fetch.remote_backends import Backend, resolve
+from llmfoundry.errors import UserError
+
+_BUFFER = 8 << 20  # bytes of a request
+
+
+def list_url(url: str, options: FetchOptions) -> tuple[bool, list[tuple[str, int, str]]]:
+    """What a URL of a file, a folder or a glob names.
+
+    Returns:
+        Whether it is one file; and of each file, sorted by name, its URL, size and version.
+
+    Raises:
+        UserError: there is nothing, or it cannot be reached.
+    """
+    backend = resolve(url.rstrip("/"), options.storage_options, options.timeout)
+    try:
+        found = _find(backend)
+    except Exception as error:  # the libraries behind fsspec agree on no exceptions
+        line = remote_errors.explain(error, kind=backend.kind, attempts=1, timeout=options.timeout)
+        raise UserError(f"data.paths: {url}: {line}") from error
+    if not found:
+        raise UserError(f"data.paths: {url}: no file is there; correct the URL")
+    base, root = url.rstrip("/"), backend.root
+    if glob.has_magic(url):
+        base, root = _before_magic(base), _before_magic(root)
+    files = [
+        (base + name.removeprefix(root), int(entry["size"] or 0), _version(entry))
+        for name, entry in sorted(found.items())
+        if entry["type"] == "file"
+    ]
+    return list(found) == [backend.root], files
+
+
+def open_url(url: str, size: int, options: FetchOptions) -> io.BufferedReader:
+    """A file of known size, to read at any place.
+
+    Raises:
+        UserError: the protocol is not known, or its package or a setting is missing.
+    """
+    folder, _, name = url.rpartition("/")
+    remote = _Parts(
+        folder,
+        storage_options=options.storage_options,
+        retry=options.retry,
+        timeout=options.timeout,
+    )
+    return io.BufferedReader(_RemoteFile(remote, name, size), _BUFFER)
+
+
+class _Parts(Remote):
+    """A folder whose files are read part by part."""
+
+    def part(self, name: str, start: int, n_bytes: int) -> bytes:
+        """At most `n_bytes` from `start` on; none after the end."""
+        return self._request(name, start, n_bytes, self._never)[0]
+
+
+class _RemoteFile(io.RawIOBase):
+    def __init__(self, remote: _Parts, name: str, size: int) -> None:
+        self._remote, self._name, self._size = remote, name, size
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = start + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        left = min(len(buffer), self._size - self._place)
+        if left <= 0:
+            return 0
+        data = self._remote.part(self._name, self._place, left)
+        if not data:
+            raise UserError(
+                f"{self._remote.url}/{self._name}: ends after {self._place} bytes of"
+                f" {self._size}; it changed while it was read: start again"
+            )
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+
+def _find(backend: Backend) -> dict[str, Mapping[str, Any]]:
+    files, root = backend.file_system(), backend.root
+    if glob.has_magic(root):
+        return dict(files.glob(root, detail=True))
+    if files.isdir(root):
+        return dict(files.find(root, detail=True))
+    return {root: files.info(root)}
+
+
+def _before_magic(path: str) -> str:
+    """The part of a glob that stands for itself."""
+    return path[: min(path.find(c) for c in "*?[" if c in path)]
+
+
+def _version(entry: Mapping[str, Any]) -> str:
+    """What a store says of a file that is another after a change."""
+    keys = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated")
+    return str(next((entry[key] for key in keys if entry.get(key)), ""))
