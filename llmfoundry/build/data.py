@@ -40,6 +40,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.duration import Clock
+from llmfoundry.recipe.filter import FilterConfig
 from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -98,6 +99,8 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
     """
     config = recipe.data
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
+    if all(source.name not in CORPORA for source in streams.values()):
+        _refuse_filters(config)
     opening = _Opening(recipe, tokenizer, world)
     opened = [opening.stream(name, source) for name, source in streams.items()]
     n_rows = [found.stream.n_rows for found in opened]
@@ -114,6 +117,16 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
         bytes_per_token=float(parts @ [found.bytes_per_token for found in opened]),
         summary="\n".join(line for found in opened for line in found.notes),
     )
+
+
+def _refuse_filters(config: DataConfig) -> None:
+    """Shards hold what they hold."""
+    given = {"filter": config.filter != FilterConfig(), "deduplicate": config.deduplicate != "none"}
+    for key in (key for key, is_given in given.items() if is_given):
+        raise UserError(
+            f"data.{key}: has no effect on shards while training; remove it, or prepare the shards"
+            " with it (scripts/prepare_data.py)"
+        )
 
 
 def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:

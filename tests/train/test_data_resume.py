@@ -108,6 +108,9 @@ def test_phases_and_corpora_that_cannot_be_are_refused(tmp_path: Path) -> None:
     ]
     with pytest.raises(UserError, match=r"^data\.phases\[1\]\.at: 2ba lies before the phase"):
         opened(tmp_path, phases=phases)
+    alone = {"code": {"local": str(tmp_path / "code"), "proportion": 1}}
+    with pytest.raises(UserError, match=r"^data\.filter: has no effect on shards"):
+        opened(tmp_path, streams=alone, phases=[], filter={"min_chars": 5})
     shards = DataConfig(name="shards", local=str(tmp_path / "code"))
     with pytest.raises(UserError, match=r"^tokenizer\.name: train learns from documents"):
         learning_corpus(shards)
@@ -127,13 +130,3 @@ def test_a_stopped_mixture_goes_on_with_other_ranks_and_workers(tmp_path: Path) 
     assert stop_at(tmp_path / "runs/mix", 12)["mixture"]["consumed"] == {
         "web": 16, "code": 16, "books": 16
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_failure_of_one_process_ends_all_with_its_cause(tmp_path: Path) -> None:
-    write(tmp_path, loader_workers=1)
-    (lost,) = sorted((tmp_path / "books").glob("*.mds"))[-1:]
-    lost.unlink()
-    arguments = ["run_name=lost", "max_duration=200ba", "data.phases=[]"]
-    done = run("train.py", "mix.yaml", *arguments, cwd=tmp_path, processes=2, status=1)
-    assert lost.name in done.stderr

@@ -81,7 +81,11 @@ class Place:
         self.remove(name)
         if self.here is not None:
             (self.here / name).parent.mkdir(parents=True, exist_ok=True)
-            folder.rename(self.here / name)
+            try:
+                folder.rename(self.here / name)
+            except OSError:  # another attempt at the same task was first, and made the same
+                if not (self.here / name).is_dir():
+                    raise
             return
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             self._upload(file, f"{name}/{file.relative_to(folder).as_posix()}")
