@@ -32,14 +32,15 @@ def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
     if config.format == "tokens":
         return token_output(tokenizer, shard_bytes=config.size_limit, hashes=tuple(config.hashes))
     output = Output(
-        kind=f"mds-{config.column}",
+        kind="mds-columns" if config.columns else f"mds-{config.column}",
         dtype="str",
+        columns=tuple(config.columns.items()),
         shard_bytes=config.size_limit,
         hashes=tuple(config.hashes),
         eos_id=tokenizer.eos_id,
         compression=config.compression,
     )
-    if config.column == "text":
+    if not output.tokenises:
         return output
     assert config.concat_tokens is not None and config.bos_text is not None, "not filled"
     eos = tokenizer.eos if config.eos_text is None else config.eos_text

@@ -28,6 +28,9 @@ class PrepareConfig:
     column: str | None = None
     """Only for mds. tokens: rows of ids. text: a document a sample, as it was read. Unset:
     tokens."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Only for mds, in place of column: keep these columns of each row as they are, each str, or
+    json for lists and the like: {prompt: str, response: str}, {messages: json}."""
     concat_tokens: int | None = None
     """Only for mds tokens: ids of a row; unset: the recipe's max_seq_len."""
     bos_text: str | None = None
@@ -61,6 +64,7 @@ class PrepareConfig:
             yield from one_of(f"{key}column", self.column, COLUMNS)
         if self.dtype is not None:
             yield from one_of(f"{key}dtype", self.dtype, DTYPES)
+        yield from self._check_columns(key)
         yield from at_least(f"{key}concat_tokens", self.concat_tokens, 1)
         yield from at_least(f"{key}size_limit", self.size_limit, 1)
         if self.size_limit >= 1 << 32:
@@ -74,12 +78,23 @@ class PrepareConfig:
             yield f"{key}engine: {self.engine} needs prepare.output; write a folder that is shared"
         if self.format == "tokens":
             yield from inert(key, self, ["column", "compression", *rows], "with format: tokens")
-        elif self.column == "text":
-            yield from inert(key, self, rows, "with column: text")
+        elif self.columns or self.column == "text":
+            kept = "columns" if self.columns else "column: text"
+            yield from inert(key, self, rows, f"with {kept}")
+
+    def _check_columns(self, key: str) -> Iterator[str]:
+        for name, kind in self.columns.items():
+            yield from one_of(f"{key}columns.{name}", kind, ("str", "json"))
+            if {",", ":"} & set(name):
+                yield f"{key}columns: {name!r} has a comma or colon; rename the column"
+        if self.columns and self.format != "mds":
+            yield f"{key}columns: has no effect with format: {self.format}; write format: mds"
+        if self.columns and self.column is not None:
+            yield f"{key}column: and columns exclude each other; remove one"
 
     def fill(self, *, max_seq_len: int) -> None:
         """Write derived values in place."""
-        if self.format == "mds":
+        if self.format == "mds" and not self.columns:
             fill(self, column="tokens")
         if self.column == "tokens":
             fill(self, concat_tokens=max_seq_len, bos_text="", no_wrap=False, dtype="int32")
@@ -97,6 +112,10 @@ class PrepareRecipe(TrainRecipe):
         # Nothing is evaluated here: text that is held out by this is not there before it.
         yield from (line for line in super().check() if not line.startswith("eval.validation:"))
         yield from self.prepare.check()
+        if self.prepare.columns and self.data.text_column is not None:
+            yield "data.text_column: has no effect with prepare.columns; remove it"
+        if self.prepare.columns and self.data.name == "python_stdlib":
+            yield "prepare.columns: python_stdlib has files, no columns; name other data"
         if self.prepare.output is None:
             if self.data.name == "shards":
                 yield "data.name: shards are prepared already; for another form: prepare.output"
@@ -109,5 +128,10 @@ class PrepareRecipe(TrainRecipe):
 
     def fill(self) -> None:
         """Write derived values in place; call after `check` found nothing."""
+        if self.prepare.columns:  # data/preparation/readers.py: columns_of
+            columns = (f"{n}:json" if k == "json" else n for n, k in self.prepare.columns.items())
+            self.data.text_column = ",".join(columns)
+            if len(self.prepare.columns) == 1:
+                self.data.text_column += ","
         super().fill()
         self.prepare.fill(max_seq_len=self.max_seq_len)

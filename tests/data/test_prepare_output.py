@@ -16,6 +16,7 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import pyarrow.parquet
 import pytest
 import zstandard
 
@@ -144,6 +145,42 @@ def test_mds_tokens_are_foundrys_rows(source: Path, wrap: bool, bos: str, eos: s
     assert counts["tokens"] + counts["tokens_left_out"] == total
 
 
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+def test_columns_are_kept_as_they_are(tmp_path: Path, form: str) -> None:
+    """What LLM Foundry's convert_finetuning_dataset writes."""
+    rows = [{"prompt": f"2 + {n}?", "response": f"„{2 + n}“", "id": n} for n in range(40)]
+    columns = "prepare.columns={prompt: str, response: str}"
+    if form == "csv":
+        lines = ["prompt,response,id", *(f"{r['prompt']},{r['response']},{r['id']}" for r in rows)]
+        (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    elif form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    else:
+        rows = [{"messages": [{"role": "user", "content": r["prompt"]}], "n": None} for r in rows]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        columns = "prepare.columns={messages: json}"
+    prepare_data(recipe(tmp_path / f"rows.{form}", "prepare.format=mds", columns))
+    kept = ["messages"] if form == "jsonl" else ["prompt", "response"]
+    found = [
+        dict(zip(kept, values, strict=True))
+        for part in ("train", "validation")
+        for values in zip(*(samples(tmp_path / "out" / part, name) for name in kept), strict=True)
+    ]
+    expected = [{name: row[name] for name in kept} for row in rows]
+    assert sorted(found, key=str) == sorted(expected, key=str)
+
+
+def test_a_row_without_its_column_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 3}\n')
+    columns = "prepare.columns={prompt: str, response: str}"
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: 'response' holds a value of type int"):
+        prepare_data(recipe(file, "prepare.format=mds", columns))
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: no column 'response'"):
+        prepare_data(recipe(file, "prepare.format=mds", columns))
+
+
 def test_mds_is_an_input_too(source: Path) -> None:
     prepare_data(recipe(source, "prepare.format=mds", "prepare.column=text"))
     again = recipe(source, "prepare.format=tokens", f"prepare.output={source.parent / 'again'}")
@@ -193,12 +230,14 @@ def test_a_folder_of_something_else_is_refused(source: Path) -> None:
         ("prepare.compression=zstd", r"prepare\.compression: has no effect with format: tokens"),
         ("prepare.format=arrow", r"prepare\.format: 'arrow' is not a choice"),
         ("prepare.size_limit=5000000000", r"prepare\.size_limit: .* less than 4 GiB"),
+        ("prepare.columns={a:str}", r"prepare\.columns: has no effect with format: tokens"),
+        ("prepare.format=mds prepare.columns={a:int}", r"prepare\.columns\.a: 'int' is not a"),
         ("prepare.engine=spark", r"prepare\.engine: 'spark' is not a choice"),
     ],
 )
 def test_settings_that_cannot_be_are_named(source: Path, override: str, line: str) -> None:
     with pytest.raises(UserError, match=line):
-        recipe(source, override)
+        recipe(source, *override.split(" "))
 
 
 def test_without_output_only_token_shards_can_be_written(source: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmfoundry.data.preparation.inputs import files_below
 from llmfoundry.data.preparation.open_files import InputFile
-from llmfoundry.data.preparation.readers import arrow_text, as_text
+from llmfoundry.data.preparation.readers import arrow_texts, columns_of, pick
 from llmfoundry.data.preparation.spans import Span
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -70,35 +70,39 @@ class HubText:
         assert span.stop is not None, span
         rows = self._data.select(range(span.start, span.stop))
         row = span.start
-        for table in rows.select_columns([self._column]).with_format("arrow").iter(_ROWS):
-            for value in table.column(0):
-                yield row, arrow_text(f"{self._name}: row {row}", self._column, value)
+        columns = [name for name, _ in columns_of(self._column)]
+        for table in rows.select_columns(columns).with_format("arrow").iter(_ROWS):
+            for text in arrow_texts(f"{self._name}: row", row, self._column, table):
+                yield row, text
                 row += 1
 
     def _streamed(self, number: int) -> Iterator[tuple[int, str]]:
         file = self._data.shard(num_shards=self._data.num_shards, index=number)
         for row, values in enumerate(_reached(f"{self._name}: file {number}", file)):
-            if self._column not in values:
-                raise UserError(self._no_column(list(values)))
-            where = f"{self._name}: file {number}, row {row}"
-            yield row, as_text(where, self._column, values[self._column])
+            self._check(list(values))
+            yield row, pick(f"{self._name}: file {number}, row {row}", self._column, values)
 
     @cached_property
     def _data(self) -> Any:
         data = _load(self._config, self._folder)
         names = data.column_names  # unknown of some streamed ones until they are read
-        if names is not None and self._column not in names:
-            raise UserError(self._no_column(names))
+        if names is not None:
+            self._check(names)
         return data
 
     def _row_bytes(self) -> int:
         """About how much text a row of a folder has."""
-        first = self._data.select_columns([self._column]).with_format("arrow")[:_ROWS]
+        columns = [name for name, _ in columns_of(self._column)]
+        first = self._data.select_columns(columns).with_format("arrow")[:_ROWS]
         return max(1, first.nbytes // max(1, len(first)))
 
-    def _no_column(self, names: list[str]) -> str:
-        choices = ", ".join(names)
-        return f"data.text_column: {self._name} has no {self._column!r}; write one of: {choices}"
+    def _check(self, names: list[str]) -> None:
+        for name, _ in columns_of(self._column):
+            if name not in names:
+                choices = ", ".join(names)
+                raise UserError(
+                    f"data.text_column: {self._name} has no {name!r}; write one of: {choices}"
+                )
 
 
 def dataset_folder(config: DataConfig) -> Path | None:

@@ -1,4 +1,4 @@
-"""What a preparation writes: token shards, or MDS with a column of tokens or of text.
+"""What a preparation writes: token shards, or MDS of tokens, of text, or of columns as they were.
 
 `parts` gives each stream of each part one of these. They take a document's pieces with their ids,
 in order, and say in the end what they wrote.
@@ -29,7 +29,7 @@ class Output:
     """What files are made of.
 
     Attributes:
-        kind: tokens (token shards), mds-tokens or mds-text.
+        kind: tokens (token shards), mds-tokens, mds-text or mds-columns.
         dtype: <u2 or <u4 in token shards; of MDS the column's encoding: ndarray:int32 …, str.
         shard_bytes: of a file, before compression.
         hashes: algorithms, for the index.
@@ -38,6 +38,7 @@ class Output:
         row: tokens of an MDS sample.
         bos, eos: ids around each document of MDS tokens.
         no_wrap: begin each row with a document; leave out what is over of a row's last one.
+        columns: of mds-columns: each with its encoding, str or json.
     """
 
     kind: str
@@ -50,11 +51,12 @@ class Output:
     bos: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
     no_wrap: bool = False
+    columns: tuple[tuple[str, str], ...] = ()
 
     @property
     def tokenises(self) -> bool:
         """Whether ids are needed."""
-        return self.kind != "mds-text"
+        return self.kind not in ("mds-text", "mds-columns")
 
     @property
     def cuttable(self) -> bool:
@@ -143,23 +145,28 @@ class _Tokens(Sink):
 
 
 class _MDS(Sink):
-    """One column of MDS. The writer is made for the first sample, as a part may have none."""
+    """MDS. The writer is made for the first sample, as a part may have none."""
 
     column: ClassVar[str]
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Each with its encoding."""
+        return {self.column: self.output.dtype}
 
     @cached_property
     def _writer(self) -> MDSWriter:
         output = self.output
         return MDSWriter(
             self.folder / self.part,
-            columns={self.column: output.dtype},
+            columns=self.columns,
             compression=output.compression,
             hashes=output.hashes,
             size_limit=output.shard_bytes,
         )
 
-    def _write(self, value: Any) -> None:
-        self._writer.write({self.column: value})
+    def _write(self, sample: dict[str, Any]) -> None:
+        self._writer.write(sample)
         self.counts.samples += 1
 
     def end(self) -> list[dict[str, Any]]:
@@ -180,7 +187,18 @@ class _MDSText(_MDS):
     column = "text"
 
     def _add(self, piece: Piece, ids: list[int]) -> None:
-        self._write(piece.text)
+        self._write({self.column: piece.text})
+
+
+class _MDSColumns(_MDS):
+    """A sample a row, as it was read: its document is the JSON object that `readers.pick` made."""
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return dict(self.output.columns)
+
+    def _add(self, piece: Piece, ids: list[int]) -> None:
+        self._write(json.loads(piece.text))
 
 
 class _MDSTokens(_MDS):
@@ -201,7 +219,7 @@ class _MDSTokens(_MDS):
             return
         rows = min(len(waiting) // output.row, 1 if output.no_wrap else len(waiting))
         for start in range(0, rows * output.row, output.row):
-            self._write(np.array(waiting[start : start + output.row], self._dtype))
+            self._write({self.column: np.array(waiting[start : start + output.row], self._dtype)})
         self.counts.tokens += rows * output.row
         if output.no_wrap and rows:
             self.counts.tokens_left_out += len(waiting) - output.row
@@ -221,4 +239,5 @@ _SINKS: dict[str, type[Sink]] = {
     "tokens": _Tokens,
     "mds-tokens": _MDSTokens,
     "mds-text": _MDSText,
+    "mds-columns": _MDSColumns,
 }

@@ -11,7 +11,7 @@ import csv
 import io
 import json
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -99,10 +99,7 @@ def _jsonl_text(source: Input, line: Row, data: bytes, text_column: str) -> str:
         raise UserError(
             f"{source.name}:{line}: holds {_kind(row)}; every line must hold one JSON object"
         )
-    if text_column not in row:
-        raise UserError(f"{source.name}:{line}: {no_column(text_column, list(row))}")
-    text = row[text_column]
-    return text if isinstance(text, str) else as_text(f"{source.name}:{line}", text_column, text)
+    return pick(f"{source.name}:{line}", text_column, row)
 
 
 def _csv(source: Input, text_column: str) -> Rows:
@@ -115,16 +112,18 @@ def _csv(source: Input, text_column: str) -> Rows:
     number = 1
     try:
         names = next(rows, [])
-        if text_column not in names:
-            raise UserError(f"{source.name}:1: {no_column(text_column, names)}")
-        place = names.index(text_column)
+        check_columns(f"{source.name}:1", text_column, names)
         while (number := rows.line_num + 1) and (row := next(rows, None)) is not None:
             if row and len(row) != len(names):
                 raise UserError(
                     f"{source.name}:{number}: has {len(row)} fields, line 1 names {len(names)};"
                     " correct the row"
                 )
-            yield number, row[place] if row else ""
+            where = f"{source.name}:{number}"
+            yield (
+                number,
+                pick(where, text_column, dict(zip(names, row, strict=True))) if row else "",
+            )
     except csv.Error as error:
         raise UserError(f"{source.name}:{number}: not CSV: {error}") from error
 
@@ -132,15 +131,14 @@ def _csv(source: Input, text_column: str) -> Rows:
 def _parquet(source: Input, text_column: str) -> Rows:
     """The row groups start … stop - 1."""
     with _parquet_file(source) as file:
-        names = file.schema_arrow.names
-        if text_column not in names:
-            raise UserError(f"{source.name}: {no_column(text_column, names)}")
+        check_columns(source.name, text_column, file.schema_arrow.names)
+        columns = [name for name, _ in columns_of(text_column)]
         groups = range(source.start, file.num_row_groups if source.stop is None else source.stop)
         row = sum(file.metadata.row_group(n).num_rows for n in range(source.start))
         for group in groups:
-            for batch in file.iter_batches(1024, [group], [text_column], use_threads=False):
-                for value in batch.column(0):
-                    yield row, arrow_text(f"{source.name}: row {row}", text_column, value)
+            for batch in file.iter_batches(1024, [group], columns, use_threads=False):
+                for text in arrow_texts(f"{source.name}: row", row, text_column, batch):
+                    yield row, text
                     row += 1
             source.seen(source.n_bytes // len(groups))
 
@@ -176,16 +174,59 @@ def _wet(source: Input, text_column: str) -> Rows:
     yield from read_wet(source)
 
 
-def arrow_text(where: str, text_column: str, value: Any) -> str:
-    """The text of one pyarrow scalar.
+def columns_of(text_column: str) -> list[tuple[str, str]]:
+    """The columns to read and whether each is `str` or `json`: of `a`, `a,` or `a,b:json`.
+
+    A column alone is a document. With a comma a document is the JSON object of its columns, which
+    `prepare.columns` asks for and takes apart again.
+    """
+    parts = (part.partition(":") for part in text_column.removesuffix(",").split(","))
+    return [(name, kind or "str") for name, _, kind in parts]
+
+
+def check_columns(where: str, text_column: str, names: Collection[str]) -> None:
+    """Refuse a file that lacks a column.
 
     Raises:
-        UserError: it is null, no string, or not UTF-8.
+        UserError: naming one that is missing.
     """
+    for name, _ in columns_of(text_column):
+        if name not in names:
+            raise UserError(f"{where}: {no_column(name, list(names))}")
+
+
+def pick(where: str, text_column: str, row: Mapping[str, Any]) -> str:
+    """The text of one row, or the JSON of its columns.
+
+    Raises:
+        UserError: a column is missing, or is no text where text is asked.
+    """
+    columns = columns_of(text_column)
+    check_columns(where, text_column, row)
+    if text_column == columns[0][0]:
+        return as_text(where, text_column, row[text_column])
+    values = {n: as_text(where, n, row[n]) if kind == "str" else row[n] for n, kind in columns}
     try:
-        return as_text(where, text_column, value.as_py())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: byte {error.start} is not UTF-8: {error.reason}") from error
+        return json.dumps(values, ensure_ascii=False)
+    except TypeError as error:
+        raise UserError(f"{where}: {error}; correct the row or the columns named") from error
+
+
+def arrow_texts(where: str, first: int, text_column: str, batch: Any) -> Iterator[str]:
+    """The texts of a pyarrow batch or table whose first row is number `first`.
+
+    Raises:
+        UserError: a value is null, no string, or not UTF-8.
+    """
+    names = batch.schema.names
+    for number, values in enumerate(zip(*batch.columns, strict=True), start=first):
+        try:
+            row = {name: value.as_py() for name, value in zip(names, values, strict=True)}
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{where} {number}: byte {error.start} is not UTF-8: {error.reason}"
+            ) from error
+        yield pick(f"{where} {number}", text_column, row)
 
 
 def as_text(where: str, text_column: str, value: Any) -> str:
