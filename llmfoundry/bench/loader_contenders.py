@@ -46,6 +46,7 @@ def ours(folder: Path, *, apart: bool = False) -> Make:
     from llmfoundry.data.loader import ONLY, Loader
     from llmfoundry.data.mds_source import MDSTexts
     from llmfoundry.data.mixture import Mixture, Phase
+    from llmfoundry.data.order import Order
     from llmfoundry.data.sources import OrderedStream, Reading, open_source, read_index
 
     def make(workers: int, rows: int) -> Batches:
@@ -54,7 +55,7 @@ def ours(folder: Path, *, apart: bool = False) -> Make:
         source = open_source(ONLY, ONLY, shards, read_index(shards), reading)
         assert not isinstance(source, MDSTexts)
         loader = Loader(
-            [OrderedStream(source, seed=17, shuffle=True, block_size=1 << 18)],
+            [OrderedStream(source, Order(source.sizes, seed=17, shuffle=True))],
             Mixture([ONLY], [Phase(0, (1.0,))], batch_size=rows),
             seq_len=SEQ,
             eos_id=EOS,

@@ -31,6 +31,7 @@ from llmfoundry.data.sources import (
     open_folder,
     open_source,
     read_index,
+    stream_key,
     too_short,
 )
 from llmfoundry.data.token_source import TokenSource
@@ -156,7 +157,20 @@ def build_mixture(recipe: TrainRecipe, data: Data, clock: Clock) -> Mixture:
     Raises:
         UserError: the phases are not in their order.
     """
-    names = [stream.name for stream in data.streams]
+    return Mixture(
+        [stream.name for stream in data.streams],
+        build_phases(recipe, data, clock),
+        batch_size=recipe.global_train_batch_size,
+        per_stream=recipe.data.batching_method == "per_stream",
+    )
+
+
+def build_phases(recipe: TrainRecipe, data: Data, clock: Clock) -> list[Phase]:
+    """The proportions at the run's start, and each of the recipe's phases by its first step.
+
+    Raises:
+        UserError: the phases are not in their order.
+    """
     phases, before = [Phase(0, data.weights)], 0.0
     for n, phase in enumerate(recipe.data.phases):
         at = clock.batches(phase.at)
@@ -165,15 +179,10 @@ def build_mixture(recipe: TrainRecipe, data: Data, clock: Clock) -> Mixture:
                 f"data.phases[{n}].at: {phase.at} lies before the phase above it; write the phases"
                 " in the order in which they begin"
             )
-        weights = tuple(float(phase.proportions.get(name, 0)) for name in names)
+        weights = tuple(float(phase.proportions.get(s.name, 0)) for s in data.streams)
         phases.append(Phase(math.ceil(at - 1e-9), weights))
         before = at
-    return Mixture(
-        names,
-        phases,
-        batch_size=recipe.global_train_batch_size,
-        per_stream=recipe.data.batching_method == "per_stream",
-    )
+    return phases
 
 
 def build_loader(
@@ -267,16 +276,18 @@ class _Opening:
             raise too_short(dataset.n_tokens, self._recipe.max_seq_len)
         lines = prepared.summary.splitlines()
         if name != ONLY:
-            lines = [f"{_key(name)}{line.removeprefix('data')}" for line in lines]
+            lines = [f"{stream_key(name)}{line.removeprefix('data')}" for line in lines]
         ratio = dataset.n_bytes / dataset.n_tokens
-        return _Opened(self._ordered(found), ratio, lines, [prepared.validation])
+        return _Opened(
+            OrderedStream(found, self._order(found.sizes)), ratio, lines, [prepared.validation]
+        )
 
     def _shards(self, name: str, config: SourceConfig) -> _Opened:
         folder = open_folder(config, self._options)
         reading = self._reading(config)
 
         def opened(index: Index) -> TokenSource | MDSTokens | MDSTexts:
-            return open_source(name, _key(name), folder, index, reading)
+            return open_source(name, stream_key(name), folder, index, reading)
 
         def find() -> _Found:
             index = read_index(folder, self._config.cache_folder)
@@ -291,22 +302,15 @@ class _Opening:
             assert found.probe is not None
             return self._packed(source, found.probe)
         assert found.bytes_per_token is not None
-        line = f"{_key(name)}: {source.n_rows:,} rows in {len(source.sizes):,} shards"
+        line = f"{stream_key(name)}: {source.n_rows:,} rows in {len(source.sizes):,} shards"
         if isinstance(source, MDSTokens):
             line += f"; about {found.bytes_per_token:.2f} bytes each token (an estimate)"
         else:
             line += (
                 f", {source.dataset.n_documents:,} documents, {source.dataset.n_tokens:,} tokens"
             )
-        return _Opened(self._ordered(source), found.bytes_per_token, [line])
-
-    def _ordered(self, source: TokenSource | MDSTokens) -> OrderedStream:
-        config = self._config
-        return OrderedStream(
-            source,
-            seed=self._recipe.seed,
-            shuffle=config.shuffle,
-            block_size=config.shuffle_block_size,
+        return _Opened(
+            OrderedStream(source, self._order(source.sizes)), found.bytes_per_token, [line]
         )
 
     def _packed(self, texts: MDSTexts, found: Probe) -> _Opened:
@@ -324,7 +328,7 @@ class _Opening:
             exact=exact,
         )
         line = (
-            f"{_key(texts.name)}: {texts.n_rows:,} documents in {len(texts.sizes):,} shards;"
+            f"{stream_key(texts.name)}: {texts.n_rows:,} documents in {len(texts.sizes):,} shards;"
             f" {packing.documents / packing.rows:.2f} are packed into a row on average"
         )
         return _Opened(stream, found.bytes_per_token, [line])
@@ -373,7 +377,3 @@ class _Opening:
             bos_id=config.bos_token_id,
             dtype=config.token_encoding_type,
         )
-
-
-def _key(name: str) -> str:
-    return "data" if name == ONLY else f"data.streams.{name}"

@@ -25,7 +25,7 @@ Made = TypeVar("Made")
 
 
 class Held(Protocol):
-    """What evaluation needs of the data: `build.data.Data`, or a corpus' `Prepared`."""
+    """What evaluation needs of the data; `build.data.Data`, which this module may not import."""
 
     @property
     def validation(self) -> HeldOut:

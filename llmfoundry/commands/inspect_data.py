@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmfoundry.build.data import Data, build_loader, open_data
+from llmfoundry.build.data import Data, build_loader, build_phases, open_data
 from llmfoundry.build.job import filled
 from llmfoundry.build.trainer import build_clock, make_tokenizer
 from llmfoundry.data.loader import Loader
@@ -198,15 +198,14 @@ def _streams(loader: Loader, step: int, clock: Clock, seq_len: int) -> list[Stre
 
 def _phases(recipe: InspectRecipe, data: Data, clock: Clock, step: int) -> list[PhaseFacts]:
     names = [stream.name for stream in data.streams]
-    begins = [("0ba", 0, dict(zip(names, data.weights, strict=True)))]
-    for phase in recipe.data.phases:
-        first = math.ceil(clock.batches(phase.at) - 1e-9)
-        begins.append((phase.at, first, {n: phase.proportions.get(n, 0.0) for n in names}))
-    now = max(n for n, (_, first, _) in enumerate(begins) if first <= step)
-    return [
-        PhaseFacts(at, first, n == now, {k: w / sum(weights.values()) for k, w in weights.items()})
-        for n, (at, first, weights) in enumerate(begins)
-    ]
+    times = ["0ba", *(phase.at for phase in recipe.data.phases)]
+    phases = build_phases(recipe, data, clock)
+    now = max(n for n, phase in enumerate(phases) if phase.step <= step)
+    found = []
+    for n, (at, phase) in enumerate(zip(times, phases, strict=True)):
+        parts = (weight / sum(phase.weights) for weight in phase.weights)
+        found.append(PhaseFacts(at, phase.step, n == now, dict(zip(names, parts, strict=True))))
+    return found
 
 
 def _page(

@@ -18,12 +18,10 @@ import numpy as np
 from llmfoundry.data.ahead import Batches
 from llmfoundry.data.mixture import Mixture
 from llmfoundry.data.rows import Rows
-from llmfoundry.data.sources import WHOLE, OrderedStream, Stream
+from llmfoundry.data.sources import ONLY, WHOLE, OrderedStream, Stream, stream_key
 from llmfoundry.data.token_source import TokenSource, fingerprint_of_version_1
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import Batch
-
-ONLY = "data"  # the name of a stream that is alone
 
 
 class Loader:
@@ -205,11 +203,10 @@ class Loader:
     def _strange(self, stream: Stream, place: int, ids: np.ndarray) -> UserError:
         """Ids that no token has."""
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
-        key = "data" if stream.name == ONLY else f"data.streams.{stream.name}"
         return UserError(
-            f"{key}: {stream.where(place)}: has the id {outside[0]}, but the tokenizer's are"
-            f" 0 … {self._vocab_size - 1}; name the tokenizer that made the data, or correct"
-            " data.token_encoding_type"
+            f"{stream_key(stream.name)}: {stream.where(place)}: has the id {outside[0]}, but the"
+            f" tokenizer's are 0 … {self._vocab_size - 1}; name the tokenizer that made the data, or"
+            " correct data.token_encoding_type"
         )
 
 

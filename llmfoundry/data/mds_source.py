@@ -93,7 +93,30 @@ class _Open:
     pins: ExitStack
 
 
-class MDSTokens:
+class _Samples:
+    """What rows and documents of a column have alike."""
+
+    def __init__(self, name: str, column: MDSColumn) -> None:
+        self.name, self._column = name, column
+        self.sizes = column.index.sizes
+        self.n_rows = int(self.sizes.sum())
+        self.fingerprint = column.index.fingerprint
+        self.n_bytes = int(column.index.raw_bytes.sum())
+
+    def where(self, row: int) -> str:
+        """The file and the sample in it, for messages."""
+        return self._column.where(row)
+
+    def want(self, shards: Iterator[int]) -> None:
+        """Fetch these shards next, in this order."""
+        self._column.want(shards)
+
+    def close(self) -> None:
+        """Let go of open shards; reading opens them again."""
+        self._column.close()
+
+
+class MDSTokens(_Samples):
     """Rows out of a column of ids: a sample is a row, cut or filled up to its length.
 
     Attributes:
@@ -125,13 +148,10 @@ class MDSTokens:
             dtype: of the integers in a column of bytes.
         """
         assert eos_id is None or bos_id is None
-        self.name, self._column, self._seq_len = name, column, seq_len
+        super().__init__(name, column)
+        self._seq_len = seq_len
         self._mark, self._after = (eos_id, 1) if bos_id is None else (bos_id, 0)
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self.sizes = column.index.sizes
-        self.n_rows = int(self.sizes.sum())
-        self.fingerprint = column.index.fingerprint
-        self.n_bytes = int(column.index.raw_bytes.sum())
 
     def ids(self, row: int) -> np.ndarray:
         """All ids of a sample.
@@ -165,18 +185,6 @@ class MDSTokens:
         fitting = ids[: seq_len + 1]
         return Row(fitting, self._lengths(fitting[:seq_len]), len(ids) - len(fitting))
 
-    def where(self, row: int) -> str:
-        """The file and the sample in it, for messages."""
-        return self._column.where(row)
-
-    def want(self, shards: Iterator[int]) -> None:
-        """Fetch these shards next, in this order."""
-        self._column.want(shards)
-
-    def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
-        self._column.close()
-
     def _lengths(self, ids: np.ndarray) -> list[int]:
         if self._mark is None:
             return [len(ids)] if len(ids) else []
@@ -188,7 +196,7 @@ class MDSTokens:
         return UserError(f"{self.where(row)}: column {self._column.name} {what}")
 
 
-class MDSTexts:
+class MDSTexts(_Samples):
     """Documents out of a column of texts.
 
     Attributes:
@@ -199,13 +207,6 @@ class MDSTexts:
         n_bytes: of their files.
     """
 
-    def __init__(self, name: str, column: MDSColumn) -> None:
-        self.name, self._column = name, column
-        self.sizes = column.index.sizes
-        self.n_rows = int(self.sizes.sum())
-        self.fingerprint = column.index.fingerprint
-        self.n_bytes = int(column.index.raw_bytes.sum())
-
     def text(self, row: int) -> str:
         """Document number `row`.
 
@@ -213,15 +214,3 @@ class MDSTexts:
             UserError: the shard cannot be had.
         """
         return self._column.read(row)
-
-    def where(self, row: int) -> str:
-        """The file and the sample in it, for messages."""
-        return self._column.where(row)
-
-    def want(self, shards: Iterator[int]) -> None:
-        """Fetch these shards next, in this order."""
-        self._column.want(shards)
-
-    def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
-        self._column.close()

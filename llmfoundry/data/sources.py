@@ -31,7 +31,14 @@ INDEX = "index.json"
 _WORTH_KEEPING = 1 << 22  # bytes of JSON
 TOKENS, TEXT = "tokens", "text"  # columns that LLM Foundry's preparation writes
 
+ONLY = "data"  # the name of a stream that is alone
+
 Index = MDSIndex | StreamIndex
+
+
+def stream_key(name: str) -> str:
+    """The recipe's key of a stream."""
+    return "data" if name == ONLY else f"data.streams.{name}"
 
 
 class Source(Protocol):
@@ -100,9 +107,9 @@ class Stream(Protocol):
 class OrderedStream:
     """A source's rows in their order."""
 
-    def __init__(self, source: Source, *, seed: int, shuffle: bool, block_size: int) -> None:
-        self.source, self.name, self.n_rows = source, source.name, source.n_rows
-        self.order = Order(source.sizes, seed=seed, shuffle=shuffle, block_size=block_size)
+    def __init__(self, source: Source, order: Order) -> None:
+        """Read `source` in an order of its rows."""
+        self.source, self.name, self.n_rows, self.order = source, source.name, source.n_rows, order
 
     def locate(self, samples: np.ndarray) -> np.ndarray:
         """(n,) int64: which rows the samples number `samples` (n,) int64 are."""
@@ -183,11 +190,10 @@ def check_fingerprint(
     """
     if state["fingerprint"] == fingerprint or allow_changed:
         return
-    key = "data" if name == "data" else f"data.streams.{name}"
     raise UserError(
-        f"{key}: its rows are not those of the checkpoint: the shards, the corpus, its split or the"
-        f" tokenizer changed; restore them, write data.allow_changed=[{name}] to go on with other"
-        " rows, or start from the checkpoint's weights alone"
+        f"{stream_key(name)}: its rows are not those of the checkpoint: the shards, the corpus, its"
+        f" split or the tokenizer changed; restore them, write data.allow_changed=[{name}] to go on"
+        " with other rows, or start from the checkpoint's weights alone"
     )
 
 
@@ -245,7 +251,7 @@ def read_index(folder: ShardFolder, cache_folder: str | None = None) -> Index:
     """
     data = folder.read(INDEX)
     if f'"{FORMAT}"'.encode() in data:
-        return StreamIndex.read(folder, INDEX)
+        return StreamIndex.from_bytes(data, source=INDEX)
     if cache_folder is None or len(data) < _WORTH_KEEPING:
         return MDSIndex.from_bytes(data, source=INDEX)
     name = hashlib.sha256(data).hexdigest()[:32]

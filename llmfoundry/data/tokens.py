@@ -130,12 +130,21 @@ class StreamIndex:
         Raises:
             UserError: it is missing, damaged, or of another kind.
         """
+        return cls.from_bytes(folder.read(name), source=name)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, source: str) -> StreamIndex:
+        """An index that was read from `source`.
+
+        Raises:
+            UserError: it is damaged, or of another kind.
+        """
         try:
-            return cls.from_dict(json.loads(folder.read(name)))
+            return cls.from_dict(json.loads(data))
         except UserError as error:
-            raise UserError(*(f"{name}: {line}" for line in error.problems)) from error
+            raise UserError(*(f"{source}: {line}" for line in error.problems)) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{name}: is damaged: {error!r}; prepare the text again") from error
+            raise UserError(f"{source}: is damaged: {error!r}; prepare the text again") from error
 
 
 class TokenDataset:

@@ -23,6 +23,7 @@ from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
+from llmfoundry.data.order import Order
 from llmfoundry.data.sources import OrderedStream, Reading, open_source, read_index
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.data.tokens import TokenDataset
@@ -44,7 +45,7 @@ def opened(folder: Path, name: str = "data", *, seq_len: int = T, **order: Any) 
     source = open_source(name, name, shards, read_index(shards), reading)
     assert not isinstance(source, MDSTexts)
     settings = {"seed": 3, "shuffle": True, "block_size": 1 << 18} | order
-    return OrderedStream(source, **settings)
+    return OrderedStream(source, Order(source.sizes, **settings))
 
 
 def loader(
