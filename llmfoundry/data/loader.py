@@ -205,8 +205,8 @@ class Loader:
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
         return UserError(
             f"{stream_key(stream.name)}: {stream.where(place)}: has the id {outside[0]}, but the"
-            f" tokenizer's are 0 … {self._vocab_size - 1}; name the tokenizer that made the data, or"
-            " correct data.token_encoding_type"
+            f" tokenizer's are 0 … {self._vocab_size - 1}; name the tokenizer that made the data,"
+            " or correct data.token_encoding_type"
         )
 
 
