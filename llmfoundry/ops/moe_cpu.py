@@ -4,6 +4,11 @@
 expert is as fast as a dense layer's; the time goes elsewhere: fresh memory costs the kernel a page
 fault every 4 KiB, more than the elementwise functions that fill it. So products write straight into
 their place, and elementwise functions go block by block over memory that is used again.
+
+Products of 16-bit numbers are compiled for every number of rows that they meet, which takes half as
+long as the product. So a segment of theirs is padded to one of a few numbers of rows: by the rows
+behind it, which belong to the next expert. Forward that writes over them in its turn; backward
+their gradient is zero.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from llmfoundry.ops.moe_routing import Routing
 
 BLOCK_VALUES = 1 << 18  # of an elementwise step: its operands stay cached, its threads busy
 PACK_VALUES = 1 << 17  # of a step to or from 8 bits, which has more and wider operands
+PADDING = 64  # a segment is padded by less than this, and by less than a sixteenth of its rows
 
 
 def forward(
@@ -37,15 +43,15 @@ def forward(
         keep: a backward pass will come.
         compress: keep them in 8 bits.
     """
-    top_k, n_rows, f = weights.shape[1], routing.order.shape[0], w.w1.shape[1]
+    n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.w1.shape[1]
     exact, packed = keep and not compress, keep and compress
     width = f if exact else packed_width(f) if packed else 0
     dtype = torch.int8 if packed else x.dtype
     gate = torch.empty(n_rows, width, dtype=dtype)
     up = torch.empty(0 if w.v1 is None else n_rows, width, dtype=dtype)
-    tokens, row_weights = routing.order // top_k, _row_weights(weights, routing)
+    tokens, row_weights = _rows(weights, routing, n_rows)
     y_rows = x.new_empty(n_rows, x.shape[1])
-    for e, rows in _segments(routing):
+    for e, _, rows in _segments(routing, x.dtype):
         x_e = x.index_select(0, tokens[rows])
         one = _expert(w, e, x.dtype)
         a = _linear(x_e, one.w1, one.b1, gate[rows] if exact else None)
@@ -72,14 +78,15 @@ def backward(
     frozen: bool,
 ) -> Gradients:
     """All gradients from that of the output, grad (T, d); none of the experts where `frozen`."""
-    top_k, n_rows, f = weights.shape[1], routing.order.shape[0], w.w1.shape[1]
-    tokens, row_weights = routing.order // top_k, _row_weights(weights, routing)
+    n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.w1.shape[1]
+    tokens, row_weights = _rows(weights, routing, n_rows)
     grad_rows, inner = x.new_empty(n_rows, x.shape[1]), weights.new_empty(n_rows)
     grads = tuple(None if p is None or frozen else torch.empty_like(p) for p in w.tensors())
     _zero_unused(grads, routing)
-    for e, rows in _segments(routing):
+    for e, count, rows in _segments(routing, x.dtype):
         one = _expert(w, e, x.dtype)
         g = grad.index_select(0, tokens[rows])
+        g[count:] = 0
         a = _restored(kept.gate[rows], f, x.dtype)
         b = None if one.v1 is None else _restored(kept.up[rows], f, x.dtype)
         dh = g @ one.w2.T
@@ -116,25 +123,39 @@ def _expert_gradients(
 
 def _zero_unused(grads: tuple[Tensor | None, ...], routing: Routing) -> None:
     """The gradients of experts without rows."""
-    used = {e for e, _ in _segments(routing)}
-    for e in set(range(routing.ends.shape[0])) - used:
+    counts = torch.diff(routing.ends, prepend=routing.ends.new_zeros(1))
+    for e in (counts == 0).nonzero().flatten().tolist():
         for grad in grads:
             if grad is not None:
                 grad[e] = 0
 
 
-def _segments(routing: Routing) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, and which."""
+def _segments(routing: Routing, dtype: torch.dtype) -> Iterator[tuple[int, int, slice]]:
+    """Experts that have rows, how many, and where they and their padding are."""
     start = 0
     for e, end in enumerate(routing.ends.tolist()):
         if end > start:
-            yield e, slice(start, end)
+            yield e, end - start, slice(start, start + _padded(end - start, dtype))
         start = end
 
 
-def _row_weights(weights: Tensor, routing: Routing) -> Tensor:
-    """(N, 1), the router's weight of each sorted row."""
-    return weights.flatten().index_select(0, routing.order)[:, None]
+def _padded(count: int, dtype: torch.dtype) -> int:
+    """Rows of a product of `count`, where products are compiled: 16 numbers an octave at most."""
+    if dtype.itemsize > 2:
+        return count
+    step = min(PADDING, 1 << max(0, count.bit_length() - 5))
+    return -(-count // step) * step
+
+
+def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
+    """The first dimension of what `forward` keeps of N rows: the last segment is padded, too."""
+    return n_rows + (0 if dtype.itemsize > 2 else PADDING)
+
+
+def _rows(weights: Tensor, routing: Routing, n_rows: int) -> tuple[Tensor, Tensor]:
+    """Token (n_rows,) and router's weight (n_rows, 1) of each sorted row and of what pads them."""
+    pairs = F.pad(routing.order, (0, n_rows - routing.order.shape[0]))
+    return pairs // weights.shape[1], weights.flatten().index_select(0, pairs)[:, None]
 
 
 def _sum_choices(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:

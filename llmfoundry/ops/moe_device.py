@@ -89,6 +89,11 @@ def backward(
     return Gradients(dx, inner, (dw1, dv1, dw2, db1, dbv, db2))
 
 
+def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
+    """The first dimension of what `forward` keeps of N rows."""
+    return n_rows
+
+
 def pack(x: Tensor) -> Tensor:
     """`moe_compress.pack`, by a kernel where there is one."""
     return _steps(x.device.type).pack(x)

@@ -57,7 +57,7 @@ class Experts:
 
 
 class Kept(NamedTuple):
-    """Pre-activations of all N = T * k rows, for the backward pass.
+    """Pre-activations of all N = T * k rows, for the backward pass; on a CPU padded behind them.
 
     Attributes:
         gate: (N, f), x w1^T + b1; int8 (N, packed_width(f)) where compressed; (N, 0) where no

@@ -131,13 +131,14 @@ def _(
     compress: bool,
 ) -> Forward:
     n_rows, f = experts.shape[0] * experts.shape[1], w1.shape[1]
+    kept_rows = _path(x.device).kept_rows(n_rows, x.dtype)
     width = 0 if not keep else packed_width(f) if compress else f
     dtype = torch.int8 if compress and keep else x.dtype
     packed = (x.shape[0], packed_width(x.shape[1])) if keep and compress else (0,)
     return (
         _like(x),
-        x.new_empty(n_rows, width, dtype=dtype),
-        x.new_empty(0 if v1 is None else n_rows, width, dtype=dtype),
+        x.new_empty(kept_rows, width, dtype=dtype),
+        x.new_empty(0 if v1 is None else kept_rows, width, dtype=dtype),
         x.new_empty(packed, dtype=torch.int8),
         x.new_empty(n_rows, dtype=torch.int32),
         x.new_empty(n_rows, dtype=torch.int32),

@@ -74,9 +74,24 @@ def test_gradients_are_the_references(
 
 
 @each_layer
-def test_cpu_path_is_exact_in_float64(layer: Layer) -> None:
+@pytest.mark.parametrize("padding", [0, 5])
+def test_cpu_path_is_exact_in_float64(
+    monkeypatch: pytest.MonkeyPatch, layer: Layer, padding: int
+) -> None:
+    monkeypatch.setattr(moe_cpu, "_padded", lambda count, dtype: count + padding)
+    monkeypatch.setattr(moe_cpu, "kept_rows", lambda n_rows, dtype: n_rows + padding)
     mine = run(layer, "grouped_mm", torch.float64)
     assert max(distances(mine, run(layer, "torch", torch.float64)).values()) < 1e-13
+
+
+def test_compiled_products_have_few_numbers_of_rows() -> None:
+    counts = range(1, 4097)
+    padded = [moe_cpu._padded(count, torch.bfloat16) for count in counts]
+    assert all(
+        0 <= p - n < min(moe_cpu.PADDING, n / 16 + 1) for n, p in zip(counts, padded, strict=True)
+    )
+    assert len(set(padded)) < 200
+    assert all(moe_cpu._padded(count, torch.float32) == count for count in counts)
 
 
 @each_path
