@@ -29,6 +29,7 @@ class StopSignal:
         self._agreed = ""
         self._world = world
         self._failure: BaseException | None = None
+        self._failed = False
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
@@ -47,6 +48,9 @@ class StopSignal:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._failed:
+            # the launcher ends all as soon as one has ended: each says first what was wrong
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = signal.Signals(number).name
@@ -86,6 +90,7 @@ class StopSignal:
             self._raise()
 
     def _raise(self) -> None:
+        self._failed = True
         reasons: list[str | None] = [None] * self._world.size
         mine = None if self._failure is None else str(self._failure) or repr(self._failure)
         dist.all_gather_object(reasons, mine, group=self._group)
