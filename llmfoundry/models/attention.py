@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from llmfoundry.models.linear import Linear
 from llmfoundry.models.norm import NORMS
 from llmfoundry.models.positions import Table, rotate
 from llmfoundry.ops.attention import Plan, Rules, alibi_slopes, attend
@@ -133,7 +134,7 @@ class Attention(nn.Module):
         q_width, kv_width = config.n_heads * config.head_dim, attn.kv_n_heads * config.head_dim
         self.owns_kv = layer.kv_from == index
         self.widths = (q_width, kv_width, kv_width) if self.owns_kv else (q_width,)
-        projection = nn.Linear(config.d_model, sum(self.widths), bias=config.attention_bias)
+        projection = Linear(config.d_model, sum(self.widths), bias=config.attention_bias)
         if self.owns_kv:
             self.Wqkv = projection
         else:
@@ -145,7 +146,7 @@ class Attention(nn.Module):
             q_norm, k_norm = (config.head_dim,) * 2 if attn.qk_gn else (q_width, kv_width)
             self.q_ln = norm(q_norm, eps=config.norm_eps, bias=bias)
             self.k_ln = norm(k_norm, eps=config.norm_eps, bias=bias) if self.owns_kv else None
-        self.out_proj = nn.Linear(q_width, config.d_model, bias=bias)
+        self.out_proj = Linear(q_width, config.d_model, bias=bias)
 
     def forward(
         self, x: Tensor, context: Context, kv: KeysValues | None = None

@@ -34,6 +34,7 @@ from llmfoundry.models.positions import (
 from llmfoundry.ops.attention import plan
 from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy
 from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.matmul import linear
 from llmfoundry.recipe.blocks import LayerConfig
 from llmfoundry.recipe.model import ModelConfig
 
@@ -184,7 +185,7 @@ class Decoder(nn.Module):
         weight = self.head_weight
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
-        logits = F.linear(hidden, weight)
+        logits = linear(hidden, weight)
         return cap(logits, self.logit_scale, self.config.final_logit_softcapping)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:

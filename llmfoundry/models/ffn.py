@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from llmfoundry.models.linear import Linear
 from llmfoundry.ops.activations import from_text, to_text
 from llmfoundry.recipe.model import ModelConfig
 
@@ -26,9 +27,9 @@ class FFN(nn.Module):
         hidden = hidden or ffn.ffn_hidden_size
         assert hidden is not None, "the recipe was not filled"
         self.act = from_text(to_text(*ffn.activation)).function
-        self.up_proj = nn.Linear(d, hidden, bias=bias)
-        self.gate_proj = nn.Linear(d, hidden, bias=bias) if gated else None
-        self.down_proj = nn.Linear(hidden, d, bias=bias)
+        self.up_proj = Linear(d, hidden, bias=bias)
+        self.gate_proj = Linear(d, hidden, bias=bias) if gated else None
+        self.down_proj = Linear(hidden, d, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform x (B, T, D) token by token."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.matmul import is_compiled, mm
 
 CHUNK_LOGITS = 1 << 22  # logits held at a time: 16 MiB in fp32, which a CPU's cache half holds
 PART = 1 << 18  # values added at a time on a CPU
@@ -112,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits.mul_(slope)
             low_grad = scratch.narrow(logits.mul_(keep[:, None] / norm))
             if grad_hidden is not None:
-                grad_hidden[part] = low_grad @ low_weight
+                grad_hidden[part] = mm(low_grad, low_weight)
             if grad_weight is not None:
                 scratch.add_product(grad_weight, low_grad, low_hidden)
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -146,7 +147,7 @@ class _Scratch:
     def logits(self, low_hidden: Tensor, low_weight: Tensor) -> Tensor:
         """(n, V) of n tokens."""
         n = len(low_hidden)
-        torch.mm(low_hidden, low_weight.T, out=self.low[:n])
+        mm(low_hidden, low_weight.T, out=self.low[:n])
         return self.wide[:n] if self.low is self.wide else self.wide[:n].copy_(self.low[:n])
 
     def narrow(self, logits: Tensor) -> Tensor:
@@ -155,12 +156,12 @@ class _Scratch:
 
     def add_product(self, total: Tensor, low_grad: Tensor, low_hidden: Tensor) -> None:
         """Add low_grad.T @ low_hidden to total (V, D), which is wide."""
-        if self.low is self.wide:
+        if self.low is self.wide and (total.is_cuda or not is_compiled(total.dtype)):
             total.addmm_(low_grad.T, low_hidden)
             return
         if self._product is None:
             self._product = torch.empty_like(total, dtype=low_grad.dtype)
-        torch.mm(low_grad.T, low_hidden, out=self._product)
+        mm(low_grad.T, low_hidden, out=self._product)
         # a CPU casts what it adds into fresh memory: by parts, small enough to be used again
         rows = len(total) if total.is_cuda else max(1, PART // total.shape[1])
         for mine, part in zip(total.split(rows), self._product.split(rows), strict=True):

@@ -5,8 +5,8 @@ expert is as fast as a dense layer's; the time goes elsewhere: fresh memory cost
 fault every 4 KiB, more than the elementwise functions that fill it. So products write straight into
 their place, and elementwise functions go block by block over memory that is used again.
 
-Products of 16-bit numbers are compiled for every number of rows that they meet, which takes half as
-long as the product. So a segment of theirs is padded to one of a few numbers of rows: by the rows
+Products by oneDNN are compiled for every number of rows that they meet, which takes half as long as
+the product. So a segment of theirs is padded to one of a few numbers of rows: by the rows
 behind it, which belong to the next expert. Forward that writes over them in its turn; backward
 their gradient is zero.
 """
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.activations import Activation
+from llmfoundry.ops.matmul import is_compiled, mm
 from llmfoundry.ops.moe_compress import pack, packed_width, unpack
 from llmfoundry.ops.moe_experts import Experts, Gradients, Kept
 from llmfoundry.ops.moe_routing import Routing
@@ -60,7 +61,7 @@ def forward(
             _pack(a, gate[rows])
             if b is not None:
                 _pack(b, up[rows])
-        y = torch.mm(_glu(a, b, w.act), one.w2, out=y_rows[rows])
+        y = mm(_glu(a, b, w.act), one.w2, out=y_rows[rows])
         if one.b2 is not None:
             y += one.b2
         y *= row_weights[rows]
@@ -89,14 +90,14 @@ def backward(
         g[count:] = 0
         a = _restored(kept.gate[rows], f, x.dtype)
         b = None if one.v1 is None else _restored(kept.up[rows], f, x.dtype)
-        dh = g @ one.w2.T
+        dh = mm(g, one.w2.T)
         h, da = _glu_backward(dh, a, b, row_weights[rows], w.act, inner[rows])
         db = dh  # its memory
         if one.b2 is not None:
             inner[rows] += g @ one.b2
-        dx = torch.mm(da, one.w1, out=grad_rows[rows])
+        dx = mm(da, one.w1, out=grad_rows[rows])
         if one.v1 is not None:
-            torch.addmm(dx, db, one.v1, out=dx)
+            dx += mm(db, one.v1)
         if not frozen:
             g *= row_weights[rows]
             x_e = x.index_select(0, tokens[rows])
@@ -113,7 +114,7 @@ def _expert_gradients(
     w1, v1, w2, b1, bv, b2 = grads
     for weight, left, right in ((w1, da, x), (w2, h, g), (v1, db, x)):
         if weight is not None and weight.dtype == x.dtype:
-            torch.mm(left.T, right, out=weight)
+            mm(left.T, right, out=weight)
         elif weight is not None:
             weight.copy_(left.T @ right)
     for bias, rows in ((b1, da), (bv, db), (b2, g)):
@@ -141,7 +142,7 @@ def _segments(routing: Routing, dtype: torch.dtype) -> Iterator[tuple[int, int, 
 
 def _padded(count: int, dtype: torch.dtype) -> int:
     """Rows of a product of `count`, where products are compiled: 16 numbers an octave at most."""
-    if dtype.itemsize > 2:
+    if not is_compiled(dtype):
         return count
     step = min(PADDING, 1 << max(0, count.bit_length() - 5))
     return -(-count // step) * step
@@ -149,13 +150,14 @@ def _padded(count: int, dtype: torch.dtype) -> int:
 
 def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
     """The first dimension of what `forward` keeps of N rows: the last segment is padded, too."""
-    return n_rows + (0 if dtype.itemsize > 2 else PADDING)
+    return n_rows + (PADDING if is_compiled(dtype) else 0)
 
 
 def _rows(weights: Tensor, routing: Routing, n_rows: int) -> tuple[Tensor, Tensor]:
     """Token (n_rows,) and router's weight (n_rows, 1) of each sorted row and of what pads them."""
-    pairs = F.pad(routing.order, (0, n_rows - routing.order.shape[0]))
-    return pairs // weights.shape[1], weights.flatten().index_select(0, pairs)[:, None]
+    padding = (0, n_rows - routing.order.shape[0])
+    row_weights = weights.flatten().index_select(0, routing.order)
+    return F.pad(routing.order // weights.shape[1], padding), F.pad(row_weights, padding)[:, None]
 
 
 def _sum_choices(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
@@ -166,9 +168,8 @@ def _sum_choices(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
-    if bias is None:
-        return torch.mm(x, weight.T, out=out)
-    return torch.addmm(bias, x, weight.T, out=out)
+    mm(x, weight.T, out=out)
+    return out if bias is None else out.add_(bias)
 
 
 def _glu(a: Tensor, b: Tensor | None, act: Activation) -> Tensor:

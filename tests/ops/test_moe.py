@@ -91,15 +91,18 @@ def test_compiled_products_have_few_numbers_of_rows() -> None:
         0 <= p - n < min(moe_cpu.PADDING, n / 16 + 1) for n, p in zip(counts, padded, strict=True)
     )
     assert len(set(padded)) < 200
-    assert all(moe_cpu._padded(count, torch.float32) == count for count in counts)
+    assert all(moe_cpu._padded(count, torch.float64) == count for count in counts)
 
 
 @each_path
 @pytest.mark.parametrize("compress", [False, True])
-def test_no_tokens(monkeypatch: pytest.MonkeyPatch, path: ModuleType, compress: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tokens(
+    monkeypatch: pytest.MonkeyPatch, path: ModuleType, compress: bool, dtype: torch.dtype
+) -> None:
     take(monkeypatch, path)
     layer = Layer(tokens=0, biased=True)
-    result = run(layer, "grouped_mm", torch.float32, compress=compress)
+    result = run(layer, "grouped_mm", dtype, compress=compress)
     assert result["y"].shape == (0, layer.d)
     assert not any(result[name].any() for name in ("w1", "v1", "w2", "b1", "bv", "b2"))
 
