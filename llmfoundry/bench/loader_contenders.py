@@ -41,17 +41,20 @@ def samples() -> Iterator[np.ndarray]:
 
 
 def ours(folder: Path, *, apart: bool = False) -> Make:
-    """This project's loader, as a run of one process has it; `apart`: with documents' places."""
+    """This project's loader, as a run on a CPU has it; `apart`: with documents' places."""
     from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
     from llmfoundry.data.loader import ONLY, Loader
     from llmfoundry.data.mds_source import MDSTexts
     from llmfoundry.data.mixture import Mixture, Phase
     from llmfoundry.data.order import Order
     from llmfoundry.data.sources import OrderedStream, Reading, open_source, read_index
+    from llmfoundry.ops.host_memory import keep_memory
+
+    keep_memory()
 
     def make(workers: int, rows: int) -> Batches:
         shards = ShardFolder.open(None, str(folder), FetchOptions())
-        reading = Reading(seq_len=SEQ, tokenizer="", eos_id=EOS)
+        reading = Reading(seq_len=SEQ, tokenizer="", eos_id=EOS, apart=apart)
         source = open_source(ONLY, ONLY, shards, read_index(shards), reading)
         assert not isinstance(source, MDSTexts)
         loader = Loader(

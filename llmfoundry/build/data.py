@@ -375,5 +375,6 @@ class _Opening:
             text_column=source.text_column,
             eos_id=eos_id if config.bos_token_id is None else None,
             bos_id=config.bos_token_id,
+            apart=not config.attend_across_documents,
             dtype=config.token_encoding_type,
         )

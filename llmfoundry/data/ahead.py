@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from llmfoundry.data.rows import Rows
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import Batch
+from llmfoundry.ops.host_memory import keep_memory
 
 if TYPE_CHECKING:
     from llmfoundry.data.loader import Loader
@@ -180,6 +181,7 @@ def _context() -> multiprocessing.context.BaseContext:
 
 def _start_worker(closing: Any, _: int) -> None:
     """In a new process: go on through the signals that make the run end after its step."""
+    keep_memory()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are parallel by themselves
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if closing.value else None)

@@ -6,6 +6,7 @@ pinned in the cache of fetched files.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ class MDSColumn:
     def __init__(self, folder: ShardFolder, index: MDSIndex, name: str) -> None:
         self.index, self.name = index, name
         self._folder = folder
-        self._ends = np.cumsum(index.sizes)
+        self._begins: list[int] = [0, *np.cumsum(index.sizes).tolist()]
         self._open: OrderedDict[int, _Open] = OrderedDict()  # the least recently read first
 
     def read(self, row: int) -> Any:
@@ -49,8 +50,8 @@ class MDSColumn:
 
     def place(self, row: int) -> tuple[int, int]:
         """The number of a sample's shard, and its own in it."""
-        shard = int(self._ends.searchsorted(row, "right"))
-        return shard, row - int(self._ends[shard] - self.index.sizes[shard])
+        shard = bisect_right(self._begins, row) - 1
+        return shard, row - self._begins[shard]
 
     def where(self, row: int) -> str:
         """The file and the sample in it, for messages."""

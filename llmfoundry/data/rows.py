@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ class Row(NamedTuple):
     Attributes:
         ids: (n,) of any integer type, n at most T + 1: the row's first tokens, and, behind T of
             them, the label of the last. May be a view of a file.
-        lengths: of its documents, in order. Their sum is how many of `ids` are read, T at most;
-            what is missing to T is padding.
+        lengths: of its documents, in order; of all as one where they are not kept apart. Their sum
+            is how many of `ids` are read, T at most; what is missing to T is padding.
         dropped: ids of the sample that did not fit.
     """
 
@@ -40,7 +40,8 @@ class Rows:
     """B rows of T tokens.
 
     Attributes:
-        ids: (B, T + 1), where a row is short filled up with `eos_id`.
+        ids: (B, T + 1), where a row is short filled up with `eos_id`; of a type as narrow as the
+            rows'.
         lengths: of each row's documents; padding is a document of its own, the last.
         labelled: tokens of each row that have a label: its first ones.
         padded: tokens of each row that are padding: its last ones.
@@ -57,13 +58,15 @@ class Rows:
 
     @classmethod
     def fill(cls, rows: Sequence[Row], seq_len: int, eos_id: int) -> Rows:
-        """Copy rows into one array, int64."""
-        ids = np.empty((len(rows), seq_len + 1), np.int64)
+        """Copy rows into one array."""
+        dtype = _shared_dtype(frozenset(row.ids.dtype for row in rows), eos_id)
+        ids = np.empty((len(rows), seq_len + 1), dtype)
         lengths, labelled, padded = [], [], []
         for n, row in enumerate(rows):
             size, padding = len(row.ids), seq_len - sum(row.lengths)
             ids[n, :size] = row.ids
-            ids[n, size:] = eos_id
+            if size <= seq_len:
+                ids[n, size:] = eos_id
             lengths.append([*row.lengths, padding] if padding else row.lengths)
             labelled.append(max(0, size - 1))
             padded.append(padding)
@@ -71,14 +74,14 @@ class Rows:
 
     def outside(self, vocab_size: int) -> int | None:
         """The first row with an id that is negative or no less than `vocab_size`."""
-        unsigned = self.ids.view(np.uint64)  # negative ones are the largest there
+        unsigned = self.ids.view(f"u{self.ids.itemsize}")  # negative ones are the largest there
         if unsigned.max(initial=0) < vocab_size:
             return None
         return int(np.flatnonzero((unsigned >= vocab_size).any(1))[0])
 
     def narrow(self) -> Rows:
-        """The same in half the bytes; all ids must be below 2**31."""
-        return replace(self, ids=self.ids.astype(np.int32))
+        """The same in at most four bytes an id; all must be below 2**31."""
+        return replace(self, ids=self.ids.astype(np.int32)) if self.ids.itemsize > 4 else self
 
     def batch(self, *, with_layout: bool) -> Batch:
         """Tokens and labels; without the layout a row is one document."""
@@ -90,6 +93,13 @@ class Rows:
                 tokens[n, seq_len - self.padded[n] :] = self.eos_id
         layout = _layout(self.lengths, seq_len, self.padded) if with_layout else None
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), layout)
+
+
+@lru_cache(maxsize=64)
+def _shared_dtype(kinds: frozenset[np.dtype[Any]], eos_id: int) -> np.dtype[Any]:
+    """The narrowest integer type that holds what all of these do, and `eos_id`."""
+    dtype = np.result_type(*kinds, np.min_scalar_type(eos_id))
+    return dtype if dtype.kind in "iu" else np.dtype(np.int64)  # of uint64 with signed ones
 
 
 def _layout(lengths: list[list[int]], seq_len: int, padded: list[int]) -> Layout:

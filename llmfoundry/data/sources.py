@@ -217,6 +217,7 @@ class Reading:
         text_column: the MDS column to tokenise; None: that of tokens, or else of text.
         eos_id: ends a document in MDS tokens; None, and no `bos_id`: a row is one document.
         bos_id: begins a document in MDS tokens.
+        apart: documents are kept apart; otherwise a row is one.
         dtype: of the integers in an MDS column of bytes.
     """
 
@@ -225,6 +226,7 @@ class Reading:
     text_column: str | None = None
     eos_id: int | None = None
     bos_id: int | None = None
+    apart: bool = True
     dtype: str = "int64"
 
 
@@ -295,10 +297,10 @@ def open_source(
     encodings = {c.encodings[c.position[column.name]] for c in index.column_sets}
     if reading.text_column is None and column.name == TOKENS:
         _check(key, column.name, encodings, "arrays of integers or bytes", _is_ids)
+        eos_id, bos_id = (reading.eos_id, reading.bos_id) if reading.apart else (None, None)
         return MDSTokens(
-            name, column, seq_len=reading.seq_len, eos_id=reading.eos_id, bos_id=reading.bos_id,
-            dtype=reading.dtype,
-        )  # fmt: skip
+            name, column, seq_len=reading.seq_len, eos_id=eos_id, bos_id=bos_id, dtype=reading.dtype
+        )
     _check(key, column.name, encodings, "str", lambda encoding: encoding == "str")
     return MDSTexts(name, column)
 
@@ -314,7 +316,8 @@ def _open_tokens(
         )
     if reading.text_column is not None:
         raise UserError(f"{key}.text_column: has no effect on token shards; remove it")
-    source = TokenSource(name, TokenDataset(folder, index), reading.seq_len, folder)
+    dataset = TokenDataset(folder, index)
+    source = TokenSource(name, dataset, reading.seq_len, folder, apart=reading.apart)
     if not source.n_rows:
         raise too_short(index.n_tokens, reading.seq_len)
     return source

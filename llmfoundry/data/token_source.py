@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,13 @@ class TokenSource:
     """
 
     def __init__(
-        self, name: str, dataset: TokenDataset, seq_len: int, folder: ShardFolder | None = None
+        self,
+        name: str,
+        dataset: TokenDataset,
+        seq_len: int,
+        folder: ShardFolder | None = None,
+        *,
+        apart: bool = True,
     ) -> None:
         """Cut a stream into rows.
 
@@ -37,15 +44,16 @@ class TokenSource:
             dataset: its ids.
             seq_len: T, tokens of a row.
             folder: where its shards are fetched ahead; None: they are here.
+            apart: documents are kept apart; otherwise a row is one.
         """
         self.name, self.dataset = name, dataset
-        self._seq_len, self._folder = seq_len, folder
+        self._seq_len, self._folder, self._apart = seq_len, folder, apart
         self.sizes = dataset.row_sizes(seq_len)
         self.n_rows = int(self.sizes.sum())
         self.fingerprint = dataset.fingerprint
         self.tokens_left_out = max(0, dataset.n_tokens - 1 - self.n_rows * seq_len)
         self._specs = dataset.specs()
-        self._ends = np.cumsum(self.sizes)
+        self._ends: list[int] = np.cumsum(self.sizes).tolist()
         self._lately: dict[int, None] = {}  # shards read since the last wish
 
     def row(self, row: int) -> Row:
@@ -54,13 +62,13 @@ class TokenSource:
         Raises:
             UserError: a shard cannot be had, or is damaged.
         """
-        self._lately[int(self._ends.searchsorted(row, "right"))] = None
-        return Row(*self.dataset.row(row, self._seq_len))
+        self._lately[bisect_right(self._ends, row)] = None
+        return Row(*self.dataset.row(row, self._seq_len, apart=self._apart))
 
     def where(self, row: int) -> str:
         """The file and the row in it, for messages."""
-        shard = int(self._ends.searchsorted(row, "right"))
-        first = int(self._ends[shard] - self.sizes[shard])
+        shard = bisect_right(self._ends, row)
+        first = self._ends[shard] - int(self.sizes[shard])
         return f"{self._specs[shard].name}, row {row - first:,}"
 
     def want(self, shards: Iterator[int]) -> None:

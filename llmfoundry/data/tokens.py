@@ -193,13 +193,19 @@ class TokenDataset:
         begun = -(-self._bounds // seq_len)  # rows that begin before each border
         return np.diff(np.minimum(begun, self.n_rows(seq_len)))
 
-    def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
+    def row(self, row: int, seq_len: int, *, apart: bool = True) -> tuple[np.ndarray, list[int]]:
         """Tokens and documents of row number `row`.
 
+        Args:
+            row: its number.
+            seq_len: tokens of a row.
+            apart: say where documents begin; otherwise the row is one.
+
         Returns:
-            (T + 1,) int64, the row's T tokens and the label of the last, T being `seq_len` or, in
-            a partial last row, what is left; and the lengths of the documents, whose sum is T. A
-            document that began in an earlier row counts from this row's first token.
+            (T + 1,) of the files' type, mostly a view of one, the row's T tokens and the label of
+            the last, T being `seq_len` or, in a partial last row, what is left; and the lengths of
+            the documents, whose sum is T. A document that began in an earlier row counts from this
+            row's first token.
 
         Raises:
             UserError: a shard cannot be had, or is damaged.
@@ -207,20 +213,24 @@ class TokenDataset:
         start = row * seq_len
         stop = min(start + seq_len, self.n_tokens - 1)
         assert 0 <= start < stop, f"no row {row} of {seq_len} tokens"
-        tokens = np.empty(stop + 1 - start, np.int64)
-        bounds = [start]
         n, high = bisect_right(self._borders, start) - 1, start
+        first = self._borders[n]
+        if not apart and stop < self._borders[n + 1]:
+            return self._shard(n).ids[start - first : stop + 1 - first], [stop - start]
+        parts, bounds = [], [start]
         while high <= stop:
             first, low = self._borders[n], high
             high = min(stop + 1, self._borders[n + 1])
             shard = self._shard(n)
-            tokens[low - start : high - start] = shard.ids[low - first : high - first]
-            # A document at the row's own start is its first anyway; the label's is the next row's.
-            starts = shard.starts_between(max(low, start + 1) - first, min(high, stop) - first)
-            bounds += [first + place for place in starts]
+            parts.append(shard.ids[low - first : high - first])
+            if apart:
+                # One at the row's own start is its first anyway; the label's is the next row's.
+                starts = shard.starts_between(max(low, start + 1) - first, min(high, stop) - first)
+                bounds += [first + place for place in starts]
             n += 1
         bounds.append(stop)
-        return tokens, [after - before for before, after in pairwise(bounds)]
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return ids, [after - before for before, after in pairwise(bounds)]
 
     def specs(self) -> list[FileSpec]:
         """What to fetch for each shard."""

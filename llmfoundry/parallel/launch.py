@@ -6,7 +6,6 @@ RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are PyTorch's.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import sys
@@ -19,14 +18,8 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.errors import UserError
+from llmfoundry.ops.host_memory import keep_memory
 from llmfoundry.recipe.parallel import ParallelConfig
-
-# glibc's mallopt: number and value of what `_keep_memory` sets
-MALLOC_OPTIONS = {
-    "M_MMAP_MAX": (-4, 0),  # large blocks come from the heap, too
-    "M_TRIM_THRESHOLD": (-1, -1),  # whose free end is never given back
-    "M_TOP_PAD": (-2, 64 << 20),  # bytes it grows by beyond what is asked for
-}
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ def join(config: ParallelConfig) -> Iterator[World]:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
-        _keep_memory()
+        keep_memory()  # a GPU's PyTorch keeps itself
     if size > 1:
         _init_process_group(config, rank, size, device)
     try:
@@ -105,19 +98,6 @@ def join(config: ParallelConfig) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _keep_memory() -> None:
-    """Let this process keep the memory that it frees, where the C library is glibc.
-
-    Otherwise every large tensor is new memory of the kernel's, and each 4 KiB of it a page fault:
-    a fifth of the time of training a mixture of experts, whose gradients are as large as all of
-    its experts. A GPU's memory PyTorch keeps itself.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        for option, value in MALLOC_OPTIONS.values():
-            mallopt(option, value)
 
 
 def _init_process_group(config: ParallelConfig, rank: int, size: int, device: torch.device) -> None:

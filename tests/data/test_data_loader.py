@@ -155,7 +155,7 @@ def test_unshuffled_batches_are_the_stream(folder: Path) -> None:
     plain = loader([stream])
     tokens = torch.cat([plain.batch(step).tokens.flatten() for step in range(3)])
     labels = torch.cat([plain.batch(step).labels.flatten() for step in range(3)])
-    ids = torch.from_numpy(dataset(stream).row(0, 3 * BATCH * T)[0])
+    ids = torch.from_numpy(dataset(stream).row(0, 3 * BATCH * T)[0].astype(np.int64))
     assert torch.equal(tokens, ids[:-1])
     assert torch.equal(labels, ids[1:])
 
@@ -349,7 +349,7 @@ def test_validation_predicts_every_token_once(
     together = [batch for group in zip(*ranks, strict=True) for batch in group]
     labels = torch.cat([batch.labels.flatten() for batch in together])
     tokens = torch.cat([batch.tokens.flatten() for batch in together])
-    stream = torch.from_numpy(held_out.row(0, held_out.n_tokens - 1)[0])
+    stream = torch.from_numpy(held_out.row(0, held_out.n_tokens - 1)[0].astype(np.int64))
     count = len(stream) - 1 if max_rows is None else min(max_rows * T, len(stream) - 1)
     counted = labels != IGNORE
     assert torch.equal(labels[counted], stream[1 : count + 1])

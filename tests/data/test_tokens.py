@@ -71,6 +71,8 @@ def test_rows_do_not_see_the_borders_of_shards(
             assert found.tolist() == ids[first : stop + 1]
             borders = sorted(starts & set(range(first + 1, stop)))
             assert np.cumsum([first, *lengths]).tolist() == [first, *borders, stop]
+            found, lengths = dataset.row(row, seq_len, apart=False)
+            assert (found.tolist(), lengths) == (ids[first : stop + 1], [stop - first])
     dataset.verify()
 
 
