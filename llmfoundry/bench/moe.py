@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmfoundry.ops.matmul import linear, mm
 from llmfoundry.ops.moe import mixture, refusal
 from llmfoundry.ops.moe_experts import Experts
 from llmfoundry.ops.moe_routing import route
@@ -70,8 +71,8 @@ def contenders(
     even, skewed = _choices(shape, device, 0.0), _choices(shape, device, ZIPF)
     ours = partial(_ours, stacked=stacked)
     layers: dict[str, tuple[Layer, list[Tensor]]] = {
-        "dense": (lambda x: F.linear(F.silu(F.linear(x, dense[0])) * F.linear(x, dense[1]),
-                                     dense[2]), dense),
+        "dense": (lambda x: linear(F.silu(linear(x, dense[0])) * linear(x, dense[1]), dense[2]),
+                  dense),
         "grouped_mm": (ours(*even, impl="grouped_mm"), stacked),
         "grouped_mm, Zipf load": (ours(*skewed, impl="grouped_mm"), stacked),
         "grouped_mm, 8-bit storage": (ours(*even, impl="grouped_mm", compress=True), stacked),
@@ -189,7 +190,7 @@ def _ceiling(dtype: torch.dtype, device: torch.device) -> Times:
     """Seconds a FLOP of one large product: on a CPU of a size that takes a moment."""
     n = CEILING if device.type == "cuda" else CEILING // 8
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    fastest = _fastest([_timed(partial(torch.mm, a, b), device) for _ in range(10)])
+    fastest = _fastest([_timed(partial(mm, a, b), device) for _ in range(10)])
     return {clock: taken / (2 * n**3) for clock, taken in fastest.items()}
 
 
