@@ -166,10 +166,8 @@ def _sum_choices(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    if out is None:
-        out = x.new_empty(x.shape[0], weight.shape[0])
-    mm(x, weight.T, out=out)
-    return out if bias is None else out.add_(bias)
+    y = mm(x, weight.T, out=out)
+    return y if bias is None else y.add_(bias)
 
 
 def _glu(a: Tensor, b: Tensor | None, act: Activation) -> Tensor:
