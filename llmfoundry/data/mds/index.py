@@ -189,6 +189,7 @@ class MDSIndex:
 
 _NUMBERS = ("sizes", "raw_bytes", "packed_bytes", "column_set", "compression")
 _TEXTS = ("names", "packed_names", "hashes", "packed_hashes")
+_COLUMNS = ("column_names", "column_encodings", "column_sizes")
 
 
 def _pairs(hashes: str) -> tuple[tuple[str, str], ...]:
@@ -196,19 +197,10 @@ def _pairs(hashes: str) -> tuple[tuple[str, str], ...]:
     return tuple((algorithm, value) for algorithm, _, value in found)
 
 
-class _TextsBuilder:
-    """`Texts` in the making."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-        self._ends = array("q")
-
-    def append(self, text: str) -> None:
-        self._data += text.encode()
-        self._ends.append(len(self._data))
-
-    def build(self) -> Texts:
-        return Texts(np.array(self._data, np.uint8), np.array(self._ends, np.int64))
+def _texts(texts: list[str]) -> Texts:
+    parts = [text.encode() for text in texts]
+    ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
+    return Texts(np.frombuffer(b"".join(parts), np.uint8), ends)
 
 
 class _WrongEntryError(Exception):
@@ -224,8 +216,9 @@ class _Parser:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._numbers = {name: array("q") for name in _NUMBERS}
-        self._texts = {name: _TextsBuilder() for name in _TEXTS}
+        self._n_shards = 0
+        self._numbers = array("q")  # those of _NUMBERS, shard after shard
+        self._texts: list[str] = []  # those of _TEXTS, likewise
         self._column_sets: dict[Any, int] = {}
         self._compressions: dict[str, int] = {}
 
@@ -237,17 +230,14 @@ class _Parser:
         except (ValueError, RecursionError) as error:
             raise self._wrong(f"it is not JSON ({error}); copy it again") from error
         self._check(found)
-        arrays: dict[str, Any] = {n: np.array(a, np.int64) for n, a in self._numbers.items()}
-        arrays |= {name: texts.build() for name, texts in self._texts.items()}
+        numbers = np.array(self._numbers, np.int64).reshape(-1, len(_NUMBERS))
+        arrays: dict[str, Any] = {key: numbers[:, n].copy() for n, key in enumerate(_NUMBERS)}
+        arrays |= {key: _texts(self._texts[n :: len(_TEXTS)]) for n, key in enumerate(_TEXTS)}
         return MDSIndex(
             **arrays,
             column_sets=tuple(Columns(*key) for key in self._column_sets),
             compressions=tuple(self._compressions),
         )
-
-    @property
-    def _n_shards(self) -> int:
-        return len(self._numbers["sizes"])
 
     def _check(self, found: Any) -> None:
         """What is left of the JSON once each shard is a number."""
@@ -272,9 +262,10 @@ class _Parser:
         if "raw_data" not in entry:
             return entry
         n = self._n_shards
-        for key, known in (("format", "mds"), ("version", 2)):
-            if entry.get(key) != known:
-                raise _WrongEntryError(f"{key} {entry.get(key)!r}; only {known} is read")
+        if entry.get("format") != "mds":
+            raise _WrongEntryError(f"format {entry.get('format')!r}; only mds is read")
+        if entry.get("version") != 2:
+            raise _WrongEntryError(f"version {entry.get('version')!r}; only 2 is read")
         samples = _count(entry, "samples")
         name, n_bytes, hashes = _file(entry, "raw_data")
         packed_name, packed_bytes, packed_hashes, compression = "", -1, "", -1
@@ -282,12 +273,9 @@ class _Parser:
             packed_name, packed_bytes, packed_hashes = _file(entry, "zip_data")
             compression = self._find_compression(str(entry.get("compression")))
         column_set = self._find_column_set(entry)
-        numbers = (samples, n_bytes, packed_bytes, column_set, compression)
-        for number, key in zip(numbers, _NUMBERS, strict=True):
-            self._numbers[key].append(number)
-        texts = (name, packed_name, hashes, packed_hashes)
-        for text, key in zip(texts, _TEXTS, strict=True):
-            self._texts[key].append(text)
+        self._numbers.extend((samples, n_bytes, packed_bytes, column_set, compression))
+        self._texts += (name, packed_name, hashes, packed_hashes)
+        self._n_shards = n + 1
         return n
 
     def _find_compression(self, name: str) -> int:
@@ -300,11 +288,11 @@ class _Parser:
         return self._compressions[name]
 
     def _find_column_set(self, entry: dict[str, Any]) -> int:
-        keys = ("column_names", "column_encodings", "column_sizes")
-        for key in keys:
-            if not isinstance(entry.get(key), list):
-                raise _WrongEntryError(f"{key}: {entry.get(key)!r}; it has to be a list")
-        columns = tuple(tuple(entry[key]) for key in keys)
+        names, encodings, sizes = map(entry.get, _COLUMNS)
+        if not type(names) is type(encodings) is type(sizes) is list:
+            key = next(key for key in _COLUMNS if not isinstance(entry.get(key), list))
+            raise _WrongEntryError(f"{key}: {entry.get(key)!r}; it has to be a list")
+        columns = tuple(names), tuple(encodings), tuple(sizes)
         try:
             known = self._column_sets.get(columns)
         except TypeError as error:  # a list or an object within, which has no hash
@@ -334,17 +322,20 @@ def _file(entry: dict[str, Any], key: str) -> tuple[str, int, str]:
     file = entry[key]
     if not isinstance(file, dict):
         raise _WrongEntryError(f"{key} is no object")
-    name, hashes = file.get("basename"), file.get("hashes") or {}
+    name, hashes = file.get("basename"), file.get("hashes")
     if not isinstance(name, str) or not name:
         raise _WrongEntryError(f"{key}.basename is missing")
-    if name[0] == "/" or ".." in name.split("/"):
+    if name[0] == "/" or (".." in name and ".." in name.split("/")):
         raise _WrongEntryError(f"{key}.basename: {name!r} lies outside of the dataset's folder")
+    size = _count(file, "bytes", f"{key}.")
+    if not hashes:
+        return name, size, ""
     if not isinstance(hashes, dict) or not all(
         a.isidentifier() and isinstance(h, str) and h.isalnum() for a, h in hashes.items()
     ):
         raise _WrongEntryError(f"{key}.hashes: {hashes!r} are no algorithms with hex digests")
     pairs = " ".join(f"{algorithm}:{hashes[algorithm]}" for algorithm in sorted(hashes))
-    return name, _count(file, "bytes", f"{key}."), pairs
+    return name, size, pairs
 
 
 def _count(entry: dict[str, Any], key: str, within: str = "") -> int:
