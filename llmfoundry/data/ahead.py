@@ -1,9 +1,11 @@
 """`Batches`: what a loader makes ahead of the training step, in a thread and worker processes.
 
-Made by `Loader.prefetch`, read by the trainer. A thread fills a short queue with batches that are
-ready for the device; it makes them itself, or takes them from the processes of a PyTorch
-DataLoader, which are given step numbers and hand back `Rows`. Steps come in order, and whatever
-goes wrong with one comes in its place: it is raised by `next`, then and ever after.
+Made by `Loader.prefetch`, read by the trainer. While a training step is at work, a thread gets the
+next few batches ready for the device; a batch that is asked for before the thread has begun with it
+is made by whoever asks, which takes less than to wait for another thread. Rows are made where the
+batch is, or by the processes of a PyTorch DataLoader, which are given step numbers and hand back
+`Rows`. Steps come in order, and whatever goes wrong with one comes in its place: it is raised by
+`next`, then and ever after.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import itertools
 import multiprocessing
 import multiprocessing.context
 import os
-import queue
 import signal
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from llmfoundry.data.loader import Loader
 
 _PATIENCE = 10.0  # seconds for a thread that waits for a store to notice that it is not needed
+_BUSY = 5e-4  # seconds without a question for a batch, after which the training step is at work
+
+_Made: TypeAlias = "tuple[Batch, Rows] | BaseException"
 
 
 class Batches(Iterator[Batch]):
@@ -46,18 +51,25 @@ class Batches(Iterator[Batch]):
             start_step: of the first.
             depth: batches that wait at most.
         """
-        self._loader, self._start_step = loader, start_step
-        self._made: queue.Queue[tuple[Batch, Rows] | BaseException] = queue.Queue(depth)
-        self._closed = threading.Event()
+        self._loader, self._step, self._depth = loader, start_step, depth
+        self._workers: _Workers | None = None
+        self._made: deque[_Made] = deque()
+        self._taken = 0
+        self._making = threading.Lock()  # held by the thread that makes a batch, or takes one
+        self._room = threading.Event()
+        self._closed = False
         self._error: BaseException | None = None
         self._dropped = self._padded = 0
-        self._thread = threading.Thread(target=self._make, name="loader", daemon=True)
+        self._thread = threading.Thread(target=self._make_ahead, name="loader", daemon=True)
         self._thread.start()
 
     def __next__(self) -> Batch:
         if self._error is not None:
             raise self._error
-        item = self._made.get()
+        with self._making:
+            item = self._made.popleft() if self._made else self._make()
+            self._taken += 1
+        self._room.set()
         if isinstance(item, BaseException):
             self._error = item
             self.close()
@@ -78,33 +90,44 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """End the thread and the processes."""
-        self._closed.set()
+        self._closed = True
+        self._room.set()
         self._thread.join(_PATIENCE)
 
-    def _make(self) -> None:
-        loader, step = self._loader, self._start_step
-        workers = _Workers(loader, step) if loader.workers else None
+    def _make_ahead(self) -> None:
+        """Make batches while nobody asks for one."""
+        failed = False
+        while not (self._closed or failed):
+            if len(self._made) == self._depth:
+                self._room.wait()
+                self._room.clear()
+            taken = self._taken
+            time.sleep(_BUSY)
+            if taken != self._taken:
+                continue  # whoever asks that often makes them sooner than they are handed over
+            with self._making:
+                if len(self._made) < self._depth and not self._closed:
+                    self._made.append(item := self._make())
+                    failed = isinstance(item, BaseException)
+        if self._workers is not None:
+            self._workers.close()
+        self._loader.close()
+
+    def _make(self) -> _Made:
+        """The next batch, ready for the device, or what went wrong with it."""
+        loader = self._loader
         try:
-            while not self._closed.is_set():
-                rows = loader.rows(step) if workers is None else workers.next()
-                batch = rows.batch(with_layout=loader.with_layout)
-                if torch.cuda.is_available():
-                    batch = batch.pin_memory()
-                self._put((batch, rows))
-                step += 1
+            if loader.workers and self._workers is None:
+                self._workers = _Workers(loader, self._step)
+            rows = self._workers.next() if self._workers else loader.rows(self._step)
+            batch = rows.batch(with_layout=loader.with_layout)
+            if torch.cuda.is_available():
+                batch = batch.pin_memory()
         except BaseException as error:
             # Of a worker's no traceback: its frames here would keep the processes alive.
-            self._put(error if workers is None else error.with_traceback(None))
-        finally:
-            if workers is not None:
-                workers.close()
-            loader.close()
-
-    def _put(self, item: tuple[Batch, Rows] | BaseException) -> None:
-        """Wait for a place in the queue, unless nobody wants it any more."""
-        while not self._closed.is_set():
-            with suppress(queue.Full):
-                return self._made.put(item, timeout=0.1)
+            return error.with_traceback(None) if loader.workers else error
+        self._step += 1
+        return batch, rows
 
 
 class _Workers:

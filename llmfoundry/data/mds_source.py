@@ -163,7 +163,7 @@ class MDSTokens(_Samples):
         value = self._column.read(row)
         if isinstance(value, np.ndarray):
             if value.dtype.kind in "iu":
-                return value.reshape(-1)
+                return value if value.ndim == 1 else value.reshape(-1)
             raise self._wrong(row, f"holds {value.dtype}; ids are whole numbers")
         if len(value) % self._dtype.itemsize:
             raise self._wrong(
@@ -184,11 +184,12 @@ class MDSTokens(_Samples):
         """Row number `row`, of up to `seq_len` tokens."""
         ids = self.ids(row)
         fitting = ids[: seq_len + 1]
+        if self._mark is None:
+            size = min(len(fitting), seq_len)
+            return Row(fitting, [size] if size else [], len(ids) - len(fitting))
         return Row(fitting, self._lengths(fitting[:seq_len]), len(ids) - len(fitting))
 
     def _lengths(self, ids: np.ndarray) -> list[int]:
-        if self._mark is None:
-            return [len(ids)] if len(ids) else []
         marks = (ids == self._mark).nonzero()[0]
         borders = [0, *(marks + self._after).tolist(), len(ids)]
         return [after - before for before, after in pairwise(borders) if after > before]

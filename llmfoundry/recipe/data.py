@@ -86,7 +86,7 @@ class DataConfig(SourceConfig):
     num_workers: int | None = None
     """Processes that prepare a corpus; unset: one per core."""
     loader_workers: int = 0
-    """Processes of each rank that make batches; 0: a thread of it does."""
+    """Processes of each rank that make batches; 0: it does so itself, in a thread."""
     prefetch_factor: int = 2
     """Batches made ahead, by each of the loader_workers."""
 

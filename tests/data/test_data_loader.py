@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -305,20 +306,46 @@ def test_a_killed_worker_is_an_error_not_a_hang(web: OrderedStream) -> None:
                 next(batches)
 
 
-def test_batches_wait_for_the_training(web: OrderedStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+@pytest.fixture
+def makers(web: OrderedStream, monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, list[str]]:
+    """A loader, and the names of the threads that made its batches, in order."""
+    made: list[str] = []
     one = loader([web])
     rows = one.rows
 
-    def counted(step: int) -> Any:
-        made.append(step)
+    def noted(step: int) -> Any:
+        assert step == len(made)
+        made.append(threading.current_thread().name)
         return rows(step)
 
-    monkeypatch.setattr(one, "rows", counted)
+    monkeypatch.setattr(one, "rows", noted)
+    return one, made
+
+
+def test_batches_are_made_ahead_and_wait_for_the_training(
+    makers: tuple[Loader, list[str]],
+) -> None:
+    one, made = makers
     with closing(one.prefetch(0, depth=2)) as batches:
-        for given in range(1, 30):
+        for given in range(5):
+            deadline = time.monotonic() + 20
+            while len(made) < given + 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(0.01)
+            assert made == ["loader"] * (given + 2)
             next(batches)
-            assert len(made) <= given + 2 + 1  # two wait, one is in hand
+
+
+def test_a_batch_that_nobody_has_made_yet_is_made_by_who_asks(
+    web: OrderedStream, makers: tuple[Loader, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmfoundry.data.ahead._BUSY", 0.5)
+    one, made = makers
+    plain = loader([web])
+    with closing(one.prefetch(0)) as batches:
+        for step in range(10):
+            assert same(next(batches), plain.batch(step))
+    assert made == ["MainThread"] * 10
 
 
 def test_ids_that_no_token_has_are_refused_with_their_place(folder: Path) -> None:

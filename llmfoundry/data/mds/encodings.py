@@ -225,7 +225,8 @@ def _decode_ndarray(data: memoryview, *, dtype: np.dtype[Any] | None) -> np.ndar
             raise ValueError(f"no dtype has the code {data[0]}")
     layout = _shape_layout(data[start])
     shape = layout.unpack_from(data, start + 1)
-    return np.frombuffer(data, dtype, offset=start + 1 + layout.size).reshape(shape)
+    values = np.frombuffer(data, dtype, offset=start + 1 + layout.size)
+    return values if values.shape == shape else values.reshape(shape)
 
 
 @cache
