@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry.models.linear import Linear
@@ -164,7 +165,8 @@ class Attention(nn.Module):
         assert (kv is None) == self.owns_kv
         projected = self.Wqkv(x) if self.owns_kv else self.Wq(x)
         if self.clip is not None:
-            projected = projected.clamp(-self.clip, self.clip)
+            # clamp's backward pass is four steps, hardtanh's one
+            projected = F.hardtanh(projected, -self.clip, self.clip)
         parts = projected.split(self.widths, dim=-1)
         q = self._heads(parts[0], self.q_ln)
         if kv is None:
