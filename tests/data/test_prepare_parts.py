@@ -18,6 +18,7 @@ import pytest
 from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.preparation import tasks as tasks_module
 from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.open_files import Input
 from llmfoundry.data.preparation.outputs import token_output
 from llmfoundry.data.preparation.parts import WORK, Job, make_part
 from llmfoundry.data.preparation.place import Place
@@ -92,6 +93,19 @@ def test_spans_read_by_themselves_are_the_corpus(tmp_path: Path, longest: int | 
     assert sum(span.n_bytes or 0 for span in spans) == sum(file.size for file in corpus.files)
     wheres = [d.where for span in corpus.spans(None) for d in corpus.read(span)]
     assert [d.where for span in spans for d in corpus.read(span)] == wheres
+
+
+@pytest.mark.parametrize("column", ["text", "text,"])
+def test_a_part_is_read_without_what_is_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    """What a message says of a row's place costs a reading of the file: only errors may ask."""
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in documents(50))
+    (tmp_path / "a.jsonl").write_text(rows)
+    corpus = Corpus(config_of(tmp_path / "a.jsonl", text_column=column))
+    monkeypatch.setattr(Input, "lines_before", lambda _: pytest.fail("read from its beginning"))
+    assert len(corpus.spans(300)) > 5
+    assert len([d.text for span in corpus.spans(300) for d in corpus.read(span)]) == 50
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n"])

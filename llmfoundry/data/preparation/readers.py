@@ -35,6 +35,16 @@ class Row:
         return str(self.number + (self.source.lines_before() if self.source.start else 0))
 
 
+@dataclass(frozen=True)
+class _Place:
+    """File and row, for a message: a text that costs a reading of the file is not made before."""
+
+    row: Row
+
+    def __str__(self) -> str:
+        return f"{self.row.source.name}:{self.row}"
+
+
 Rows = Iterator[tuple[Row | int | None, str]]
 
 
@@ -80,26 +90,22 @@ def _jsonl(source: Input, text_column: str) -> Rows:
     for number, data in enumerate(source.lines(), start=1):
         line = Row(source, number)
         if data.strip():
-            yield line, _jsonl_text(source, line, data, text_column)
+            yield line, _jsonl_text(_Place(line), data, text_column)
         else:
             yield line, ""
 
 
-def _jsonl_text(source: Input, line: Row, data: bytes, text_column: str) -> str:
+def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
     try:
         row = json.loads(data.removeprefix(codecs.BOM_UTF8))
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the line (0x{error.object[error.start]:02x})"
-        raise UserError(f"{source.name}:{line}: {byte} is not UTF-8: {error.reason}") from error
+        raise UserError(f"{where}: {byte} is not UTF-8: {error.reason}") from error
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(
-            f"{source.name}:{line}: not JSON: {error}; every line must hold one object"
-        ) from error
+        raise UserError(f"{where}: not JSON: {error}; every line must hold one object") from error
     if not isinstance(row, dict):
-        raise UserError(
-            f"{source.name}:{line}: holds {_kind(row)}; every line must hold one JSON object"
-        )
-    return pick(f"{source.name}:{line}", text_column, row)
+        raise UserError(f"{where}: holds {_kind(row)}; every line must hold one JSON object")
+    return pick(where, text_column, row)
 
 
 def _csv(source: Input, text_column: str) -> Rows:
@@ -184,7 +190,7 @@ def columns_of(text_column: str) -> list[tuple[str, str]]:
     return [(name, kind or "str") for name, _, kind in parts]
 
 
-def check_columns(where: str, text_column: str, names: Collection[str]) -> None:
+def check_columns(where: object, text_column: str, names: Collection[str]) -> None:
     """Refuse a file that lacks a column.
 
     Raises:
@@ -195,8 +201,8 @@ def check_columns(where: str, text_column: str, names: Collection[str]) -> None:
             raise UserError(f"{where}: {no_column(name, list(names))}")
 
 
-def pick(where: str, text_column: str, row: Mapping[str, Any]) -> str:
-    """The text of one row, or the JSON of its columns.
+def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
+    """The text of one row, or the JSON of its columns; `str(where)` is what errors begin with.
 
     Raises:
         UserError: a column is missing, or is no text where text is asked.
@@ -229,7 +235,7 @@ def arrow_texts(where: str, first: int, text_column: str, batch: Any) -> Iterato
         yield pick(f"{where} {number}", text_column, row)
 
 
-def as_text(where: str, text_column: str, value: Any) -> str:
+def as_text(where: object, text_column: str, value: Any) -> str:
     """The value of a column, which must be text.
 
     Raises:
