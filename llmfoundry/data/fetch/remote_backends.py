@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import fsspec
@@ -182,6 +183,20 @@ def _make(protocol: str, settings: dict[str, Any]) -> Any:
         no_bound = aiohttp.ClientTimeout(total=None)
         settings["client_kwargs"] = {"timeout": no_bound, **settings.get("client_kwargs", {})}
     made = fsspec.filesystem(protocol, skip_instance_cache=True, **settings)
-    if protocol == "s3":
-        made.retries = 1  # s3fs', on top of botocore's: also our part
+    _without_retries(protocol, made)
     return made
+
+
+def _without_retries(protocol: str, made: Any) -> None:
+    """Trying again is our part: a library that does so, too, waits longer than our timeout.
+
+    Only s3fs has a setting. Where a release of the others has moved what is changed here, its own
+    attempts come back, and an error that lasts is called a timeout.
+    """
+    if protocol == "s3":
+        made.retries = 1
+    elif hasattr(made, "_timeout_kwargs"):  # adlfs hands these on to each request
+        made._timeout_kwargs["retry_total"] = 0
+    elif protocol in ("gs", "gcs"):
+        once = getattr(type(made)._request, "__wrapped__", None)  # beneath gcsfs' decorator
+        made._request = made._request if once is None else MethodType(once, made)

@@ -151,7 +151,9 @@ def _is_refused(error: BaseException) -> bool:
     if _status(error) in (401, 403):
         return True
     return any(
-        isinstance(e, PermissionError) or not _CREDENTIAL_NAMES.isdisjoint(_names(e))
+        isinstance(e, PermissionError)
+        or not _CREDENTIAL_NAMES.isdisjoint(_names(e))
+        or str(e).startswith("Forbidden: ")  # gcsfs, without the status
         for e in _chain(error)
     )
 
