@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -75,7 +76,8 @@ def _handler(faulty: FaultyS3) -> type[BaseHTTPRequestHandler]:
             self.pass_on("GET")
 
         def pass_on(self, method: str) -> None:
-            key = self.path.partition("?")[0].removeprefix(f"/{BUCKET}/")
+            path = unquote(self.path.partition("?")[0])
+            key = path.partition(f"/{BUCKET}/")[2].removeprefix("o/")  # o/: Google's
             fault = faulty.next_fault(key)
             if fault in _ANSWERS:
                 self.answer(*_ANSWERS[fault])
