@@ -158,7 +158,7 @@ class Loader:
         Whoever makes rows, a thread or a worker, fetches ahead for itself: what is used makes room.
         """
         plan = self._plan
-        if plan is None or not plan.step <= step < plan.step + _PLANNED:
+        if plan is None or not plan.step <= step < plan.step + len(plan.source):
             source, samples = self._slots(step)
             places = np.empty_like(samples)
             for n in np.unique(source).tolist():
@@ -171,7 +171,7 @@ class Loader:
 
     def _slots(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Streams and samples of this rank's slots of some steps, each (steps, share) int64."""
-        numbers = range(step, step + _PLANNED)
+        numbers = range(step, step + max(_PLANNED_STEPS, _PLANNED_ROWS // self._share))
         if len(self.streams) > 1:
             slots = [self.mixture.plan(n, self._first_slot, self._share) for n in numbers]
             source, samples = zip(*slots, strict=True)
@@ -210,7 +210,7 @@ class Loader:
         )
 
 
-_PLANNED = 16  # steps
+_PLANNED_STEPS, _PLANNED_ROWS = 16, 1024  # at a time; the larger of the two
 
 
 @dataclass(frozen=True)

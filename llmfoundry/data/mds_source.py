@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,8 +45,10 @@ class MDSColumn:
         Raises:
             UserError: the shard cannot be had, or is damaged.
         """
-        shard, place = self.place(row)
-        return self._shard(shard).read(place, self.name)
+        n = bisect_right(self._begins, row) - 1
+        shard = self._open.get(n) or self._map(n)
+        self._open.move_to_end(n)
+        return shard.read(row - self._begins[n])
 
     def place(self, row: int) -> tuple[int, int]:
         """The number of a sample's shard, and its own in it."""
@@ -69,20 +71,14 @@ class MDSColumn:
             self._open.popitem()[1].pins.close()
         self._folder.close()
 
-    def _shard(self, n: int) -> MDSShard:
-        found = self._open.get(n)
-        if found is None:
-            found = self._open[n] = self._map(n)
-            if len(self._open) > _OPEN_SHARDS:
-                self._open.popitem(last=False)[1].pins.close()
-        else:
-            self._open.move_to_end(n)
-        return found.shard
-
     def _map(self, n: int) -> _Open:
         with ExitStack() as stack:
             path = stack.enter_context(self._folder.pin(self.index.spec(n)))
-            return _Open(MDSShard(path, self.index, n), stack.pop_all())
+            read = MDSShard(path, self.index, n).reader(self.name)
+            found = self._open[n] = _Open(read, stack.pop_all())
+        if len(self._open) > _OPEN_SHARDS:
+            self._open.popitem(last=False)[1].pins.close()
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
@@ -90,7 +86,7 @@ class MDSColumn:
 
 @dataclass(frozen=True)
 class _Open:
-    shard: MDSShard
+    read: Callable[[int], Any]
     pins: ExitStack
 
 
@@ -183,7 +179,7 @@ class MDSTokens(_Samples):
     def cut(self, row: int, seq_len: int) -> Row:
         """Row number `row`, of up to `seq_len` tokens."""
         ids = self.ids(row)
-        fitting = ids[: seq_len + 1]
+        fitting = ids if len(ids) <= seq_len + 1 else ids[: seq_len + 1]
         if self._mark is None:
             size = min(len(fitting), seq_len)
             return Row(fitting, [size] if size else [], len(ids) - len(fitting))

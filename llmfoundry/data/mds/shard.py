@@ -27,7 +27,7 @@ from llmfoundry.errors import UserError
 
 __all__ = ["MDSIndex", "MDSShard"]
 
-_PAIR = struct.Struct("<2I")
+_unpack_pair = struct.Struct("<2I").unpack_from
 
 
 class MDSShard:
@@ -67,34 +67,43 @@ class MDSShard:
         Raises:
             UserError: there is no such column, its encoding is refused, or its bytes are damaged.
         """
-        assert 0 <= row < self._n_samples, f"no sample {row} of {self._n_samples}"
+        return self.reader(column)(row)
+
+    def reader(self, column: str) -> Callable[[int], Any]:
+        """`read` of one column, for many rows: what does not depend on the row is looked up once.
+
+        Raises:
+            UserError: there is no such column.
+        """
         place = self.columns.position.get(column)
         if place is None:
             names = ", ".join(self.columns.names)
             raise UserError(f"{self._path}: no column {column!r}; it has {names}")
-        try:
-            return self._layout.decoders[place](self._value(row, place))
-        except CODING_ERRORS as error:
-            raise UserError(f"{self._path}: sample {row}, column {column}: {error}") from error
+        data, n_samples, layout = self._data, self._n_samples, self._layout
+        shortest, unpack_sizes = layout.shortest, layout.head.unpack_from
+        (fixed, n_variable, size), decode = layout.places[place], layout.decoders[place]
+
+        def read(row: int) -> Any:
+            assert 0 <= row < n_samples, f"no sample {row} of {n_samples}"
+            try:
+                begin, end = _unpack_pair(data, 4 + 4 * row)
+                if end - begin < shortest:
+                    raise ValueError(f"damaged: the sample ends after {end - begin} bytes")
+                sizes = unpack_sizes(data, begin)
+                if shortest + sum(sizes) != end - begin:
+                    raise ValueError(
+                        f"damaged: its columns' sizes are not the sample's {end - begin} bytes"
+                    )
+                start = begin + fixed + sum(sizes[:n_variable])
+                return decode(data[start : start + (sizes[n_variable] if size is None else size)])
+            except CODING_ERRORS as error:
+                raise UserError(f"{self._path}: sample {row}, column {column}: {error}") from error
+
+        return read
 
     def sample(self, row: int) -> dict[str, Any]:
         """All columns of sample `row`, as `read` gives them."""
         return {name: self.read(row, name) for name in self.columns.names}
-
-    def _value(self, row: int, place: int) -> memoryview:
-        """The bytes of a column's value."""
-        layout = self._layout
-        begin, end = _PAIR.unpack_from(self._data, 4 + 4 * row)
-        if end - begin < layout.shortest:
-            raise ValueError(f"damaged: the sample ends after {end - begin} bytes")
-        sizes = layout.head.unpack_from(self._data, begin)
-        if layout.shortest + sum(sizes) != end - begin:
-            raise ValueError(
-                f"damaged: its columns' sizes are not the sample's {end - begin} bytes"
-            )
-        fixed, n_variable, size = layout.places[place]
-        start = begin + fixed + sum(sizes[:n_variable])
-        return self._data[start : start + (sizes[n_variable] if size is None else size)]
 
     def _map(self, n_bytes: int) -> memoryview:
         try:
