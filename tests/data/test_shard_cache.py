@@ -16,7 +16,7 @@ import pytest
 
 from llmfoundry.data.fetch import remote, shard_fetch
 from llmfoundry.data.fetch.file_locks import lock, try_lock
-from llmfoundry.data.fetch.shard_cache import PART
+from llmfoundry.data.fetch.shard_cache import PART, ShardCache
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
@@ -301,6 +301,26 @@ def test_a_cache_that_a_group_may_write_stays_so(far: str, tmp_path: Path) -> No
     for path in made:
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o2770 if path.is_dir() else 0o660), path
+
+
+def test_a_folder_of_a_shared_cache_has_its_permissions_before_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or another user may find it closed."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o2777)
+    cache = ShardCache(tmp_path / "cache", limit=None)
+    rename, named = Path.rename, []
+
+    def noted(self: Path, target: Path) -> Path:
+        named.append((target.name, stat.S_IMODE(self.stat().st_mode)))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", noted)
+    for _ in range(2):
+        cache.make_folder(tmp_path / "cache/a/b")
+    assert named == [("a", 0o2777), ("b", 0o2777)]
+    assert sorted(p.name for p in (tmp_path / "cache").rglob("*")) == ["a", "b"]
 
 
 def test_a_forked_child_does_not_keep_its_parents_locks(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -73,9 +74,15 @@ class ShardCache:
         """
         missing = [p for p in (folder, *folder.parents) if not p.exists()]
         for path in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                path.mkdir()
-                path.chmod(self._permissions)
+            # Another user may be about to write there: it has its permissions before its name.
+            fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))
+            fresh.chmod(self._permissions)
+            try:
+                fresh.rename(path)
+            except OSError:
+                fresh.rmdir()
+                if not path.is_dir():
+                    raise
 
     def reserve(self, part: LockedFile, n_bytes: int, *, ahead: bool) -> Shortage | None:
         """Make room for a file that is going to be written; the shortage if there is none.
