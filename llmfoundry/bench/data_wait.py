@@ -28,7 +28,7 @@ from llmfoundry.track.loggers import Tracker
 from llmfoundry.train.step import train_step
 from llmfoundry.train.trainer import Trainer
 
-STEPS, ROUNDS = 5, 16
+STEPS, ROUNDS = 5, 48  # 16 rounds were off by up to 3 %
 
 
 def main() -> None:
