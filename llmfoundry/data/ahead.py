@@ -56,6 +56,7 @@ class Batches(Iterator[Batch]):
         self._made: deque[_Made] = deque()
         self._taken = 0
         self._making = threading.Lock()  # held by the thread that makes a batch, or takes one
+        self._making.acquire()  # by the new thread, as it were: it lets go when it can make some
         self._room = threading.Event()
         self._closed = False
         self._error: BaseException | None = None
@@ -97,6 +98,15 @@ class Batches(Iterator[Batch]):
     def _make_ahead(self) -> None:
         """Make batches while nobody asks for one."""
         failed = False
+        try:
+            # In the main thread PyTorch would answer a worker's end there, in the middle of a step.
+            if self._loader.workers:
+                self._workers = _Workers(self._loader, self._step)
+        except BaseException as error:
+            self._made.append(error)
+            failed = True
+        finally:
+            self._making.release()
         while not (self._closed or failed):
             if len(self._made) == self._depth:
                 self._room.wait()
@@ -117,8 +127,6 @@ class Batches(Iterator[Batch]):
         """The next batch, ready for the device, or what went wrong with it."""
         loader = self._loader
         try:
-            if loader.workers and self._workers is None:
-                self._workers = _Workers(loader, self._step)
             rows = self._workers.next() if self._workers else loader.rows(self._step)
             batch = rows.batch(with_layout=loader.with_layout)
             if torch.cuda.is_available():

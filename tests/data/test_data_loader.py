@@ -273,6 +273,14 @@ def test_prefetch_gives_the_same_batches_and_ends_what_it_began(
     assert not multiprocessing.active_children()
 
 
+def test_a_step_is_not_interrupted_when_a_worker_ends(web: OrderedStream) -> None:
+    """PyTorch answers the signal of a child's end in the main thread, if workers began there."""
+    before = signal.getsignal(signal.SIGCHLD)
+    with closing(loader([web], workers=1).prefetch(0)) as batches:
+        next(batches)
+        assert signal.getsignal(signal.SIGCHLD) == before
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_goes_wrong_is_raised_at_its_step(folder: Path, tmp_path: Path, workers: int) -> None:
     """As the error that it was, and again at every later step."""
