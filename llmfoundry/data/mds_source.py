@@ -45,10 +45,10 @@ class MDSColumn:
         Raises:
             UserError: the shard cannot be had, or is damaged.
         """
-        n = bisect_right(self._begins, row) - 1
+        n, place = self.place(row)
         shard = self._open.get(n) or self._map(n)
         self._open.move_to_end(n)
-        return shard.read(row - self._begins[n])
+        return shard.read(place)
 
     def place(self, row: int) -> tuple[int, int]:
         """The number of a sample's shard, and its own in it."""

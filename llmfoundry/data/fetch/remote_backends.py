@@ -197,6 +197,5 @@ def _without_retries(protocol: str, made: Any) -> None:
         made.retries = 1
     elif hasattr(made, "_timeout_kwargs"):  # adlfs hands these on to each request
         made._timeout_kwargs["retry_total"] = 0
-    elif protocol in ("gs", "gcs"):
-        once = getattr(type(made)._request, "__wrapped__", None)  # beneath gcsfs' decorator
-        made._request = made._request if once is None else MethodType(once, made)
+    elif protocol in ("gs", "gcs") and hasattr(made._request, "__wrapped__"):
+        made._request = MethodType(made._request.__wrapped__, made)  # beneath gcsfs' decorator
