@@ -323,6 +323,28 @@ def test_a_folder_of_a_shared_cache_has_its_permissions_before_its_name(
     assert sorted(p.name for p in (tmp_path / "cache").rglob("*")) == ["a", "b"]
 
 
+def test_a_file_that_is_named_while_room_is_made_stays_in_the_accounts(
+    far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would be kept for good, beyond the limit."""
+    folder = opened(tmp_path, remote=far, limit=2 * N_BYTES)
+    folder.get(spec(0))
+    near, stat_of, looked = tmp_path / "near/s", os.stat, []
+    (near / "0").rename(near / f"0{PART}")
+
+    def named_after_the_first_look(path: Path | str, **how: bool) -> os.stat_result:
+        if str(path).removesuffix(PART) == str(near / "0"):
+            looked.append(path)
+            if len(looked) == 2:
+                (near / f"0{PART}").rename(near / "0")
+        return stat_of(path, **how)
+
+    monkeypatch.setattr(os, "stat", named_after_the_first_look)
+    for n in (1, 2, 3, 4):
+        folder.get(spec(n))
+    assert len(looked) > 2 and "0" not in kept(tmp_path / "near")
+
+
 def test_a_forked_child_does_not_keep_its_parents_locks(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     held = try_lock(tmp_path / "a")

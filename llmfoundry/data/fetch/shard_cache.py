@@ -185,7 +185,7 @@ class ShardCache:
         except FileNotFoundError:
             return
         for line in dict.fromkeys(lines):
-            for name in (line, line + PART):
+            for name in (line + PART, line):  # as it is renamed: seen twice at worst, never missed
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(name)
                     yield _File(Path(name), status.st_size, status.st_mtime)
