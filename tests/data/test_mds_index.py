@@ -92,6 +92,19 @@ def test_an_index_of_no_shards_has_none() -> None:
     assert index.sizes.sum() == 0
 
 
+def test_names_may_be_of_any_script() -> None:
+    raw = {"basename": "Größe/数.mds", "bytes": 9}
+    index = parse([entry(0), entry(1, raw_data=raw), entry(2)])
+    assert index.spec(1).name == "Größe/数.mds"
+    assert index.spec(2).name == "a/shard.00002.mds"
+
+
+def test_columns_are_the_same_however_their_json_is_written() -> None:
+    spaced = json.dumps({"version": 2, "shards": [entry(0), entry(1)]}).encode()
+    index = MDSIndex.from_bytes(spaced.replace(b'"tokens", "url"', b'"tokens","url"', 1))
+    assert len(index.column_sets) == 1
+
+
 def test_hashes_may_be_missing() -> None:
     raw = {"basename": "shard.00000.mds", "bytes": 9}
     index = parse([entry(0, raw_data=raw, zip_data=None)])
@@ -197,30 +210,31 @@ RAW = entry(1)["raw_data"]
 WRONG: list[tuple[Entry, str]] = [
     ({"format": "csv"}, "format 'csv'; only mds is read"),
     ({"version": 1}, "version 1; only 2 is read"),
-    ({"samples": -1}, "samples: -1; it has to be a count"),
-    ({"samples": None}, "samples: None; it has to be a count"),
-    ({"samples": 1.5}, "samples: 1.5"),
-    ({"samples": True}, "samples: True"),
-    ({"samples": 1 << 70}, "samples: 1180591620717411303424"),
-    ({"raw_data": None}, "raw_data is no object"),
-    ({"raw_data": RAW | {"bytes": -5}}, "raw_data.bytes: -5; it has to be a count"),
-    ({"raw_data": {"bytes": 5}}, "raw_data.basename is missing"),
+    ({"samples": -1}, "samples: Expected `int` >= 0; write the index anew"),
+    ({"samples": None}, "samples: Expected `int`, got `null`; write the index anew"),
+    ({"samples": 1.5}, "samples: Expected `int`, got `float`"),
+    ({"samples": True}, "samples: Expected `int`, got `bool`"),
+    ({"samples": 1 << 70}, "samples: Expected `int` <= 9223372036854775807"),
+    ({"raw_data": None}, "raw_data: Expected `object`, got `null`"),
+    ({"raw_data": RAW | {"bytes": -5}}, "raw_data.bytes: Expected `int` >= 0"),
+    ({"raw_data": {"bytes": 5}}, "raw_data: Object missing required field `basename`"),
+    ({"raw_data": RAW | {"basename": ""}}, "raw_data.basename: Expected `str` of length >= 1"),
     ({"raw_data": RAW | {"basename": "../../x"}}, "'../../x' lies outside"),
     ({"raw_data": RAW | {"basename": "/etc/x"}}, "'/etc/x' lies outside"),
-    ({"raw_data": RAW | {"hashes": {"sha1": 5}}}, "raw_data.hashes: {'sha1': 5} are no"),
+    ({"raw_data": RAW | {"hashes": {"sha1": 5}}}, "raw_data.hashes[...]: Expected `str`"),
     ({"raw_data": RAW | {"hashes": {"sha1": "a b:c"}}}, "raw_data.hashes: "),
-    ({"zip_data": {"basename": "x"}}, "zip_data.bytes: None"),
+    ({"zip_data": {"basename": "x"}}, "zip_data: Object missing required field `bytes`"),
     ({"compression": "lz4"}, "compression 'lz4': no such codec"),
     ({"compression": None}, "compression 'None': no such codec"),
-    ({"column_names": None}, "column_names: None; it has to be a list"),
+    ({"column_names": None}, "column_names: Expected `array`, got `null`"),
     ({"column_names": ["tokens"]}, "do not match"),
     ({"column_names": ["url", "url"]}, "do not match"),
     ({"column_names": [], "column_encodings": [], "column_sizes": []}, "do not match"),
-    ({"column_names": [["tokens"], "url"]}, "not plain texts and numbers"),
-    ({"column_names": [5, "url"]}, "column 5 of encoding 'ndarray:int32:2048': not text"),
+    ({"column_names": [["tokens"], "url"]}, "column_names[0]: Expected `str`, got `array`"),
+    ({"column_names": [5, "url"]}, "column_names[0]: Expected `str`, got `int`"),
     ({"column_sizes": [8191, None]}, "ndarray:int32:2048 cannot have a size of 8191"),
-    ({"column_sizes": [8192, 0]}, "column url: str cannot have a size of 0"),
-    ({"column_sizes": [8192.5, None]}, "cannot have a size of 8192.5"),
+    ({"column_sizes": [8192, 0]}, "column_sizes[1]: Expected `int` >= 1"),
+    ({"column_sizes": [8192.5, None]}, "column_sizes[0]: Expected `int | null`, got `float`"),
 ]
 
 
@@ -240,17 +254,19 @@ def test_what_is_wrong_with_a_shard_is_one_line_with_its_number(changes: Entry, 
         (b"", "it is not JSON"),
         (b"\xff\xfe\xff", "it is not JSON"),
         (encode(MIXED)[:-9], "it is not JSON"),
-        (b"[" * 100_000, "it is not JSON"),
-        (b"[]", "an index of format unknown, not of MDS"),
+        (b'{"shards": ' + b"[" * 100_000, "it is not JSON"),
+        (encode([entry(0)]).replace(b"url", b"\xff"), "shard 0: column_names: 'utf-8' codec can't"),
+        (b"[]", "no MDS index: Expected `object`, got `array`; write it anew"),
         (b'{"version": 2}', "an index of format unknown, not of MDS"),
         (b'{"chunks": [], "config": {}}', "an index of format unknown, not of MDS"),
         (encode([], format="llmfoundry-tokens"), "format llmfoundry-tokens, not of MDS"),
         (encode([], version=1), "version 1; only MDS of version 2 is read"),
-        (b'{"version": 2, "shards": {}}', "`shards` is no list"),
-        (encode([entry(0), {"samples": 1}]), "shard 1: raw_data is missing"),
-        (encode([entry(0), None]), "shard 1: raw_data is missing"),
-        (encode([], more=entry(0)), "shards outside of the list"),
-        (encode([entry(0), 0], more=entry(1)), "shard 1: raw_data is missing"),
+        (
+            b'{"version": 2, "shards": {}}',
+            "no MDS index: shards: Expected `array | null`, got `object`",
+        ),
+        (encode([entry(0), {"samples": 1}]), "shard 1: Object missing required field `raw_data`"),
+        (encode([entry(0), None]), "shard 1: Expected `object`, got `null`"),
     ],
 )
 def test_a_file_that_is_no_mds_index_is_one_line(data: bytes, line: str) -> None:

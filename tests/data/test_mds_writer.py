@@ -219,7 +219,7 @@ def test_a_part_that_cannot_be_merged_is_named_and_nothing_is_written(tmp_path: 
     (tmp_path / "set/c/index.json").write_text('{"version": 2, "shards": [{"raw_data": 5}]}')
     for part, line in {
         "set/b": "set/b/index.json: missing; write that part again",
-        "set/c": "set/c/index.json: shard 0: format None",
+        "set/c": "set/c/index.json: shard 0: raw_data: Expected `object`",
         "set": "set: not within",
         "elsewhere": "elsewhere: not within",
     }.items():

@@ -3,7 +3,7 @@
 The data sources open it, once per run and rank. An index may list half a million shards, so no
 Python object stands for a shard: numbers are arrays, texts are one run of bytes with their ends,
 and what shards have in common (columns, compressions) is kept once. JSON of that length takes
-seconds to parse; `save` and `load` keep the same facts in a file that opens in a moment.
+a second or two to parse; `save` and `load` keep the same facts in a file that opens in a moment.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import hashlib
 import json
 import zipfile
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from llmfoundry.data.fetch.file_spec import FileSpec, Packed
@@ -189,7 +191,8 @@ class MDSIndex:
 
 _NUMBERS = ("sizes", "raw_bytes", "packed_bytes", "column_set", "compression")
 _TEXTS = ("names", "packed_names", "hashes", "packed_hashes")
-_COLUMNS = ("column_names", "column_encodings", "column_sizes")
+
+_Values = TypeVar("_Values")
 
 
 def _pairs(hashes: str) -> tuple[tuple[str, str], ...]:
@@ -198,85 +201,119 @@ def _pairs(hashes: str) -> tuple[tuple[str, str], ...]:
 
 
 def _texts(texts: list[str]) -> Texts:
-    parts = [text.encode() for text in texts]
-    ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
-    return Texts(np.frombuffer(b"".join(parts), np.uint8), ends)
+    together = "".join(texts)
+    lengths = map(len, texts if together.isascii() else (text.encode() for text in texts))
+    ends = np.cumsum(np.fromiter(lengths, np.int64, len(texts)))
+    return Texts(np.frombuffer(together.encode(), np.uint8), ends)
 
 
 class _WrongEntryError(Exception):
     """What is wrong with a shard's entry."""
 
 
-class _Parser:
-    """Turns JSON into the arrays while it is parsed, so that half a million dicts never coexist.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Size = Annotated[int, msgspec.Meta(gt=0)]
 
-    The JSON parser calls `_entry` with every dict as it is complete, inner ones first; one that is
-    a shard's entry is written into the arrays and replaced by its number.
-    """
+
+class _File(msgspec.Struct, gc=False):
+    """A file that an entry describes."""
+
+    basename: Annotated[str, msgspec.Meta(min_length=1)]
+    n_bytes: _Count = msgspec.field(name="bytes")
+    hashes: dict[str, str] | None = None
+
+
+class _Shard(msgspec.Struct, gc=False):
+    """An entry; its columns stay text, since nearly all shards have the same."""
+
+    raw_data: _File
+    samples: _Count
+    column_names: msgspec.Raw
+    column_encodings: msgspec.Raw
+    column_sizes: msgspec.Raw
+    format: Any = None
+    version: Any = None
+    zip_data: _File | None = None
+    compression: str | None = None
+
+
+class _Index(msgspec.Struct):
+    """The file; a shard's entry stays text until its turn, so that they are never all objects."""
+
+    shards: list[msgspec.Raw] | None = None
+    format: Any = None
+    version: Any = None
+
+
+_decode_index = msgspec.json.Decoder(_Index).decode
+_decode_shard = msgspec.json.Decoder(_Shard).decode
+_decode_names = msgspec.json.Decoder(tuple[str, ...]).decode
+_decode_sizes = msgspec.json.Decoder(tuple[_Size | None, ...]).decode
+
+
+class _Parser:
+    """Writes the entries into the arrays, one after another."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._n_shards = 0
         self._numbers = array("q")  # those of _NUMBERS, shard after shard
         self._texts: list[str] = []  # those of _TEXTS, likewise
-        self._column_sets: dict[Any, int] = {}
+        self._column_sets: dict[Columns, int] = {}
+        self._column_texts: dict[tuple[bytes, ...], int] = {}  # as they stand in the JSON
         self._compressions: dict[str, int] = {}
 
     def parse(self, data: bytes) -> MDSIndex:
-        try:
-            found = json.loads(data, object_hook=self._entry)
-        except _WrongEntryError as error:
-            raise self._wrong(f"shard {self._n_shards}: {error}") from error
-        except (ValueError, RecursionError) as error:
-            raise self._wrong(f"it is not JSON ({error}); copy it again") from error
-        self._check(found)
+        for n, text in enumerate(self._entries(data)):
+            try:
+                self._add(_decode_shard(text))
+            except _WrongEntryError as error:
+                raise self._wrong(f"shard {n}: {error}") from error
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise self._wrong(f"shard {n}: {_line(error)}; write the index anew") from error
         numbers = np.array(self._numbers, np.int64).reshape(-1, len(_NUMBERS))
         arrays: dict[str, Any] = {key: numbers[:, n].copy() for n, key in enumerate(_NUMBERS)}
         arrays |= {key: _texts(self._texts[n :: len(_TEXTS)]) for n, key in enumerate(_TEXTS)}
         return MDSIndex(
             **arrays,
-            column_sets=tuple(Columns(*key) for key in self._column_sets),
+            column_sets=tuple(self._column_sets),
             compressions=tuple(self._compressions),
         )
 
-    def _check(self, found: Any) -> None:
-        """What is left of the JSON once each shard is a number."""
-        if not isinstance(found, dict) or "format" in found or "shards" not in found:
-            found_format = found.get("format", "unknown") if isinstance(found, dict) else "unknown"
-            raise self._wrong(f"an index of format {found_format}, not of MDS")
-        if found.get("version") != 2:
-            raise self._wrong(f"version {found.get('version')!r}; only MDS of version 2 is read")
-        shards = found["shards"]
-        if not isinstance(shards, list):
-            raise self._wrong("`shards` is no list")
-        for n, shard in enumerate(shards):
-            if type(shard) is not int or shard != n:
-                raise self._wrong(f"shard {n}: raw_data is missing")
-        if len(shards) != self._n_shards:
-            raise self._wrong("it has shards outside of the list `shards`")
+    def _entries(self, data: bytes) -> list[msgspec.Raw]:
+        try:
+            found = _decode_index(data)
+        except msgspec.ValidationError as error:
+            raise self._wrong(f"no MDS index: {_line(error)}; write it anew") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._wrong(f"it is not JSON ({error}); copy it again") from error
+        if found.format is not None or found.shards is None:
+            raise self._wrong(f"an index of format {found.format or 'unknown'}, not of MDS")
+        if found.version != 2:
+            raise self._wrong(f"version {found.version!r}; only MDS of version 2 is read")
+        return found.shards
 
     def _wrong(self, what: str) -> UserError:
         return UserError(f"{self._source}: {what}")
 
-    def _entry(self, entry: dict[str, Any]) -> dict[str, Any] | int:
-        if "raw_data" not in entry:
-            return entry
-        n = self._n_shards
-        if entry.get("format") != "mds":
-            raise _WrongEntryError(f"format {entry.get('format')!r}; only mds is read")
-        if entry.get("version") != 2:
-            raise _WrongEntryError(f"version {entry.get('version')!r}; only 2 is read")
-        samples = _count(entry, "samples")
-        name, n_bytes, hashes = _file(entry, "raw_data")
+    def _add(self, shard: _Shard) -> None:
+        if shard.format != "mds":
+            raise _WrongEntryError(f"format {shard.format!r}; only mds is read")
+        if shard.version != 2:
+            raise _WrongEntryError(f"version {shard.version!r}; only 2 is read")
+        raw, packed = shard.raw_data, shard.zip_data
         packed_name, packed_bytes, packed_hashes, compression = "", -1, "", -1
-        if entry.get("zip_data") is not None:
-            packed_name, packed_bytes, packed_hashes = _file(entry, "zip_data")
-            compression = self._find_compression(str(entry.get("compression")))
-        column_set = self._find_column_set(entry)
-        self._numbers.extend((samples, n_bytes, packed_bytes, column_set, compression))
-        self._texts += (name, packed_name, hashes, packed_hashes)
-        self._n_shards = n + 1
-        return n
+        if packed is not None:
+            packed_name, packed_bytes = _name(packed, "zip_data"), packed.n_bytes
+            packed_hashes = _hashes(packed, "zip_data")
+            compression = self._find_compression(str(shard.compression))
+        column_set = self._find_column_set(shard)
+        self._numbers.extend((shard.samples, raw.n_bytes, packed_bytes, column_set, compression))
+        self._texts += (
+            _name(raw, "raw_data"),
+            packed_name,
+            _hashes(raw, "raw_data"),
+            packed_hashes,
+        )
 
     def _find_compression(self, name: str) -> int:
         if name not in self._compressions:
@@ -287,59 +324,57 @@ class _Parser:
             self._compressions[name] = len(self._compressions)
         return self._compressions[name]
 
-    def _find_column_set(self, entry: dict[str, Any]) -> int:
-        names, encodings, sizes = map(entry.get, _COLUMNS)
-        if not type(names) is type(encodings) is type(sizes) is list:
-            key = next(key for key in _COLUMNS if not isinstance(entry.get(key), list))
-            raise _WrongEntryError(f"{key}: {entry.get(key)!r}; it has to be a list")
-        columns = tuple(names), tuple(encodings), tuple(sizes)
-        try:
-            known = self._column_sets.get(columns)
-        except TypeError as error:  # a list or an object within, which has no hash
-            raise _WrongEntryError(f"columns {columns}: not plain texts and numbers") from error
+    def _find_column_set(self, shard: _Shard) -> int:
+        names, encodings, sizes = shard.column_names, shard.column_encodings, shard.column_sizes
+        texts = bytes(names), bytes(encodings), bytes(sizes)
+        known = self._column_texts.get(texts)
         if known is None:
-            _check_columns(*columns)
-            known = self._column_sets[columns] = len(self._column_sets)
+            columns = _columns(texts)
+            known = self._column_sets.setdefault(columns, len(self._column_sets))
+            self._column_texts[texts] = known
         return known
 
 
-def _check_columns(
-    names: tuple[Any, ...], encodings: tuple[Any, ...], sizes: tuple[Any, ...]
-) -> None:
+def _columns(texts: tuple[bytes, ...]) -> Columns:
+    columns = Columns(
+        _decoded(_decode_names, texts[0], "column_names"),
+        _decoded(_decode_names, texts[1], "column_encodings"),
+        _decoded(_decode_sizes, texts[2], "column_sizes"),
+    )
+    names, encodings, sizes = columns.names, columns.encodings, columns.sizes
     if not (len(names) == len(encodings) == len(sizes) == len(set(names)) > 0):
         raise _WrongEntryError("column_names, column_encodings and column_sizes do not match")
     for name, encoding, size in zip(names, encodings, sizes, strict=True):
-        if not isinstance(name, str) or not isinstance(encoding, str):
-            raise _WrongEntryError(f"column {name!r} of encoding {encoding!r}: not text")
-        expected = encoded_size(encoding)
-        fits = size is None or (type(size) is int and size > 0)
-        if not fits or expected not in (None, size):
+        if size is not None and encoded_size(encoding) not in (None, size):
             raise _WrongEntryError(f"column {name}: {encoding} cannot have a size of {size!r}")
+    return columns
 
 
-def _file(entry: dict[str, Any], key: str) -> tuple[str, int, str]:
-    """Name, length and hashes of a file that an entry describes."""
-    file = entry[key]
-    if not isinstance(file, dict):
-        raise _WrongEntryError(f"{key} is no object")
-    name, hashes = file.get("basename"), file.get("hashes")
-    if not isinstance(name, str) or not name:
-        raise _WrongEntryError(f"{key}.basename is missing")
+def _decoded(decode: Callable[[bytes], _Values], text: bytes, key: str) -> _Values:
+    try:
+        return decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _WrongEntryError(f"{_line(error, key)}; write the index anew") from error
+
+
+def _name(file: _File, key: str) -> str:
+    name = file.basename
     if name[0] == "/" or (".." in name and ".." in name.split("/")):
         raise _WrongEntryError(f"{key}.basename: {name!r} lies outside of the dataset's folder")
-    size = _count(file, "bytes", f"{key}.")
+    return name
+
+
+def _hashes(file: _File, key: str) -> str:
+    hashes = file.hashes
     if not hashes:
-        return name, size, ""
-    if not isinstance(hashes, dict) or not all(
-        a.isidentifier() and isinstance(h, str) and h.isalnum() for a, h in hashes.items()
-    ):
+        return ""
+    if not all(a.isidentifier() and h.isalnum() for a, h in hashes.items()):
         raise _WrongEntryError(f"{key}.hashes: {hashes!r} are no algorithms with hex digests")
-    pairs = " ".join(f"{algorithm}:{hashes[algorithm]}" for algorithm in sorted(hashes))
-    return name, size, pairs
+    return " ".join(f"{algorithm}:{hashes[algorithm]}" for algorithm in sorted(hashes))
 
 
-def _count(entry: dict[str, Any], key: str, within: str = "") -> int:
-    value = entry.get(key)
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise _WrongEntryError(f"{within}{key}: {value!r}; it has to be a count")
-    return value
+def _line(error: Exception, key: str = "") -> str:
+    """What a decoder found wrong, the key first."""
+    what, _, place = str(error).partition(" - at `$")
+    where = f"{key}{place.rstrip('`')}".lstrip(".")
+    return f"{where}: {what}" if where else what
