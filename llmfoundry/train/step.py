@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import Routing, move_biases
@@ -21,6 +22,8 @@ from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.mesh import gradient_sync, sum_factor, whole
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.train.shards import l2_norms, local
+
+_NORM_VALUES = 1 << 20  # whose squares are summed at once on a CPU: 4 MiB in fp32
 
 
 @dataclass
@@ -158,8 +161,15 @@ class Sums:
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
     """L2 norm of all gradients together, in fp32 also where they are bfloat16."""
-    norms = torch._foreach_norm(gradients, 2.0, torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    blocks = [block for gradient in gradients for block in _blocks(gradient)]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(blocks, 2.0, torch.float32)))
+
+
+def _blocks(gradient: Tensor) -> tuple[Tensor, ...]:
+    """A CPU's gradient in parts: PyTorch writes each of bfloat16 out in fp32 before it sums it."""
+    if isinstance(gradient, DTensor) or gradient.device.type != "cpu":
+        return (gradient,)
+    return gradient.reshape(-1).split(_NORM_VALUES)
 
 
 def clip_norm(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
