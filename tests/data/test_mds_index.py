@@ -232,6 +232,7 @@ WRONG: list[tuple[Entry, str]] = [
     ({"column_names": [], "column_encodings": [], "column_sizes": []}, "do not match"),
     ({"column_names": [["tokens"], "url"]}, "column_names[0]: Expected `str`, got `array`"),
     ({"column_names": [5, "url"]}, "column_names[0]: Expected `str`, got `int`"),
+    ({"column_sizes": [None, None]}, "ndarray:int32:2048 cannot have a size of None"),
     ({"column_sizes": [8191, None]}, "ndarray:int32:2048 cannot have a size of 8191"),
     ({"column_sizes": [8192, 0]}, "column_sizes[1]: Expected `int` >= 1"),
     ({"column_sizes": [8192.5, None]}, "column_sizes[0]: Expected `int | null`, got `float`"),

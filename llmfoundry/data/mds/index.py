@@ -345,7 +345,7 @@ def _columns(texts: tuple[bytes, ...]) -> Columns:
     if not (len(names) == len(encodings) == len(sizes) == len(set(names)) > 0):
         raise _WrongEntryError("column_names, column_encodings and column_sizes do not match")
     for name, encoding, size in zip(names, encodings, sizes, strict=True):
-        if size is not None and encoded_size(encoding) not in (None, size):
+        if encoded_size(encoding) not in (None, size):
             raise _WrongEntryError(f"column {name}: {encoding} cannot have a size of {size!r}")
     return columns
 
