@@ -121,7 +121,9 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_used(
     assert losses(folder) == losses(whole / "runs" / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_the_same_command_goes_on(
     whole: Path, long: dict[int, float], number: signal.Signals
 ) -> None:

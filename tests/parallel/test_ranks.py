@@ -57,6 +57,7 @@ def test_losses_equal_one_process(alone: Path) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+@pytest.mark.slow  # the optimizer's own tests have its formula
 def test_lion_in_shards_equals_lion_on_one_process(alone: Path) -> None:
     lion = ("optimizer.name=decoupled_lionw", "optimizer.lr=3e-4", "max_duration=4ba")
     run("train.py", "tiny.yaml", "run_name=lion", *EIGHT_STEPS, *lion, cwd=alone)
