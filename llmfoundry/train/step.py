@@ -166,8 +166,9 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def _blocks(gradient: Tensor) -> tuple[Tensor, ...]:
-    """A CPU's gradient in parts: PyTorch writes each of bfloat16 out in fp32 before it sums it."""
-    if isinstance(gradient, DTensor) or gradient.device.type != "cpu":
+    """A CPU's bfloat16 in parts, since PyTorch writes a tensor out in fp32 before it sums it."""
+    is_cast = gradient.device.type == "cpu" and gradient.dtype.itemsize < 4
+    if not is_cast or isinstance(gradient, DTensor):
         return (gradient,)
     return gradient.reshape(-1).split(_NORM_VALUES)
 
