@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+_NORM_VALUES = 1 << 20  # whose squares are summed at once on a CPU: 4 MiB in fp32
+
 
 def local(tensor: Tensor) -> Tensor:
     """The rows of a tensor that this process holds; they share its memory."""
@@ -57,7 +59,24 @@ class Shards:
         return value
 
 
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The L2 norm of each tensor, in fp32 also where it is narrower; of DTensors as they reduce."""
+    split = [_parts(tensor) for tensor in tensors]
+    parts = [part for tensor in split for part in tensor]
+    found = iter(torch._foreach_norm(parts, 2.0, torch.float32))
+    each = ([next(found) for _ in tensor] for tensor in split)
+    return [n[0] if len(n) == 1 else torch.linalg.vector_norm(torch.stack(n)) for n in each]
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A CPU's bfloat16 in parts, since PyTorch writes a tensor out in fp32 before it sums it."""
+    is_cast = tensor.device.type == "cpu" and tensor.dtype.itemsize < 4
+    if not is_cast or isinstance(tensor, DTensor):
+        return (tensor,)
+    return tensor.reshape(-1).split(_NORM_VALUES)
+
+
 def l2_norms(tensors: list[Tensor]) -> Tensor:
     """The L2 norm of each tensor, whole or cut alike, in one message: (len(tensors),)."""
-    held = torch._foreach_norm([local(tensor) for tensor in tensors], 2.0, torch.float32)
+    held = norms([local(tensor) for tensor in tensors])
     return Shards.of(tensors[0]).sum(torch.stack(held).square()).sqrt()

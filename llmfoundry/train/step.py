@@ -14,16 +14,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import Routing, move_biases
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.mesh import gradient_sync, sum_factor, whole
 from llmfoundry.recipe.optimizer import GradientClippingConfig
-from llmfoundry.train.shards import l2_norms, local
-
-_NORM_VALUES = 1 << 20  # whose squares are summed at once on a CPU: 4 MiB in fp32
+from llmfoundry.train.shards import l2_norms, local, norms
 
 
 @dataclass
@@ -161,16 +158,7 @@ class Sums:
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
     """L2 norm of all gradients together, in fp32 also where they are bfloat16."""
-    blocks = [block for gradient in gradients for block in _blocks(gradient)]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(blocks, 2.0, torch.float32)))
-
-
-def _blocks(gradient: Tensor) -> tuple[Tensor, ...]:
-    """A CPU's bfloat16 in parts, since PyTorch writes a tensor out in fp32 before it sums it."""
-    is_cast = gradient.device.type == "cpu" and gradient.dtype.itemsize < 4
-    if not is_cast or isinstance(gradient, DTensor):
-        return (gradient,)
-    return gradient.reshape(-1).split(_NORM_VALUES)
+    return torch.linalg.vector_norm(torch.stack(norms(gradients)))
 
 
 def clip_norm(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
