@@ -268,6 +268,9 @@ def test_what_is_wrong_with_a_shard_is_one_line_with_its_number(changes: Entry, 
         ),
         (encode([entry(0), {"samples": 1}]), "shard 1: Object missing required field `raw_data`"),
         (encode([entry(0), None]), "shard 1: Expected `object`, got `null`"),
+        (encode([entry(0), 0], more=entry(1)), "shard 1: Expected `object`, got `int`"),
+        (encode([entry(0)], format=None), "an index of format None, not of MDS"),
+        (b"[" * 100_000, "no MDS index: Expected `object`, got `array`"),
     ],
 )
 def test_a_file_that_is_no_mds_index_is_one_line(data: bytes, line: str) -> None:

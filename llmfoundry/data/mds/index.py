@@ -241,7 +241,7 @@ class _Index(msgspec.Struct):
     """The file; a shard's entry stays text until its turn, so that they are never all objects."""
 
     shards: list[msgspec.Raw] | None = None
-    format: Any = None
+    format: Any = msgspec.UNSET
     version: Any = None
 
 
@@ -286,8 +286,9 @@ class _Parser:
             raise self._wrong(f"no MDS index: {_line(error)}; write it anew") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._wrong(f"it is not JSON ({error}); copy it again") from error
-        if found.format is not None or found.shards is None:
-            raise self._wrong(f"an index of format {found.format or 'unknown'}, not of MDS")
+        if found.format is not msgspec.UNSET or found.shards is None:
+            known = "unknown" if found.format is msgspec.UNSET else found.format
+            raise self._wrong(f"an index of format {known}, not of MDS")
         if found.version != 2:
             raise self._wrong(f"version {found.version!r}; only MDS of version 2 is read")
         return found.shards
