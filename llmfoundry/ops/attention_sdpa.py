@@ -1,8 +1,9 @@
 """The backend `sdpa`: PyTorch's scaled_dot_product_attention, on every device.
 
 On a CPU packed documents are attended to one by one, long rows by chunks of queries, and trees by
-pieces (`attention_tree`): all leave out keys that nobody sees, which a mask does not. Elsewhere one
-call serves, causal or with a mask.
+pieces (`attention_tree`): all leave out keys that nobody sees, which a mask does not. Whole rows of
+bf16 go to `attention_products`, which is faster there. Elsewhere one call serves, causal or with a
+mask.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmfoundry.ops import attention_products
 from llmfoundry.ops.attention_plan import (
     Plan,
     Rules,
@@ -70,10 +72,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tenso
     dtype, rules, queries = working_dtype(v), plan.rules, q.shape[1]
     if q.device.type != "cpu":
         return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, rules.scale, dropout)
-    inner = _cpu_dtype(dtype, queries, plan)
+    whole = not plan.packed and queries == k.shape[1]
+    by_products = whole and attention_products.serves(dtype, queries, dropout)
+    inner = dtype if by_products else _cpu_dtype(dtype, queries, plan)
     with without_autocast("cpu"):
         q, k, v = q.to(inner), k.to(inner), v.to(inner)
-        if plan.packed:
+        if by_products:
+            bias, window = None if _is_plain(queries, rules) else plan.bias, rules.window
+            out = attention_products.attend(q, k, v, bias, scale=rules.scale, window=window)
+        elif plan.packed:
             assert plan.by_run is not None
             out = plan.by_run(q, k, v, plan, dropout)
         elif queries != k.shape[1]:  # cached keys
@@ -86,7 +93,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tenso
 
 
 def _cpu_dtype(dtype: torch.dtype, queries: int, plan: Plan) -> torch.dtype:
-    """What a CPU computes in: fp32 for narrower types, but for long rows of bf16 in one call.
+    """What PyTorch's kernel computes in: fp32 for narrower types, but for long rows of bf16.
 
     The CPU's bf16 kernel is compiled for every length that it meets, and each is kept: documents of
     all lengths made it 8 times slower than fp32, and its memory grew without end. Rows of whole

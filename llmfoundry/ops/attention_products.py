@@ -1,0 +1,226 @@
+"""Causal attention of bf16 rows on a CPU, by matrix products of many heads at once.
+
+`attention_sdpa` takes it where `serves`. PyTorch's own kernel multiplies tile by tile of one head
+and gets a tenth of what the processor's bf16 instructions can do; here a chunk of queries of all
+heads meets the keys that it can see in one batched product. Nothing of T * T values is kept: the
+backward pass takes the softmax again.
+
+oneDNN writes products in bf16, too coarse for logits: 8 bits of 20 are off by 0.06. So a second
+product leaves what the first was rounded by, and the softmax is taken of their sum, in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+SHORTEST, LONGEST = 128, 2048  # tokens of a row; beyond, PyTorch's kernel is as fast
+VALUES = 1 << 20  # logits at a time: with what comes of them, they stay in the cache
+# instructions of the processor, and in PyTorch a library that uses them
+HAS_BF16 = torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
+
+
+def serves(dtype: torch.dtype, queries: int, dropout: float) -> bool:
+    """Whether rows of so many tokens, each with itself and those before, are served faster here."""
+    whole = SHORTEST <= queries <= LONGEST and queries % _chunk(queries) == 0
+    return HAS_BF16 and dtype == torch.bfloat16 and whole and dropout == 0
+
+
+def _chunk(length: int) -> int:
+    """Queries a product: small ones leave out more keys, large ones are fewer sums in bf16."""
+    return 128 if length < 1024 else 256
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, window: int
+) -> Tensor:
+    """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd), KV dividing H; (B, T, H, hd).
+
+    Args:
+        q: bf16, as k and v; T as `serves` takes it.
+        k: keys.
+        v: values.
+        bias: (1, 1 or H, T, T) in fp32, added to the logits: minus infinity where a key is not
+            seen. It is not differentiated. None: causality, and nothing more.
+        scale: factor on the logits.
+        window: a query sees itself and so many keys before it, as the bias says; -1: all.
+    """
+    return torch.ops.llmfoundry.causal_attention(q, k, v, bias, scale, window)
+
+
+RULES = "Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, int window"
+
+
+@torch.library.custom_op(
+    "llmfoundry::causal_attention", mutates_args=(), schema=f"({RULES}) -> Tensor"
+)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, window: int
+) -> Tensor:
+    queries, keys, values = _by_chunk(q, k.shape[2]), _by_head(k), _by_head(v)
+    out = torch.empty_like(queries)
+    rules = _Rules(k.shape[2], bias, scale, window)
+    for some, chunk, seen, weights in _attention(queries, keys, rules):
+        torch.bmm(weights, values[some, seen], out=out[chunk, some])
+    return _from_chunks(out, q)
+
+
+@torch.library.custom_op(
+    "llmfoundry::causal_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {RULES}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    queries, keys, values = _by_chunk(q, k.shape[2]), _by_head(k), _by_head(v)
+    grads = _by_chunk(grad, k.shape[2])
+    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    rules = _Rules(k.shape[2], bias, scale, window)
+    for some, chunk, seen, weights in _attention(queries, keys, rules):
+        mine, k_grad, v_grad = grads[chunk, some], dk[some, seen], dv[some, seen]
+        slope = torch.bmm(mine, values[some, seen].mT)
+        slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, slope.dtype)
+        torch.baddbmm(mine, slope, keys[some, seen], beta=0, alpha=scale, out=dq[chunk, some])
+        torch.baddbmm(k_grad, slope.mT, queries[chunk, some], alpha=scale, out=k_grad)
+        torch.baddbmm(v_grad, weights.mT, mine, out=v_grad)
+    batch = len(q)
+    dk, dv = (x.unflatten(0, (batch, -1)).transpose(1, 2).contiguous() for x in (dk, dv))
+    return _from_chunks(dq, q), dk, dv
+
+
+class _Rules(NamedTuple):
+    """As `attend` has them."""
+
+    kv_heads: int
+    bias: Tensor | None
+    scale: float
+    window: int
+
+
+def _attention(q: Tensor, k: Tensor, rules: _Rules) -> Iterator[tuple[slice, int, slice, Tensor]]:
+    """Some rows of q and k, a chunk of their queries, the keys it sees, and the weights of those.
+
+    Weights (rows, G * chunk, keys) are in memory that the next ones are written to.
+
+    Args:
+        q: (T / chunk, B * KV, G * chunk, hd).
+        k: (B * KV, T, hd).
+        rules: what a query sees, and how.
+    """
+    n_chunks, n_rows, height, _ = q.shape
+    length, kv_heads = k.shape[1], rules.kv_heads
+    step = kv_heads * max(1, VALUES // (kv_heads * height * length))
+    size = min(step, n_rows) * height * length
+    low, wide = q.new_empty(size), q.new_empty(size, dtype=torch.float32)
+    rest = torch.empty_like(wide)
+    for start in range(0, n_rows, step):
+        some = slice(start, start + step)
+        for chunk in range(n_chunks):
+            seen = _seen(chunk, length, rules.window)
+            mine, keys = q[chunk, some], k[some, seen].mT
+            shape = (len(mine), height, keys.shape[2])
+            product, logits, error = (_part(x, shape) for x in (low, wide, rest))
+            torch.baddbmm(product, mine, keys, beta=0, alpha=rules.scale, out=product)
+            logits.copy_(product)
+            torch.baddbmm(product, mine, keys, beta=-1, alpha=rules.scale, out=product)
+            logits += error.copy_(product)
+            _add_bias(logits, rules, _chunk(length), seen)
+            torch.softmax(logits, -1, out=logits)
+            yield some, chunk, seen, product.copy_(logits)
+
+
+def _seen(chunk: int, length: int, window: int) -> slice:
+    """The keys that a chunk of the queries of so long a row sees."""
+    start, stop = chunk * _chunk(length), (chunk + 1) * _chunk(length)
+    return slice(0 if window < 0 else max(0, start - window), stop)
+
+
+def _add_bias(logits: Tensor, rules: _Rules, chunk: int, seen: slice) -> None:
+    """Add the bias of so many queries, the last of what is seen, to their logits."""
+    heads = logits.unflatten(1, (-1, chunk)).unflatten(0, (-1, rules.kv_heads))
+    if rules.bias is None:
+        later = logits.new_full((chunk, chunk), float("-inf")).triu_(1)
+        heads[..., -chunk:] += later
+        return
+    bias = rules.bias[0, :, seen.stop - chunk : seen.stop, seen]
+    heads += bias if len(bias) == 1 else bias.unflatten(0, (rules.kv_heads, -1))
+
+
+def _part(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return memory[: math.prod(shape)].view(shape)
+
+
+def _by_chunk(x: Tensor, kv_heads: int) -> Tensor:
+    """(B, T, H, hd) as (T / chunk, B * KV, G * chunk, hd): G query heads share a key's."""
+    cut = x.unflatten(2, (kv_heads, -1)).unflatten(1, (-1, _chunk(x.shape[1])))
+    return cut.permute(1, 0, 3, 4, 2, 5).flatten(3, 4).flatten(1, 2).contiguous()
+
+
+def _from_chunks(x: Tensor, like: Tensor) -> Tensor:
+    """What `_by_chunk` made of a tensor shaped like that one, (B, T, H, hd) again."""
+    cut = x.unflatten(2, (-1, _chunk(like.shape[1]))).unflatten(1, (len(like), -1))
+    return cut.permute(1, 0, 4, 2, 3, 5).reshape(like.shape).contiguous()
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """(B, T, KV, hd) as (B * KV, T, hd)."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, window: int) -> Tensor:
+    return _like(q)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    *tensors, scale, window = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.rules = scale, window
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    backward = torch.ops.llmfoundry.causal_attention_backward
+    grads = backward(grad, *ctx.saved_tensors, *ctx.rules)
+    return *grads, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.llmfoundry.causal_attention)
+def _flops(q: Sequence[int], *rest: Any, **_: Any) -> int:
+    """Two a multiply-add, of two products; not those that only make the logits precise."""
+    batch, length, heads, width = q
+    spans = (_seen(chunk, length, rest[-1]) for chunk in range(length // _chunk(length)))
+    logits = _chunk(length) * sum(span.stop - span.start for span in spans)
+    return 2 * 2 * batch * heads * logits * width
+
+
+@register_flop_formula(torch.ops.llmfoundry.causal_attention_backward)
+def _backward_flops(grad: Sequence[int], q: Sequence[int], *rest: Any, **_: Any) -> int:
+    """Five products, of which one makes the logits again."""
+    return _flops(q, *rest) // 2 * 5
