@@ -50,7 +50,7 @@ def forward(
     dtype = torch.int8 if packed else x.dtype
     gate = torch.empty(n_rows, width, dtype=dtype)
     up = torch.empty(0 if w.v1 is None else n_rows, width, dtype=dtype)
-    tokens, row_weights = _rows(weights, routing, n_rows)
+    tokens, _ = _rows(weights, routing, x)
     y_rows = x.new_empty(n_rows, x.shape[1])
     for e, _, rows in _segments(routing, x.dtype):
         x_e = x.index_select(0, tokens[rows])
@@ -64,7 +64,6 @@ def forward(
         y = mm(_glu(a, b, w.act), one.w2, out=y_rows[rows])
         if one.b2 is not None:
             y += one.b2
-        y *= row_weights[rows]
     return _sum_choices(y_rows, routing, weights), Kept(gate, up)
 
 
@@ -78,10 +77,14 @@ def backward(
     *,
     frozen: bool,
 ) -> Gradients:
-    """All gradients from that of the output, grad (T, d); none of the experts where `frozen`."""
+    """All gradients from that of the output, grad (T, d); none of the experts where `frozen`.
+
+    The router's weight is left out of all that is f wide. It is a factor of x and of grad where
+    they meet those rows in the experts' gradients, and of the rows whose sum is the gradient of x.
+    """
     n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.w1.shape[1]
-    tokens, row_weights = _rows(weights, routing, n_rows)
-    grad_rows, inner = x.new_empty(n_rows, x.shape[1]), weights.new_empty(n_rows)
+    tokens, row_weights = _rows(weights, routing, x)
+    grad_rows, inner = x.new_empty(n_rows, x.shape[1]), x.new_empty(n_rows)
     grads = tuple(None if p is None or frozen else torch.empty_like(p) for p in w.tensors())
     _zero_unused(grads, routing)
     for e, count, rows in _segments(routing, x.dtype):
@@ -91,7 +94,7 @@ def backward(
         a = _restored(kept.gate[rows], f, x.dtype)
         b = None if one.v1 is None else _restored(kept.up[rows], f, x.dtype)
         dh = mm(g, one.w2.T)
-        h, da = _glu_backward(dh, a, b, row_weights[rows], w.act, inner[rows])
+        h, da = _glu_backward(dh, a, b, w.act, inner[rows])
         db = dh  # its memory
         if one.b2 is not None:
             inner[rows] += g @ one.b2
@@ -99,27 +102,31 @@ def backward(
         if one.v1 is not None:
             dx += mm(db, one.v1)
         if not frozen:
-            g *= row_weights[rows]
             x_e = x.index_select(0, tokens[rows])
             mine = tuple(None if p is None else p[e] for p in grads)
-            _expert_gradients(mine, x_e, g, h, da, db)
-    grad_weights = inner.index_select(0, routing.inverse).view_as(weights)
+            _expert_gradients(mine, row_weights[rows], x_e, g, h, da, db)
+    grad_weights = inner.to(weights.dtype).index_select(0, routing.inverse).view_as(weights)
     return Gradients(_sum_choices(grad_rows, routing, weights), grad_weights, grads)
 
 
 def _expert_gradients(
-    grads: tuple[Tensor | None, ...], x: Tensor, g: Tensor, h: Tensor, da: Tensor, db: Tensor
-) -> None:
-    """Fill one expert's gradients, in the order of `Experts.tensors`."""
+    grads: tuple[Tensor | None, ...], weights: Tensor,
+    x: Tensor, g: Tensor, h: Tensor, da: Tensor, db: Tensor,
+) -> None:  # fmt: skip
+    """Fill one expert's gradients, in the order of `Experts.tensors`; x and g become weighted."""
     w1, v1, w2, b1, bv, b2 = grads
+    x *= weights
+    g *= weights
     for weight, left, right in ((w1, da, x), (w2, h, g), (v1, db, x)):
         if weight is not None and weight.dtype == x.dtype:
             mm(left.T, right, out=weight)
         elif weight is not None:
             weight.copy_(left.T @ right)
-    for bias, rows in ((b1, da), (bv, db), (b2, g)):
+    for bias, rows in ((b1, da), (bv, db)):
         if bias is not None:
-            bias.copy_(rows.sum(0, dtype=_wide(rows.dtype)))
+            bias.copy_((rows * weights).sum(0, dtype=_wide(rows.dtype)))
+    if b2 is not None:
+        b2.copy_(g.sum(0, dtype=_wide(g.dtype)))
 
 
 def _zero_unused(grads: tuple[Tensor | None, ...], routing: Routing) -> None:
@@ -153,16 +160,21 @@ def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
     return n_rows + (PADDING if is_compiled(dtype) else 0)
 
 
-def _rows(weights: Tensor, routing: Routing, n_rows: int) -> tuple[Tensor, Tensor]:
-    """Token (n_rows,) and router's weight (n_rows, 1) of each sorted row and of what pads them."""
-    padding = (0, n_rows - routing.order.shape[0])
-    row_weights = weights.flatten().index_select(0, routing.order)
+def _rows(weights: Tensor, routing: Routing, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Token (n_rows,) and router's weight (n_rows, 1) of each sorted row and of what pads them.
+
+    Weights are in x's dtype, as what they are multiplied with: an operation on two dtypes writes
+    out all that it reads in the wider one.
+    """
+    padding = (0, kept_rows(routing.order.shape[0], x.dtype) - routing.order.shape[0])
+    row_weights = weights.to(x.dtype).flatten().index_select(0, routing.order)
     return F.pad(routing.order // weights.shape[1], padding), F.pad(row_weights, padding)[:, None]
 
 
 def _sum_choices(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-    """(T, d), the sum of each token's k rows; weights (T, k) give the shape."""
-    return F.embedding_bag(routing.inverse.view_as(weights), rows, mode="sum")
+    """(T, d), the sum of each token's k rows times their weights (T, k), which are rounded."""
+    places = routing.inverse.view_as(weights)
+    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
@@ -182,9 +194,9 @@ def _glu(a: Tensor, b: Tensor | None, act: Activation) -> Tensor:
 
 
 def _glu_backward(
-    dh: Tensor, a: Tensor, b: Tensor | None, weights: Tensor, act: Activation, inner: Tensor
+    dh: Tensor, a: Tensor, b: Tensor | None, act: Activation, inner: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Recompute h and turn dh (M, f), the gradient of the unweighted h, into others.
+    """Recompute h and turn dh (M, f), the gradient of h, into others.
 
     `inner` (M,) becomes <dh, h>, the gradient of the router's weights; dh's memory the gradient of
     b. Returns h and the gradient of a.
@@ -195,8 +207,7 @@ def _glu_backward(
         value = s if b is None else torch.mul(s, b[block], out=h[block])
         if b is None:
             h[block] = s
-        torch.sum(grad * value, -1, dtype=inner.dtype, out=inner[block])
-        grad *= weights[block]
+        torch.linalg.vecdot(grad, value, out=inner[block])
         da[block] = act.backward(grad if b is None else grad * b[block], a[block])
         grad *= s
     return h, da
