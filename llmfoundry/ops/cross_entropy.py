@@ -98,24 +98,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             low_hidden, target = hidden[part].to(dtype), labels[part]
             logits = scratch.logits(low_hidden, low_weight)
             slope = _cap_in_place(logits, scale, softcap)
-            keep = target != IGNORE
-            index = torch.where(keep, target, 0)[:, None]
-            # softmax in the logits' memory, divided last: each pass over it costs as much as exp
-            peak = logits.amax(-1, keepdim=True)
-            at_target = logits.gather(1, index) - peak
-            norm = logits.sub_(peak).exp_().sum(-1, keepdim=True)
-            total += torch.where(keep, (norm.log() - at_target).squeeze(1), 0.0).sum()
+            keep = (target != IGNORE)[:, None]
+            index = torch.where(keep, target[:, None], 0)
+            at_target, peak = logits.gather(1, index), logits.amax(-1, keepdim=True)
+            # in the logits' memory; no other device promises that
+            shares = torch.softmax(logits, -1, out=logits if logits.device.type == "cpu" else None)
+            # log of the sum of exp(logits), by the largest share: that one is never zero
+            log_sum = peak - shares.amax(-1, keepdim=True).log()
+            total += torch.where(keep, log_sum - at_target, 0.0).sum()
             if not (wants_hidden or wants_weight):
                 continue
             # softmax - 1 at the target; one place a row: deterministic
-            logits.scatter_(1, index, at_target.exp() - norm)
+            shares.scatter_(1, index, shares.gather(1, index) - 1)
             if slope is not None:
-                logits.mul_(slope)
-            low_grad = scratch.narrow(logits.mul_(keep[:, None] / norm))
+                shares.mul_(slope)
+            low_grad = scratch.narrow(shares)
+            # what has no label is left out where rows are D wide, not V
             if grad_hidden is not None:
-                grad_hidden[part] = mm(low_grad, low_weight)
+                grad_hidden[part] = mm(low_grad, low_weight) * keep
             if grad_weight is not None:
-                scratch.add_product(grad_weight, low_grad, low_hidden)
+                scratch.add_product(grad_weight, low_grad, low_hidden * keep)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype, ctx.scale = weight.dtype, scale
         return total
