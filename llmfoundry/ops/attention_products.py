@@ -2,8 +2,8 @@
 
 `attention_sdpa` takes it where `serves`. PyTorch's own kernel multiplies tile by tile of one head
 and gets a tenth of what the processor's bf16 instructions can do; here a chunk of queries of all
-heads meets the keys that it can see in one batched product. Nothing of T * T values is kept: the
-backward pass takes the softmax again.
+heads meets the keys that it can see in one batched product. Of rows longer than KEPT nothing of
+T * T values is kept: the backward pass takes the softmax again.
 
 oneDNN writes products in bf16, too coarse for logits: 8 bits of 20 are off by 0.06. So a second
 product leaves what the first was rounded by, and the softmax is taken of their sum, in fp32.
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 SHORTEST, LONGEST = 128, 2048  # tokens of a row; beyond, PyTorch's kernel is as fast
+KEPT = 512  # tokens of a row, up to which attention weights are kept: 1.25 T bytes a token and head
 VALUES = 1 << 20  # logits at a time: with what comes of them, they stay in the cache
 # instructions of the processor, and in PyTorch a library that uses them
 HAS_BF16 = torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
@@ -50,33 +51,40 @@ def attend(
         scale: factor on the logits.
         window: a query sees itself and so many keys before it, as the bias says; -1: all.
     """
-    return torch.ops.llmfoundry.causal_attention(q, k, v, bias, scale, window)
+    wants = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    keep = wants and q.shape[1] <= KEPT
+    return torch.ops.llmfoundry.causal_attention(q, k, v, bias, scale, window, keep)[0]
 
 
 RULES = "Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, int window"
 
 
 @torch.library.custom_op(
-    "llmfoundry::causal_attention", mutates_args=(), schema=f"({RULES}) -> Tensor"
+    "llmfoundry::causal_attention",
+    mutates_args=(),
+    schema=f"({RULES}, bool keep) -> (Tensor, Tensor)",
 )
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, window: int
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, window: int, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Output; all attention weights, or nothing where they are not to be kept."""
     queries, keys, values = _by_chunk(q, k.shape[2]), _by_head(k), _by_head(v)
     out = torch.empty_like(queries)
     rules = _Rules(k.shape[2], bias, scale, window)
-    for some, chunk, seen, weights in _attention(queries, keys, rules):
+    kept = q.new_empty(_weights(q.shape, window) if keep else 0)
+    for some, chunk, seen, weights in _attention(queries, keys, rules, kept, is_known=False):
         torch.bmm(weights, values[some, seen], out=out[chunk, some])
-    return _from_chunks(out, q)
+    return _from_chunks(out, q), kept
 
 
 @torch.library.custom_op(
     "llmfoundry::causal_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, {RULES}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, Tensor kept, {RULES}) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
     grad: Tensor,
+    kept: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -89,7 +97,8 @@ def _backward(
     grads = _by_chunk(grad, k.shape[2])
     dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
     rules = _Rules(k.shape[2], bias, scale, window)
-    for some, chunk, seen, weights in _attention(queries, keys, rules):
+    known = len(kept) > 0
+    for some, chunk, seen, weights in _attention(queries, keys, rules, kept, is_known=known):
         mine, k_grad, v_grad = grads[chunk, some], dk[some, seen], dv[some, seen]
         slope = torch.bmm(mine, values[some, seen].mT)
         slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, slope.dtype)
@@ -110,42 +119,55 @@ class _Rules(NamedTuple):
     window: int
 
 
-def _attention(q: Tensor, k: Tensor, rules: _Rules) -> Iterator[tuple[slice, int, slice, Tensor]]:
+def _attention(
+    q: Tensor, k: Tensor, rules: _Rules, kept: Tensor, *, is_known: bool
+) -> Iterator[tuple[slice, int, slice, Tensor]]:
     """Some rows of q and k, a chunk of their queries, the keys it sees, and the weights of those.
-
-    Weights (rows, G * chunk, keys) are in memory that the next ones are written to.
 
     Args:
         q: (T / chunk, B * KV, G * chunk, hd).
         k: (B * KV, T, hd).
         rules: what a query sees, and how.
+        kept: memory of all weights (rows, G * chunk, keys); empty: each are written over the last.
+        is_known: the weights are there.
     """
     n_chunks, n_rows, height, _ = q.shape
     length, kv_heads = k.shape[1], rules.kv_heads
     step = kv_heads * max(1, VALUES // (kv_heads * height * length))
     size = min(step, n_rows) * height * length
     low, wide = q.new_empty(size), q.new_empty(size, dtype=torch.float32)
-    rest = torch.empty_like(wide)
+    rest, place = torch.empty_like(wide), 0
     for start in range(0, n_rows, step):
         some = slice(start, start + step)
         for chunk in range(n_chunks):
             seen = _seen(chunk, length, rules.window)
             mine, keys = q[chunk, some], k[some, seen].mT
             shape = (len(mine), height, keys.shape[2])
-            product, logits, error = (_part(x, shape) for x in (low, wide, rest))
-            torch.baddbmm(product, mine, keys, beta=0, alpha=rules.scale, out=product)
-            logits.copy_(product)
-            torch.baddbmm(product, mine, keys, beta=-1, alpha=rules.scale, out=product)
-            logits += error.copy_(product)
-            _add_bias(logits, rules, _chunk(length), seen)
-            torch.softmax(logits, -1, out=logits)
-            yield some, chunk, seen, product.copy_(logits)
+            weights = _part(kept[place:] if len(kept) else low, shape)
+            place += weights.numel()
+            if not is_known:
+                logits, error = _part(wide, shape), _part(rest, shape)
+                torch.baddbmm(weights, mine, keys, beta=0, alpha=rules.scale, out=weights)
+                logits.copy_(weights)
+                torch.baddbmm(weights, mine, keys, beta=-1, alpha=rules.scale, out=weights)
+                logits += error.copy_(weights)
+                _add_bias(logits, rules, _chunk(length), seen)
+                torch.softmax(logits, -1, out=logits)
+                weights.copy_(logits)
+            yield some, chunk, seen, weights
 
 
 def _seen(chunk: int, length: int, window: int) -> slice:
     """The keys that a chunk of the queries of so long a row sees."""
     start, stop = chunk * _chunk(length), (chunk + 1) * _chunk(length)
     return slice(0 if window < 0 else max(0, start - window), stop)
+
+
+def _weights(q: Sequence[int], window: int) -> int:
+    """How many attention weights there are, for q of this shape, (B, T, H, hd)."""
+    batch, length, heads, _ = q
+    spans = (_seen(chunk, length, window) for chunk in range(length // _chunk(length)))
+    return batch * heads * _chunk(length) * sum(span.stop - span.start for span in spans)
 
 
 def _add_bias(logits: Tensor, rules: _Rules, chunk: int, seen: slice) -> None:
@@ -181,14 +203,17 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, window: int) -> Tensor:
-    return _like(q)
+def _(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, window: int, keep: bool
+) -> tuple[Tensor, Tensor]:
+    return _like(q), q.new_empty(_weights(q.shape, window) if keep else 0)
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _like(q), _like(k), _like(v)
 
 
@@ -196,16 +221,18 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    *tensors, scale, window = inputs
-    ctx.save_for_backward(*tensors)
+def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, scale, window, _ = inputs
+    ctx.save_for_backward(output[1], *tensors)
     ctx.rules = scale, window
+    ctx.set_materialize_grads(False)  # what is kept has no gradient
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
     backward = torch.ops.llmfoundry.causal_attention_backward
-    grads = backward(grad, *ctx.saved_tensors, *ctx.rules)
-    return *grads, None, None, None
+    return *backward(grad, *ctx.saved_tensors, *ctx.rules), None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -214,13 +241,12 @@ _forward.register_autograd(_differentiate, setup_context=_setup_context)
 @register_flop_formula(torch.ops.llmfoundry.causal_attention)
 def _flops(q: Sequence[int], *rest: Any, **_: Any) -> int:
     """Two a multiply-add, of two products; not those that only make the logits precise."""
-    batch, length, heads, width = q
-    spans = (_seen(chunk, length, rest[-1]) for chunk in range(length // _chunk(length)))
-    logits = _chunk(length) * sum(span.stop - span.start for span in spans)
-    return 2 * 2 * batch * heads * logits * width
+    return 2 * 2 * _weights(q, rest[4]) * q[-1]
 
 
 @register_flop_formula(torch.ops.llmfoundry.causal_attention_backward)
-def _backward_flops(grad: Sequence[int], q: Sequence[int], *rest: Any, **_: Any) -> int:
-    """Five products, of which one makes the logits again."""
-    return _flops(q, *rest) // 2 * 5
+def _backward_flops(
+    grad: Sequence[int], kept: Sequence[int], q: Sequence[int], *rest: Any, **_: Any
+) -> int:
+    """Four products, and where no weights were kept the logits'."""
+    return 2 * (4 if kept[0] else 5) * _weights(q, rest[4]) * q[-1]

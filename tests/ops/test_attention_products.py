@@ -40,13 +40,14 @@ def attention(case: Case, dtype: torch.dtype, impl: str, *, loud: float = 1.0) -
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), weight)]
 
 
-@pytest.mark.parametrize("values", [attention_products.VALUES, 1])
+@pytest.mark.parametrize(("values", "kept"), [(attention_products.VALUES, 0), (1, 1024)])
 @pytest.mark.parametrize("name", CASES)
 def test_output_and_gradients_equal_the_definitions(
-    name: str, values: int, monkeypatch: pytest.MonkeyPatch
+    name: str, values: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rows of a batch at once, and one by one."""
+    """All rows of a batch at once, weights taken again; one by one, and the weights kept."""
     monkeypatch.setattr(attention_products, "VALUES", values)
+    monkeypatch.setattr(attention_products, "KEPT", kept)
     out, *gradients = attention(CASES[name], torch.bfloat16, "sdpa")
     expected, *slopes = attention(CASES[name], torch.float64, "torch")
     assert distance([out], [expected]) <= TOLERANCE["bf16"][0]
@@ -103,14 +104,40 @@ def test_without_the_instructions_nothing_is_served(monkeypatch: pytest.MonkeyPa
     assert not attention_products.serves(torch.bfloat16, 256, 0.0)
 
 
+@pytest.mark.parametrize(("kept", "products"), [(0, 2 + 5), (512, 2 + 4)])
 @pytest.mark.parametrize(("name", "logits"), [("heads", 3), ("window of itself", 2)])
-def test_flops_are_those_of_the_chunks_that_are_seen(name: str, logits: int) -> None:
-    """Two products forward, five backward; making logits precise is no work of the model's."""
+def test_flops_are_those_of_the_chunks_that_are_seen(
+    name: str, logits: int, kept: int, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making logits precise is no work of the model's."""
+    monkeypatch.setattr(attention_products, "KEPT", kept)
     case = CASES[name]
     with FlopCounterMode(display=False) as counter:
         attention(case, torch.bfloat16, "sdpa")
     one = 2 * len(case.lengths) * case.heads * case.head_dim * logits * 128 * 128
-    assert counter.get_total_flops() == (2 + 5) * one
+    assert counter.get_total_flops() == products * one
+
+
+def test_weights_are_kept_for_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows of at most KEPT tokens: 128 * (128 + 256) of each head and row in two bytes."""
+    q, k, v = (x.bfloat16() for x in CASES["heads"].tensors()[:3])
+    sizes: list[int] = []
+
+    def attended(*, wanted: bool) -> int:
+        sizes.clear()
+        leaves = (q, k, v.requires_grad_(wanted))
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            attention_products.attend(*leaves, None, scale=1.0, window=-1)
+        return max(sizes, default=0)
+
+    def save(x: Tensor) -> Tensor:
+        sizes.append(x.numel())
+        return x
+
+    assert attended(wanted=True) == 2 * 2 * 128 * 384
+    assert attended(wanted=False) == 0
+    monkeypatch.setattr(attention_products, "KEPT", 128)
+    assert attended(wanted=True) == q.numel()
 
 
 def test_the_operator_keeps_pytorchs_rules() -> None:
@@ -118,4 +145,7 @@ def test_the_operator_keeps_pytorchs_rules() -> None:
     case = CASES["alibi"]
     q, k, v = (x.bfloat16().requires_grad_() for x in case.tensors()[:3])
     bias = torch.zeros(1, case.heads, 256, 256)
-    torch.library.opcheck(torch.ops.llmfoundry.causal_attention, (q, k, v, bias, case.scale, -1))
+    for keep in (False, True):
+        torch.library.opcheck(
+            torch.ops.llmfoundry.causal_attention, (q, k, v, bias, case.scale, -1, keep)
+        )
