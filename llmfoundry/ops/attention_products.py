@@ -140,6 +140,7 @@ def _attention(
     size = min(step, n_rows) * height * length
     low, wide = q.new_empty(size), q.new_empty(size, dtype=torch.float32)
     rest, place = torch.empty_like(wide), 0
+    later = wide.new_full((1, _chunk(length), _chunk(length)), float("-inf")).triu_(1)
     for start in range(0, n_rows, step):
         some = slice(start, start + step)
         for chunk in range(n_chunks):
@@ -154,7 +155,9 @@ def _attention(
                 logits.copy_(weights)
                 torch.baddbmm(weights, mine, keys, beta=-1, alpha=rules.scale, out=weights)
                 logits += error.copy_(weights)
-                _add_bias(logits, rules, _chunk(length), seen)
+                own = slice(seen.stop - len(later[0]), seen.stop)
+                bias = later if rules.bias is None else rules.bias[0, :, own, seen]
+                _add_bias(logits, bias, kv_heads)
                 torch.softmax(logits, -1, out=logits)
                 weights.copy_(logits)
             yield some, chunk, seen, weights
@@ -173,15 +176,11 @@ def _weights(q: Sequence[int], window: int) -> int:
     return batch * heads * _chunk(length) * sum(span.stop - span.start for span in spans)
 
 
-def _add_bias(logits: Tensor, rules: _Rules, chunk: int, seen: slice) -> None:
-    """Add the bias of so many queries, the last of what is seen, to their logits."""
-    heads = logits.unflatten(1, (-1, chunk)).unflatten(0, (-1, rules.kv_heads))
-    if rules.bias is None:
-        later = logits.new_full((chunk, chunk), float("-inf")).triu_(1)
-        heads[..., -chunk:] += later
-        return
-    bias = rules.bias[0, :, seen.stop - chunk : seen.stop, seen]
-    heads += bias if len(bias) == 1 else bias.unflatten(0, (rules.kv_heads, -1))
+def _add_bias(logits: Tensor, bias: Tensor, kv_heads: int) -> None:
+    """Add a bias (1 or H, chunk, n) to the logits (B * KV, G * chunk, keys) of the last n keys."""
+    n_heads, chunk, n = bias.shape
+    heads = logits[..., -n:].unflatten(1, (-1, chunk)).unflatten(0, (-1, kv_heads))
+    heads += bias if n_heads == 1 else bias.unflatten(0, (kv_heads, -1))
 
 
 def _part(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -209,7 +208,7 @@ def _by_head(x: Tensor) -> Tensor:
 def _(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, window: int, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    return _like(q), q.new_empty(_weights(q.shape, window) if keep else 0)
+    return q.new_empty(q.shape), q.new_empty(_weights(q.shape, window) if keep else 0)
 
 
 @_backward.register_fake
@@ -217,11 +216,7 @@ def _(
     grad: Tensor, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _like(q), _like(k), _like(v)
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
