@@ -50,7 +50,7 @@ def forward(
     dtype = torch.int8 if packed else x.dtype
     gate = torch.empty(n_rows, width, dtype=dtype)
     up = torch.empty(0 if w.v1 is None else n_rows, width, dtype=dtype)
-    tokens, _ = _rows(weights, routing, x)
+    tokens = _tokens(routing, weights.shape[1], n_rows)
     y_rows = x.new_empty(n_rows, x.shape[1])
     for e, _, rows in _segments(routing, x.dtype):
         x_e = x.index_select(0, tokens[rows])
@@ -83,7 +83,8 @@ def backward(
     they meet those rows in the experts' gradients, and of the rows whose sum is the gradient of x.
     """
     n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.w1.shape[1]
-    tokens, row_weights = _rows(weights, routing, x)
+    tokens = _tokens(routing, weights.shape[1], n_rows)
+    row_weights = _row_weights(weights.to(x.dtype), routing, n_rows)
     grad_rows, inner = x.new_empty(n_rows, x.shape[1]), x.new_empty(n_rows)
     grads = tuple(None if p is None or frozen else torch.empty_like(p) for p in w.tensors())
     _zero_unused(grads, routing)
@@ -160,15 +161,18 @@ def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
     return n_rows + (PADDING if is_compiled(dtype) else 0)
 
 
-def _rows(weights: Tensor, routing: Routing, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Token (n_rows,) and router's weight (n_rows, 1) of each sorted row and of what pads them.
+def _tokens(routing: Routing, top_k: int, n_rows: int) -> Tensor:
+    """Token (n_rows,) of each sorted row and of what pads them."""
+    return F.pad(routing.order // top_k, (0, n_rows - routing.order.shape[0]))
 
-    Weights are in x's dtype, as what they are multiplied with: an operation on two dtypes writes
-    out all that it reads in the wider one.
+
+def _row_weights(weights: Tensor, routing: Routing, n_rows: int) -> Tensor:
+    """Router's weight (n_rows, 1) of each sorted row and of what pads them.
+
+    They come in the rows' dtype: an operation on two dtypes writes out what it reads in the wider.
     """
-    padding = (0, kept_rows(routing.order.shape[0], x.dtype) - routing.order.shape[0])
-    row_weights = weights.to(x.dtype).flatten().index_select(0, routing.order)
-    return F.pad(routing.order // weights.shape[1], padding), F.pad(row_weights, padding)[:, None]
+    row_weights = weights.flatten().index_select(0, routing.order)
+    return F.pad(row_weights, (0, n_rows - routing.order.shape[0]))[:, None]
 
 
 def _sum_choices(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
