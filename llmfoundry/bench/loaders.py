@@ -32,8 +32,9 @@ import numpy as np
 from llmfoundry.bench import loader_contenders
 from llmfoundry.bench.loader_contenders import EOS, SAMPLES, SEQ, samples
 from llmfoundry.data.mds.writer import MDSWriter
-from llmfoundry.data.preparation.writer import TokenWriter, write_json
+from llmfoundry.data.preparation.writer import TokenWriter
 from llmfoundry.data.tokens import StreamIndex
+from llmfoundry.files import write_json
 
 NAMES = {
     "mds": "ours, MDS",

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from llmfoundry.files import write_json
 from llmfoundry.gauntlet.gauntlet import Gauntlet
 from llmfoundry.gauntlet.questions import Subject
 from llmfoundry.parallel.launch import World
-from llmfoundry.track.loggers import write_json
 from llmfoundry.track.report import read_json
 
 PROBE = 0.02  # of the rows; twice, for the first time has much that comes only once

@@ -22,6 +22,7 @@ from llmfoundry.build.subjects import Outside, is_outside, open_outside
 from llmfoundry.build.trainer import memory_of_process
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch
+from llmfoundry.files import write_json
 from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.parallel.launch import World, join, relaunch
@@ -33,7 +34,6 @@ from llmfoundry.recipe.tasks import EvalRecipe
 from llmfoundry.track.console import Console
 from llmfoundry.track.eval_page import write_eval_page
 from llmfoundry.track.eval_session import log_evaluation
-from llmfoundry.track.loggers import write_json
 
 PAGE = "gauntlet.html"
 

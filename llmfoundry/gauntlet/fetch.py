@@ -20,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llmfoundry.errors import UserError
+from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.fetch_table import DataFile
 from llmfoundry.recipe.paths import show
 
@@ -100,10 +101,8 @@ class Manifest:
         """Record a file, on disk too."""
         self.files[file] = asdict(content) | {"source": fetched.source, "licence": fetched.licence}
         path = self.folder / MANIFEST
-        partial = path.with_name(path.name + ".partial")
         text = json.dumps({"files": self.files}, indent=1, sort_keys=True, ensure_ascii=False)
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text + "\n")
 
 
 def fetch(files: Iterable[DataFile], *, output: Path, route: Route) -> Iterator[Outcome]:

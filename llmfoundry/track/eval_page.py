@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.files import write_whole
 from llmfoundry.track.format import count, duration, number
 from llmfoundry.track.report_page import page, table
 from llmfoundry.track.score_charts import Estimate, accuracy_bar, bars, radar, written
@@ -31,9 +32,7 @@ _COUNTED = {"ties": "tie", "dropped": "dropped example", "truncated": "truncated
 
 def write_eval_page(path: Path, results: Results, *, title: str = "Evaluation") -> None:
     """Write the page, at once: whoever opens it sees a whole one."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(eval_page(results, title=title), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, eval_page(results, title=title))
 
 
 def eval_page(results: Results, *, title: str = "Evaluation") -> str:

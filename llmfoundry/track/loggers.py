@@ -9,11 +9,11 @@ fails here ends a run that has begun: it is said, and what is lost is counted.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.files import write_json
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import flat
@@ -209,13 +209,6 @@ class Tracker:
             write_json(path, value)
         except OSError as error:
             self.console.warn(f"{path} was not written: {error.strerror}")
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def flatten(recipe: TrainRecipe) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from llmfoundry.files import write_whole
 from llmfoundry.track.chart import Series, line_chart
 from llmfoundry.track.console import printable
 from llmfoundry.track.format import count, number, percent, public, size
@@ -84,9 +85,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
         sections=[(name, body) for name, body in sections if body],
     )
     path = run_folder / "report.html"
-    partial = path.with_name("report.html.partial")
-    partial.write_text(html, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, html)
     return path
 
 

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from llmfoundry.errors import UserError
+from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.parallel.launch import World
 
@@ -264,6 +265,4 @@ def _commit(folder: Path, size: int) -> None:
         part = folder / f"sums.{rank}.json"
         files |= json.loads(part.read_text())
         part.unlink()
-    temporary = folder / "COMMIT.tmp"
-    temporary.write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n")
-    temporary.rename(folder / COMMIT)
+    write_json(folder / COMMIT, {"version": 1, "files": files})

@@ -8,14 +8,12 @@ side by side.
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +22,7 @@ from llmfoundry.data.mds.checksums import check_algorithm, digest
 from llmfoundry.data.mds.encodings import CODING_ERRORS, Encoding, find_encoding
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.errors import UserError
+from llmfoundry.files import whole_file, write_whole
 
 INDEX = "index.json"
 _LONGEST = (1 << 32) - 1  # offsets are u32
@@ -110,8 +109,8 @@ class MDSWriter:
         if self._samples:
             self._flush()
         entries = (json.dumps(shard, sort_keys=True) for shard in self._shards)
-        with _written(self._folder / INDEX) as file:
-            file.writelines(('{"shards": [', ", ".join(entries), '], "version": 2}'))
+        text = '{"shards": [' + ", ".join(entries) + '], "version": 2}'
+        write_whole(self._folder / INDEX, text, sync=True)
 
     def __enter__(self) -> MDSWriter:
         """To be left by `finish`."""
@@ -190,14 +189,14 @@ def merge_index(folder: Path, parts: Iterable[Path]) -> None:
     Raises:
         UserError: a part is no MDS dataset, or not within the folder.
     """
-    with _written(folder / INDEX) as file:
+    with whole_file(folder / INDEX, sync=True) as file:
         separator = ""
-        file.write('{"version": 2, "shards": [')
+        file.write(b'{"version": 2, "shards": [')
         for part in dict.fromkeys(parts):
             for shard in _moved_shards(folder, part):
-                file.write(separator + json.dumps(shard))
+                file.write((separator + json.dumps(shard)).encode())
                 separator = ", "
-        file.write("]}")
+        file.write(b"]}")
 
 
 def _moved_shards(folder: Path, part: Path) -> Iterator[dict[str, Any]]:
@@ -215,20 +214,6 @@ def _moved_shards(folder: Path, part: Path) -> Iterator[dict[str, Any]]:
             if shard.get(key):
                 shard[key]["basename"] = f"{prefix}/{shard[key]['basename']}"
         yield shard
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[IO[str]]:
-    """A text file that is there whole or not at all."""
-    partial = path.with_name(f"{path.name}.tmp.{os.getpid()}")
-    try:
-        with partial.open("w") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _find_encoding(column: str, name: str) -> Encoding:

@@ -10,18 +10,17 @@ one group, also through others, and of each group the first in corpus order stay
 from __future__ import annotations
 
 import hashlib
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 
 from llmfoundry.data.preparation.engines import Run
 from llmfoundry.data.preparation.minhash import N_BANDS, minhash_keys
+from llmfoundry.files import whole_file
 
 # A key is 64 bits, and of exact repeats 64 more as `rest`: two of 1e9 different documents share 64
 # random bits with a probability of 3 %. `row` is the document's place in its task. By method:
@@ -220,9 +219,5 @@ def _open(file: Path) -> np.ndarray:
 
 def _save(target: Path, array: np.ndarray) -> None:
     """Whole or not there at all; by a name that no other machine takes, on storage they share."""
-    temporary = target.with_name(f"{target.name}.tmp.{uuid4().hex}")
-    with temporary.open("wb") as file:
+    with whole_file(target, sync=True) as file:
         np.save(file, array)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(target)

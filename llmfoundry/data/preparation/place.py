@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.remote_backends import Backend, resolve
 from llmfoundry.errors import UserError
+from llmfoundry.files import write_whole
 
 T = TypeVar("T")
 _RETRIES, _TIMEOUT_S = 5, 60.0
@@ -69,12 +69,7 @@ class Place:
             return
         path = self.here / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+        write_whole(path, data, sync=True)
 
     def put(self, folder: Path, name: str) -> None:
         """Move a folder of this machine there, in place of what is there by this name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from dataclasses import dataclass, field
@@ -76,13 +75,3 @@ class TokenWriter:
         shard = Shard(name, self._n_ids, len(self._starts), self._n_bytes, hashes)
         self.shards.append(shard)
         self._data, self._starts, self._n_ids, self._n_bytes = bytearray(), array("I"), 0, 0
-
-
-def write_json(path: Path, facts: Any) -> None:
-    """A JSON file, whole or not there at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(facts, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
