@@ -179,7 +179,7 @@ def server() -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             number = body["prompt"].rstrip(":").split()[-1]
             answer = json.dumps({"choices": [{"index": 0, "text": f" {number}"}]}).encode()
-            self.send_response(200)
+            self.send_response(200 if body["model"] == "tiny" else 400)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
@@ -200,6 +200,11 @@ def test_an_endpoint_writes_answers_and_scores_nothing(folder: Path, server: str
     run("eval.py", model, "eval.gauntlet=say.yaml", "output=server", cwd=folder)
     found = json.loads((folder / "server/results.json").read_text())["gauntlet"]["tasks"][0]
     assert (found["n"], found["accuracy"]) == (6, 1.0)
+    refusing = f"models=['{server}#strict']"
+    done = run("eval.py", refusing, "eval.gauntlet=say.yaml", "output=n", cwd=folder, status=1)
+    assert "say/0-shot: failed: every question was refused: 400" in done.stdout
+    assert "no model has a score for any task" in done.stdout
+    assert (folder / "n/results.json").is_file()
     done = run("eval.py", model, "eval.gauntlet=gauntlet.yaml", cwd=folder, status=2)
     assert "log-probabilities" in done.stderr and len(done.stderr.splitlines()) == 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,5 +76,9 @@ def _endpoint(model: str) -> Outside:
         )
     # it takes text: tokens are bytes here, and only bound the length
     tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
-    subject = Endpoint(address, name, chat=model.startswith(CHAT))
-    return Outside(subject, Asking(tokenizer, seq_len=ENDPOINT_BYTES), list)
+
+    def spell(ids: Sequence[int]) -> str:
+        return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
+
+    subject = Endpoint(address, name, chat=model.startswith(CHAT), spell=spell)
+    return Outside(subject, Asking(tokenizer, seq_len=ENDPOINT_BYTES, unit="bytes"), list)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ def evaluate(recipe: EvalRecipe) -> None:
     Raises:
         UserError: a model, the gauntlet or its rows cannot be used; found before anything runs for
             the model that it concerns. What was found out about models before it is kept.
+        SystemExit: 1, where tasks were asked and not one of them has a score.
     """
     relaunch(ParallelConfig())
     with join(ParallelConfig()) as world:
@@ -91,6 +93,16 @@ def evaluate(recipe: EvalRecipe) -> None:
             examined.append(found)
         if world.is_main and len(examined) > 1:
             _compare(recipe, examined, console)
+        if _nothing_was_found(examined):
+            console.warn("no model has a score for any task; the problems above say why")
+            sys.exit(1)
+
+
+def _nothing_was_found(examined: Sequence[Examined]) -> bool:
+    """Whether tasks were asked, and every one of every model is n/a."""
+    results = [found.results["gauntlet"] for found in examined if found.results["gauntlet"]]
+    tasks = [task for result in results for task in result["tasks"]]
+    return bool(results) and all(task["accuracy"] is None for task in tasks)
 
 
 def _tell(console: Console, found: Examined) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmfoundry.gauntlet.metrics import NOT_GENERATED, Estimate, answers_of, measure
-from llmfoundry.gauntlet.questions import Question, Score
+from llmfoundry.gauntlet.questions import Question, Refusal, Score
 from llmfoundry.gauntlet.results import CategoryOfTask, Cost, GauntletResult, TaskResult
 from llmfoundry.gauntlet.tasks import BenchmarkConfig, CategoryConfig, EvalGauntlet, TaskConfig
 from llmfoundry.recipe.checks import nearest
@@ -78,8 +78,8 @@ def grade(
     blank: TaskResult,
     task: TaskConfig,
     questions: Sequence[Question],
-    scores: Sequence[Sequence[Score]],
-    texts: Sequence[str] | None = None,
+    scores: Sequence[Sequence[Score | Refusal]],
+    texts: Sequence[str | Refusal] | None = None,
 ) -> TaskResult:
     """`blank` with accuracy, every other metric, standard errors, ties and failure filled in.
 
@@ -96,6 +96,11 @@ def grade(
         if not answer.is_finite:
             reason = f"a log-probability at {answer.question.row.place} is not a finite number"
             return dataclasses.replace(blank, failure=reason)
+    refusals = [answer.refusal for answer in answers if answer.refusal is not None]
+    if refusals:
+        blank = dataclasses.replace(blank, refused=len(refusals), refusal=refusals[0])
+    if len(refusals) == len(answers):
+        return dataclasses.replace(blank, failure=f"every question was refused: {refusals[0]}")
     measured = measure(task, answers)
     accuracy = measured.estimates[measured.metric]
     return dataclasses.replace(
@@ -123,6 +128,11 @@ def combine(
     """
     problems = list(notes)
     problems.extend(f"{t.name}: failed: {t.failure}" for t in tasks if t.failure is not None)
+    problems.extend(
+        f"{t.name}: {t.refused} of {t.n} questions were refused, and count as wrong: {t.refusal}"
+        for t in tasks
+        if t.refused and t.failure is None
+    )
     problems.extend(_not_generated(tasks))
     by_name = {task.name: task for task in tasks}
     averages = _averages(gauntlet)
@@ -147,7 +157,18 @@ def combine(
         {n: s.stderr(by_name) if s else None for n, s in {**categories, **means}.items()},
         problems,
         cost,
+        _members_of(gauntlet, averages),
     )
+
+
+def _members_of(gauntlet: EvalGauntlet, averages: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Names of the tasks behind each category and average."""
+    found = {c.name: [_name(benchmark) for benchmark in c.benchmarks] for c in gauntlet.categories}
+    of_averages = {
+        name: [task for category in names for task in found.get(category, [])]
+        for name, names in averages.items()
+    }
+    return found | of_averages
 
 
 def missing_benchmarks(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """`Endpoint`: a model behind a server that speaks OpenAI's protocol (vLLM, llama.cpp, OpenAI …).
 
-The gauntlet asks it as it asks a model of ours, but for generation tasks alone: such servers
-continue texts, and tell nothing about the probability of a text that they are given.
+The gauntlet asks it as it asks a model of ours: it continues texts, and where it can echo a text
+with its log-probabilities (vLLM, and others of the completions protocol), it scores them too. What
+is wrong with one question (it is too long, it is not allowed) fails that question; what is wrong
+with the address, the key or the model ends the evaluation.
 """
 
 from __future__ import annotations
@@ -15,22 +17,32 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.answers import cut
-from llmfoundry.gauntlet.questions import Prompt, Request, Score
+from llmfoundry.gauntlet.echo import ECHO, read_score
+from llmfoundry.gauntlet.questions import Prompt, Refusal, Request, Score
 
 ATTEMPTS = 8
 LONGEST_DELAY = 60.0  # seconds between two attempts
 MAX_STOPS = 4  # OpenAI's limit; the rest is cut here
+OF_ONE_QUESTION = (400, 413, 422)  # too long, or not allowed: other questions may be taken
 _HOPELESS = (ConnectionRefusedError, socket.gaierror, ssl.SSLCertVerificationError)
 _jitter = random.Random()  # its own, so that no seeded draw is moved
+
+Spell = Callable[[Sequence[int]], str]
+Item = TypeVar("Item")
+Said = TypeVar("Said")
+
+
+class _Refused(Exception):
+    """The server will not take this question; the words of a Refusal."""
 
 
 class Endpoint:
@@ -40,11 +52,8 @@ class Endpoint:
         url: the address up to and including its version, such as https://api.openai.com/v1.
         model: the name that the server gives the model.
         first_delay: seconds before the second attempt; each later one waits twice as long.
-        can_score: False; see Subject.
-        tokens_computed: 0: the server does not tell.
+        tokens_computed: of all inputs, as the server counted them; 0 where it does not tell.
     """
-
-    can_score = False
 
     def __init__(
         self,
@@ -55,6 +64,7 @@ class Endpoint:
         *,
         chat: bool = False,
         timeout: float = 300.0,
+        spell: Spell | None = None,
     ) -> None:
         """Nothing is sent yet.
 
@@ -65,6 +75,7 @@ class Endpoint:
             concurrency: requests under way at the same time, over all processes.
             chat: send each prompt as a user's message to /chat/completions, not to /completions.
             timeout: seconds that the server may be silent.
+            spell: the text of a request's tokens, with none for special ones; None: no scores.
 
         Raises:
             UserError: the address is none.
@@ -76,20 +87,40 @@ class Endpoint:
         self.tokens_computed = 0
         self._key_env, self._concurrency, self._timeout = api_key_env, concurrency, timeout
         self._has_answered = False
+        self._spell = spell
+        self._why_no_scores: str | None = None if spell and not chat else "it is asked by chat"
+        self._was_tried = self._why_no_scores is not None
+        self._counting = threading.Lock()
 
-    def score(self, requests: Sequence[Request]) -> list[Score]:
-        """Not possible.
+    @property
+    def can_score(self) -> bool:
+        """Whether the server echoes a text with its log-probabilities; it is asked once.
 
         Raises:
-            UserError: always, naming the task types that work and those that do not.
+            UserError: the server cannot be reached, or refuses.
         """
-        raise UserError(
-            f"{self.url}: endpoints give no log-probabilities of given texts, which"
-            " language_modeling, multiple_choice and schema need; keep to tasks of type"
-            " generation_task_with_answers, or name a checkpoint or a Hugging Face model"
-        )
+        if not self._was_tried:
+            (self._why_no_scores,) = self._share([("a", " b")], self._try_echo)
+            self._was_tried = True
+        return self._why_no_scores is None
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+    def score(self, requests: Sequence[Request]) -> list[Score | Refusal]:
+        """A score for each request, in order, of the server's own tokens.
+
+        Several processes deal the requests among themselves, and all get all scores.
+
+        Raises:
+            UserError: the server cannot be reached, refuses, or cannot score.
+        """
+        if not self.can_score:
+            raise UserError(
+                f"{self.url}: gives no log-probabilities of given texts ({self._why_no_scores}),"
+                " which language_modeling, multiple_choice and schema need; keep to tasks of type"
+                " generation_task_with_answers, or name a checkpoint or a Hugging Face model"
+            )
+        return self._share([self._texts(request) for request in requests], self._score)
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[str | Refusal]:
         """The greedy continuation of each prompt, in order, cut before its first stop.
 
         Several processes deal the prompts among themselves, and all get all texts.
@@ -97,25 +128,38 @@ class Endpoint:
         Raises:
             UserError: the server cannot be reached, or refuses.
         """
+        return self._share(prompts, self._continue)
+
+    def _share(
+        self, items: Sequence[Item], ask: Callable[[Item, threading.Event], Said]
+    ) -> list[Said]:
+        """What the server says of each, dealt over the processes; all of them get all."""
         if not (dist.is_initialized() and dist.get_world_size() > 1):
-            return self._ask_all(prompts, self._concurrency)
+            return self._ask_all(items, ask, self._concurrency)
         rank, size = dist.get_rank(), dist.get_world_size()
-        texts: list[str] = []
+        said: list[Said] = []
         problems: tuple[str, ...] = ()
+        before = self.tokens_computed
         try:
-            texts = self._ask_all(prompts[rank::size], max(1, self._concurrency // size))
+            said = self._ask_all(items[rank::size], ask, max(1, self._concurrency // size))
         except UserError as error:
             problems = error.problems  # raised below, where all processes raise it
         parts: list[Any] = [None] * size
-        dist.all_gather_object(parts, (texts, problems))
-        if lines := dict.fromkeys(line for _, lines in parts for line in lines):
+        dist.all_gather_object(parts, (said, problems, self.tokens_computed - before))
+        if lines := dict.fromkeys(line for _, lines, _ in parts for line in lines):
             raise UserError(*lines)
-        return [parts[i % size][0][i // size] for i in range(len(prompts))]
+        self.tokens_computed = before + sum(tokens for _, _, tokens in parts)
+        return [parts[i % size][0][i // size] for i in range(len(items))]
 
-    def _ask_all(self, prompts: Sequence[Prompt], concurrency: int) -> list[str]:
+    def _ask_all(
+        self,
+        items: Sequence[Item],
+        ask: Callable[[Item, threading.Event], Said],
+        concurrency: int,
+    ) -> list[Said]:
         given_up = threading.Event()
         with ThreadPoolExecutor(concurrency) as pool:
-            futures = [pool.submit(self._ask, prompt, given_up) for prompt in prompts]
+            futures = [pool.submit(ask, item, given_up) for item in items]
             try:
                 return [future.result() for future in futures]
             except BaseException:  # Ctrl-C too: without this the pool would wait for every prompt
@@ -123,7 +167,37 @@ class Endpoint:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _ask(self, prompt: Prompt, given_up: threading.Event) -> str:
+    def _texts(self, request: Request) -> tuple[str, str]:
+        """Context and target of a request."""
+        assert self._spell is not None
+        whole = (*request.tokens, *request.targets[-1:])
+        border = len(whole) - len(request.targets)
+        context = self._spell(whole[:border])
+        return context, self._spell(whole)[len(context) :]
+
+    def _score(self, texts: tuple[str, str], given_up: threading.Event) -> Score | Refusal:
+        context, target = texts
+        body = {"model": self.model, "temperature": 0, "prompt": context + target, **ECHO}
+        try:
+            reply = self._post("/completions", body, given_up)
+            return read_score(reply, context, target)
+        except _Refused as error:
+            return Refusal(str(error))
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise self._other_protocol(reply) from None
+
+    def _try_echo(self, texts: tuple[str, str], given_up: threading.Event) -> str | None:
+        """Why the server does not score texts; None: it does."""
+        body = {"model": self.model, "temperature": 0, "prompt": "".join(texts), **ECHO}
+        try:
+            read_score(self._post("/completions", body, given_up), *texts)
+        except _Refused as error:
+            return str(error)
+        except (KeyError, IndexError, TypeError, ValueError):
+            return "it does not echo a text with logprobs"
+        return None
+
+    def _continue(self, prompt: Prompt, given_up: threading.Event) -> str | Refusal:
         body: dict[str, Any] = {"model": self.model, "temperature": 0}
         body["max_tokens"] = prompt.max_new_tokens
         if prompt.stops:
@@ -133,7 +207,10 @@ class Endpoint:
         else:
             body["prompt"] = prompt.text
         path = "/chat/completions" if self.chat else "/completions"
-        return cut(self._text(self._post(path, body, given_up)), prompt.stops)
+        try:
+            return cut(self._text(self._post(path, body, given_up)), prompt.stops)
+        except _Refused as error:
+            return Refusal(str(error))
 
     def _text(self, reply: Any) -> str:
         """The continuation in a reply; what a model may leave out, a message's content, is ''."""
@@ -142,19 +219,28 @@ class Endpoint:
             text = choice["message"]["content"] if self.chat else choice["text"]
             if text is None or isinstance(text, str):
                 return text or ""
+        raise self._other_protocol(reply)
+
+    def _other_protocol(self, reply: Any) -> UserError:
         shown = json.dumps(reply)[:200]
-        raise UserError(
+        return UserError(
             f"{self.url}: does not answer as OpenAI's protocol has it: {shown}; write the address"
             " of a server that speaks it, up to and including /v1"
         )
 
     def _post(self, path: str, body: Mapping[str, Any], given_up: threading.Event) -> Any:
-        """The reply; tried again where the server is busy, fails, or breaks off."""
+        """The reply; tried again where the server is busy, fails, or breaks off.
+
+        Raises:
+            UserError: there is none, and so it would be for any question.
+            _Refused: the server will not take this question.
+        """
         for attempt in range(ATTEMPTS):
             asked = 0.0
             try:
                 reply = self._send(path, body)
                 self._has_answered = True
+                self._count(reply)
                 return reply
             except urllib.error.HTTPError as error:
                 self._has_answered = True
@@ -171,6 +257,10 @@ class Endpoint:
             f"{self.url}: gave no answer in {attempt + 1} attempts: {why}; try later, or lower the"
             f" endpoint's concurrency ({self._concurrency})"
         )
+
+    def _count(self, reply: Any) -> None:
+        with suppress(KeyError, TypeError), self._counting:
+            self.tokens_computed += int(reply["usage"]["prompt_tokens"])
 
     def _send(self, path: str, body: Mapping[str, Any] | None) -> Any:
         """POST of a body, GET without; what the server's JSON holds."""
@@ -192,6 +282,8 @@ class Endpoint:
         said = f"{error.code} {error.reason}" + (f": {message}" if message else "")
         if error.code >= 500 or (error.code == 429 and code != "insufficient_quota"):
             return said
+        if error.code in OF_ONE_QUESTION:
+            raise _Refused(said) from error
         raise UserError(f"{self.url}: {said}; {self._remedy(error.code)}") from error
 
     def _remedy(self, status: int) -> str:
@@ -203,7 +295,7 @@ class Endpoint:
         if status == 429:
             return "the account has no credit left; add some, or use another key"
         if status != 404:
-            return "correct the task (max_new_tokens, max_seq_len) or the name of the model"
+            return "correct the address, up to and including /v1, or the name of the model"
         names = self._models()
         if names and self.model not in names:
             return f"it has no model {self.model!r}; write one of: {', '.join(names)}"

@@ -25,7 +25,7 @@ from llmfoundry.gauntlet.continuations import heldout_rows
 from llmfoundry.gauntlet.harness import PREFIX, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.prompt_cache import cached_questions
 from llmfoundry.gauntlet.prompt_parts import generates
-from llmfoundry.gauntlet.questions import Question, Request, Row, Score, Subject
+from llmfoundry.gauntlet.questions import Question, Refusal, Request, Row, Score, Subject
 from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.rows import chance, load_rows, majority, rows_hash
 from llmfoundry.gauntlet.sources import RowsNotFound
@@ -48,6 +48,7 @@ class Asking:
         rows: rows of each task; None: all.
         generate: write the answers of generation tasks.
         allow_missing: tasks without rows are left out, and said to be.
+        unit: what a token of `tokenizer` is: the model's own, or bytes of a model behind a server.
     """
 
     tokenizer: Tokenizer
@@ -57,6 +58,7 @@ class Asking:
     rows: int | None = None
     generate: bool = True
     allow_missing: bool = False
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,15 @@ class Answered:
         questions: those asked.
         scores: for each question those of its requests; of no request where there are only texts.
         texts: what was written for each question; None: nothing was.
+
+    A Refusal stands for what the model would not say.
     """
 
     task: TaskConfig
     num_fewshot: int
     questions: list[Question]
-    scores: list[list[Score]]
-    texts: list[str] | None
+    scores: list[list[Score | Refusal]]
+    texts: Sequence[str | Refusal] | None
 
     def lines(self) -> Iterator[str]:
         """Of rows.jsonl."""
@@ -161,6 +165,7 @@ class Gauntlet:
         blanks = [ready.blank for ready in self._ready]
         self._baselines = list(wrong_baselines(self._file.gauntlet, blanks))
         planned = [*blanks, *(_planned(task, shots) for task, shots, _ in self._harness)]
+        self._left_out = missing
         lost = [*missing, *missing_benchmarks(self._file.gauntlet, planned)]
         lost += _unknown_chance(self._file.gauntlet, {task.label for task, *_ in self._harness})
         self.problems = [*self._file.notes, *lost, *self._hollow, *self._baselines]
@@ -190,8 +195,10 @@ class Gauntlet:
             subject.tokens_computed - before,
             self.tokens(share),
             time.perf_counter() - started,
+            self._asking.unit,
         )
-        return combine(results, self._file.gauntlet, self._baselines, cost=cost), answered
+        notes = [*self._left_out, *self._baselines]
+        return combine(results, self._file.gauntlet, notes, cost=cost), answered
 
     def _choose(self, share: float) -> _Chosen:
         """Kept, so that a subject meets the same list of requests every time."""
@@ -202,7 +209,7 @@ class Gauntlet:
         return self._chosen
 
     def _answer(
-        self, subject: Subject, part: _Ready, scores: list[list[Score]]
+        self, subject: Subject, part: _Ready, scores: list[list[Score | Refusal]]
     ) -> tuple[TaskResult, Answered]:
         """A task's result; texts are written here where they are wanted."""
         prompts = [question.prompt for question in part.questions if question.prompt is not None]
@@ -279,7 +286,7 @@ class Gauntlet:
         )
 
 
-def _scores(subject: Subject, chosen: _Chosen) -> list[list[list[Score]]]:
+def _scores(subject: Subject, chosen: _Chosen) -> list[list[list[Score | Refusal]]]:
     """For each task and question the scores of its requests; all in one go."""
     parts = chosen.parts
     if not subject.can_score and all(generates(t.task) for t in parts):

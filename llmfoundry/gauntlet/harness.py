@@ -22,7 +22,7 @@ import numpy as np
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.harness_model import PREFIX, HarnessModel, import_harness
-from llmfoundry.gauntlet.questions import Subject
+from llmfoundry.gauntlet.questions import RefusedError, Subject
 from llmfoundry.recipe.checks import nearest
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _evaluate(
         found = evaluator.evaluate(
             lm=model, task_dict=loaded, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
         )
-    except FloatingPointError as error:  # the model's fault: the others go on
+    except (FloatingPointError, RefusedError) as error:  # the model's fault: the others go on
         return [HarnessResult(name, max(shots.values()), 0, failure=str(error))]
     metrics = {label: _metrics(entry) for label, entry in found["results"].items()}
     counts = {label: entry["effective"] for label, entry in found["n-samples"].items()}

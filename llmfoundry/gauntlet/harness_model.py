@@ -10,15 +10,16 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import Prompt, Request, Subject
+from llmfoundry.gauntlet.questions import Prompt, Refusal, RefusedError, Request, Subject
 
 if TYPE_CHECKING:
     from llmfoundry.data.tokenizer import Tokenizer
 
 PREFIX = "lm_eval:"  # of a dataset_uri
+Said = TypeVar("Said")
 MAX_GEN_TOKS = 256  # where a task does not say; the harness's default
 
 
@@ -61,6 +62,7 @@ class HarnessModel:
 
         Raises:
             FloatingPointError: a log-probability is not finite; every choice would look alike.
+            RefusedError: the model would not take a question.
         """
         pairs = [(str(request.args[0]), str(request.args[1])) for request in requests]
         encoded = [
@@ -69,13 +71,13 @@ class HarnessModel:
                 requests, self._encode_pairs(pairs), strict=True
             )
         ]
-        return self._scores(encoded, [f"{r.task_name}, row {r.doc_id}" for r in requests])
+        return self._scores(encoded, _places(requests))
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Log-probability of each whole text, in windows of seq_len tokens.
 
         Raises:
-            FloatingPointError: as `loglikelihood`.
+            FloatingPointError, RefusedError: as `loglikelihood`.
         """
         windows = import_harness("lm_eval.utils").get_rolling_token_windows
         encoded, owners = [], []
@@ -96,6 +98,7 @@ class HarnessModel:
 
         Raises:
             UserError: a task leaves no room for a prompt.
+            RefusedError: the model would not take a question.
         """
         normalize = import_harness("lm_eval.models.utils").normalize_gen_kwargs
         texts = self._encode([request.args[0] for request in requests])
@@ -114,7 +117,7 @@ class HarnessModel:
             self.truncated[request.task_name] += len(tokens) > room
             kept = tokens[-room:] or [self._prefix_id]
             prompts.append(Prompt(tuple(kept), request.args[0], stops, n_new))
-        return self._subject.generate(prompts)
+        return _taken(self._subject.generate(prompts), _places(requests))
 
     def _eos_text(self) -> str:
         return self._tokenizer.decode([self._tokenizer.eos_id])
@@ -122,7 +125,7 @@ class HarnessModel:
     def _scores(
         self, encoded: Sequence[Request], places: Sequence[str]
     ) -> list[tuple[float, bool]]:
-        scores = self._subject.score(encoded)
+        scores = _taken(self._subject.score(encoded), places)
         for score, place in zip(scores, places, strict=True):
             if not math.isfinite(score.logprob):
                 raise FloatingPointError(f"a log-probability of {place} is not a finite number")
@@ -169,6 +172,22 @@ class HarnessModel:
             [*([self._prefix_id] if has else self._bos_ids), *tokens[text]]
             for text, has in zip(plain, spelled, strict=True)
         ]
+
+
+def _places(requests: Sequence[Any]) -> list[str]:
+    return [f"{request.task_name}, row {request.doc_id}" for request in requests]
+
+
+def _taken(said: Sequence[Said | Refusal], places: Sequence[str]) -> list[Said]:
+    """All that a model said.
+
+    Raises:
+        RefusedError: it would not take a question; the harness has no way to count that.
+    """
+    for part, place in zip(said, places, strict=True):
+        if isinstance(part, Refusal):
+            raise RefusedError(f"{place} was refused: {part.reason}")
+    return [part for part in said if not isinstance(part, Refusal)]
 
 
 def import_harness(module: str) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from llmfoundry.gauntlet.answers import is_right, runs_on
 from llmfoundry.gauntlet.prompt_parts import generates
-from llmfoundry.gauntlet.questions import Question, Request, Score
+from llmfoundry.gauntlet.questions import Question, Refusal, Request, Score
 from llmfoundry.gauntlet.tasks import CALIBRATION_METRICS, METRICS, TaskConfig
 
 TIE = 1e-6  # nats per unit compared; closer numbers are the same up to rounding
@@ -25,11 +25,11 @@ WHOLE_WORDS = "whole_word_exact_match"
 """Share of generated answers that are right, and not only as the start of a longer number."""
 BITS, CALIBRATION = "gold_bits_per_byte", "expected_calibration_error"
 
-UNITS: dict[str, Callable[[Request], int]] = {
-    "sum": lambda request: 1,
-    "token": lambda request: len(request.targets),
-    "char": lambda request: len(request.text),
-    "byte": lambda request: len(request.text.encode()),
+UNITS: dict[str, Callable[[Request, Score], int]] = {
+    "sum": lambda request, score: 1,
+    "token": lambda request, score: score.n_tokens or len(request.targets),
+    "char": lambda request, score: len(request.text),
+    "byte": lambda request, score: len(request.text.encode()),
 }
 """`choice_by`: what a log-probability is divided by before choices are compared."""
 
@@ -45,11 +45,13 @@ class Answer:
         question: what was asked.
         scores: of each of its requests; may be empty where a text was generated.
         text: what was generated; None where nothing was.
+        refusal: why the model would not take the question, which then counts as wrong; else None.
     """
 
     question: Question
     scores: Sequence[Score]
     text: str | None = None
+    refusal: str | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -104,21 +106,32 @@ class Measured:
 
 def answers_of(
     questions: Sequence[Question],
-    scores: Sequence[Sequence[Score]],
-    texts: Sequence[str] | None,
+    scores: Sequence[Sequence[Score | Refusal]],
+    texts: Sequence[str | Refusal] | None,
 ) -> list[Answer]:
     """Each question with its scores and, in generation, its text."""
-    written: Sequence[str | None] = [None] * len(questions) if texts is None else texts
-    return [Answer(*parts) for parts in zip(questions, scores, written, strict=True)]
+    written = [None] * len(questions) if texts is None else texts
+    return [_answer(*parts) for parts in zip(questions, scores, written, strict=True)]
+
+
+def _answer(
+    question: Question, scores: Sequence[Score | Refusal], text: str | Refusal | None
+) -> Answer:
+    said = [score for score in scores if isinstance(score, Score)]
+    refusals = [part.reason for part in (*scores, text) if isinstance(part, Refusal)]
+    if refusals:
+        return Answer(question, (), None, refusals[0])
+    assert not isinstance(text, Refusal)
+    return Answer(question, said, text)
 
 
 def measure(task: TaskConfig, answers: Sequence[Answer]) -> Measured:
-    """Every metric of a task, whose answers are finite and at least one.
+    """Every metric of a task, whose answers are finite, and one of which was not refused.
 
     With has_categories each metric is the unweighted mean over the categories, as LLM Foundry's
     accuracies are, and its standard error that of a mean of independent numbers.
     """
-    generated = answers[0].text is not None
+    generated = any(answer.text is not None for answer in answers)
     metric = METRICS[task.icl_task_type]
     if generates(task) and not generated:
         metric = NOT_GENERATED
@@ -136,7 +149,7 @@ def measure(task: TaskConfig, answers: Sequence[Answer]) -> Measured:
 
 def judge(task: TaskConfig, answer: Answer) -> Verdict:
     """Whether an answer counts as right by the task's own accuracy."""
-    if not answer.is_finite:
+    if not answer.is_finite or answer.refusal is not None:
         return Verdict(None, False)
     if answer.text is not None:
         return Verdict(None, is_right(answer.text, answer.question.row, task))
@@ -154,7 +167,7 @@ def judge_choice(answer: Answer, unit: str) -> Verdict:
     """
     per_unit = UNITS[unit]
     values = [
-        score.logprob / per_unit(request)
+        score.logprob / per_unit(request, score)
         for score, request in zip(answer.scores, answer.question.requests, strict=True)
     ]
     best = [i for i, value in enumerate(values) if value >= max(values) - TIE]
@@ -187,7 +200,7 @@ def bits_per_byte(answers: Sequence[Answer]) -> Estimate:
     section 6.3): sqrt(n / (n - 1) * sum of (bits - ratio * bytes)^2) / sum of bytes.
     """
     bits = [-a.scores[a.gold].logprob / math.log(2) for a in answers]
-    sizes = [UNITS["byte"](a.question.requests[a.gold]) for a in answers]
+    sizes = [UNITS["byte"](a.question.requests[a.gold], a.scores[a.gold]) for a in answers]
     n, size = len(answers), sum(sizes)
     ratio = sum(bits) / size
     if n == 1:
@@ -197,34 +210,42 @@ def bits_per_byte(answers: Sequence[Answer]) -> Estimate:
 
 
 def _estimates(task: TaskConfig, metric: str, answers: Sequence[Answer]) -> dict[str, Estimate]:
-    """The task's accuracy first, then every other metric of its type."""
+    """The task's accuracy first, then every other metric of its type.
+
+    Refused questions are wrong; what is no share of right ones is of the others alone.
+    """
     found = {metric: _share([judge(task, answer).right for answer in answers])}
-    if answers[0].text is not None:
+    taken = [answer for answer in answers if answer.refusal is None]
+    refused = [False] * (len(answers) - len(taken))
+    if any(answer.text is not None for answer in taken):
         found[WHOLE_WORDS] = _share([_is_whole(task, answer) for answer in answers])
-    if not all(answer.scores for answer in answers):
+    if not taken or not all(answer.scores for answer in taken):
         return found  # generated by a model that tells no probabilities
     if task.icl_task_type in ("multiple_choice", "schema"):
         for name, unit in CHOICE_ACCURACIES.items():
-            found[name] = _share([judge_choice(answer, unit).right for answer in answers])
-        found |= _choice_calibration(answers)
+            rights = [judge_choice(answer, unit).right for answer in taken]
+            found[name] = _share([*rights, *refused])
+        found |= _choice_calibration(taken)
     elif task.icl_task_type == "language_modeling":
-        found |= _greedy_calibration(answers)
+        found |= _greedy_calibration(taken)
     else:
-        found[NOT_GENERATED] = _share([answer.scores[0].greedy for answer in answers])
-    found[BITS] = bits_per_byte(answers)
+        found[NOT_GENERATED] = _share([*(a.scores[0].greedy for a in taken), *refused])
+    found[BITS] = bits_per_byte(taken)
     return found
 
 
 def _is_whole(task: TaskConfig, answer: Answer) -> bool:
-    assert answer.text is not None
+    if answer.text is None:
+        return False
     row = answer.question.row
     return is_right(answer.text, row, task) and not runs_on(answer.text, row, task)
 
 
 def _share(rights: Sequence[bool]) -> Estimate:
-    """The share that is right, with the binomial standard error."""
+    """The share that is right, with the binomial standard error; that of one row is not known."""
     share = sum(rights) / len(rights)
-    return Estimate(share, math.sqrt(share * (1 - share) / len(rights)))
+    error = math.sqrt(share * (1 - share) / len(rights)) if len(rights) > 1 else None
+    return Estimate(share, error)
 
 
 def _choice_calibration(answers: Sequence[Answer]) -> dict[str, Estimate]:

@@ -104,6 +104,7 @@ class Score:
         mean_probability: mean over the targets of their probabilities; None: not known. It and the
             next are what Composer's calibration errors are made of, no function of the sums.
         least_best: the least probability, over the places, of the likeliest token; None: not known.
+        n_tokens: the targets in the model's own tokens; None: as many as the request has.
     """
 
     logprob: float
@@ -112,6 +113,24 @@ class Score:
     best_logprob: float
     mean_probability: float | None = None
     least_best: float | None = None
+    n_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Said in place of a score or a text where a model will not take one question.
+
+    It is too long for it, or not allowed. The row counts as wrong, and the result says how many.
+
+    Attributes:
+        reason: the model's words, in one line.
+    """
+
+    reason: str
+
+
+class RefusedError(Exception):
+    """A model would not take a question, where that cannot be counted as a wrong answer."""
 
 
 class Subject(Protocol):
@@ -123,13 +142,17 @@ class Subject(Protocol):
             generation is not counted.
     """
 
-    can_score: bool
     tokens_computed: int
 
-    def score(self, requests: Sequence[Request]) -> list[Score]:
+    @property
+    def can_score(self) -> bool:
+        """See above."""
+        ...
+
+    def score(self, requests: Sequence[Request]) -> Sequence[Score | Refusal]:
         """A score for each request, in order."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+    def generate(self, prompts: Sequence[Prompt]) -> Sequence[str | Refusal]:
         """The greedy continuation of each prompt, in order, cut before its first stop."""
         ...

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry.gauntlet.metrics import NOT_GENERATED, UNITS, Answer, answers_of, judge
-from llmfoundry.gauntlet.questions import Question, Score
+from llmfoundry.gauntlet.questions import Question, Refusal, Score
 from llmfoundry.gauntlet.tasks import TaskConfig
 
 GAUNTLET = "icl/metrics/eval_gauntlet/"
@@ -61,7 +61,9 @@ class TaskResult:
         rows_hash: of the rows' content.
         rows_total: rows of the task, of which n were asked; 0: not known, taken to be n.
         dropped: worked examples left out to fit into the model's window, over all questions.
-        tokens: tokens of all inputs, none of them shared.
+        tokens: tokens (Cost.unit) of all inputs, none of them shared.
+        refused: questions that the model would not take; each counts as wrong.
+        refusal: its words to the first of them.
     """
 
     label: str
@@ -84,6 +86,8 @@ class TaskResult:
     rows_total: int = 0
     dropped: int = 0
     tokens: int = 0
+    refused: int = 0
+    refusal: str | None = None
 
     @property
     def name(self) -> str:
@@ -102,13 +106,15 @@ class Cost:
 
     Attributes:
         tokens_computed: places that the model was run on, padding among them.
-        tokens_unshared: tokens of all inputs, as many as without shared beginnings.
+        tokens_unshared: of all inputs, as many as without shared beginnings, in `unit`.
         seconds: wall time.
+        unit: tokens, or bytes where the model's tokens are not known.
     """
 
     tokens_computed: int
     tokens_unshared: int
     seconds: float
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class GauntletResult:
         stderrs: standard errors of categories and averages, by name.
         problems: what a reader must know: missing and failed benchmarks, wrong baselines.
         cost: what it took, where that was measured.
+        members: names of the tasks behind each category and average, whether they are there or not.
     """
 
     tasks: list[TaskResult]
@@ -130,6 +137,7 @@ class GauntletResult:
     stderrs: dict[str, float | None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     cost: Cost | None = None
+    members: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def average(self) -> float | None:
@@ -171,8 +179,8 @@ def rows_lines(
     task: TaskConfig,
     num_fewshot: int,
     questions: Sequence[Question],
-    scores: Sequence[Sequence[Score]],
-    texts: Sequence[str] | None = None,
+    scores: Sequence[Sequence[Score | Refusal]],
+    texts: Sequence[str | Refusal] | None = None,
 ) -> Iterator[str]:
     """rows.jsonl's lines of a task: one for each row and choice, in order, without line ends.
 
@@ -189,6 +197,8 @@ def rows_lines(
         tail: dict[str, Any] = {"chosen": verdict.chosen, "right": verdict.right}
         if answer.text is not None:
             tail["text"] = answer.text
+        if answer.refusal is not None:
+            tail["refused"] = answer.refusal
         for i, numbers in enumerate(_choices(answer)):
             line = {**head, "choice": i, "gold": row.gold, **numbers, **tail}
             yield json.dumps(line, ensure_ascii=False, allow_nan=False)
@@ -203,7 +213,7 @@ def _choices(answer: Answer) -> Iterator[dict[str, Any]]:
         yield {
             "logprob": _finite(score.logprob),
             "best_logprob": _finite(score.best_logprob),
-            **{f"{unit}s": UNITS[unit](request) for unit in ("token", "char", "byte")},
+            **{f"{unit}s": UNITS[unit](request, score) for unit in ("token", "char", "byte")},
             "greedy": score.greedy,
         }
 
@@ -227,6 +237,7 @@ def notes_of(task: TaskResult) -> list[str]:
     notes = [f"{task.ties} tied"] * bool(task.ties)
     notes += [f"{task.dropped} examples dropped"] * bool(task.dropped)
     notes += [f"{task.truncated} truncated"] * bool(task.truncated)
+    notes += [f"{task.refused} refused"] * bool(task.refused)
     notes += [f"mean of {len(task.by_category)} categories"] * bool(task.by_category)
     notes += ["not generated"] * (task.metric == NOT_GENERATED)
     notes += [f"{task.mode} prompts"] * (task.mode != "native")

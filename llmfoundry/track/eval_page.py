@@ -27,7 +27,12 @@ _COMPARED = {
     "mode": "prompts",
     "metric": "ways of judging",
 }
-_COUNTED = {"ties": "tie", "dropped": "dropped example", "truncated": "truncated question"}
+_COUNTED = {
+    "ties": "tie",
+    "dropped": "dropped example",
+    "truncated": "truncated question",
+    "refused": "refused question",
+}
 
 
 def write_eval_page(path: Path, results: Results, *, title: str = "Evaluation") -> None:
@@ -92,13 +97,18 @@ def score_charts(results: Results) -> str:
 def score_table(results: Results) -> str:
     """Averages, then categories: a row each, a column for each model."""
     rows = []
+    asked = _tasks(results).items()
+    apart = {f"{task}/{shots}-shot" for (task, shots), e in asked if any(_differing(e))}
     for key in ("averages", "categories"):
         names = _names(results, key)
         columns = _scores(results, key, names)
         for i, name in enumerate(names):
-            rows.append((name, *(written(column[i]) for column in columns)))
-    head = ("", *(name for name, _ in results))
-    return f"<p></p>{table(head, rows, right=range(1, len(head)))}" if rows else ""
+            members = dict.fromkeys(t for _, r in results for t in _members(r, name))
+            differing = [task for task in members if task in apart]
+            note = f"not comparable: {', '.join(differing)}" if differing else ""
+            rows.append((name, *(written(column[i]) for column in columns), note))
+    head = ("", *(name for name, _ in results), "")
+    return f"<p></p>{table(head, rows, right=range(1, len(head) - 1))}" if rows else ""
 
 
 def task_table(results: Results) -> str:
@@ -145,9 +155,12 @@ def cost_table(results: Results) -> str:
         cost = result.get("cost")
         if cost:
             computed, unshared = cost["tokens_computed"], cost["tokens_unshared"]
-            ratio = f"{unshared / computed:.2f}" if computed else "n/a"
+            unit = cost.get("unit", "tokens")
+            ratio = f"{unshared / computed:.2f}" if computed and unit == "tokens" else "n/a"
             seconds = duration(cost["seconds"])
-            rows.append((name, count(computed), count(unshared), ratio, seconds))
+            known = count(computed) if computed else "not told"
+            shown = count(unshared) + f" {unit}" * (unit != "tokens")
+            rows.append((name, known, shown, ratio, seconds))
     head = ("model", "tokens computed", "tokens unshared", "unshared over computed", "time")
     return table(head, rows, right=range(1, 5))
 
@@ -191,6 +204,11 @@ def _scores(results: Results, key: str, names: Sequence[str]) -> list[list[Estim
         [((result.get(key) or {}).get(name), _stderr(result, name)) for name in names]
         for _, result in results
     ]
+
+
+def _members(result: Result, name: str) -> list[str]:
+    """Names of the tasks behind a category or an average; none in results of older versions."""
+    return (result.get("members") or {}).get(name, [])
 
 
 def _stderr(result: Result, name: str) -> float | None:

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.endpoint import ATTEMPTS, Endpoint
-from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.gauntlet.questions import Prompt, Refusal
 
 Reply = tuple[int, Any]  # status, and JSON or text
 
@@ -238,9 +238,16 @@ def test_a_path_that_is_not_there_asks_for_the_right_address(serve: Serve) -> No
     assert line.endswith("write chat: true for a chat model")
 
 
-def test_other_refusals_pass_on_the_servers_words(serve: Serve) -> None:
-    server = serve(lambda path, body: (400, {"detail": "context length\nis 10"}))
-    assert refused(server).startswith("400 Bad Request: context length is 10; correct the task")
+def test_a_refused_prompt_is_a_refusal_in_its_place_and_the_others_are_answered(
+    serve: Serve,
+) -> None:
+    def answer(path: str, body: Any) -> Reply:
+        if body["prompt"] == "1":
+            return 400, {"detail": "context length\nis 10"}
+        return 200, completion(body["prompt"])
+
+    said = endpoint(serve(answer)).generate([prompt(str(i)) for i in range(3)])
+    assert said == ["0", Refusal("400 Bad Request: context length is 10"), "2"]
 
 
 @pytest.mark.parametrize("reply", ["<html>hello</html>", {"object": "list"}, {"choices": []}, "[]"])
@@ -271,9 +278,16 @@ def test_the_first_refusal_ends_all(serve: Serve) -> None:
     assert len(server.requests) < 100
 
 
-def test_scores_are_refused_with_the_task_types_that_work() -> None:
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_server_that_does_not_echo_is_told_with_the_task_types_that_work(
+    serve: Serve, chat: bool
+) -> None:
+    server = serve(lambda path, body: (200, completion("c")))
+    asked = endpoint(server, chat=chat, spell=lambda ids: "a")
+    assert not asked.can_score
     with pytest.raises(UserError) as error:
-        Endpoint("http://127.0.0.1:9/v1", "m").score([])
+        asked.score([])
+    assert len(server.requests) == (not chat)  # it is tried once
     for name in ("language_modeling", "multiple_choice", "schema", "generation_task_with_answers"):
         assert name in str(error.value)
 
@@ -281,7 +295,7 @@ def test_scores_are_refused_with_the_task_types_that_work() -> None:
 def _ask_on(rank: int, url: str, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     asked = Endpoint(url, "m")
-    texts = asked.generate([prompt(str(i)) for i in range(5)])
+    texts = [str(text) for text in asked.generate([prompt(str(i)) for i in range(5)])]
     try:
         asked.generate([prompt("0"), prompt("no")])
     except UserError as error:
@@ -295,7 +309,7 @@ def test_processes_share_the_prompts_and_all_hear_of_a_refusal(
 ) -> None:
     def answer(path: str, body: Any) -> Reply:
         if body["prompt"] == "no":
-            return 400, failure("will not")
+            return 403, failure("will not")
         return 200, completion(f"text {body['prompt']}")
 
     server = serve(answer)
@@ -303,6 +317,6 @@ def test_processes_share_the_prompts_and_all_hear_of_a_refusal(
     for rank in range(2):
         *texts, problem = json.loads((tmp_path / f"{rank}.json").read_text())
         assert texts == [f"text {i}" for i in range(5)]
-        assert "400 Bad Request: will not" in problem
+        assert "403 Forbidden: will not" in problem
     asked = [body["prompt"] for _, body, _ in server.requests]
     assert sorted(asked) == ["0", "0", "1", "2", "3", "4", "no"]  # each once, over both processes

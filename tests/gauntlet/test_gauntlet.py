@@ -188,6 +188,7 @@ def test_missing_rows_are_a_mistake_unless_they_are_allowed(tmp_path: Path, root
     assert result.categories["choosing"] is None and result.average is None
     assert result.categories["writing"] is not None
     assert any("schema/1-shot" in p and "n/a" in p for p in result.problems)
+    assert any("nowhere.jsonl" in p for p in result.to_json()["problems"])
 
 
 @pytest.mark.parametrize(

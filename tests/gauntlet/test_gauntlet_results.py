@@ -342,9 +342,9 @@ def test_a_model_that_outputs_nan_scores_nothing_where_the_first_is_always_right
 
 
 def test_categories_of_rows_have_metrics_of_their_own() -> None:
-    questions = [question(0, f"w:{i}", category="law" if i < 3 else "art") for i in range(4)]
-    scores = [choose(-1, -9), choose(-9, -1), choose(-9, -1), choose(-1, -9)]
-    result = grade(blank(4), config(has_categories=True), questions, scores)
+    questions = [question(0, f"w:{i}", category="law" if i < 3 else "art") for i in range(5)]
+    scores = [choose(-1, -9), choose(-9, -1), choose(-9, -1), choose(-1, -9), choose(-1, -9)]
+    result = grade(blank(5), config(has_categories=True), questions, scores)
     assert result.accuracy == pytest.approx((1 / 3 + 1) / 2)
     assert result.stderr == pytest.approx(math.sqrt(1 / 3 * 2 / 3 / 3) / 2)
     metrics = combine([result], gauntlet(), []).metrics()
@@ -410,7 +410,8 @@ def test_json_holds_everything_and_null_for_what_does_not_exist() -> None:
     assert saved["average"] is None and saved["averages"] == {"default_average": None}
     assert saved["categories"] == {"one": pytest.approx(1 / 3), "two": None}
     assert saved["stderrs"]["one"] == pytest.approx(0.01 / 0.75)
-    assert saved["cost"] == {"tokens_computed": 1024, "tokens_unshared": 4096, "seconds": 1.5}
+    counted = {"tokens_computed": 1024, "tokens_unshared": 4096, "unit": "tokens"}
+    assert saved["cost"] == {**counted, "seconds": 1.5}
     assert saved["tasks"][0]["metrics"] == {MC: 0.5, "acc": 0.25}
     read = GauntletResult(
         [TaskResult(**entry) for entry in saved.pop("tasks")],

@@ -293,6 +293,24 @@ def test_categories_weigh_the_same_whatever_their_size() -> None:
     assert measured.estimates["expected_calibration_error"].value == pytest.approx(sum(errors) / 3)
 
 
+def test_the_standard_error_of_one_row_is_not_known_nor_is_that_of_a_mean_with_it() -> None:
+    answers = [choice([-1.0, -2.0], category=c) for c in ("law", "art", "art")]
+    measured = measure(task(has_categories=True), answers)
+    assert measured.by_category["law"][1][MC].stderr is None
+    assert measured.by_category["art"][1][MC].stderr == 0
+    assert measured.estimates[MC].value == 1 and measured.estimates[MC].stderr is None
+
+
+def test_a_refused_question_counts_as_wrong_and_only_where_right_ones_are_counted() -> None:
+    taken = [choice([-1.0, -2.0], 0), choice([-1.0, -3.0], 1)]
+    refused = Answer(taken[0].question, (), None, "too long")
+    alone, measured = measure(task(), taken), measure(task(), [*taken, refused])
+    for name in (MC, "acc", "acc_norm", "acc_byte"):
+        assert measured.estimates[name].value == pytest.approx(alone.estimates[name].value * 2 / 3)
+    for name in ("gold_bits_per_byte", "expected_calibration_error"):
+        assert measured.estimates[name].value == alone.estimates[name].value
+
+
 def test_a_metric_that_one_category_lacks_has_no_mean() -> None:
     known = choice([-1.0, -2.0], category="a")
     scores = [replace(score, mean_probability=0.5) for score in known.scores]

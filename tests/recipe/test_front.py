@@ -203,8 +203,9 @@ MISTAKES = {
     "~modle": "unknown key 'modle'; did you mean 'model'?",
     "optimizer=adamv": "could not find 'optimizer/adamv'; options: adamw, decoupled_adamw,"
     " decoupled_lionw, muon; did you mean 'adamw'?",
-    "eval=true": "could not find 'eval/true'; options: core_v1, core_v2, generated, light, off,"
-    " v0.1, v0.2, v0.3, validation",
+    "eval=true": "could not find 'eval/true'; options: core_v1, core_v2, extended_v1,"
+    " extended_v2, generated, generated_hard, generated_long_context, light, lm_tasks, off, v0.1,"
+    " v0.2, v0.3, validation",
     "model.n_layers=four": "model.n_layers: 'four' is not an integer",
     "model.n_layers=2.5": "model.n_layers: 2.5 is not an integer",
     "model.n_layers=true": "model.n_layers: true is not an integer",

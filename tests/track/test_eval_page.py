@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from llmfoundry.track.chart import WIDTH
-from llmfoundry.track.eval_page import eval_page, write_eval_page
+from llmfoundry.track.eval_page import eval_page, score_table, write_eval_page
 from llmfoundry.track.score_charts import (
     BAR,
     LEFT,
@@ -276,3 +276,16 @@ def test_the_file_is_replaced_at_once(tmp_path: Path) -> None:
     write_eval_page(path, [("m", result(entry("copa", 0.5)))], title="Models")
     assert "Models: m" in path.read_text(encoding="utf-8")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_scores_over_different_rows_are_marked_where_they_are_shown() -> None:
+    members = {"members": {"one": ["a/3-shot"], "two": ["b/3-shot"]}}
+    members["members"]["core_average"] = ["a/3-shot", "b/3-shot"]
+    ours = result(entry("a", 0.5), entry("b", 0.5), **members)
+    theirs = result(entry("a", 0.5), entry("b", 0.5, rows_hash="b2"), **members)
+    marks = re.findall(
+        r"<tr><td>(\w+)</td>(?:(?!</tr>).)*not comparable: ([^<]+)<",
+        score_table([("x", ours), ("y", theirs)]),
+    )
+    assert marks == [("core_average", "b/3-shot"), ("two", "b/3-shot")]
+    assert "not comparable" not in score_table([("x", ours), ("y", ours)])

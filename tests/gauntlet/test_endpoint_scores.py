@@ -1,0 +1,212 @@
+"""An endpoint's scores of given texts against the same model's own numbers.
+
+The server answers as vLLM's completions do with `echo` and `logprobs`: the text's tokens, <s> first
+where the tokenizer adds one, then a written one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.gauntlet.endpoint import Endpoint
+from llmfoundry.gauntlet.questions import Refusal, Request, Score
+from tests.gauntlet.hugging_face_models import random_model, save_tokenizer
+from tests.tiny import ENV, ROOT, command
+
+TEXTS = [
+    ("Question: What is 12 + 34?\nAnswer:", " 46"),
+    ("Question: What is 12 + 34?\nAnswer:", " the author of this book"),
+    ("The man turned on the faucet, because it was", " dirty. (He didn't know!)"),
+    ("naïve “quotes” and a snow man ☃ in", " çedille ☃☃!"),
+    ("A: wat", "er / flowed"),  # the border is within a token of the whole
+]
+EOS = 256  # of the tokenizer of bytes
+LONGEST = 120  # characters of a prompt that the server takes
+
+
+class ModelServer(ThreadingHTTPServer):
+    """`model` behind /v1/completions."""
+
+    def __init__(self, folder: Path, *, bos: bool) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        save_tokenizer(folder, bos=bos)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.model = random_model("llama")
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def logprobs(self, text: str) -> tuple[list[int], torch.Tensor]:
+        """Ids of the text and (n, V) log-probabilities of the token after each."""
+        ids = self.tokenizer(text).input_ids
+        with torch.no_grad():
+            return ids, self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+    def echo(self, text: str, alternatives: int) -> dict[str, Any]:
+        ids, logprobs = self.logprobs(text)
+        ids = [*ids, int(logprobs[-1].argmax())]
+        likeliest: list[Any] = [None]
+        for row, chosen in zip(logprobs, ids[1:], strict=True):
+            places = {*row.topk(alternatives).indices.tolist(), chosen}
+            likeliest.append({f"{self.tokenizer.decode([i])}#{i}": row[i].item() for i in places})
+        return {
+            "tokens": [self.tokenizer.decode([i]) for i in ids],
+            "token_logprobs": [
+                None,
+                *(row[i].item() for row, i in zip(logprobs, ids[1:], strict=True)),
+            ],
+            "top_logprobs": likeliest,
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ModelServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text, status = body["prompt"], 200
+        reply: dict[str, Any] = {"choices": [{"text": text}]}
+        if len(text) > LONGEST:
+            status, reply = 400, {"error": {"message": f"at most {LONGEST} characters"}}
+        elif body.get("echo"):
+            reply["choices"][0]["logprobs"] = self.server.echo(text, body["logprobs"])
+            reply["usage"] = {"prompt_tokens": len(self.server.tokenizer(text).input_ids)}
+        content = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        return
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["bos", "plain"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ModelServer]:
+    made = ModelServer(tmp_path_factory.mktemp("served"), bos=request.param)
+    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def endpoint(server: ModelServer, tokenizer: Tokenizer) -> Endpoint:
+    def spell(ids: Sequence[int]) -> str:
+        return tokenizer.decode([i for i in ids if i != EOS])
+
+    return Endpoint(server.url, "m", spell=spell)
+
+
+def as_request(tokenizer: Tokenizer, context: str, target: str) -> Request:
+    read, wanted = tokenizer.encode(context), tokenizer.encode(target)
+    return Request((EOS, *read, *wanted[:-1]), tuple(wanted), target)
+
+
+def expected(server: ModelServer, context: str, target: str) -> tuple[int, float, float, bool]:
+    """Tokens of the target, their log-probability, the likeliest ones', and whether they are it."""
+    ids, logprobs = server.logprobs(context + target)
+    n_read = len(server.tokenizer(context).input_ids)
+    while ids[:n_read] != server.tokenizer(context).input_ids[:n_read]:
+        n_read -= 1  # the last of the context's tokens goes into one with the target's first
+    rows = logprobs[n_read - 1 : -1]
+    own = rows.gather(1, torch.tensor(ids[n_read:])[:, None])[:, 0]
+    best = rows.amax(1)
+    return len(own), own.sum().item(), best.sum().item(), bool((own == best).all())
+
+
+def test_scores_are_the_models_own(server: ModelServer) -> None:
+    tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
+    asked = endpoint(server, tokenizer)
+    assert asked.can_score
+    scores = asked.score([as_request(tokenizer, *texts) for texts in TEXTS])
+    for score, texts in zip(scores, TEXTS, strict=True):
+        assert isinstance(score, Score)
+        n, logprob, best, greedy = expected(server, *texts)
+        assert score.n_tokens == n
+        assert score.logprob == pytest.approx(logprob, abs=1e-9)
+        assert score.best_logprob == pytest.approx(best, abs=1e-9)
+        assert score.greedy == greedy
+    sizes = [len(server.tokenizer(context + target).input_ids) for context, target in TEXTS]
+    probe = len(server.tokenizer("a b").input_ids)
+    assert asked.tokens_computed == sum(sizes) + probe
+
+
+def test_a_greedy_target_is_known_as_such(server: ModelServer) -> None:
+    tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
+    greedy = []
+    for context, _ in TEXTS[:3]:
+        _, logprobs = server.logprobs(context)
+        likeliest = server.tokenizer.decode([int(logprobs[-1].argmax())])
+        (score,) = endpoint(server, tokenizer).score([as_request(tokenizer, context, likeliest)])
+        assert isinstance(score, Score)
+        assert score.greedy == expected(server, context, likeliest)[3]
+        greedy.append(score.greedy)
+    assert any(greedy)
+
+
+def test_what_cannot_be_scored_is_refused_and_the_rest_is_scored(server: ModelServer) -> None:
+    tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
+    long = as_request(tokenizer, "x" * LONGEST, " y")
+    first = as_request(tokenizer, "", "The man")
+    usual = as_request(tokenizer, *TEXTS[0])
+    refused, alone, score = endpoint(server, tokenizer).score([long, first, usual])
+    assert refused == Refusal(f"400 Bad Request: at most {LONGEST} characters")
+    assert isinstance(score, Score)
+    has_bos = server.tokenizer.bos_token is not None
+    assert isinstance(alone, Score) == has_bos
+    if not has_bos:
+        assert alone == Refusal("the server gives no probability of a text's first token")
+
+
+def test_multiple_choice_runs_on_a_server_and_a_refused_row_counts_as_wrong(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    rows = [{"query": q, "choices": [a.strip(), "no"], "gold": 0} for q, a in TEXTS[:3]]
+    rows.append({"query": "x" * LONGEST, "choices": ["a", "b"], "gold": 0})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "label": "mine",
+        "dataset_uri": "rows.jsonl",
+        "num_fewshot": [0],
+        "icl_task_type": "multiple_choice",
+    }
+    (tmp_path / "g.yaml").write_text(yaml.safe_dump({"icl_tasks": [task]}))
+    model = f'models=["{server.url}#m"]'
+    done = subprocess.run(
+        command("eval.py", model, "eval.gauntlet=g.yaml", "output=found"),
+        cwd=tmp_path,
+        env=ENV | {"no_proxy": "127.0.0.1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "found" / "results.json").read_text())["gauntlet"]
+    (found,) = results["tasks"]
+    assert found["refused"] == 1 and found["n"] == 4
+    said = "mine/0-shot: 1 of 4 questions were refused, and count as wrong: 400 Bad Request: at"
+    assert results["problems"][0].startswith(said)
+    assert "1 refused" in done.stdout
+    assert results["cost"]["unit"] == "bytes" and results["cost"]["tokens_computed"] > 0
+    lines = [json.loads(x) for x in (tmp_path / "found" / "rows.jsonl").read_text().splitlines()]
+    right = 0
+    for number, (context, target) in enumerate(TEXTS[:3], start=1):
+        gold = next(x for x in lines if x["row"].endswith(f":{number}") and x["choice"] == 0)
+        (n, logprob), (n_no, no) = (expected(server, context, x)[:2] for x in (target, " no"))
+        assert gold["tokens"] == n
+        assert gold["logprob"] == pytest.approx(logprob, abs=1e-9)
+        right += logprob / n > no / n_no
+    assert found["metrics"]["acc_token"] == pytest.approx(right / 4)
+    assert found["accuracy"] == found["metrics"]["acc_token"]
