@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -318,7 +319,7 @@ def _shards(index: Path) -> list[str]:
     if not isinstance(names, dict):
         raise UserError(f"{index}: has no weight_map; copy or download it again")
     for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
             raise UserError(f"{index}: {name!r} is no file of this folder; correct it")
     return sorted({*names.values()})
 
