@@ -329,9 +329,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: is not JSON: {error}; copy or download it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: holds no settings by name; copy or download it again")
+    return content
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmfoundry.recipe.checks import at_least, one_of
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.duration import Duration, check_duration
+from llmfoundry.recipe.duration import check_duration
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig
 from llmfoundry.recipe.model import ModelConfig
@@ -109,10 +109,9 @@ class TrainRecipe:
     def check(self) -> Iterator[str]:
         """Every problem of the recipe, a line each, sections and then what crosses them."""
         yield from one_of("precision", self.precision, PRECISIONS)
-        problems = list(check_duration("max_duration", self.max_duration, allow_dur=False))
-        yield from problems
-        if not problems and Duration.parse(self.max_duration).value == 0:
-            yield f"max_duration: '{self.max_duration}' trains nothing; write at least 1ba"
+        yield from check_duration(
+            "max_duration", self.max_duration, allow_dur=False, allow_zero=False
+        )
         for key in ("eval_interval", "log_interval", "save_interval"):
             yield from check_duration(key, getattr(self, key))
         if not self.compile and self.compile_mode is not None:

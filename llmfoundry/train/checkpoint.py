@@ -163,8 +163,10 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = json.loads((folder / "state.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder / 'state.json'}: {one_line(error)}") from error
-    if not isinstance(state, dict) or type(state.get("batch")) is not int:
-        raise UserError(f"{folder / 'state.json'}: names no batch; choose another checkpoint")
+    kinds = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
+    sound = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
+    if not sound or any(type(state[k]) is not kinds[k] for k in kinds.keys() & state.keys()):
+        raise UserError(f"{folder / 'state.json'}: is no run's state; choose another checkpoint")
     return state
 
 

@@ -165,7 +165,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(
 def test_a_shorter_run_than_what_is_done_is_refused(place: Path) -> None:
     run = copy("shorter")
     before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match="^max_duration: 3ba is 3 batches, but .* has done 4 alre"):
+    with pytest.raises(UserError, match=r"^max_duration: 3ba is 3 batches, but .* has done 4 alre"):
         train_here("shorter", *BRIEF, "max_duration=3ba")
     assert (run / "metrics.jsonl").read_bytes() == before
     train_here("shorter", *BRIEF)  # as long as what is done: complete already
@@ -173,8 +173,11 @@ def test_a_shorter_run_than_what_is_done_is_refused(place: Path) -> None:
 
 @pytest.mark.parametrize("length", ["0ba", "0tok", "0ep", "0.0ep", "0e5sp"])
 def test_a_run_of_no_length_is_refused(place: Path, length: str) -> None:
-    with pytest.raises(UserError, match=f"^max_duration: '{length}' trains nothing"):
+    with pytest.raises(UserError, match=f"^max_duration: '{length}' is no time at all"):
         checked(TrainRecipe, "tiny.yaml", ["run_name=none", f"max_duration={length}"])
+    inverse = ["schedule.name=inv_sqrt_with_warmup", f"schedule.t_scale={length}"]
+    with pytest.raises(UserError, match=rf"^schedule\.t_scale: '{length}' is no time at all"):
+        checked(TrainRecipe, "tiny.yaml", ["run_name=none", *inverse])
 
 
 CHANGES = {

@@ -21,6 +21,8 @@ from torch import nn
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.load import run as run_script
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.checkpoint import find_checkpoint, find_damage
 from llmfoundry.train.checkpointer import Checkpointer
 from tests.tiny import losses, write_recipe
@@ -178,6 +180,19 @@ def test_a_full_disk_is_one_line_whichever_file_it_hits(
     found = [line for line in lines if re.search(f"{says}.*{FULL}", line)]
     assert found and len(set(found)) == 1, lines
     assert not any("Traceback" in line for line in lines)
+
+
+def fail_as_a_full_disk(recipe: TrainRecipe) -> None:
+    Path("/dev/full").write_text("x" * 10)
+
+
+def test_a_full_disk_is_one_line_in_every_script(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_script(TrainRecipe, f"{__name__}:fail_as_a_full_disk", ["tiny.yaml"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(FULL)
 
 
 def make_saver(folder: Path, world: World, **settings: Any) -> tuple[Checkpointer, list[str]]:
