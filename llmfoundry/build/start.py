@@ -126,10 +126,10 @@ def fill_weights(
             f"max_duration: {job.recipe.max_duration} is {total} batches, but {folder} has done"
             f" {state['batch']} already; write a longer one, or another run_name"
         )
-    for line in _changes(job.recipe, folder, state):
-        job.note(line)
     loader.resume(state["order"], state["batch"])
     load_training_state(folder, model, optimizer, distributed=distributed)
+    for line in _changes(job.recipe, folder, state):
+        job.note(line)
     job.note(f"going on from {folder}")
     return state
 

@@ -27,8 +27,9 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 NOT_LEARNT = re.compile(
     r"(run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
     r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|callbacks(?!\.early_stopper)"
-    r"|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch|prefetch_factor"
-    r"|download_\w+|requests_per_second|validate_hash|allow_changed|num_workers|loader_workers)"
+    r"|data\.validation|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch"
+    r"|prefetch_factor|download_\w+|requests_per_second|validate_hash|allow_changed|num_workers"
+    r"|loader_workers)"
     r")(\..*)?"
 )
 

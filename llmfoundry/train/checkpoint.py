@@ -86,9 +86,9 @@ def find_damage(folder: Path, *, sums: bool = True) -> str | None:
         folder: the checkpoint's.
         sums: read all files; else their sizes have to do.
     """
-    if not has_commit(folder):
-        return "it has no COMMIT (saving was cut short)"
     try:
+        if not has_commit(folder):
+            return "it has no COMMIT (saving was cut short)"
         files = _read_commit(folder / COMMIT)
         for name, (size, expected) in files.items():
             path = folder / name
@@ -121,8 +121,10 @@ def _read_commit(path: Path) -> dict[str, tuple[int, int]]:
         OSError: the file cannot be read.
         ValueError: it is no list of a whole checkpoint's files, all of them inside of its folder.
     """
-    if not path.is_file() or path.stat().st_size > _LONGEST_COMMIT:
-        raise ValueError(f"it is no file of less than {_LONGEST_COMMIT} bytes")
+    if not path.is_file():
+        raise ValueError("it is no file")
+    if path.stat().st_size > _LONGEST_COMMIT:
+        raise ValueError("it is too long")
     try:
         listed = json.loads(path.read_bytes())
     except RecursionError:

@@ -276,16 +276,12 @@ def _last_change(folder: Path) -> float:
 
 def _write_sums(folder: Path, rank: int, size: int) -> None:
     """Checksums of this process's share of the files, into sums.<rank>.json."""
-    files = sorted(f for f in folder.rglob("*") if f.is_file() and not _is_sums(f))
+    files = sorted(f for f in folder.rglob("*") if not f.name.startswith("sums.") and f.is_file())
     sums = {
         str(f.relative_to(folder)): {"bytes": f.stat().st_size, "crc32": checksum(f)}
         for f in files[rank::size]
     }
     write_json(folder / f"sums.{rank}.json", sums)
-
-
-def _is_sums(path: Path) -> bool:
-    return path.name.startswith("sums.") and path.suffix == ".json"
 
 
 def _commit(folder: Path, size: int) -> None:
