@@ -1,0 +1,48 @@
+"""A run that is killed or asked to stop anywhere, and goes on, ends as one left alone: bit-equal.
+
+`tests/train/killing.py` strikes; it runs in a process of its own, which forks the runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.tiny import ENV, ROOT
+
+
+def strike(*arguments: str) -> str:
+    """What the script printed; it fails unless all runs ended as the one left alone."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.train.killing", *arguments],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    print(done.stdout)
+    return done.stdout
+
+
+@pytest.mark.parametrize("modes", [("asynchronous", "workers"), ("fsdp",)])
+def test_a_dozen_kills_leave_the_losses_and_weights_as_they_were(modes: tuple[str, ...]) -> None:
+    assert "6 points, " in strike("--kills", "6", "--modes", *modes)
+
+
+def test_a_request_to_stop_in_each_phase_is_followed_and_changes_nothing() -> None:
+    strike("--kills", "0", "--requests", "5", "--modes", "asynchronous")
+
+
+@pytest.mark.slow  # half an hour
+@pytest.mark.timeout(7200)
+def test_three_hundred_kills_and_signals_in_every_mode() -> None:
+    strike("--kills", "300", "--requests", "8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_request_to_stop_while_blocks_are_compiled() -> None:
+    strike("--kills", "2", "--requests", "8", "--modes", "compiled")
