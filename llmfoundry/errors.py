@@ -12,3 +12,13 @@ class UserError(Exception):
         assert problems, "a UserError names at least one problem"
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+def one_line(error: BaseException) -> str:
+    """Why something failed: the system's own reason where one led to it, else the error's text."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, OSError) and at.strerror:
+            return at.strerror + (f" ({at.filename})" if at.filename else "")
+        at = at.__cause__ or at.__context__
+    return " ".join(str(error).split()) or type(error).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import flat
 from llmfoundry.train.checkpoint import (
     find_checkpoint,
+    find_damage,
+    has_commit,
     list_checkpoints,
     load_training_state,
     load_weights,
@@ -59,6 +61,13 @@ def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
         found = find_checkpoint(folder, note=note)
         if found is not None:
             return Start(found)
+        if len(existing) > 1 or has_commit(existing[0]):
+            raise UserError(
+                f"save_folder: no checkpoint in {folder} can be used ({existing[0].name}:"
+                f" {find_damage(existing[0])}); write save_overwrite=true to delete them and begin"
+                " anew, or another run_name"
+            )
+        note("its first save was cut short: there is nothing to go on from")
     if recipe.load_path is None:
         return Start()
     path = find_file(recipe.load_path, "load_path")
@@ -77,11 +86,16 @@ def fill_weights(
     optimizer: torch.optim.Optimizer,
     identity: dict[str, Any],
     loader: Loader,
+    *,
+    total: int,
 ) -> dict[str, Any]:
     """Initialise, or load a checkpoint; the state that the run goes on with (Trainer._save's).
 
+    `total` is the run's length in batches.
+
     Raises:
-        UserError: the checkpoint belongs to another model, or to another order of samples.
+        UserError: the checkpoint belongs to another model, to another order of samples, or to a
+            longer run.
     """
     folder, model, distributed = start.checkpoint, job.root.model, job.world.size > 1
     if folder is None:
@@ -107,8 +121,15 @@ def fill_weights(
         load_weights(folder, model, distributed=distributed)
         job.note(f"weights of {folder} (batch {state['batch']})")
         return dict(ANEW)
+    if state["batch"] > total:
+        raise UserError(
+            f"max_duration: {job.recipe.max_duration} is {total} batches, but {folder} has done"
+            f" {state['batch']} already; write a longer one, or another run_name"
+        )
     loader.resume(state["order"], state["batch"])
     load_training_state(folder, model, optimizer, distributed=distributed)
+    for line in _changes(job.recipe, folder, state):
+        job.note(line)
     job.note(f"going on from {folder}")
     return state
 
@@ -120,6 +141,15 @@ def _unrecorded(folder: Path) -> dict[str, Any]:
     """
     model = filled(load(TrainRecipe, folder / "recipe.yaml")).model
     return {**model_identity(model), "precision": WIDE, "optimizer.disable_grad": []}
+
+
+def _changes(recipe: TrainRecipe, folder: Path, state: dict[str, Any]) -> Iterator[str]:
+    """A line for every setting of the training that is no longer the checkpoint's."""
+    written = filled(load(TrainRecipe, folder / "recipe.yaml")).training_settings()
+    then = {**written, **state.get("settings", {})}  # the recipe's values may come from outside
+    for key, value in recipe.training_settings().items():
+        if then.get(key) != value:
+            yield f"{key}: {then.get(key)} until {folder.name}, {value} from here on"
 
 
 WIDE = "fp32 or amp_bf16"  # which keep the same weights, and may follow each other

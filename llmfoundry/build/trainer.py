@@ -19,6 +19,7 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
+from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.models.counts import active_parameter_count, flops_per_token, peak_flops
@@ -40,7 +41,7 @@ from llmfoundry.train.callbacks import (
     RuntimeEstimator,
     SpeedMonitor,
 )
-from llmfoundry.train.checkpoint import Checkpointer
+from llmfoundry.train.checkpointer import Checkpointer
 from llmfoundry.train.early_stopper import EarlyStopper
 from llmfoundry.train.optim import build_optimizer, freeze
 from llmfoundry.train.optimizer_monitor import OptimizerMonitor
@@ -82,7 +83,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
     identity = run_identity(job)
     clock = build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
-    state = fill_weights(job, start, optimizer, identity, loader)
+    state = fill_weights(job, start, optimizer, identity, loader, total=clock.total)
     for line in mixture_lines(loader, clock.total):
         tracker.note(line)
     trainer = Trainer(
@@ -97,7 +98,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         autocast=job.autocast,
         bytes_per_token=data.bytes_per_token,
         tracker=tracker,
-        checkpointer=build_checkpointer(written, job),
+        checkpointer=build_checkpointer(written, job, tracker),
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
         callbacks=build_callbacks(job, state.get("callbacks", {})),
@@ -191,11 +192,11 @@ def build_clock(recipe: TrainRecipe, data: Data) -> Clock:
     )
 
 
-def build_checkpointer(written: TrainRecipe, job: Job) -> Checkpointer:
+def build_checkpointer(written: TrainRecipe, job: Job, tracker: Tracker) -> Checkpointer:
     """The writer of checkpoints, each with the recipe as written and the tokenizer."""
 
     def extras(folder: Path) -> None:
-        (folder / "recipe.yaml").write_text(to_yaml(written))
+        write_whole(folder / "recipe.yaml", to_yaml(written))
         job.tokenizer.save(folder / "tokenizer")
 
     return Checkpointer(
@@ -204,6 +205,8 @@ def build_checkpointer(written: TrainRecipe, job: Job) -> Checkpointer:
         extras=extras,
         keep=job.recipe.save_num_checkpoints_to_keep,
         background=job.recipe.save_async,
+        max_failures=job.recipe.save_max_failures,
+        warn=tracker.console.warn,
     )
 
 

@@ -20,7 +20,7 @@ from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.track.metrics import read_metrics
-from llmfoundry.train.checkpoint import Checkpointer
+from llmfoundry.train.checkpointer import Checkpointer
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
@@ -103,6 +103,8 @@ def _import(recipe: ConvertRecipe) -> None:
 
     output.mkdir(parents=True, exist_ok=True)
     extras(output)
-    writer = Checkpointer(output, ALONE, extras=extras, keep=-1, background=False)
+    writer = Checkpointer(
+        output, ALONE, extras=extras, keep=-1, background=False, max_failures=1, warn=print
+    )
     state = {"batch": 0, "identity": model_identity(config)}
     print(f"{recipe.checkpoint} is {show(writer.save_weights(root.model, state))}")

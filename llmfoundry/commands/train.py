@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-from llmfoundry.build.job import Job, filled
+from llmfoundry.build.job import Job, filled, from_main
 from llmfoundry.build.trainer import build_trainer
+from llmfoundry.errors import UserError, one_line
+from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World, join, relaunch
 from llmfoundry.parallel.mesh import set_deterministic
 from llmfoundry.recipe.paths import show
@@ -35,9 +37,7 @@ def _train(written: TrainRecipe, world: World) -> None:
     status, final = "failed", {}
     try:
         trainer, job = build_trainer(written, world, tracker)
-        if world.is_main:
-            (folder / "recipe.yaml").write_text(to_yaml(written))
-            job.tokenizer.save(folder / "tokenizer")
+        from_main(world, lambda: _write_what_it_is(written, job, folder))
         stopped_by = trainer.fit()
         status = "killed" if stopped_by else "finished"
         final = trainer.latest_evaluation
@@ -48,6 +48,17 @@ def _train(written: TrainRecipe, world: World) -> None:
         tracker.note("the same command goes on from there")
     elif world.is_main:
         tracker.console.finish(_results(trainer, job, folder))
+
+
+def _write_what_it_is(written: TrainRecipe, job: Job, folder: Path) -> None:
+    try:
+        write_whole(folder / "recipe.yaml", to_yaml(written))
+        job.tokenizer.save(folder / "tokenizer")
+    except OSError as error:
+        raise UserError(
+            f"save_folder: {folder} cannot be written: {one_line(error)}; make room there, or write"
+            " another folder"
+        ) from error
 
 
 def _results(trainer: Trainer, job: Job, folder: Path) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.split import make_split, training_sample
 from llmfoundry.errors import UserError
+from llmfoundry.files import write_whole
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 
@@ -110,7 +111,7 @@ class Tokenizer:
             max_length: tokens that the model reads at most.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(folder / "tokenizer.json"))
+        write_whole(folder / "tokenizer.json", self._backend.to_str(pretty=True))
         config = {name: value for name, value in self._config.items() if value is not None}
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos}
         config.setdefault("pad_token", self.eos)
@@ -210,7 +211,8 @@ def _huggingface(config: TokenizerConfig, data: DataConfig, progress: bool) -> T
     import transformers  # seconds; only for hub ids and folders of older formats
 
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(str(folder))
+        # not asked on the terminal either
+        loaded = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # transformers and the hub's client raise many unrelated types
         reason = " ".join(str(error).split())
         raise UserError(
@@ -327,13 +329,16 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: is not JSON: {error}; copy or download it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: holds no settings by name; copy or download it again")
+    return content
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _part(backend: Backend, name: str) -> Any:

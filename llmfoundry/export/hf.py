@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -295,7 +296,7 @@ def _open_weights(folder: Path) -> Iterator[tuple[set[str], Callable[[str], Tens
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / name for name in sorted({*_read_json(index)["weight_map"].values()})]
+        files = [folder / name for name in _shards(index)]
     if not files:
         raise UserError(
             f"{folder}: has no model.safetensors; load it with transformers and save it again"
@@ -309,6 +310,18 @@ def _open_weights(folder: Path) -> Iterator[tuple[set[str], Callable[[str], Tens
                 raise UserError(f"{file}: cannot be read: {error}") from error
             where |= dict.fromkeys(opened.keys(), opened)
         yield set(where), lambda name: where[name].get_tensor(name)
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names, all beside it."""
+    written = _read_json(index)
+    names = written.get("weight_map") if isinstance(written, dict) else None
+    if not isinstance(names, dict):
+        raise UserError(f"{index}: has no weight_map; copy or download it again")
+    for name in names.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+            raise UserError(f"{index}: {name!r} is no file of this folder; correct it")
+    return sorted({*names.values()})
 
 
 assert set(MAPS) == set(ARCHITECTURES), "an architecture needs both its settings and its weights"

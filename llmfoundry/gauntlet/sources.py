@@ -30,6 +30,7 @@ FETCH = "python scripts/fetch_eval_data.py"
 _LISTS = ("choices", "context_options", "aliases")
 _AS_THEY_ARE = (*_LISTS, "gold")
 
+_UNSAFE = ("pandas",)  # builders of `datasets`; newer ones than 4 refuse it themselves
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 
 
@@ -152,6 +153,11 @@ def _hub_rows(
             f"{key}: hf:// needs `datasets`; write: pip install 'llmfoundry-recipes[data]'"
         ) from error
     builder, arguments = _load_arguments(task, gauntlet_path)
+    if builder in _UNSAFE:
+        raise UserError(
+            f"{key}: {task.dataset_uri} reads pickles, which run what their writer put there; write"
+            " the rows again as parquet or jsonl"
+        )
     try:
         loaded = datasets.load_dataset(builder, **arguments)
         splits = list(loaded) if isinstance(loaded, dict) else []

@@ -48,8 +48,10 @@ class Duration:
         return f"{number}{self.unit}"
 
 
-def check_duration(key: str, text: str, *, allow_dur: bool = True) -> Iterator[str]:
-    """Lines for a text that is no duration, or one relative to itself."""
+def check_duration(
+    key: str, text: str, *, allow_dur: bool = True, allow_zero: bool = True
+) -> Iterator[str]:
+    """Lines for a text that is no duration, one relative to itself, or no time at all."""
     try:
         duration = Duration.parse(text)
     except ValueError as error:
@@ -57,6 +59,8 @@ def check_duration(key: str, text: str, *, allow_dur: bool = True) -> Iterator[s
         return
     if duration.unit == "dur" and not allow_dur:
         yield f"{key}: '{text}' is a fraction of itself; write ba, sp, tok or ep"
+    if duration.value == 0 and not allow_zero:
+        yield f"{key}: '{text}' is no time at all; write at least 1ba"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ and every mistake in a recipe are answered without torch.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -15,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.recipe.argv import CommandLine, parse
 from llmfoundry.recipe.paths import YAMLS, find_recipe, show
 from llmfoundry.recipe.typed import Problem, build, dump, keys, to_dict, to_yaml
 
 T = TypeVar("T")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, somebody's share of it, a file
 
 
 def run(
@@ -39,8 +41,8 @@ def run(
         help: the script's docstring, printed by --help.
 
     Raises:
-        SystemExit: 2 after a UserError (its lines on stderr), 130 after Ctrl-C, 1 after a sweep in
-            which a run failed.
+        SystemExit: 2 after a UserError (its lines on stderr) or on a full disk, 130 after Ctrl-C, 1
+            after a sweep in which a run failed.
     """
     started = False
     try:
@@ -55,6 +57,11 @@ def run(
         if rank == 0 or started:
             prefix = f"[rank {rank}] " if rank else ""
             print(*(f"{prefix}{line}" for line in error.problems), sep="\n", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        print(f"{one_line(error)}; make room there, and run the same command", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -63,7 +63,8 @@ class ScheduleConfig:
             yield f"{key}t_scale: inv_sqrt_with_warmup needs it; write a duration"
         for field in ("t_warmup", *times):
             if getattr(self, field) is not None:
-                yield from check_duration(f"{key}{field}", getattr(self, field))
+                length = getattr(self, field)  # time is divided by t_scale
+                yield from check_duration(f"{key}{field}", length, allow_zero=field != "t_scale")
         for field in (*factors, "alpha_f_cooldown"):
             yield from fraction(f"{key}{field}", getattr(self, field))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from llmfoundry.recipe.checks import at_least, one_of
 from llmfoundry.recipe.data import DataConfig
@@ -15,9 +17,21 @@ from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.typed import flat
 
 PRECISIONS = ("fp32", "amp_bf16", "bf16")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+# Fields and sections that do not change what is learnt: where files lie, what is told and measured,
+# how it is computed. Model and tokenizer may not change at all (build.start.run_identity).
+NOT_LEARNT = re.compile(
+    r"(run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
+    r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|callbacks(?!\.early_stopper)"
+    r"|data\.validation|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch"
+    r"|prefetch_factor|download_\w+|requests_per_second|validate_hash|allow_changed|num_workers"
+    r"|loader_workers)"
+    r")(\..*)?"
+)
 
 
 @dataclass
@@ -63,6 +77,9 @@ class TrainRecipe:
     """Start anew in a folder that holds a run already, deleting its checkpoints and metrics."""
     save_async: bool = True
     """Write a checkpoint in the background while training goes on."""
+    save_max_failures: int = 3
+    """Saves that may fail in a row, each told at once and tried again at the next, until the run
+    ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
     autoresume: bool = True
     """Go on from the newest whole checkpoint in save_folder, where there is one."""
     load_path: str | None = None
@@ -93,13 +110,16 @@ class TrainRecipe:
     def check(self) -> Iterator[str]:
         """Every problem of the recipe, a line each, sections and then what crosses them."""
         yield from one_of("precision", self.precision, PRECISIONS)
-        yield from check_duration("max_duration", self.max_duration, allow_dur=False)
+        yield from check_duration(
+            "max_duration", self.max_duration, allow_dur=False, allow_zero=False
+        )
         for key in ("eval_interval", "log_interval", "save_interval"):
             yield from check_duration(key, getattr(self, key))
         if not self.compile and self.compile_mode is not None:
             yield "compile_mode: has no effect without compile: true; remove it"
         if self.compile_mode is not None:
             yield from one_of("compile_mode", self.compile_mode, COMPILE_MODES)
+        yield from at_least("save_max_failures", self.save_max_failures, 1)
         yield from at_least("max_seq_len", self.max_seq_len, 2)
         yield from at_least("global_train_batch_size", self.global_train_batch_size, 1)
         yield from check_batch("device_train_microbatch_size", self.device_train_microbatch_size)
@@ -163,6 +183,11 @@ class TrainRecipe:
         return (
             metric is not None and metric.startswith("metrics/eval/") and not self.eval.validation
         )
+
+    def training_settings(self) -> dict[str, Any]:
+        """Every setting of a filled recipe that changes what is learnt, by its dotted key."""
+        settings = flat(asdict(self))
+        return {key: value for key, value in settings if not NOT_LEARNT.fullmatch(key)}
 
     def fill(self) -> None:
         """Write derived values in place; call after `check` found nothing."""

@@ -1,4 +1,4 @@
-"""Checkpoints: sharded, written in the background, with a commit marker last.
+"""Checkpoints: sharded, with a commit marker last; finds and loads them. `checkpointer.py` writes.
 
     runs/<name>/checkpoints/ba0000100/
         __<rank>_*.distcp .metadata   model and optimizer, by torch.distributed.checkpoint
@@ -14,17 +14,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import threading
 import warnings
 import zlib
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -34,16 +29,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from llmfoundry.errors import UserError
-from llmfoundry.files import write_json
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.parallel.launch import World
+from llmfoundry.train.safe_load import load_tensors
 
 # said by torch for every save and load of a run that has one process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 COMMIT = "COMMIT"
 _NAME = re.compile(r"ba\d{7,}")
+_LONGEST_COMMIT = 1 << 28  # bytes; about a hundred for each file
 
 
 def find_checkpoint(path: Path, *, note: Callable[[str], None]) -> Path | None:
@@ -75,33 +70,84 @@ def find_checkpoint(path: Path, *, note: Callable[[str], None]) -> Path | None:
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """All checkpoint folders of a run, whole or not, newest first."""
     folders = (run_folder / "checkpoints").glob("ba*")
-    return sorted((f for f in folders if _NAME.fullmatch(f.name)), key=_batch_of, reverse=True)
+    found = (f for f in folders if _NAME.fullmatch(f.name) and f.is_dir())
+    return sorted(found, key=batch_of, reverse=True)
 
 
-def _batch_of(folder: Path) -> int:
+def batch_of(folder: Path) -> int:
+    """The steps after which a checkpoint was saved."""
     return int(folder.name[2:])
 
 
-def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if every file is as it was committed."""
+def find_damage(folder: Path, *, sums: bool = True) -> str | None:
+    """What is wrong with a checkpoint; None if every file is as it was committed.
+
+    Args:
+        folder: the checkpoint's.
+        sums: read all files; else their sizes have to do.
+    """
     try:
-        files = json.loads((folder / COMMIT).read_text())["files"]
-    except FileNotFoundError:
-        return "it has no COMMIT (saving was cut short)"
-    except (ValueError, KeyError):
-        return "its COMMIT cannot be read"
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"its file {name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"its file {name} has {path.stat().st_size} bytes, not {expected['bytes']}"
-        if _checksum(path) != expected["crc32"]:
-            return f"its file {name} is damaged (checksum)"
+        if not has_commit(folder):
+            return "it has no COMMIT (saving was cut short)"
+        files = _read_commit(folder / COMMIT)
+        for name, (size, expected) in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"its file {name} is missing"
+            if path.stat().st_size != size:
+                return f"its file {name} has {path.stat().st_size} bytes, not {size}"
+            if sums and checksum(path) != expected:
+                return f"its file {name} is damaged (checksum)"
+    except OSError as error:
+        return f"it cannot be read: {one_line(error)}"
+    except ValueError as error:
+        return f"its COMMIT cannot be read: {error}"
     return None
 
 
-def _checksum(path: Path) -> int:
+def has_commit(folder: Path) -> bool:
+    """Whether something is called COMMIT there; without it the folder never was a checkpoint."""
+    try:
+        (folder / COMMIT).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _read_commit(path: Path) -> dict[str, tuple[int, int]]:
+    """Bytes and checksum of every file of a checkpoint.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no list of a whole checkpoint's files, all of them inside of its folder.
+    """
+    if not path.is_file():
+        raise ValueError("it is no file")
+    if path.stat().st_size > _LONGEST_COMMIT:
+        raise ValueError("it is too long")
+    try:
+        listed = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is no list of files") from None
+    if not isinstance(listed, dict) or not isinstance(listed.get("files"), dict):
+        raise ValueError("it is no list of files")
+    files: dict[str, tuple[int, int]] = {}
+    for name, entry in listed["files"].items():
+        inside = PurePosixPath(name)
+        if inside.is_absolute() or ".." in inside.parts or not name.isprintable():
+            raise ValueError(f"{name!r} is no name of a file in this folder")
+        size, crc = (entry.get(k) if isinstance(entry, dict) else None for k in ("bytes", "crc32"))
+        if type(size) is not int or type(crc) is not int:
+            raise ValueError(f"{name!r} has no size and checksum")
+        files[name] = (size, crc)
+    for name in (".metadata", "state.json", "recipe.yaml"):
+        if name not in files:
+            raise ValueError(f"it lacks {name}")
+    return files
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -110,8 +156,20 @@ def _checksum(path: Path) -> int:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's state.json."""
-    return json.loads((folder / "state.json").read_text())
+    """A checkpoint's state.json.
+
+    Raises:
+        UserError: it is not what a run writes.
+    """
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder / 'state.json'}: {one_line(error)}") from error
+    kinds = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
+    sound = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
+    if not sound or any(type(state[k]) is not kinds[k] for k in kinds.keys() & state.keys()):
+        raise UserError(f"{folder / 'state.json'}: is no run's state; choose another checkpoint")
+    return state
 
 
 _OPTIONS = StateDictOptions(strict=True)
@@ -120,7 +178,7 @@ _OPTIONS = StateDictOptions(strict=True)
 def load_weights(folder: Path, model: Decoder, *, distributed: bool = False) -> None:
     """Fill `model`, on this process alone unless `distributed`, from a checkpoint."""
     state = {"model": get_model_state_dict(model)}
-    dcp.load(state, checkpoint_id=str(folder), no_dist=not distributed)
+    load_tensors(state, folder, distributed=distributed)
     set_model_state_dict(model, state["model"], options=_OPTIONS)
 
 
@@ -128,141 +186,17 @@ def load_training_state(
     folder: Path, model: Decoder, optimizer: Optimizer, *, distributed: bool
 ) -> None:
     """Fill model and optimizer from a checkpoint written by any number of processes."""
-    state = _training_state(model, optimizer)
+    state = training_state(model, optimizer)
     groups = state["optimizer"].pop("param_groups")  # the recipe's, not the past's
-    dcp.load(state, checkpoint_id=str(folder), no_dist=not distributed)
+    load_tensors(state, folder, distributed=distributed)
     set_model_state_dict(model, state["model"], options=_OPTIONS)
     moments = state["optimizer"] | {"param_groups": groups}
     set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)
 
 
-def _training_state(model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
+def training_state(model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
+    """All tensors of a run, by the names that they have in a checkpoint."""
     return {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
     }
-
-
-class Checkpointer:
-    """Writes a run's checkpoints, one at a time, in a background thread where asked."""
-
-    def __init__(
-        self,
-        run_folder: Path,
-        world: World,
-        *,
-        extras: Callable[[Path], None],
-        keep: int,
-        background: bool,
-    ) -> None:
-        """Prepare to write.
-
-        Args:
-            run_folder: the run's folder.
-            world: this process; every one takes part in each save.
-            extras: writes recipe and tokenizer into a checkpoint's folder; called on rank 0.
-            keep: how many newest checkpoints stay; -1: all.
-            background: return from `save` once weights are copied, not once they are written.
-        """
-        self._folder, self._world, self._extras = run_folder, world, extras
-        self._keep, self._background = keep, background
-        # its own group: the background thread's messages must not mix with the step's
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def save(self, batch: int, model: Decoder, optimizer: Optimizer, state: dict[str, Any]) -> Path:
-        """Save after `batch` steps; waits for the save before to end."""
-        self.wait()
-        folder = self._new_folder(batch)
-        tensors = _training_state(model, optimizer)
-        if not self._background:
-            self._write(folder, tensors, state)
-            return folder
-        staged = BlockingAsyncStager(cache_staged_state_dict=False).stage(tensors)
-        self._thread = threading.Thread(
-            target=self._write_in_thread, args=(folder, staged, state), name="checkpoint"
-        )
-        self._thread.start()
-        return folder
-
-    def save_weights(self, model: Decoder, state: dict[str, Any]) -> Path:
-        """Save a model that has not been trained here, as the checkpoint of batch 0."""
-        folder = self._new_folder(0)
-        self._write(folder, {"model": get_model_state_dict(model)}, state)
-        return folder
-
-    def _new_folder(self, batch: int) -> Path:
-        folder = self._folder / "checkpoints" / f"ba{batch:07d}"
-        if self._world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        return folder
-
-    def wait(self) -> None:
-        """Wait for a save under way; raises what went wrong in it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise UserError(f"save_folder: writing a checkpoint failed: {error}") from error
-
-    def _write_in_thread(self, folder: Path, tensors: Any, state: dict[str, Any]) -> None:
-        try:
-            self._write(folder, tensors, state)
-        except BaseException as error:
-            self._error = error
-
-    def _write(self, folder: Path, tensors: Any, state: dict[str, Any]) -> None:
-        rank = self._world.rank
-        self._barrier()  # the folder is there
-        dcp.save(
-            tensors,
-            checkpoint_id=str(folder),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
-        if self._world.is_main:
-            (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
-            self._extras(folder)
-        self._barrier()
-        _write_sums(folder, rank, self._world.size)
-        self._barrier()
-        if self._world.is_main:
-            _commit(folder, self._world.size)
-            self._prune()
-
-    def _barrier(self) -> None:
-        if self._group is not None:
-            dist.barrier(self._group)
-
-    def _prune(self) -> None:
-        whole = [f for f in list_checkpoints(self._folder) if (f / COMMIT).exists()]
-        for folder in whole[self._keep :] if self._keep > 0 else []:
-            (folder / COMMIT).unlink()  # first, so that a half-deleted folder never counts
-            shutil.rmtree(folder)
-
-
-def _write_sums(folder: Path, rank: int, size: int) -> None:
-    """Checksums of this process's share of the files, into sums.<rank>.json."""
-    files = sorted(f for f in folder.rglob("*") if f.is_file() and not _is_sums(f))
-    sums = {
-        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "crc32": _checksum(f)}
-        for f in files[rank::size]
-    }
-    (folder / f"sums.{rank}.json").write_text(json.dumps(sums))
-
-
-def _is_sums(path: Path) -> bool:
-    return path.name.startswith("sums.") and path.suffix == ".json"
-
-
-def _commit(folder: Path, size: int) -> None:
-    """Merge the sums into COMMIT; the rename makes the checkpoint count."""
-    files: dict[str, Any] = {}
-    for rank in range(size):
-        part = folder / f"sums.{rank}.json"
-        files |= json.loads(part.read_text())
-        part.unlink()
-    write_json(folder / COMMIT, {"version": 1, "files": files})

@@ -96,7 +96,7 @@ class EarlyStopper(Callback):
         if trainer.done:
             trainer.tracker.note(f"{problem}; nothing could end the run early")
             return
-        trainer.save_and_wait()
+        trainer.save(last=True)
         raise UserError(
             f"{problem}; write a name of metrics.jsonl, and run the same command: batch"
             f" {trainer.batch:,} is saved"

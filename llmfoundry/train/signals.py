@@ -48,7 +48,7 @@ class StopSignal:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._failed:
+        if self._failed or (self._group is not None and isinstance(error, UserError)):
             # the launcher ends all as soon as one has ended: each says first what was wrong
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

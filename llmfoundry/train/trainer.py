@@ -28,7 +28,7 @@ from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.duration import Clock
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.callbacks import Callback
-from llmfoundry.train.checkpoint import Checkpointer
+from llmfoundry.train.checkpointer import Checkpointer
 from llmfoundry.train.routing import routing_metrics
 from llmfoundry.train.schedule import lr_factor
 from llmfoundry.train.signals import StopSignal
@@ -111,6 +111,7 @@ class Trainer:
                 self._evaluate()
             return self._fit()
         finally:
+            self.checkpointer.wait()
             for callback in self.callbacks:
                 callback.close()
 
@@ -123,8 +124,7 @@ class Trainer:
                 self._step(self._take(stop), stop)
                 signal_name = stop.agreed() if not self.done else ""
             if signal_name:
-                self._save()
-        self.checkpointer.wait()
+                self.save(last=True)
         return signal_name
 
     @property
@@ -147,6 +147,7 @@ class Trainer:
         failure: BaseException | None = None
         started = time.perf_counter()
         try:
+            self.checkpointer.check()
             batch = next(self._batches)
         except (Exception, StopIteration) as error:
             failure = error
@@ -190,7 +191,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_step(self)
         if self.done or self.is_due(self.recipe.save_interval):
-            self._save()
+            self.save(last=self.done)
 
     def _seed(self) -> None:
         """Make the step's draws a function of (seed, batch, process).
@@ -261,22 +262,19 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_evaluate(self, metrics)
 
-    def save_and_wait(self) -> None:
-        """Write a checkpoint now, whole when this returns; every process calls it."""
-        self._save()
-        self.checkpointer.wait()
-
-    def _save(self) -> None:
+    def save(self, *, last: bool) -> None:
+        """Save now; the last checkpoint is whole when this returns. Every process calls it."""
         self._check_guard()
         state = {
             "batch": self.batch,
             "window": [self._loss_sum.tolist(), self._loss_count],
             "order": self.loader.state(self.batch),
             "identity": self.identity,
+            "settings": self.recipe.training_settings(),
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }
         with self.aside():
-            self.checkpointer.save(self.batch, self.root.model, self.optimizer, state)
+            self.checkpointer.save(self.batch, self.root.model, self.optimizer, state, last=last)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -17,7 +17,8 @@ from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.layout import Layout
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig, ParamGroupConfig
-from llmfoundry.train.checkpoint import Checkpointer, load_training_state
+from llmfoundry.train.checkpoint import load_training_state
+from llmfoundry.train.checkpointer import Checkpointer
 from llmfoundry.train.muon import orthogonal
 from llmfoundry.train.optim import OPTIMIZERS, build_optimizer, freeze
 from llmfoundry.train.step import Guard, clip_adaptive, train_step
@@ -291,7 +292,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, tmp_path:
     for group in optimizer.param_groups:
         group["lr"] *= 0.5  # as a schedule leaves it
     saver = Checkpointer(
-        tmp_path, World(0, 1, 0, CPU), extras=lambda folder: None, keep=-1, background=False
+        tmp_path,
+        World(0, 1, 0, CPU),
+        extras=lambda folder: None,
+        keep=-1,
+        background=False,
+        max_failures=1,
+        warn=print,
     )
     folder = saver.save(4, root.model, optimizer, {})
     other, resumed = start(4)
@@ -319,7 +326,13 @@ def test_a_resume_takes_all_but_moments_from_the_recipe(then: str, tmp_path: Pat
     optimizer = build_optimizer(root.model, first)
     step(root, optimizer, 0)
     saver = Checkpointer(
-        tmp_path, World(0, 1, 0, CPU), extras=lambda folder: None, keep=-1, background=False
+        tmp_path,
+        World(0, 1, 0, CPU),
+        extras=lambda folder: None,
+        keep=-1,
+        background=False,
+        max_failures=1,
+        warn=print,
     )
     folder = saver.save(1, root.model, optimizer, {})
     resumed, fresh = build_optimizer(other.model, second), build_optimizer(other.model, second)
