@@ -191,7 +191,7 @@ class ShardFetcher:
                             spec.name, target, n_bytes=spec.n_bytes, cancelled=cancelled
                         )
                     else:
-                        self._unpack(spec.packed, part, target, cancelled)
+                        self._unpack(spec.packed, spec.n_bytes, part, target, cancelled)
                     target.truncate()
                     wrong = damage(target, spec.n_bytes, hashes)
                     if wrong is not None:
@@ -208,6 +208,7 @@ class ShardFetcher:
     def _unpack(
         self,
         packed: Packed,
+        n_bytes: int | None,
         part: LockedFile,
         target: IO[bytes],
         cancelled: threading.Event | None,
@@ -221,11 +222,12 @@ class ShardFetcher:
         if wrong is not None:
             raise DamagedError(wrong)
         try:
-            codecs.decompress(packed.compression, path, target)
+            codecs.decompress(packed.compression, path, target, n_bytes=n_bytes)
+        except codecs.PackedError as error:
+            how = f"cannot be unpacked ({packed.compression})"
+            raise DamagedError(f"{how}: {error}") from error
         except UserError as error:
-            if isinstance(error.__cause__, ImportError):
-                raise
-            raise DamagedError(f"cannot be unpacked ({packed.compression})") from error
+            raise UserError(f"{self._remote.url}/{packed.name}: {error}") from error
         path.unlink()
 
     def _cannot_write(self, spec: FileSpec, error: OSError) -> UserError:
