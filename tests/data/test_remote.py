@@ -134,7 +134,7 @@ def test_a_trickle_is_a_failure_after_the_timeout(s3: FaultyS3, tmp_path: Path) 
     folder = ShardFolder.open(f"s3://{BUCKET}/data", None, options)
     s3.faults["data/a"] = ("trickle", -1)
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"no answer within 0\.3 s, after 2 attempts"):
+    with pytest.raises(UserError, match=r"less than 256 kB of it, within 0\.3 s, after 2 attempts"):
         folder.get(SPEC)
     assert time.monotonic() - began < 5
     s3.faults["data/a"] = ("trickle", 1)

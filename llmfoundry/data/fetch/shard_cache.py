@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import IO
 
 from llmfoundry.data.fetch.file_locks import LockedFile, lock, try_lock
-from llmfoundry.data.fetch.file_spec import in_words
+from llmfoundry.data.fetch.file_spec import PACKED, PART, in_words
 from llmfoundry.errors import UserError
 
-PART = ".part"  # a file that is being written
-PACKED = ".packed"  # the compressed form of one, until it is unpacked
 _AHEAD_S = 3600.0  # after this long a file that was fetched ahead counts as used
 _SPARE = 0.05  # of the limit, freed beyond what is needed, so that few files in a row cost a scan
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import os
 import shutil
 import threading
@@ -18,16 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from llmfoundry.data.fetch.file_locks import LockedFile, try_lock
-from llmfoundry.data.fetch.file_spec import FetchOptions, FileSpec, Packed, in_words
+from llmfoundry.data.fetch.file_locks import LockedFile, lock, try_lock
+from llmfoundry.data.fetch.file_spec import PACKED, PART, FetchOptions, FileSpec, Packed, in_words
 from llmfoundry.data.fetch.remote import DamagedError, Remote
-from llmfoundry.data.fetch.shard_cache import (
-    PACKED,
-    PART,
-    ShardCache,
-    Shortage,
-    reports_cache_folder,
-)
+from llmfoundry.data.fetch.shard_cache import ShardCache, Shortage, reports_cache_folder
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.checksums import digest
 from llmfoundry.errors import UserError
@@ -114,6 +109,23 @@ class ShardFetcher:
         if held is not None:
             held.release()
         return spec.n_bytes or 0
+
+    def is_same(self, spec: FileSpec) -> bool:
+        """Whether the copy that is here is what the remote has: it is fetched once more.
+
+        Raises:
+            UserError: it cannot be had.
+        """
+        path = self._path(spec)
+        try:
+            with lock(path.with_name(f".{path.name}{PART}"), mode=self._cache.file_mode) as part:
+                try:
+                    self._download(spec, part, None)
+                    return filecmp.cmp(path, part.path, shallow=False)
+                finally:
+                    _remove(part)
+        except OSError as error:
+            raise self._cannot_write(spec, error) from error
 
     def _path(self, spec: FileSpec, suffix: str = "") -> Path:
         return self._folder / f"{spec.name}{suffix}"

@@ -20,8 +20,8 @@ from typing import IO, Any
 
 from llmfoundry.errors import UserError
 
-# Bytes given to a library at a time. One may become 32 kB (zstd), so these become 32 MB at most; more
-# of them at a time are no faster.
+# Bytes given to a library at a time. One may become 32 kB (zstd), so these become 32 MB at most;
+# more at a time are no faster.
 _CHUNK = 1 << 10
 _MOST = 1 << 20  # bytes asked of bz2 and brotli, whose bytes may become millions
 _GZIP = 31  # zlib's window bits for a gzip header
@@ -104,7 +104,7 @@ def _parse(compression: str) -> tuple[_Codec, int]:
         )
     if not colon:
         return codec, codec.level
-    if not (level.isascii() and level.isdigit() and int(level) in codec.levels):
+    if not (level.isascii() and level.isdigit() and int(level[:3]) in codec.levels):
         levels = f"{codec.levels[0]} to {codec.levels[-1]}" if codec.levels else "none"
         raise UserError(
             f"compression {compression!r}: no such level; write {name}, or a level of {levels}"
