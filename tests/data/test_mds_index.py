@@ -140,7 +140,10 @@ def test_a_binary_form_that_is_not_whole_is_named(tmp_path: Path) -> None:
     flipped[whole.index(b"shard.00001")] ^= 1
     other = io.BytesIO()
     np.savez(other, facts=np.zeros(3))
-    for damaged in (whole[:-30], whole[:100], bytes(flipped), b"", b"text", other.getvalue()):
+    method = bytearray(whole)
+    method[whole.rindex(b"PK\x01\x02") + 10] = 99  # of compression
+    damages = (whole[:-30], whole[:100], bytes(flipped), bytes(method), b"", b"text")
+    for damaged in (*damages, other.getvalue()):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"index: no binary MDS index: .*; delete it"):
             MDSIndex.load(path)

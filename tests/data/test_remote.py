@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -307,3 +308,10 @@ def test_turns_are_a_share_of_a_second_apart_for_all_who_share_the_file(tmp_path
     waits = [take_turn(tmp_path / "rate", per_second=10, mode=0o600) for _ in range(30)]
     # All within moments: the n-th has to wait for n tenths of a second.
     assert all(abs(wait - n / 10) < 0.09 for n, wait in enumerate(waits))
+
+
+@pytest.mark.parametrize("moment", [float("nan"), float("inf"), 1e300, -1e300, -float("inf")])
+def test_a_turn_that_is_no_time_is_now(tmp_path: Path, moment: float) -> None:
+    (tmp_path / "rate").write_bytes(struct.pack("<d", moment))
+    waits = [take_turn(tmp_path / "rate", per_second=1, mode=0o600) for _ in range(4)]
+    assert waits[0] == 0 and 1 < waits[-1] <= 3

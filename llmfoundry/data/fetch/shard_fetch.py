@@ -245,8 +245,10 @@ class ShardFetcher:
     def _cannot_write(self, spec: FileSpec, error: OSError) -> UserError:
         where = f"{self._remote.url}/{spec.name}: cannot write it to {self._folder}"
         if error.errno not in _DISK_FULL:
+            what = f"{error.filename}: " if isinstance(error.filename, str | Path) else ""
             return UserError(
-                f"{where}: {error.strerror}; get permission, or write another data.cache_folder"
+                f"{where}: {what}{error.strerror}; get permission, remove what is in the way, or"
+                " write another data.cache_folder"
             )
         needed, free = in_words(_room(spec)), in_words(shutil.disk_usage(self._folder).free)
         return UserError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+import zlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -205,7 +206,7 @@ class MDSIndex:
                     known[name] = Texts(arrays[f"{name}.data"], arrays[f"{name}.ends"])
             if facts[0] != _BINARY:
                 raise ValueError(f"it is of {facts[0]!r}, not {_BINARY!r}")
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except _DAMAGE as error:
             raise UserError(
                 f"{source}: no binary MDS index: {error}; delete it, it is made again from"
                 " index.json"
@@ -215,6 +216,7 @@ class MDSIndex:
 
 
 _NUMBERS = ("sizes", "raw_bytes", "packed_bytes", "column_set", "compression")
+_DAMAGE = (ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 _TEXTS = ("names", "packed_names", "hashes", "packed_hashes")
 
 _Values = TypeVar("_Values")
