@@ -96,7 +96,9 @@ def test_what_passes_is_tried_again(
     ("fault", "requests", "line"),
     [
         ("missing", 1, r"is not there; check data\.remote"),
-        ("forbidden", 1, r"access is refused .*AWS_ACCESS_KEY_ID.*anon: true"),
+        ("forbidden", 1, r"refused .*, to GetObject; a store .* AWS_ACCESS_KEY_ID.*anon: true"),
+        ("moved", 1, r"the bucket shards is in another region .*\{client_kwargs: \{region_name: …"),
+        ("other region", 1, r"the bucket shards is in another region .* AWS_DEFAULT_REGION"),
         (
             "slow down",
             4,
@@ -116,6 +118,20 @@ def test_what_lasts_is_one_line_with_url_cause_and_remedy(
     assert "\n" not in str(caught.value)
     assert s3.requests["data/a"] == requests
     assert not list(tmp_path.rglob("a*"))
+
+
+def test_a_bucket_that_is_not_there_is_named(s3: FaultyS3, tmp_path: Path) -> None:
+    folder = ShardFolder.open("s3://nobody/data", None, FetchOptions(cache_folder=str(tmp_path)))
+    with pytest.raises(UserError, match=r"/index\.json: there is no bucket nobody; check its name"):
+        folder.read("index.json")
+
+
+def test_a_refused_list_is_called_so() -> None:
+    botocore = pytest.importorskip("botocore.exceptions")
+    facts = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+    error = botocore.ClientError(facts, "ListObjectsV2")
+    line = remote_errors.explain(error, kind="s3", attempts=1, timeout=1)
+    assert "to ListObjectsV2: the permission to list is its own" in line
 
 
 @pytest.mark.parametrize(
