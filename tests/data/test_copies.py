@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.fetch import copies, remote
+from llmfoundry.data.fetch import copies, remote, remote_errors
 from llmfoundry.data.fetch.copies import COPIES, some_of
 from llmfoundry.data.fetch.remote_backends import public
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
@@ -264,6 +264,14 @@ def test_copies_that_may_only_be_read_are_read(
 )
 def test_what_is_secret_in_a_url_is_not_shown(url: str, shown: str) -> None:
     assert public(url) == shown
+
+
+def test_what_is_secret_in_a_librarys_error_is_not_shown() -> None:
+    text = "500, message='Why? a=b', url='https://user:canary@host/a?sig=canary&b=c/index.json'"
+    shown = "ValueError: 500, message='Why? a=b', url='https://host/a?…'"
+    assert remote_errors.in_one_line(ValueError(text)) == shown
+    plain = "oci://bucket@namespace:443/a is no s3://b/c@d?e"
+    assert remote_errors.in_one_line(ValueError(plain)) == f"ValueError: {plain}"
 
 
 def test_a_password_in_a_url_is_written_nowhere(tmp_path: Path) -> None:

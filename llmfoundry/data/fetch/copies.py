@@ -114,24 +114,21 @@ class Copies:
             if error.errno not in _READ_ONLY:
                 raise
 
-    def kept_index(self, parse: Callable[[bytes], AnyIndex]) -> AnyIndex | None:
-        """The index that was kept, if it is that of the remote."""
+    def has_index(self) -> bool:
+        """Whether an index was kept."""
+        return (self._folder / INDEX).exists()
+
+    def whole_index(self, parse: Callable[[bytes], AnyIndex]) -> AnyIndex | None:
+        """The index that was kept, if it is that of the remote and all its files are here."""
         with contextlib.suppress(OSError, UserError):
             index = parse((self._folder / INDEX).read_bytes())
             written = _read(self._record.read_bytes()[:_LONGEST_RECORD])
-            if written == {"remote": self._remote, "index": index.digest}:
+            if written != {"remote": self._remote, "index": index.digest}:
+                return None
+            specs = map(index.spec, range(index.n_shards))
+            if all((self._folder / s.name).stat().st_size == s.n_bytes for s in specs):
                 return index
         return None
-
-    def are_whole(self, index: Index) -> bool:
-        """Whether every file of an index is here, by its size."""
-        for spec in map(index.spec, range(index.n_shards)):
-            try:
-                if (self._folder / spec.name).stat().st_size != spec.n_bytes:
-                    return False
-            except OSError:
-                return False
-        return True
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[tuple[LockedFile | None, dict[str, str]]]:
@@ -153,10 +150,10 @@ class Copies:
         kept = self._folder / INDEX
         if kept.exists():
             try:
-                is_other = type(index).from_bytes(kept.read_bytes(), source=INDEX).digest
+                theirs = type(index).from_bytes(kept.read_bytes(), source=INDEX).digest
             except UserError:
-                is_other = ""
-            if is_other != index.digest:
+                theirs = ""
+            if theirs != index.digest:
                 raise UserError(
                     f"{kept}: is the index of other data than {self._remote}/{INDEX}; write"
                     " another local, or remove what is there"

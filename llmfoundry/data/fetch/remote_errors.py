@@ -8,6 +8,7 @@ is not known to pass counts as lasting: an error is shown at once rather than af
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 
 _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
@@ -65,6 +66,7 @@ _NO_BUCKET = (
     "containernotfound",
     "container does not exist",
 )
+_SECRET = re.compile(r"(://)[^/\s@'\"]+:[^/\s@'\"]*@|(?<=\w)\?[^\s'\"]*=[^\s'\"]*")
 _OTHER_REGION = ("permanentredirect", "authorizationheadermalformed")
 
 
@@ -157,8 +159,8 @@ def explain(
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's kind and words."""
-    text = " ".join(str(error).split())
+    """The error's kind and words, without what is secret in a URL."""
+    text = _SECRET.sub(lambda found: found[1] or "?…", " ".join(str(error).split()))
     name = type(error).__name__
     return f"{name}: {text[:300]}" if text else name
 

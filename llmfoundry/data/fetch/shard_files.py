@@ -104,13 +104,14 @@ class ShardFolder:
             self.claim(index)
             return index
         here = self._here()
-        kept = here.copies.kept_index(parse)
+        is_kept = here.copies.has_index()
         try:
-            data = here.remote.read(INDEX, once=kept is not None)
+            data = here.remote.read(INDEX, once=is_kept)
         except UserError as error:
-            if kept is None or remote_errors.is_missing(error.__cause__ or error):
+            if not is_kept or remote_errors.is_missing(error.__cause__ or error):
                 raise
-            if here.copies.are_whole(kept):
+            kept = here.copies.whole_index(parse)
+            if kept is not None:
                 self.silence = f"{error}; its index is that of {here.folder}, which has all shards"
                 return kept
             data = here.remote.read(INDEX)
