@@ -47,7 +47,8 @@ def ours(folder: Path, *, apart: bool = False) -> Make:
     from llmfoundry.data.mds_source import MDSTexts
     from llmfoundry.data.mixture import Mixture, Phase
     from llmfoundry.data.order import Order
-    from llmfoundry.data.sources import OrderedStream, Reading, open_source, read_index
+    from llmfoundry.data.shard_index import read_index
+    from llmfoundry.data.sources import OrderedStream, Reading, open_source
     from llmfoundry.ops.host_memory import keep_memory
 
     keep_memory()

@@ -16,21 +16,20 @@ from typing import Any
 import numpy as np
 
 from llmfoundry.build.job import from_main
-from llmfoundry.data.fetch.shard_files import FetchOptions
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.loader import ONLY, Loader
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
 from llmfoundry.data.mixture import Mixture, Phase, stream_weights
 from llmfoundry.data.order import Order
 from llmfoundry.data.packing import PackedStream, Packing, Probe, probe
 from llmfoundry.data.preparation.prepare import prepare
+from llmfoundry.data.shard_index import Index, read_index, with_sample
 from llmfoundry.data.sources import (
-    Index,
     OrderedStream,
     Reading,
     Stream,
     open_folder,
     open_source,
-    read_index,
     stream_key,
     too_short,
 )
@@ -110,13 +109,15 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
     else:
         weights, epoch_rows = (1.0,), n_rows[0]
     parts = np.array(weights) / sum(weights)
+    validation = _held_out(opening, opened, config)
+    lines = [line for found in opened for line in found.notes]
     return Data(
         streams=tuple(found.stream for found in opened),
         weights=weights,
         epoch_rows=epoch_rows,
-        validation=_held_out(opening, opened, config),
+        validation=validation,
         bytes_per_token=float(parts @ [found.bytes_per_token for found in opened]),
-        summary="\n".join(line for found in opened for line in found.notes),
+        summary="\n".join(lines + opening.silent),
     )
 
 
@@ -250,6 +251,7 @@ class _Opening:
         self._recipe, self._config = recipe, recipe.data
         self._tokenizer, self._world = tokenizer, world
         self._options = FetchOptions.from_config(recipe.data)
+        self.silent: list[str] = []  # a line for each store that gave no index; of process 0
 
     def stream(self, name: str, source: SourceConfig) -> _Opened:
         """One to train on."""
@@ -258,7 +260,7 @@ class _Opening:
     def held_out(self, config: StreamConfig) -> HeldOut:
         """Shards to measure on."""
         key, folder = "data.validation", open_folder(config, self._options)
-        index = from_main(self._world, lambda: read_index(folder, self._config.cache_folder))
+        index = from_main(self._world, lambda: self._read_index(key, folder))
         source = open_source("validation", key, folder, index, self._reading(config))
         kinds: dict[type, Callable[[Any], HeldOut]] = {
             TokenSource: lambda s: TokenShards(s.dataset, self._tokenizer),
@@ -266,6 +268,12 @@ class _Opening:
             MDSTexts: lambda s: MDSDocuments(s, self._tokenizer),
         }
         return kinds[type(source)](source)
+
+    def _read_index(self, key: str, folder: ShardFolder) -> Index:
+        index = read_index(folder, self._config.cache_folder)
+        if folder.silence:
+            self.silent.append(f"{key}: {folder.silence}")
+        return index
 
     def _corpus(self, name: str, source: SourceConfig) -> _Opened:
         config = self._config if name == ONLY else self._config.alone(source)
@@ -290,7 +298,7 @@ class _Opening:
             return open_source(name, stream_key(name), folder, index, reading)
 
         def find() -> _Found:
-            index = read_index(folder, self._config.cache_folder)
+            index = with_sample(folder, self._read_index(stream_key(name), folder))
             source = opened(index)
             if isinstance(source, MDSTexts):
                 return _Found(index, probe=self._probe(source))

@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 
+from llmfoundry.data.fetch.file_spec import INDEX, named_twice, wrong_name
 from llmfoundry.data.fetch.shard_files import FileSpec, ShardFolder
 from llmfoundry.data.mds.checksums import digest
 from llmfoundry.errors import UserError
@@ -28,9 +30,13 @@ FORMAT, VERSION = "llmfoundry-tokens", 2
 _OPEN_SHARDS = 64  # mapped at a time; a map costs a file handle and addresses, not memory
 
 
+_Short = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Long = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+
+
 @dataclass(frozen=True)
 class Shard:
-    """One file of the stream: its ids, then where in them documents start.
+    """One file of the stream: its ids, then where in them documents start, as uint32.
 
     Attributes:
         file: its name below the index' folder.
@@ -41,9 +47,9 @@ class Shard:
     """
 
     file: str
-    n_tokens: int
-    n_documents: int
-    n_bytes: int
+    n_tokens: _Short
+    n_documents: _Short
+    n_bytes: _Long
     hashes: dict[str, str] = field(default_factory=dict)
 
     def spec(self, dtype: np.dtype[Any]) -> FileSpec:
@@ -62,6 +68,7 @@ class StreamIndex:
         tokenizer: fingerprint of what made the ids.
         shards: in order.
         texts: files with the documents' texts, in order; kept of held-out text only.
+        sample: of the content where hashes are missing (`sources`); "" if none was taken.
     """
 
     dtype: str
@@ -69,6 +76,7 @@ class StreamIndex:
     tokenizer: str
     shards: tuple[Shard, ...]
     texts: tuple[str, ...] = ()
+    sample: str = ""
 
     @cached_property
     def n_documents(self) -> int:
@@ -87,50 +95,48 @@ class StreamIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the ids, wherever they are kept: a resumed run must find the same."""
+        """A hash of the ids, wherever they are kept: a resumed run must find the same.
+
+        The sample of the content, if there is one, follows after a colon.
+        """
         facts = [[s.n_tokens, s.n_documents, sorted(s.hashes.items())] for s in self.shards]
-        return hashlib.blake2b(json.dumps([self.dtype, facts]).encode(), digest_size=16).hexdigest()
+        return ":".join(filter(None, (_hash([self.dtype, facts]), self.sample)))
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that it says."""
+        return _hash(self.to_dict())
+
+    is_packed = False  # no file is kept compressed
+
+    @property
+    def n_shards(self) -> int:
+        """Files."""
+        return len(self.shards)
+
+    @cached_property
+    def unhashed(self) -> list[int]:
+        """Shards without a hash."""
+        return [n for n, shard in enumerate(self.shards) if not shard.hashes]
+
+    def spec(self, n: int) -> FileSpec:
+        """The file of shard `n`."""
+        return self.shards[n].spec(np.dtype(self.dtype))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         totals = {name: getattr(self, name) for name in _TOTALS}
-        return {"format": FORMAT, "version": VERSION, **totals, **asdict(self)}
+        facts = {name: value for name, value in asdict(self).items() if name != "sample"}
+        return {"format": FORMAT, "version": VERSION, **totals, **facts}
 
     @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> StreamIndex:
-        """From JSON.
-
-        Raises:
-            UserError: it is no index of token shards, or of another version.
-            KeyError, TypeError: it is a damaged one.
-        """
-        if facts.get("format") != FORMAT:
-            raise UserError(f"is no index of token shards (format: {facts.get('format')!r})")
-        if facts["version"] != VERSION:
-            raise UserError(
-                f"token shards of version {facts['version']}; this program reads {VERSION};"
-                " prepare the text again"
-            )
-        index = cls(
-            dtype=facts["dtype"],
-            eos_id=facts["eos_id"],
-            tokenizer=facts["tokenizer"],
-            shards=tuple(Shard(**shard) for shard in facts["shards"]),
-            texts=tuple(facts["texts"]),
-        )
-        for name in _TOTALS:
-            if facts[name] != getattr(index, name):
-                raise KeyError(f"{name} is {facts[name]}, its shards' are {getattr(index, name)}")
-        return index
-
-    @classmethod
-    def read(cls, folder: ShardFolder, name: str = "index.json") -> StreamIndex:
+    def read(cls, folder: ShardFolder) -> StreamIndex:
         """The index of a folder.
 
         Raises:
             UserError: it is missing, damaged, or of another kind.
         """
-        return cls.from_bytes(folder.read(name), source=name)
+        return cls.from_bytes(folder.read(INDEX), source=INDEX)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> StreamIndex:
@@ -139,12 +145,77 @@ class StreamIndex:
         Raises:
             UserError: it is damaged, or of another kind.
         """
+        where = ""
         try:
-            return cls.from_dict(json.loads(data))
-        except UserError as error:
-            raise UserError(*(f"{source}: {line}" for line in error.problems)) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{source}: is damaged: {error!r}; prepare the text again") from error
+            head = _decode_head(data)
+            if head.format != FORMAT:
+                raise UserError(f"{source}: is no index of token shards (format: {head.format!r})")
+            if head.version != VERSION:
+                raise UserError(
+                    f"{source}: token shards of version {head.version}; this program reads"
+                    f" {VERSION}; prepare the text again"
+                )
+            found, shards = _decode_index(data), []
+            for n, entry in enumerate(found.shards):
+                where = f"shard {n} "
+                shards.append(_checked(_decode_shard(entry)))
+            where = ""
+            index = cls(found.dtype, found.eos_id, found.tokenizer, tuple(shards), found.texts)
+            _check_whole(index, found)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            what = f"{where}is damaged: {' '.join(str(error).split())[:300]}"
+            raise UserError(f"{source}: {what}; prepare the text again") from error
+        return index
+
+
+class _Head(msgspec.Struct):
+    format: Any = None
+    version: Any = None
+
+
+class _Index(msgspec.Struct):
+    """The file; a shard's entry stays text until its turn, so that errors have its number."""
+
+    dtype: Literal["<u2", "<u4"]
+    eos_id: _Short
+    tokenizer: str
+    shards: list[msgspec.Raw]
+    n_documents: int
+    n_tokens: int
+    n_bytes: int
+    texts: tuple[str, ...] = ()
+
+
+_decode_head = msgspec.json.Decoder(_Head).decode
+_decode_index = msgspec.json.Decoder(_Index).decode
+_decode_shard = msgspec.json.Decoder(Shard).decode
+
+
+def _checked(shard: Shard) -> Shard:
+    wrong = wrong_name(shard.file)
+    if wrong is not None:
+        raise ValueError(f"file: {wrong}")
+    if shard.n_documents > shard.n_tokens:
+        raise ValueError(f"n_documents: {shard.n_documents}, of {shard.n_tokens} tokens")
+    return shard
+
+
+def _check_whole(index: StreamIndex, found: _Index) -> None:
+    for name in _TOTALS:
+        if getattr(found, name) != getattr(index, name):
+            raise ValueError(
+                f"{name}: {getattr(found, name)}, its shards' are {getattr(index, name)}"
+            )
+    twice = named_twice(shard.file for shard in index.shards)
+    if twice is not None:
+        raise ValueError(f"file: that of shard {twice[1]} is that of shard {twice[0]}, too")
+    for name in index.texts:
+        if (wrong := wrong_name(name)) is not None:
+            raise ValueError(f"texts: {wrong}")
+
+
+def _hash(facts: Any) -> str:
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 class TokenDataset:
@@ -234,7 +305,7 @@ class TokenDataset:
 
     def specs(self) -> list[FileSpec]:
         """What to fetch for each shard."""
-        return [shard.spec(self._dtype) for shard in self.index.shards]
+        return [self.index.spec(n) for n in range(self.index.n_shards)]
 
     def texts(self) -> list[str]:
         """The documents' exact texts, in order; kept of held-out text only."""

@@ -76,7 +76,7 @@ class DataConfig(SourceConfig):
     download_retry: int = 5
     """Attempts after a failure that may pass, such as a cut connection."""
     download_timeout: float = 60.0
-    """Seconds without a byte after which a request has failed."""
+    """Seconds within which 256 kB, or the end of a file, must come; then a request has failed."""
     requests_per_second: float | None = None
     """Requests to a remote store that a machine makes at most; unset: no bound."""
     validate_hash: bool = True

@@ -38,8 +38,8 @@ class SourceConfig:
     remote: str | None = None
     """Only for shards: their folder at a URL (s3:// gs:// az:// oci:// hf:// https://) or path."""
     local: str | None = None
-    """Only for shards: this machine's copy of remote; alone: the shards are here. Unset with
-    remote: a folder below data.cache_folder."""
+    """Only for shards: this machine's copies of remote, and of no other; alone: the shards are
+    here. Unset with remote: a folder below data.cache_folder."""
 
     _USED: ClassVar[dict[str, tuple[str, ...]]] = {
         "python_stdlib": (),

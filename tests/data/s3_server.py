@@ -133,6 +133,8 @@ _ANSWERS = {
     "too many": (429, "TooManyRequests"),
     "forbidden": (403, "AccessDenied"),
     "missing": (404, "NoSuchKey"),
+    "moved": (301, "PermanentRedirect"),
+    "other region": (400, "AuthorizationHeaderMalformed"),
 }
 
 

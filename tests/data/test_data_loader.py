@@ -25,7 +25,8 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
-from llmfoundry.data.sources import OrderedStream, Reading, open_source, read_index
+from llmfoundry.data.shard_index import read_index
+from llmfoundry.data.sources import OrderedStream, Reading, open_source
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.data.tokens import TokenDataset
 from llmfoundry.data.validation import validation_batches

@@ -140,7 +140,10 @@ def test_a_binary_form_that_is_not_whole_is_named(tmp_path: Path) -> None:
     flipped[whole.index(b"shard.00001")] ^= 1
     other = io.BytesIO()
     np.savez(other, facts=np.zeros(3))
-    for damaged in (whole[:-30], whole[:100], bytes(flipped), b"", b"text", other.getvalue()):
+    method = bytearray(whole)
+    method[whole.rindex(b"PK\x01\x02") + 10] = 99  # of compression
+    damages = (whole[:-30], whole[:100], bytes(flipped), bytes(method), b"", b"text")
+    for damaged in (*damages, other.getvalue()):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"index: no binary MDS index: .*; delete it"):
             MDSIndex.load(path)
@@ -200,9 +203,12 @@ def test_the_fingerprint_sees_an_exchange_of_shards() -> None:
     assert parse(MIXED[::-1]).fingerprint != parse(MIXED).fingerprint
 
 
+BARE = {"basename": "bare", "hashes": {}}
+
+
 def test_the_fingerprint_sees_which_shard_a_hash_is_of() -> None:
-    bare = entry(1)["raw_data"] | {"hashes": {}}
-    one, other = entry(1), entry(1, raw_data=bare)
+    raw = entry(1)["raw_data"]
+    one, other = (entry(1, raw_data=r, zip_data=None) for r in (raw, raw | BARE))
     assert parse([one, other]).fingerprint != parse([other, one]).fingerprint
 
 
@@ -214,7 +220,25 @@ WRONG: list[tuple[Entry, str]] = [
     ({"samples": None}, "samples: Expected `int`, got `null`; write the index anew"),
     ({"samples": 1.5}, "samples: Expected `int`, got `float`"),
     ({"samples": True}, "samples: Expected `int`, got `bool`"),
-    ({"samples": 1 << 70}, "samples: Expected `int` <= 9223372036854775807"),
+    ({"samples": 1 << 32}, "samples: Expected `int` <= 4294967295"),
+    ({"samples": 1e30}, "samples: Expected `int`, got `float`"),
+    ({"samples": 10**4000}, "samples: Expected `int` <= 4294967295"),
+    ({"version": 10**4000}, "version 10000"),
+    ({"raw_data": RAW | {"bytes": 1 << 34}}, "raw_data.bytes: Expected `int` <= 8589934590"),
+    ({"zip_data": RAW | {"bytes": True}}, "zip_data.bytes: Expected `int`, got `bool`"),
+    ({"raw_data": RAW | {"basename": "a\0b"}}, "raw_data.basename: 'a\\x00b' cannot be the name"),
+    ({"raw_data": RAW | {"basename": "a\nb"}}, "raw_data.basename: 'a\\nb' cannot be the name"),
+    ({"raw_data": RAW | {"basename": "a//b"}}, "raw_data.basename: 'a//b' cannot be the name"),
+    ({"raw_data": RAW | {"basename": "a/index.json"}}, "'a/index.json' cannot be the name"),
+    ({"raw_data": RAW | {"basename": "x" * 5000}}, "'… is too long for the name of a file"),
+    ({"raw_data": RAW | {"basename": "ü" * 200}}, "'… is too long for the name of a file"),
+    ({"zip_data": RAW | {"basename": "a/../../b"}}, "zip_data.basename: 'a/../../b' lies outside"),
+    ({"raw_data": entry(0)["raw_data"]}, "'a/shard.00000.mds' is that of shard 0, too"),
+    ({"zip_data": entry(0)["zip_data"]}, "'a/shard.00000.mds.zstd' is that of shard 0, too"),
+    ({"compression": "zstd:" + "9" * 5000}, "compression 'zstd:9999"),
+    ({"raw_data": RAW | {"hashes": {"sha1": "-" * 5000}}}, "raw_data.hashes: "),
+    ({"column_names": ["x" * 301, "url"]}, "column_names[0]: Expected `str` of length <= 300"),
+    ({"column_encodings": ["ndarray:int32:" + "9999," * 5 + "1", "str"]}, "cannot have a size of"),
     ({"raw_data": None}, "raw_data: Expected `object`, got `null`"),
     ({"raw_data": RAW | {"bytes": -5}}, "raw_data.bytes: Expected `int` >= 0"),
     ({"raw_data": {"bytes": 5}}, "raw_data: Object missing required field `basename`"),
@@ -246,7 +270,7 @@ def test_what_is_wrong_with_a_shard_is_one_line_with_its_number(changes: Entry, 
     text = str(raised.value)
     assert text.startswith("set/index.json: shard 1: ")
     assert line in text
-    assert "\n" not in text
+    assert "\n" not in text and len(text) < 400
 
 
 @pytest.mark.parametrize(
@@ -271,6 +295,7 @@ def test_what_is_wrong_with_a_shard_is_one_line_with_its_number(changes: Entry, 
         (encode([entry(0), 0], more=entry(1)), "shard 1: Expected `object`, got `int`"),
         (encode([entry(0)], format=None), "an index of format None, not of MDS"),
         (b"[" * 100_000, "no MDS index: Expected `object`, got `array`"),
+        (b'{"version": ' + b"9" * 5000 + b"}", "no MDS index: version: Integer value out of range"),
     ],
 )
 def test_a_file_that_is_no_mds_index_is_one_line(data: bytes, line: str) -> None:

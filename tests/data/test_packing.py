@@ -18,7 +18,8 @@ from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
 from llmfoundry.data.packing import PackedStream, Packing, group_rows, pack, probe
-from llmfoundry.data.sources import Reading, open_source, read_index
+from llmfoundry.data.shard_index import read_index
+from llmfoundry.data.sources import Reading, open_source
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
 from tests.shards import bytes_tokenizer

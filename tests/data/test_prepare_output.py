@@ -26,7 +26,7 @@ from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.mds_source import MDSColumn
 from llmfoundry.data.preparation import parts, tasks
 from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.sources import read_index
+from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.load import checked

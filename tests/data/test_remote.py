@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -95,7 +96,9 @@ def test_what_passes_is_tried_again(
     ("fault", "requests", "line"),
     [
         ("missing", 1, r"is not there; check data\.remote"),
-        ("forbidden", 1, r"access is refused .*AWS_ACCESS_KEY_ID.*anon: true"),
+        ("forbidden", 1, r"refused .*, to GetObject; a store .* AWS_ACCESS_KEY_ID.*anon: true"),
+        ("moved", 1, r"the bucket shards is in another region .*\{client_kwargs: \{region_name: …"),
+        ("other region", 1, r"the bucket shards is in another region .* AWS_DEFAULT_REGION"),
         (
             "slow down",
             4,
@@ -117,6 +120,20 @@ def test_what_lasts_is_one_line_with_url_cause_and_remedy(
     assert not list(tmp_path.rglob("a*"))
 
 
+def test_a_bucket_that_is_not_there_is_named(s3: FaultyS3, tmp_path: Path) -> None:
+    folder = ShardFolder.open("s3://nobody/data", None, FetchOptions(cache_folder=str(tmp_path)))
+    with pytest.raises(UserError, match=r"/index\.json: there is no bucket nobody; check its name"):
+        folder.read("index.json")
+
+
+def test_a_refused_list_is_called_so() -> None:
+    botocore = pytest.importorskip("botocore.exceptions")
+    facts = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+    error = botocore.ClientError(facts, "ListObjectsV2")
+    line = remote_errors.explain(error, kind="s3", attempts=1, timeout=1)
+    assert "to ListObjectsV2: the permission to list is its own" in line
+
+
 @pytest.mark.parametrize(
     ("n_bytes", "line"),
     [
@@ -134,7 +151,7 @@ def test_a_trickle_is_a_failure_after_the_timeout(s3: FaultyS3, tmp_path: Path) 
     folder = ShardFolder.open(f"s3://{BUCKET}/data", None, options)
     s3.faults["data/a"] = ("trickle", -1)
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"no answer within 0\.3 s, after 2 attempts"):
+    with pytest.raises(UserError, match=r"less than 256 kB of it, within 0\.3 s, after 2 attempts"):
         folder.get(SPEC)
     assert time.monotonic() - began < 5
     s3.faults["data/a"] = ("trickle", 1)
@@ -307,3 +324,10 @@ def test_turns_are_a_share_of_a_second_apart_for_all_who_share_the_file(tmp_path
     waits = [take_turn(tmp_path / "rate", per_second=10, mode=0o600) for _ in range(30)]
     # All within moments: the n-th has to wait for n tenths of a second.
     assert all(abs(wait - n / 10) < 0.09 for n, wait in enumerate(waits))
+
+
+@pytest.mark.parametrize("moment", [float("nan"), float("inf"), 1e300, -1e300, -float("inf")])
+def test_a_turn_that_is_no_time_is_now(tmp_path: Path, moment: float) -> None:
+    (tmp_path / "rate").write_bytes(struct.pack("<d", moment))
+    waits = [take_turn(tmp_path / "rate", per_second=1, mode=0o600) for _ in range(4)]
+    assert waits[0] == 0 and 1 < waits[-1] <= 3

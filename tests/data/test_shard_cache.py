@@ -345,6 +345,40 @@ def test_a_file_that_is_named_while_room_is_made_stays_in_the_accounts(
     assert len(looked) > 2 and "0" not in kept(tmp_path / "near")
 
 
+GARBAGE = [b"", b"\0" * 30, b"-5", b"9" * 5000, b"\xff\xfe garbage\n\x1b" * 9, b"nan", b"1e30"]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_accounts_that_are_garbage_are_made_anew(
+    far: str, tmp_path: Path, garbage: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_bytes(b"x")
+    folder = opened(tmp_path, remote=far, limit=3 * N_BYTES)
+    accounts = tmp_path / "cache/remote"
+    for n in range(10):
+        folder.get(spec(n))
+        (accounts / ".used").write_bytes(garbage)
+        (accounts / ".lock").write_bytes(garbage)
+        with (accounts / ".files").open("ab") as journal:
+            journal.write(garbage + b"\nmine\n")
+        assert len(kept(tmp_path / "near")) <= 3
+    assert (tmp_path / "mine").exists()
+    folder.get(spec(10))
+    used = (accounts / ".used").read_bytes()
+    assert len(used) == 20 and 0 < int(used) <= 3 * N_BYTES
+
+
+@pytest.mark.parametrize("name", [".used", ".files", ".lock"])
+def test_accounts_that_are_folders_are_told(far: str, tmp_path: Path, name: str) -> None:
+    (tmp_path / "cache/remote" / name).mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=rf"/cache/remote/{name}: Is a directory; .* in the way"
+    ) as e:
+        opened(tmp_path, remote=far).get(spec(0))
+    assert "\n" not in str(e.value)
+
+
 def test_a_forked_child_does_not_keep_its_parents_locks(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     held = try_lock(tmp_path / "a")

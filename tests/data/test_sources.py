@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.data import sources
+from llmfoundry.data import shard_index
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTokens
 from llmfoundry.data.rows import Rows
-from llmfoundry.data.sources import Reading, open_source, read_index
+from llmfoundry.data.shard_index import read_index
+from llmfoundry.data.sources import Reading, open_source
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.data.validation import Chain, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.errors import UserError
@@ -230,7 +231,7 @@ def test_what_comes_is_fetched_ahead_and_what_is_open_is_not(
 def test_a_large_index_is_kept_in_its_binary_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(shard_index, "_WORTH_KEEPING", 1)
     write_mds(tmp_path / "set", "web")
     folder = ShardFolder.open(None, str(tmp_path / "set"), FetchOptions())
     first = read_index(folder, str(tmp_path / "cache"))

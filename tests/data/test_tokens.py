@@ -129,15 +129,52 @@ def test_the_fingerprint_names_the_ids(tmp_path: Path) -> None:
     [
         (b"{", r"index\.json: is damaged"),
         (b"[]", r"index\.json: is damaged"),
+        (b"[" * 100_000, r"index\.json: is damaged"),
         (b'{"format": "mds"}', r"index\.json: is no index of token shards"),
         (b'{"format": "llmfoundry-tokens", "version": 1}', r"of version 1; .* reads 2"),
-        (b'{"format": "llmfoundry-tokens", "version": 2}', r"damaged: KeyError"),
+        (
+            b'{"format": "llmfoundry-tokens", "version": ' + b"9" * 5000 + b"}",
+            "is damaged: .*range",
+        ),
+        (b'{"format": "llmfoundry-tokens", "version": 2}', "damaged: .* missing .* `dtype`"),
     ],
 )
 def test_an_index_that_cannot_be_is_named(tmp_path: Path, content: bytes, line: str) -> None:
     (tmp_path / "index.json").write_bytes(content)
     with pytest.raises(UserError, match=line):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("file", "../x", "shard 1 is damaged: file: '../x' lies outside"),
+        ("file", "/x", "shard 1 is damaged: file: '/x' lies outside"),
+        ("file", "a\0b", "shard 1 is damaged: file: 'a\\\\x00b' cannot be the name"),
+        ("file", "x" * 5000, "too long for the name"),
+        ("file", "part-00000/shard.00000.tokens", "that of shard 1 is that of shard 0, too"),
+        ("n_tokens", -1, r"shard 1 is damaged: Expected `int` >= 0 - at `\$\.n_tokens`"),
+        ("n_tokens", 1e30, "shard 1 is damaged: Expected `int`, got `float`"),
+        ("n_tokens", 1 << 32, "shard 1 is damaged: Expected `int` <= 4294967295"),
+        ("n_documents", True, "shard 1 is damaged: Expected `int`, got `bool`"),
+        ("n_documents", 1 << 20, "shard 1 is damaged: n_documents: 1048576, of "),
+        ("n_bytes", "5", "shard 1 is damaged: Expected `int`, got `str`"),
+        ("hashes", {"sha1": 5}, "shard 1 is damaged: Expected `str`, got `int`"),
+        ("dtype", "O", "is damaged: Invalid enum value 'O'"),
+        ("eos_id", -1, "is damaged: Expected `int` >= 0"),
+        ("texts", ["../x"], "is damaged: texts: '../x' lies outside"),
+    ],
+)
+def test_what_an_index_cannot_say_is_one_line_with_its_shard(
+    tmp_path: Path, key: str, value: object, line: str
+) -> None:
+    index = write(tmp_path, documents(), shard_bytes=50).index.to_dict()
+    shard = index["shards"][1]
+    (shard if key in shard else index)[key] = value
+    write_json(tmp_path / "index.json", index)
+    with pytest.raises(UserError, match=line) as raised:
+        read(tmp_path)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
 
 
 def test_totals_that_are_not_the_shards_are_damage(tmp_path: Path) -> None:

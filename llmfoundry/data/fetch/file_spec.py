@@ -6,10 +6,50 @@ tokens) makes specs; `shard_files.ShardFolder` turns them into paths.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry.recipe.data import DataConfig, n_bytes
+
+INDEX = "index.json"
+COPIES = ".copies.json"  # beside copies: whose they are (`copies`)
+PART = ".part"  # ends the name of a file that is being written
+PACKED = ".packed"  # likewise of the compressed form of one, until it is unpacked
+
+_LONGEST_NAME = 240  # bytes of a file's name: file systems take 255, and it gets an ending
+_NOT_WITHIN = re.compile(r"^/|(?:^|/)\.\.(?:/|$)")
+_NO_NAME = re.compile(
+    rf"(?:^|/)\.?(?:/|$)|[\x00-\x1f\x7f\ud800-\udfff]"
+    rf"|(?:^|/)(?:{re.escape(INDEX)}|{re.escape(COPIES)})$|(?:{PART}|{PACKED})$"
+)
+
+
+def wrong_name(name: str) -> str | None:
+    """Why no file of a data set can be called so."""
+    if _NOT_WITHIN.search(name):
+        return f"{_cut(name)} lies outside of the dataset's folder"
+    if _NO_NAME.search(name):
+        return f"{_cut(name)} cannot be the name of a shard"
+    if len(name) * 4 > _LONGEST_NAME and len(name.encode()) > _LONGEST_NAME:
+        longest = max(len(part.encode()) for part in name.split("/"))
+        if longest > _LONGEST_NAME or len(name.encode()) > 8 * _LONGEST_NAME:
+            return f"{_cut(name)} is too long for the name of a file"
+    return None
+
+
+def named_twice(names: Iterable[str]) -> tuple[int, int] | None:
+    """The first two of one name, by their numbers; "" is no name."""
+    known: dict[str, int] = {}
+    for n, name in enumerate(names):
+        if name and (before := known.setdefault(name, n)) != n:
+            return before, n
+    return None
+
+
+def _cut(name: str) -> str:
+    return repr(name) if len(name) <= 80 else f"{name[:80]!r}…"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Files at a URL, by parts and with patience.
 
-`shard_fetch` downloads with it and `ShardFolder.read` reads an index. fsspec does the talking, each
-of its backends is a package of its own. One idea: a file is asked for part by part, so that each
-request is short: what fails is one part, not the file, and "no progress" is a part that takes
-longer than the timeout. It is then asked for in smaller parts, until a slow line passes.
+`shard_fetch` downloads with it and `ShardFolder` reads an index. fsspec does the talking, each of
+its backends is a package of its own. One idea: a file is asked for part by part, so that each
+request is short and what fails is one part, not the file. "No progress" is that 256 kB take longer
+than the timeout: a larger part that does is asked for again as one of 256 kB, and only if that
+takes too long, too, has a request failed. So a slow line passes and a trickle does not.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ import io
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from llmfoundry.data.fetch import remote_errors
-from llmfoundry.data.fetch.remote_backends import resolve
+from llmfoundry.data.fetch.http_part import http_part
+from llmfoundry.data.fetch.remote_backends import public, resolve
 from llmfoundry.errors import UserError
 
 _PART = 16 << 20  # bytes of a request: at 100 MB/s its overhead is below a tenth
-_SMALLEST_PART = 1 << 18
+_SMALLEST_PART = 1 << 18  # what has to come within the timeout
+_GROWTH = 4  # of the parts, once they come in less than half of that part of the timeout
+_ENDLESS = 1 << 62
 _BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 
@@ -57,8 +62,8 @@ class Remote:
         Raises:
             UserError: the protocol is not known, or its package or a setting is missing.
         """
-        self.url = url.rstrip("/")
-        self._backend = resolve(self.url, storage_options, timeout)
+        self.url = public(url).rstrip("/")
+        self._backend = resolve(url.rstrip("/"), storage_options, timeout)
         self._retry = retry
         self._timeout = timeout
         self._before_request = before_request
@@ -67,11 +72,11 @@ class Remote:
 
     @property
     def identity(self) -> str:
-        """What tells this folder from any other, also from one of another endpoint."""
-        return f"{self.url} {self._backend.options.get('endpoint_url') or ''}".rstrip()
+        """What tells this folder from any other, also from one of another endpoint; no secrets."""
+        return f"{self.url} {public(self._backend.options.get('endpoint_url') or '')}".rstrip()
 
-    def read(self, name: str) -> bytes:
-        """A whole file of unknown size.
+    def read(self, name: str, *, once: bool = False) -> bytes:
+        """A whole file of unknown size; `once`: what fails is not tried again.
 
         Raises:
             UserError: it is not there, or cannot be had.
@@ -79,7 +84,7 @@ class Remote:
         for last in (False, True):
             target = io.BytesIO()
             try:
-                self.fetch(name, target, n_bytes=None)
+                self.fetch(name, target, n_bytes=None, once=once)
                 break
             except DamagedError as error:
                 if last:
@@ -95,6 +100,7 @@ class Remote:
         *,
         n_bytes: int | None,
         cancelled: threading.Event | None = None,
+        once: bool = False,
     ) -> None:
         """Write a file to `target`, from its present position on.
 
@@ -103,6 +109,7 @@ class Remote:
             target: it may hold a part of the file after an error.
             n_bytes: the size that it must have; None: unknown.
             cancelled: set by another thread to end this early.
+            once: what fails is not tried again.
 
         Raises:
             UserError: it cannot be had.
@@ -113,11 +120,14 @@ class Remote:
         ended = False
         while not ended and (n_bytes is None or offset <= n_bytes):
             # A known size is reached by asking for a byte more: it shows a file that is too long.
-            left = self._part if n_bytes is None else n_bytes - offset + 1
-            part, asked = self._request(name, offset, left, cancelled or self._never)
+            left = _ENDLESS if n_bytes is None else n_bytes - offset + 1
+            part, asked = self._request(
+                name, offset, left, cancelled or self._never, once=once, whole=True
+            )
             target.write(part)
             offset += len(part)
-            ended = not part or (len(part) < asked and (n_bytes is None or offset == n_bytes))
+            ended = not part or len(part) > asked  # a server without ranges sends all
+            ended |= len(part) < asked and (n_bytes is None or offset == n_bytes)
         if n_bytes is not None and offset != n_bytes:
             raise DamagedError(
                 f"ends after {offset} bytes, its index says {n_bytes}"
@@ -126,43 +136,65 @@ class Remote:
             )
 
     def _request(
-        self, name: str, offset: int, left: int, cancelled: threading.Event
+        self,
+        name: str,
+        offset: int,
+        left: int,
+        cancelled: threading.Event,
+        *,
+        once: bool = False,
+        whole: bool = False,
     ) -> tuple[bytes, int]:
-        """Bytes from `offset` on, and how many were asked for: at most `left`."""
+        """Bytes from `offset` on, at most `left`; and how many were asked for.
+
+        More than those come with `whole` only, of a server that sends whole files.
+        """
         failures = 0
         while True:
             if cancelled.wait(self._before_request()):
                 raise CancelledError
             # With the byte more, so that a file of just this size is one request.
             size = min(left, self._part + 1)
+            began = time.monotonic()
             try:
-                part = self._ask(f"{self._backend.root}/{name}", offset, offset + size)
+                most = left if whole else size
+                part = self._ask(f"{self._backend.root}/{name}", offset, offset + size, most=most)
             except Exception as error:
                 if remote_errors.is_past_end(error):
                     return b"", size
                 if remote_errors.is_damaged(error):
                     raise DamagedError(remote_errors.in_one_line(error)) from error
-                if failures == self._retry or not remote_errors.is_passing(error):
+                if remote_errors.is_timeout(error) and size > _SMALLEST_PART + 1:
+                    self._part = _SMALLEST_PART
+                    continue
+                if failures == (0 if once else self._retry) or not remote_errors.is_passing(error):
                     raise self._failed(name, error, failures + 1) from error
-                if remote_errors.is_timeout(error):
-                    self._part = max(_SMALLEST_PART, self._part // 4)
             else:
-                # A server that knows no ranges sends the whole file.
-                return part if len(part) <= size else part[offset : offset + size], size
+                if (time.monotonic() - began) * _GROWTH < self._timeout / 2:
+                    self._part = min(_PART, _GROWTH * self._part)
+                return part, size
             failures += 1
             # Full jitter: many ranks that failed together do not come back together.
             limit = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (failures - 1))
             cancelled.wait(random.uniform(0, limit))
 
-    def _ask(self, path: str, start: int, end: int) -> bytes:
-        files = self._backend.file_system()
+    def _ask(self, path: str, start: int, end: int, *, most: int) -> bytes:
+        files, timeout = self._backend.file_system(), self._timeout
+        if self._backend.kind == "https":
+            return http_part(
+                files, path, start, end, timeout=timeout, step=_SMALLEST_PART, most=most
+            )
         if files.async_impl:
-            return bytes(files.cat_file(path, start=start, end=end, timeout=self._timeout))
-        return _within(self._timeout, lambda: bytes(files.cat_file(path, start=start, end=end)))
+            return bytes(files.cat_file(path, start=start, end=end, timeout=timeout))
+        return _within(timeout, lambda: bytes(files.cat_file(path, start=start, end=end)))
 
     def _failed(self, name: str, error: Exception, attempts: int) -> UserError:
         line = remote_errors.explain(
-            error, kind=self._backend.kind, attempts=attempts, timeout=self._timeout
+            error,
+            kind=self._backend.kind,
+            attempts=attempts,
+            timeout=self._timeout,
+            bucket=self._backend.bucket,
         )
         return UserError(f"{self.url}/{name}: {line}")
 

@@ -48,9 +48,28 @@ class Backend:
     root: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def bucket(self) -> str:
+        """The first part of `root`."""
+        return self.root.lstrip("/").partition("/")[0]
+
     def file_system(self) -> Any:
         """This process' file system, one for all folders with the same settings."""
         return _file_system(self.protocol, json.dumps(self.options, sort_keys=True))
+
+
+def public(url: str) -> str:
+    """A URL without what is secret in it: user and password, and what follows a question mark."""
+    scheme, separator, path = url.partition("://")
+    kind = _ALIASES.get(scheme, scheme)
+    host, slash, rest = path.partition("/")
+    user, at, after = host.rpartition("@")
+    # Of oci:// and abfss:// what stands before @ is a bucket.
+    if at and (kind not in ("oci", "az") or ":" in user):
+        host = after
+    if kind in ("https", "az"):
+        rest = rest.partition("?")[0]
+    return f"{scheme}{separator}{host}{slash}{rest}"
 
 
 def resolve(url: str, storage_options: Mapping[str, Any], timeout: float) -> Backend:
@@ -59,7 +78,7 @@ def resolve(url: str, storage_options: Mapping[str, Any], timeout: float) -> Bac
     Args:
         url: PROTOCOL://PATH, without a slash at its end.
         storage_options: what the file systems take, by protocol.
-        timeout: seconds without a byte; it is told to those libraries that take it.
+        timeout: seconds without progress; it is told to those libraries that take it.
 
     Raises:
         UserError: no such protocol, or its package or a setting is missing.

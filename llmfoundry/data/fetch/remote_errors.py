@@ -8,6 +8,7 @@ is not known to pass counts as lasting: an error is shown at once rather than af
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 
 _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
@@ -58,6 +59,15 @@ _CREDENTIAL_NAMES = frozenset(
         "LocalTokenNotFoundError",
     }
 )
+# S3, Google, Azure
+_NO_BUCKET = (
+    "nosuchbucket",
+    "bucket does not exist",
+    "containernotfound",
+    "container does not exist",
+)
+_SECRET = re.compile(r"(://)[^/\s@'\"]+:[^/\s@'\"]*@|(?<=\w)\?[^\s'\"]*=[^\s'\"]*")
+_OTHER_REGION = ("permanentredirect", "authorizationheadermalformed")
 
 
 def is_past_end(error: BaseException) -> bool:
@@ -98,27 +108,47 @@ def is_timeout(error: BaseException) -> bool:
     return any(isinstance(e, TimeoutError) or "Timeout" in type(e).__name__ for e in _chain(error))
 
 
-def explain(error: BaseException, *, kind: str, attempts: int, timeout: float) -> str:
-    """The cause and what to do about it, in one line."""
-    status = _status(error)
+def explain(
+    error: BaseException, *, kind: str, attempts: int, timeout: float, bucket: str = ""
+) -> str:
+    """The cause and what to do about it, in one line.
+
+    Args:
+        error: what a library raised.
+        kind: of the store: s3, gs …
+        attempts: that were made.
+        timeout: seconds, data.download_timeout.
+        bucket: that was asked.
+    """
     if any(not _CREDENTIAL_NAMES.isdisjoint(_names(e)) for e in _chain(error)):
         return f"{in_one_line(error)}; give credentials, {_how_to(kind)}"
+    if kind == "s3" and (_status(error) == 301 or _says(error, _OTHER_REGION)):
+        return (
+            f"the bucket {bucket} is in another region ({in_one_line(error)}); write"
+            f" data.storage_options: {{{kind}: {{client_kwargs: {{region_name: …}}}}}}, or set"
+            " AWS_DEFAULT_REGION"
+        )
     if is_missing(error):
+        if _says(error, _NO_BUCKET):
+            return (
+                f"there is no bucket {bucket or 'of that name'}; check its name in data.remote (or"
+                " the stream's), and that the endpoint and the account are those that have it"
+            )
         return (
             "is not there; check data.remote (or the stream's) and data.split, or upload it again"
         )
     if _is_refused(error):
-        return f"access is refused ({in_one_line(error)}); check the credentials, {_how_to(kind)}"
+        return f"access is refused ({_refusal(error)}); check the credentials, {_how_to(kind)}"
     tried = f"after {attempts} attempts" if attempts > 1 else "at the first attempt"
-    if status in _THROTTLED_STATUS:
+    if _status(error) in _THROTTLED_STATUS:
         return (
             f"the store asks for fewer requests ({in_one_line(error)}), also {tried};"
             " write a data.requests_per_second, or a larger data.download_retry"
         )
     if is_timeout(error):
         return (
-            f"no answer within {timeout:g} s, {tried}; check the network and the address, or write"
-            " a larger data.download_timeout"
+            f"no answer, or less than 256 kB of it, within {timeout:g} s, {tried}; check the"
+            " network and the address, or write a larger data.download_timeout"
         )
     if is_passing(error):
         return (
@@ -129,10 +159,27 @@ def explain(error: BaseException, *, kind: str, attempts: int, timeout: float) -
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's kind and words."""
-    text = " ".join(str(error).split())
+    """The error's kind and words, without what is secret in a URL."""
+    text = _SECRET.sub(lambda found: found[1] or "?…", " ".join(str(error).split()))
     name = type(error).__name__
     return f"{name}: {text[:300]}" if text else name
+
+
+def _refusal(error: BaseException) -> str:
+    """What was refused; to who may not list, S3 calls a missing file a forbidden one."""
+    asked = next((op for e in _chain(error) if (op := getattr(e, "operation_name", None))), "")
+    if asked.startswith("List"):
+        return f"{in_one_line(error)}, to {asked}: the permission to list is its own"
+    if asked:
+        return (
+            f"{in_one_line(error)}, to {asked}; a store answers so also for a file that is not"
+            " there, to who may not list"
+        )
+    return in_one_line(error)
+
+
+def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+    return any(word in f"{type(e).__name__} {e}".lower() for e in _chain(error) for word in words)
 
 
 def _how_to(kind: str) -> str:
@@ -184,4 +231,4 @@ def _own_status(error: BaseException) -> int | None:
     else:
         found = [getattr(response, "status_code", None)]
     found += [getattr(error, name, None) for name in ("status", "status_code", "code")]
-    return next((s for s in found if isinstance(s, int) and 400 <= s < 600), None)
+    return next((s for s in found if isinstance(s, int) and 300 <= s < 600), None)

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import IO
 
 from llmfoundry.data.fetch.file_locks import LockedFile, lock, try_lock
-from llmfoundry.data.fetch.file_spec import in_words
+from llmfoundry.data.fetch.file_spec import PACKED, PART, in_words
 from llmfoundry.errors import UserError
 
-PART = ".part"  # a file that is being written
-PACKED = ".packed"  # the compressed form of one, until it is unpacked
 _AHEAD_S = 3600.0  # after this long a file that was fetched ahead counts as used
+_DIGITS = 20  # of the number in .used
 _SPARE = 0.05  # of the limit, freed beyond what is needed, so that few files in a row cost a scan
 
 
@@ -181,25 +180,31 @@ class ShardCache:
 
     def _scan(self) -> Iterator[_File]:
         try:
-            lines = (self.folder / ".files").read_text().splitlines()
+            text = (self.folder / ".files").read_bytes()
         except FileNotFoundError:
             return
-        for line in dict.fromkeys(lines):
+        # Whole paths without NUL: what else may stand there is garbage.
+        lines = (line for line in text.split(b"\n") if line[:1] == b"/" and b"\0" not in line)
+        for line in dict.fromkeys(map(os.fsdecode, lines)):
             for name in (line + PART, line):  # as it is renamed: seen twice at worst, never missed
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     status = os.stat(name)
-                    yield _File(Path(name), status.st_size, status.st_mtime)
+                    if stat.S_ISREG(status.st_mode):
+                        yield _File(Path(name), status.st_size, status.st_mtime)
 
     def _used(self) -> int:
-        try:
-            return int((self.folder / ".used").read_bytes() or 0)
-        except FileNotFoundError:
-            return 0
+        with contextlib.suppress(FileNotFoundError):
+            text = (self.folder / ".used").read_bytes()
+            # Of another length it is garbage, or was emptied by a full disk.
+            if len(text) == _DIGITS and text.isdigit():
+                return int(text)
+        return sum(file.n_bytes for file in self._scan())
 
     def _set_used(self, n_bytes: int) -> None:
         # In place and always as long, since on a full disk a shorter file would end up empty.
         with lock(self.folder / ".used", mode=self.file_mode) as file:
-            os.pwrite(file.descriptor, b"%020d" % n_bytes, 0)
+            os.pwrite(file.descriptor, b"%0*d" % (_DIGITS, n_bytes), 0)
+            os.truncate(file.descriptor, _DIGITS)
 
     @contextlib.contextmanager
     def _journal(self, mode: str) -> Iterator[IO[str]]:

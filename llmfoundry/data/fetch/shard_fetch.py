@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import os
 import shutil
 import threading
@@ -18,16 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from llmfoundry.data.fetch.file_locks import LockedFile, try_lock
-from llmfoundry.data.fetch.file_spec import FetchOptions, FileSpec, Packed, in_words
+from llmfoundry.data.fetch.file_locks import LockedFile, lock, try_lock
+from llmfoundry.data.fetch.file_spec import PACKED, PART, FetchOptions, FileSpec, Packed, in_words
 from llmfoundry.data.fetch.remote import DamagedError, Remote
-from llmfoundry.data.fetch.shard_cache import (
-    PACKED,
-    PART,
-    ShardCache,
-    Shortage,
-    reports_cache_folder,
-)
+from llmfoundry.data.fetch.shard_cache import ShardCache, Shortage, reports_cache_folder
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.checksums import digest
 from llmfoundry.errors import UserError
@@ -115,6 +110,23 @@ class ShardFetcher:
             held.release()
         return spec.n_bytes or 0
 
+    def is_same(self, spec: FileSpec) -> bool:
+        """Whether the copy that is here is what the remote has: it is fetched once more.
+
+        Raises:
+            UserError: it cannot be had.
+        """
+        path = self._path(spec)
+        try:
+            with lock(path.with_name(f".{path.name}{PART}"), mode=self._cache.file_mode) as part:
+                try:
+                    self._download(spec, part, None)
+                    return filecmp.cmp(path, part.path, shallow=False)
+                finally:
+                    _remove(part)
+        except OSError as error:
+            raise self._cannot_write(spec, error) from error
+
     def _path(self, spec: FileSpec, suffix: str = "") -> Path:
         return self._folder / f"{spec.name}{suffix}"
 
@@ -191,7 +203,7 @@ class ShardFetcher:
                             spec.name, target, n_bytes=spec.n_bytes, cancelled=cancelled
                         )
                     else:
-                        self._unpack(spec.packed, part, target, cancelled)
+                        self._unpack(spec.packed, spec.n_bytes, part, target, cancelled)
                     target.truncate()
                     wrong = damage(target, spec.n_bytes, hashes)
                     if wrong is not None:
@@ -208,6 +220,7 @@ class ShardFetcher:
     def _unpack(
         self,
         packed: Packed,
+        n_bytes: int | None,
         part: LockedFile,
         target: IO[bytes],
         cancelled: threading.Event | None,
@@ -221,18 +234,21 @@ class ShardFetcher:
         if wrong is not None:
             raise DamagedError(wrong)
         try:
-            codecs.decompress(packed.compression, path, target)
+            codecs.decompress(packed.compression, path, target, n_bytes=n_bytes)
+        except codecs.PackedError as error:
+            how = f"cannot be unpacked ({packed.compression})"
+            raise DamagedError(f"{how}: {error}") from error
         except UserError as error:
-            if isinstance(error.__cause__, ImportError):
-                raise
-            raise DamagedError(f"cannot be unpacked ({packed.compression})") from error
+            raise UserError(f"{self._remote.url}/{packed.name}: {error}") from error
         path.unlink()
 
     def _cannot_write(self, spec: FileSpec, error: OSError) -> UserError:
         where = f"{self._remote.url}/{spec.name}: cannot write it to {self._folder}"
         if error.errno not in _DISK_FULL:
+            what = f"{error.filename}: " if isinstance(error.filename, str | Path) else ""
             return UserError(
-                f"{where}: {error.strerror}; get permission, or write another data.cache_folder"
+                f"{where}: {what}{error.strerror}; get permission, remove what is in the way, or"
+                " write another data.cache_folder"
             )
         needed, free = in_words(_room(spec)), in_words(shutil.disk_usage(self._folder).free)
         return UserError(

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmfoundry.data.fetch.file_spec import FetchOptions, FileSpec, Packed
+from llmfoundry.data.fetch import remote_errors
+from llmfoundry.data.fetch.copies import AnyIndex, Copies, Index
+from llmfoundry.data.fetch.file_spec import INDEX, FetchOptions, FileSpec, Packed
 from llmfoundry.data.fetch.prefetch import Prefetcher
 from llmfoundry.data.fetch.remote import Remote
 from llmfoundry.data.fetch.request_rate import take_turn
@@ -34,13 +36,20 @@ class _Process:
     """What only one process can use: threads, locks, connections."""
 
     pid: int
+    folder: Path
     remote: Remote
+    copies: Copies
     fetcher: ShardFetcher
     prefetcher: Prefetcher
 
 
 class ShardFolder:
-    """A folder of files that never change. It may be pickled, and used by a forked process."""
+    """A folder of files that never change. It may be pickled, and used by a forked process.
+
+    Attributes:
+        url: where the files are.
+        silence: why the index was not read there; "": it was.
+    """
 
     def __init__(self, url: str, options: FetchOptions, *, place: str | None, kept: Path | None):
         """Use `open`.
@@ -55,6 +64,7 @@ class ShardFolder:
         self._options = options
         self._place = None if place is None else Path(place)
         self._kept = kept
+        self.silence = ""
         self._checked: set[str] = set()
         self._process: _Process | None = None
 
@@ -80,8 +90,55 @@ class ShardFolder:
             return cls(source, options, place=source, kept=None)
         return cls(source, options, place=None, kept=Path(here))
 
+    def read_index(self, parse: Callable[[bytes], AnyIndex]) -> AnyIndex:
+        """What the folder's index says, from the store.
+
+        Where the store cannot be asked, but all shards are here, that of an earlier time;
+        `silence` then says why.
+
+        Raises:
+            UserError: it is not there, cannot be had, or is not that of the copies that are here.
+        """
+        if self._place is not None:
+            index = parse(self.read(INDEX))
+            self.claim(index)
+            return index
+        here = self._here()
+        is_kept = here.copies.has_index()
+        try:
+            data = here.remote.read(INDEX, once=is_kept)
+        except UserError as error:
+            if not is_kept or remote_errors.is_missing(error.__cause__ or error):
+                raise
+            kept = here.copies.whole_index(parse)
+            if kept is not None:
+                self.silence = f"{error}; its index is that of {here.folder}, which has all shards"
+                return kept
+            data = here.remote.read(INDEX)
+        index = parse(data)
+        self.claim(index)
+        with reports_cache_folder(here.folder):
+            here.copies.keep_index(data)
+        return index
+
+    def claim(self, index: Index) -> None:
+        """Whether the copies on this machine, if any, are of this index: asked before one is read.
+
+        Raises:
+            UserError: they are of other data.
+        """
+        if self._place is not None and not index.is_packed:
+            return
+        here = self._here()
+        with reports_cache_folder(here.folder):
+            here.copies.claim(
+                index,
+                hashes_decide=self._options.validate_hash and not len(index.unhashed),
+                is_same=here.fetcher.is_same,
+            )
+
     def read(self, name: str) -> bytes:
-        """A small file's bytes, such as an index; never from a copy.
+        """A small file's bytes; never from a copy.
 
         Raises:
             UserError: it is not there, or cannot be had.
@@ -186,7 +243,10 @@ class ShardFolder:
         kept = self._kept or folder / _name(remote.identity)
         fetcher = ShardFetcher(remote, kept, cache=cache, options=options)
         prefetcher = Prefetcher(fetcher.fetch_ahead, budget=options.prefetch)
-        return _Process(os.getpid(), remote, fetcher, prefetcher)
+        with reports_cache_folder(kept):
+            cache.make_folder(kept)
+        copies = Copies(kept, remote.identity, mode=cache.file_mode)
+        return _Process(os.getpid(), kept, remote, copies, fetcher, prefetcher)
 
 
 def _absolute(path: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+import zlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import IO, Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from llmfoundry.data.fetch.file_spec import FileSpec, Packed
+from llmfoundry.data.fetch.file_spec import FileSpec, Packed, named_twice, wrong_name
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.encodings import encoded_size
 from llmfoundry.errors import UserError
@@ -82,6 +83,7 @@ class MDSIndex:
         column_set: (n,) int64, which of them.
         compressions: the different ones.
         compression: (n,) int64, which of them; -1 where there is none.
+        sample: of the content where hashes are missing (`sources`); "" if none was taken.
     """
 
     sizes: np.ndarray
@@ -95,6 +97,7 @@ class MDSIndex:
     column_set: np.ndarray
     compressions: tuple[str, ...]
     compression: np.ndarray
+    sample: str = ""
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str = "index.json") -> MDSIndex:
@@ -115,13 +118,36 @@ class MDSIndex:
         """sha256 of what decides the samples: each shard's samples, length, hashes and columns.
 
         Neither names nor compression count: a copy elsewhere, or packed otherwise, is the same.
+        The sample of the content, if there is one, follows after a colon.
         """
         sets = [[c.names, c.encodings, c.sizes] for c in self.column_sets]
         state = hashlib.sha256(json.dumps([self.n_shards, sets]).encode())
         for numbers in (self.sizes, self.raw_bytes, self.column_set, self.hashes.ends):
             state.update(numbers.astype("<i8").tobytes())
         state.update(self.hashes.data.tobytes())
+        return ":".join(filter(None, (state.hexdigest(), self.sample)))
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all that it says."""
+        rows = self.fingerprint.removesuffix(f":{self.sample}")
+        state = hashlib.sha256(json.dumps([rows, self.compressions]).encode())
+        for numbers in (self.packed_bytes, self.compression):
+            state.update(numbers.astype("<i8").tobytes())
+        for texts in (self.names, self.packed_names, self.packed_hashes):
+            state.update(texts.ends.astype("<i8").tobytes() + texts.data.tobytes())
         return state.hexdigest()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether some shards are kept compressed."""
+        return bool((self.packed_bytes >= 0).any())
+
+    @cached_property
+    def unhashed(self) -> list[int]:
+        """Shards that have samples and no hash."""
+        is_bare = np.diff(self.hashes.ends, prepend=0) == 0
+        return (is_bare & (self.sizes > 0)).nonzero()[0].tolist()
 
     def columns(self, n: int) -> Columns:
         """Those of shard `n`."""
@@ -180,7 +206,7 @@ class MDSIndex:
                     known[name] = Texts(arrays[f"{name}.data"], arrays[f"{name}.ends"])
             if facts[0] != _BINARY:
                 raise ValueError(f"it is of {facts[0]!r}, not {_BINARY!r}")
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except _DAMAGE as error:
             raise UserError(
                 f"{source}: no binary MDS index: {error}; delete it, it is made again from"
                 " index.json"
@@ -190,6 +216,7 @@ class MDSIndex:
 
 
 _NUMBERS = ("sizes", "raw_bytes", "packed_bytes", "column_set", "compression")
+_DAMAGE = (ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 _TEXTS = ("names", "packed_names", "hashes", "packed_hashes")
 
 _Values = TypeVar("_Values")
@@ -211,15 +238,18 @@ class _WrongEntryError(Exception):
     """What is wrong with a shard's entry."""
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Size = Annotated[int, msgspec.Meta(gt=0)]
+_LONGEST = (1 << 32) - 1  # bytes of a shard: its offsets are u32
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=2 * _LONGEST)]  # packed, it may have grown
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_LONGEST)]
+_Name = Annotated[str, msgspec.Meta(max_length=300)]
+_Size = Annotated[int, msgspec.Meta(gt=0, le=_LONGEST)]
 
 
 class _File(msgspec.Struct, gc=False):
     """A file that an entry describes."""
 
     basename: Annotated[str, msgspec.Meta(min_length=1)]
-    n_bytes: _Count = msgspec.field(name="bytes")
+    n_bytes: _Bytes = msgspec.field(name="bytes")
     hashes: dict[str, str] | None = None
 
 
@@ -247,7 +277,7 @@ class _Index(msgspec.Struct):
 
 _decode_index = msgspec.json.Decoder(_Index).decode
 _decode_shard = msgspec.json.Decoder(_Shard).decode
-_decode_names = msgspec.json.Decoder(tuple[str, ...]).decode
+_decode_names = msgspec.json.Decoder(tuple[_Name, ...]).decode
 _decode_sizes = msgspec.json.Decoder(tuple[_Size | None, ...]).decode
 
 
@@ -268,8 +298,9 @@ class _Parser:
                 self._add(_decode_shard(text))
             except _WrongEntryError as error:
                 raise self._wrong(f"shard {n}: {error}") from error
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise self._wrong(f"shard {n}: {_line(error)}; write the index anew") from error
+        self._check_twice()
         numbers = np.array(self._numbers, np.int64).reshape(-1, len(_NUMBERS))
         arrays: dict[str, Any] = {key: numbers[:, n].copy() for n, key in enumerate(_NUMBERS)}
         arrays |= {key: _texts(self._texts[n :: len(_TEXTS)]) for n, key in enumerate(_TEXTS)}
@@ -278,6 +309,16 @@ class _Parser:
             column_sets=tuple(self._column_sets),
             compressions=tuple(self._compressions),
         )
+
+    def _check_twice(self) -> None:
+        for place, key in enumerate(("raw_data", "zip_data")):
+            names = self._texts[place :: len(_TEXTS)]
+            if (found := named_twice(names)) is not None:
+                first, second = found
+                raise self._wrong(
+                    f"shard {second}: {key}.basename: {names[first]!r} is that of shard {first},"
+                    " too; write the index anew"
+                )
 
     def _entries(self, data: bytes) -> list[msgspec.Raw]:
         try:
@@ -294,7 +335,7 @@ class _Parser:
         return found.shards
 
     def _wrong(self, what: str) -> UserError:
-        return UserError(f"{self._source}: {what}")
+        return UserError(f"{self._source}: {what if len(what) <= 300 else what[:300] + '…'}")
 
     def _add(self, shard: _Shard) -> None:
         if shard.format != "mds":
@@ -359,10 +400,10 @@ def _decoded(decode: Callable[[bytes], _Values], text: bytes, key: str) -> _Valu
 
 
 def _name(file: _File, key: str) -> str:
-    name = file.basename
-    if name[0] == "/" or (".." in name and ".." in name.split("/")):
-        raise _WrongEntryError(f"{key}.basename: {name!r} lies outside of the dataset's folder")
-    return name
+    wrong = wrong_name(file.basename)
+    if wrong is not None:
+        raise _WrongEntryError(f"{key}.basename: {wrong}")
+    return file.basename
 
 
 def _hashes(file: _File, key: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from llmfoundry.data.fetch.file_spec import INDEX
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.checksums import check_algorithm, digest
 from llmfoundry.data.mds.encodings import CODING_ERRORS, Encoding, find_encoding
@@ -24,7 +25,6 @@ from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.errors import UserError
 from llmfoundry.files import whole_file, write_whole
 
-INDEX = "index.json"
 _LONGEST = (1 << 32) - 1  # offsets are u32
 _SIZE = re.compile(r"([0-9]*\.?[0-9]+) ?([kmgt]?b)?", re.IGNORECASE)
 _FACTOR = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}

@@ -9,11 +9,11 @@ from typing import Any
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSShard
-from llmfoundry.data.mds.writer import INDEX
 from llmfoundry.data.preparation.open_files import InputFile
 from llmfoundry.data.preparation.readers import as_text, no_column
 from llmfoundry.data.preparation.spans import Span
-from llmfoundry.data.tokens import FORMAT
+from llmfoundry.data.shard_index import read_index, with_sample
+from llmfoundry.data.tokens import StreamIndex
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 
@@ -56,13 +56,13 @@ class MDSText:
 
     @cached_property
     def _index(self) -> MDSIndex:
-        data = self._folder.read(INDEX)
-        if f'"{FORMAT}"'.encode() in data:
+        index = read_index(self._folder)
+        if isinstance(index, StreamIndex):
             raise UserError(
                 "data.remote: its token shards hold no text to prepare; name MDS shards with a"
                 " column of text"
             )
-        return MDSIndex.from_bytes(data, source=INDEX)
+        return with_sample(self._folder, index)
 
 
 def _below(place: str | None, split: str | None) -> str | None:
