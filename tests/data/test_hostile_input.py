@@ -154,7 +154,7 @@ def test_names_that_no_system_has_are_refused(name: str, why: str) -> None:
 def test_a_small_file_that_unpacks_to_a_large_row_takes_little_memory(
     tmp_path: Path, suffix: str, packed: str
 ) -> None:
-    size = 1 << 27
+    size = 1 << (27 if packed == ".zst" else 25)  # of zstd a step may become 32 MiB
     head, row = {
         ".txt": (b"", ""),
         ".csv": (b'text\n"', ":2"),
@@ -173,7 +173,7 @@ def test_a_small_file_that_unpacks_to_a_large_row_takes_little_memory(
         f"{file}{row}: is longer than 1,000,000 bytes; divide it, or write a larger"
         " data.max_row_size"
     )
-    assert peak < size // 2 + (8 << 20)  # of zstd a step may become 32 MiB
+    assert peak < size // 2 + (8 << 20)
 
 
 def test_rows_are_bounded_one_by_one(tmp_path: Path) -> None:

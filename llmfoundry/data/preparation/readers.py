@@ -80,7 +80,7 @@ def _python(source: Input, text_column: str) -> Rows:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     except SyntaxError as error:
         decode(name, data)  # names the byte where that is the reason
-        raise UserError(f"{name}: {error.msg}; convert the file to UTF-8") from error
+        raise UserError(f"{name}: {error.msg[:80]}; convert the file to UTF-8") from error
     yield None, decode(name, data, "utf-8" if encoding == "utf-8-sig" else encoding)
 
 
