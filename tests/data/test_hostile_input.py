@@ -15,14 +15,20 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.preparation import pipeline, remote_input
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.open_files import Input, InputFile
+from llmfoundry.data.preparation.parts import make_part
+from llmfoundry.data.preparation.prepare import prepare
+from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 
@@ -248,6 +254,39 @@ def test_a_file_that_goes_while_it_is_read_is_named(tmp_path: Path) -> None:
     for read in (lambda: list(corpus), lambda: list(Input(known).chunks())):
         with pytest.raises(UserError, match=r"a\.jsonl: cannot be read: No such file"):
             read()
+
+
+def test_a_corpus_that_changes_while_it_is_read_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(99)))
+    config = DataConfig(
+        name="files", paths=[str(file)], num_workers=1, cache_folder=str(tmp_path / "cache")
+    )
+    tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
+
+    def changing(*task: Any, **more: Any) -> Any:
+        part = make_part(*task, **more)
+        with file.open("a") as more_text:
+            more_text.write('{"text": "another"}\n')
+        return part
+
+    monkeypatch.setattr(pipeline, "make_part", changing)
+    with pytest.raises(UserError, match=r"data: files of the corpus changed while they were read"):
+        prepare(config, tokenizer, progress=False)
+    monkeypatch.undo()
+    prepared = prepare(config, tokenizer, progress=False)
+    assert prepared.train.n_documents + prepared.validation.n_documents == 100
+
+
+def test_a_file_of_unknown_length_at_a_url_is_not_taken_for_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As servers that make a page when it is asked for; fsspec then says None."""
+    entry = {"https://host/a.txt": {"type": "file", "size": None}}
+    monkeypatch.setattr(remote_input, "_find", lambda backend: entry)
+    assert "does not say how long https://host/a.txt is" in refused("https://host/a.txt")
 
 
 ROWS = ["plain", "zwei ä\u2028x", "🚀" * 5, "a\x00b", " "]

@@ -161,15 +161,17 @@ class Input:
         rest: list[bytes] = []
         number, size = 0 if self.start else 1, 0
         for chunk in chunks:
-            for n, part in enumerate(chunk.split(b"\n")):
-                if n:  # a line ends before it
-                    yield b"".join(rest)
-                    rest, size, number = [], 0, number + 1
-                rest.append(part)
-                size += len(part)
+            first, *others = chunk.split(b"\n")
+            rest.append(first)
+            size += len(first)
+            for line in others:
                 if size > self.longest:
-                    before = self.lines_before() if self.start else 0
-                    raise self.too_long(f"{self.name}:{before + number}")
+                    break
+                yield b"".join(rest)
+                rest, size, number = [line], len(line), number + 1
+            if size > self.longest:
+                before = self.lines_before() if self.start else 0
+                raise self.too_long(f"{self.name}:{before + number}")
         if last := b"".join(rest):
             yield last
 
