@@ -138,10 +138,10 @@ def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int | None]:
     The beginning of text is what every training document begins with: where the tokenizer puts
     nothing before a text, that is the end of text, whatever it names.
     """
+    tokenizer = Tokenizer.load(source)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    tokenizer = Tokenizer.load(folder)
     return {
         "bos_token_id": tokenizer.document_start[-1],
         "eos_token_id": tokenizer.eos_id,

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import tokenizers
@@ -183,6 +184,25 @@ def test_token_shards_hold_what_the_tokenizer_adds_and_the_end_of_text_once(
     assert loaded.encode_prompt(texts[0]) == [*start, *plain[0]]
     no_texts = TokenShards(dataset, loaded).texts()
     assert no_texts == [loaded.decode(ids) for ids in plain]
+
+
+def test_the_gauntlet_asks_a_run_as_it_was_trained(
+    saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    from llmfoundry.build import evaluate
+    from llmfoundry.gauntlet.hugging_face import HuggingFaceTokenizer
+
+    asked = []
+    monkeypatch.setattr(evaluate, "read_tasks", lambda config, asking, **more: asked.append(asking))
+    for kind, (_, form, (start, _)) in KINDS.items():
+        job = MagicMock(tokenizer=Tokenizer.load(saved[kind]))
+        evaluate.build_gauntlet(job, MagicMock(), generate=False)
+        before = list(asked[-1].bos_ids)
+        assert (before or [2]) == start and bool(before) == (form.find("$A") > 0)
+        exported = HuggingFaceTokenizer(kind, AutoTokenizer.from_pretrained(saved[kind]))
+        assert exported.bos_ids == asked[-1].bos_ids
 
 
 def test_ids_before_the_tokenizer_was_followed_are_another_tokenizers(

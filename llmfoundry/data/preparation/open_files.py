@@ -210,7 +210,8 @@ def decode(name: str, data: bytes, encoding: str = "utf-8", *, skipped: int = 0)
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
-        where = f"byte {skipped + error.start} (0x{error.object[error.start]:02x})"
+        byte = error.object[error.start : error.start + 1].hex()
+        where = f"byte {skipped + error.start} (0x{byte})"
         raise UserError(
             f"{name}: {where} is not {encoding}: {error.reason}; convert the file to UTF-8"
         ) from error

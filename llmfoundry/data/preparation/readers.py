@@ -22,7 +22,6 @@ from llmfoundry.data.preparation.wet import read_wet
 from llmfoundry.errors import UserError
 
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field that Python can be told; it has 128 Ki
-
 _SHOWN = 500  # characters of a file's column names
 
 
@@ -208,7 +207,7 @@ def check_columns(where: object, text_column: str, names: Collection[str]) -> No
     for name, _ in columns_of(text_column):
         if name not in names:
             raise UserError(f"{where}: {no_column(name, list(names))}")
-        if list(names).count(name) > 1:
+        if isinstance(names, list) and names.count(name) > 1:  # a row of JSON has a name once
             raise UserError(f"{where}: has the column {name!r} more than once; rename the others")
 
 
@@ -244,7 +243,8 @@ def arrow_texts(where: str, first: int, text_column: str, batch: Any) -> Iterato
                 f"{where} {number}: byte {error.start} is not UTF-8: {error.reason}"
             ) from error
         except Exception as error:  # what values Python has no like of raise, by their types
-            raise UserError(f"{where} {number}: cannot be read: {error}; correct it") from error
+            reason = " ".join(str(error).split())
+            raise UserError(f"{where} {number}: cannot be read: {reason}; correct it") from error
         yield pick(f"{where} {number}", text_column, row)
 
 
