@@ -111,7 +111,8 @@ def build_subject(job: Job, config: EvalConfig, rows: int) -> OwnModel:
 
 def build_gauntlet(job: Job, config: EvalConfig, *, generate: bool) -> Gauntlet | None:
     """The in-context tasks, read and tokenised; None where the recipe names none."""
-    asking = Asking(job.tokenizer, seq_len=job.recipe.max_seq_len)
+    tokenizer = job.tokenizer
+    asking = Asking(tokenizer, seq_len=job.recipe.max_seq_len, bos_ids=tokenizer.bos_ids)
     return read_tasks(
         config,
         asking,

@@ -217,6 +217,7 @@ def load_checkpoint(
         recipe.model.attn_config.attn_impl = "auto"
         note(f"model.attn_config.attn_impl: auto here; {reason}")
     tokenizer = Tokenizer.load(folder / "tokenizer")
+    tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     root = build_root(recipe)
     root.to_empty(device=world.device)

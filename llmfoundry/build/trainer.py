@@ -252,7 +252,7 @@ def build_generate(job: Job) -> Callable[[str], str]:
         tokens = stream_tokens(
             job.root,
             job.tokenizer.eos_id,
-            [job.tokenizer.eos_id, *job.tokenizer.encode(prompt)],
+            job.tokenizer.encode_prompt(prompt),
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             seed=job.recipe.seed,

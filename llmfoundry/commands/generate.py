@@ -21,7 +21,7 @@ def generate(recipe: GenerateRecipe) -> None:
         tokens = stream_tokens(
             loaded.root,
             tokenizer.eos_id,
-            [tokenizer.eos_id, *tokenizer.encode(recipe.prompt)],
+            tokenizer.encode_prompt(recipe.prompt),
             max_new_tokens=recipe.max_new_tokens,
             temperature=recipe.temperature,
             top_k=recipe.top_k,

@@ -43,13 +43,17 @@ def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
     if not output.tokenises:
         return output
     assert config.concat_tokens is not None and config.bos_text is not None, "not filled"
-    eos = tokenizer.eos if config.eos_text is None else config.eos_text
+    if config.eos_text is None:  # the end of text, unless the tokenizer puts it there itself
+        around = (*tokenizer.bos_ids, *tokenizer.eos_ids)
+        eos: tuple[int, ...] = () if tokenizer.eos_id in around else (tokenizer.eos_id,)
+    else:
+        eos = _ids(tokenizer, config.eos_text)
     return replace(
         output,
         dtype=f"ndarray:{config.dtype}",
         row=config.concat_tokens,
-        bos=_ids(tokenizer, config.bos_text),
-        eos=_ids(tokenizer, eos),
+        bos=(*_ids(tokenizer, config.bos_text), *tokenizer.bos_ids),
+        eos=(*tokenizer.eos_ids, *eos),
         no_wrap=bool(config.no_wrap),
     )
 

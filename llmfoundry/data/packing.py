@@ -2,7 +2,8 @@
 
 The loader reads it like any stream. Which documents a row is made of is a pure function of its
 number: the rows of a run are taken in groups, and each group has a fixed number of documents, the
-next ones of the order, which are laid one after another as `<eos> t1 … tn` over the group's rows.
+next ones of the order, which are laid one after another, with the tokenizer's special tokens around
+each, over the group's rows.
 What does not fit is dropped, what is missing is padding, and both are counted; so the number of
 documents of a group decides which of the two is more.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def probe(
     """Tokenise the first documents of an order."""
     rows = order.at(np.arange(min(_PROBE, texts.n_rows))).tolist()
     documents = [texts.text(row) for row in rows]
-    sizes = np.array([1 + len(ids) for ids in tokenizer.encode_batch(documents)])
+    sizes = np.array([len(ids) for ids in tokenizer.encode_documents(documents)])
     group = group_rows(batch_size)
     room = group * seq_len  # a longer document is cut, and counts as what is left of it
     packing = Packing(group, max(1, round(room / float(np.minimum(sizes, room).mean()))))
@@ -80,17 +81,14 @@ def probe(
     return Probe(packing, n_bytes / int(sizes.sum()))
 
 
-def pack(documents: Sequence[Sequence[int]], *, rows: int, seq_len: int, eos_id: int) -> list[Row]:
-    """Lay documents one after another, each as `<eos> t1 … tn`, over rows of T tokens.
+def pack(documents: Sequence[Sequence[int]], *, rows: int, seq_len: int) -> list[Row]:
+    """Lay documents, special tokens around them included, one after another over rows of T tokens.
 
     Row j is ids j * T … j * T + T of what they are together, as in a token stream.
     """
-    sizes = [1 + len(document) for document in documents]
-    starts = np.cumsum([0, *sizes])
+    starts = np.cumsum([0, *map(len, documents)])
     room = rows * seq_len + 1
-    ids = np.full(int(starts[-1]), eos_id, np.int64)
-    for start, document in zip(starts[:-1].tolist(), documents, strict=True):
-        ids[start + 1 : start + 1 + len(document)] = document
+    ids = np.fromiter(chain.from_iterable(documents), np.int64, int(starts[-1]))
     dropped = max(0, len(ids) - room)
     ids = ids[:room]
     packed = []
@@ -197,8 +195,7 @@ class PackedStream:
         if number not in groups:
             n = self.packing.documents
             rows = self._order.rows(number * n, n).tolist()
-            ids = self._tokenizer.encode_batch([self.texts.text(row) for row in rows])
-            eos_id = self._tokenizer.eos_id
-            made = pack(ids, rows=self.packing.rows, seq_len=self._seq_len, eos_id=eos_id)
+            ids = self._tokenizer.encode_documents([self.texts.text(row) for row in rows])
+            made = pack(ids, rows=self.packing.rows, seq_len=self._seq_len)
             self._groups = groups = {number: made}
         return groups[number]

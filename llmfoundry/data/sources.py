@@ -277,7 +277,7 @@ def _open_tokens(
         raise UserError(
             f"{key}: its tokens were made with another tokenizer than this recipe's; write"
             " tokenizer=huggingface tokenizer.path=FOLDER, the folder `tokenizer` that"
-            " prepare_data.py wrote beside them"
+            " prepare_data.py wrote beside them, or prepare the text again"
         )
     if reading.text_column is not None:
         raise UserError(f"{key}.text_column: has no effect on token shards; remove it")

@@ -40,12 +40,19 @@ _VERSION = 1  # of what is learned from a corpus; raised when the sample or the 
 class Tokenizer:
     """Text to ids and back.
 
-    Special tokens, such as the end of text, are never read out of a text: a document that spells
-    one is encoded as the characters it holds.
+    Special tokens, such as the end of text, are not read out of a text: a document that spells one
+    is encoded as the characters it holds, unless `split_special_tokens` is turned off.
 
     Attributes:
         vocab_size: ids are below it.
-        eos_id: the end of text, which also begins each document of the token stream.
+        eos_id: the end of text.
+        bos_ids: special tokens that the tokenizer itself puts before a text; for many none.
+        eos_ids: those that it puts behind one.
+        document_start: what each document of a token stream begins with, and so each prompt:
+            bos_ids, or the end of text where there are none.
+        document_end: what it ends with: eos_ids, and the end of text where no document begins with
+            it, so that a model learns where to stop. With document_start: once a document.
+        prefix_id: what a text without context is conditioned on.
         byte_level: any text survives encode and decode unchanged.
     """
 
@@ -66,26 +73,63 @@ class Tokenizer:
         eos_id = backend.token_to_id(eos)
         assert eos_id is not None, eos
         self.eos_id: int = eos_id
+        self.bos_ids, self.eos_ids = _added(backend)
+        others = tuple(i for i in self.eos_ids if i != eos_id)
+        self.document_start = self.bos_ids or (eos_id,)
+        self.document_end = others if eos_id in self.document_start else (*others, eos_id)
+        self.prefix_id = self.document_start[-1]
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.byte_level = "ByteLevel" in json.dumps(_part(backend, "decoder"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled backend forgets settings that are no part of its file, special tokens' for one.
-        return _unpickled, (self._backend.to_str(), self.eos, self._config)
+        kept = (self.eos, self._config, self.split_special_tokens)
+        return _unpickled, (self._backend.to_str(), *kept)
+
+    @property
+    def split_special_tokens(self) -> bool:
+        """Whether a special token that a text spells is the characters it holds, no token."""
+        return self._backend.encode_special_tokens
+
+    @split_special_tokens.setter
+    def split_special_tokens(self, value: bool) -> None:
+        self._backend.encode_special_tokens = value
+        self.__dict__.pop("fingerprint", None)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids."""
+        """A hash of everything that decides the ids of a document."""
         definition = f"{self.eos_id} {self._backend.to_str()}"
+        around = (self.document_start, self.document_end)
+        if around != ((self.eos_id,), ()):  # what every document was before the rest was followed
+            definition += f" {around}"
+        if not self.split_special_tokens:
+            definition += " special tokens are read"
         return hashlib.blake2b(definition.encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; no special tokens."""
+        """The ids of a text; no special tokens around it."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
         return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @property
+    def pad_id(self) -> int | None:
+        """Of the token that its configuration names for padding."""
+        token = self._config.get("pad_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        return None if text is None else self._backend.token_to_id(text)
+
+    def encode_documents(self, texts: list[str]) -> list[list[int]]:
+        """The ids of documents as they stand in a token stream."""
+        start, end = self.document_start, self.document_end
+        return [[*start, *ids, *end] for ids in self.encode_batch(texts)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a document to be continued."""
+        return [*self.document_start, *self.encode(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
@@ -143,10 +187,21 @@ class Tokenizer:
         return cls(backend, _eos_in(folder, backend), config)
 
 
-def _unpickled(definition: str, eos: str, config: dict[str, Any]) -> Tokenizer:
+def _unpickled(definition: str, eos: str, config: dict[str, Any], split: bool) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
-    return Tokenizer(Backend.from_str(definition), eos, config)
+    tokenizer = Tokenizer(Backend.from_str(definition), eos, config)
+    tokenizer.split_special_tokens = split
+    return tokenizer
+
+
+def _added(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a tokenizer's post-processor puts before a text and behind it."""
+    whole = backend.encode("a")
+    text = [n for n, added in enumerate(whole.special_tokens_mask) if not added]
+    if not text:  # of a vocabulary that has no "a", and nothing for what it does not have
+        return (), ()
+    return tuple(whole.ids[: text[0]]), tuple(whole.ids[text[-1] + 1 :])
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool) -> Tokenizer:
@@ -161,7 +216,9 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool
         UserError: the tokenizer cannot be found or made.
     """
     config = _filled(config)
-    return _KINDS[config.name](config, data, progress)
+    tokenizer = _KINDS[config.name](config, data, progress)
+    tokenizer.split_special_tokens = config.split_special_tokens
+    return tokenizer
 
 
 def tokenizer_summary(tokenizer: Tokenizer, config: TokenizerConfig) -> str:

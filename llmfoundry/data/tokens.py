@@ -1,8 +1,9 @@
 """`TokenDataset`: token shards, here or at a URL, cut into rows for training or validation.
 
-Made by `prepare`, read by the loader and the gauntlet. The stream is every document as
-`<eos> t1 … tn`, one after another, over flat files that are memory-mapped when first read; a row
-is a slice of it, across their borders, so opening costs nothing and memory stays constant.
+Made by `prepare`, read by the loader and the gauntlet. The stream is every document, with the
+special tokens that its tokenizer puts around it, one after another, over flat files that are
+memory-mapped when first read; a row is a slice of it, across their borders, so opening costs
+nothing and memory stays constant.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class StreamIndex:
 
     Attributes:
         dtype: of the ids in the files, little-endian: <u2 or <u4.
-        eos_id: begins each document.
+        eos_id: begins each document: the end of text, or what the tokenizer puts before a text.
         tokenizer: fingerprint of what made the ids.
         shards: in order.
         texts: files with the documents' texts, in order; kept of held-out text only.
@@ -85,7 +86,7 @@ class StreamIndex:
 
     @cached_property
     def n_tokens(self) -> int:
-        """Ids in the stream, the `<eos>` of each document included."""
+        """Ids in the stream, those around each document included."""
         return sum(shard.n_tokens for shard in self.shards)
 
     @cached_property
@@ -236,7 +237,7 @@ class TokenDataset:
 
     @property
     def n_tokens(self) -> int:
-        """Ids in the stream, the `<eos>` of each document included."""
+        """Ids in the stream, those around each document included."""
         return self.index.n_tokens
 
     @property

@@ -55,7 +55,9 @@ class TokenShards:
             return dataset.texts()
         ids, lengths = dataset.row(0, dataset.n_tokens - 1)
         parts = np.split(ids, np.cumsum(lengths)[:-1])
-        return [self._tokenizer.decode(part[1:].tolist()) for part in parts]
+        n_before, n_after = map(len, (self._tokenizer.document_start, self._tokenizer.document_end))
+        texts = (part[n_before : len(part) - n_after].tolist() for part in parts)
+        return [self._tokenizer.decode(ids) for ids in texts]
 
 
 class MDSRows:
@@ -103,11 +105,9 @@ class MDSDocuments:
 
     def _packed(self, seq_len: int) -> list[Row]:
         if seq_len not in self._rows:
-            documents = self._tokenizer.encode_batch(self.texts())
-            n_tokens = sum(1 + len(ids) for ids in documents)
-            rows = -(-(n_tokens - 1) // seq_len)
-            eos_id = self._tokenizer.eos_id
-            self._rows = {seq_len: pack(documents, rows=rows, seq_len=seq_len, eos_id=eos_id)}
+            documents = self._tokenizer.encode_documents(self.texts())
+            rows = -(-(sum(map(len, documents)) - 1) // seq_len)
+            self._rows = {seq_len: pack(documents, rows=rows, seq_len=seq_len)}
         return self._rows[seq_len]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.architectures import ARCHITECTURES
 from llmfoundry.export.card import CardInfo, write_card
@@ -135,31 +136,18 @@ def _whole_or_nothing(output: Path) -> Iterator[Path]:
 def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int | None]:
     """Copy the tokenizer's files; ids of its special tokens as config.json names them.
 
-    A tokenizer without a beginning-of-text token gets end-of-text for it, because that is what
-    every training document begins with.
+    The beginning of text is what every training document begins with: where the tokenizer puts
+    nothing before a text, that is the end of text, whatever it names.
     """
+    tokenizer = Tokenizer.load(source)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{source}: has no tokenizer.json; a model is exported with its tokenizer")
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    said: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            said |= json.loads((folder / name).read_text())
-    ids: dict[str, int | None] = {}
-    for kind in ("bos_token", "eos_token", "pad_token"):
-        token = said.get(kind)
-        text = token.get("content") if isinstance(token, dict) else token
-        ids[f"{kind}_id"] = None if text is None else tokenizer.token_to_id(text)
-    if ids["eos_token_id"] is None:
-        raise UserError(f"{source}: names no eos_token; generation would never end")
-    if ids["bos_token_id"] is None:
-        ids["bos_token_id"] = ids["eos_token_id"]
-    return ids
+    return {
+        "bos_token_id": tokenizer.document_start[-1],
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

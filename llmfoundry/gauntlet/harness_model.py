@@ -49,11 +49,11 @@ class HarnessModel:
             tokenizer: its tokenizer.
             seq_len: longest input in tokens.
             bos_ids: tokens before every text; unset: those that the tokenizer puts there itself,
-                which are none for one of ours, as after an export.
+                which are none for one that was trained here, as after an export.
         """
         self._subject, self._tokenizer, self._seq_len = subject, tokenizer, seq_len
-        self._bos_ids = list(getattr(tokenizer, "bos_ids", ()) if bos_ids is None else bos_ids)
-        self._prefix_id: int = getattr(tokenizer, "prefix_id", tokenizer.eos_id)
+        self._bos_ids = list(tokenizer.bos_ids if bos_ids is None else bos_ids)
+        self._prefix_id = tokenizer.prefix_id
         self._prefix = tokenizer.decode([self._prefix_id])
         self.truncated = Counter()
 

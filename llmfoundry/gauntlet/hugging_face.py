@@ -26,8 +26,6 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of transformers under our interface.
 
     Attributes:
-        bos_ids: special tokens that it puts in front of every text, such as Llama's beginning of
-            text; for many models none.
         prefix_id: what a text without context is conditioned on: the beginning-of-text token, or
             the end-of-text token where there is none.
     """
@@ -55,13 +53,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{name}: its tokenizer names no end-of-text token; add"
                 ' "eos_token" to its tokenizer_config.json'
             )
-        whole = loaded("a").input_ids
-        starts = [n for n in range(len(whole)) if whole[n : n + len(plain)] == plain]
-        assert starts, "special tokens stand around a text"
-        self.bos_ids: tuple[int, ...] = tuple(whole[: starts[0]])
         bos_id = loaded.bos_token_id
         super().__init__(loaded.backend_tokenizer, loaded.eos_token)
-        self.prefix_id: int = self.eos_id if bos_id is None else bos_id
+        self.prefix_id = self.eos_id if bos_id is None else bos_id
 
 
 def load_hugging_face(

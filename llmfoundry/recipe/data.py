@@ -67,6 +67,9 @@ class DataConfig(SourceConfig):
     deduplicate: str = "none"
     """Leave out documents of a corpus that repeat another: none, exact, or minhash (nearly equal;
     extra: filters)."""
+    max_row_size: str = "1gb"
+    """Bytes that a line, a page or a whole text file of a corpus may have, unpacked. What is larger
+    is refused, so that no small compressed file fills the memory."""
     cache_folder: str = "~/.cache/llmfoundry"
     """Where trained tokenizers, token shards and copies of remote shards are kept."""
     cache_limit: str | None = None
@@ -166,7 +169,7 @@ class DataConfig(SourceConfig):
                 yield f"{key}allow_changed: no stream {name!r}{nearest(name, known)}"
 
     def _check_fetching(self, key: str) -> Iterator[str]:
-        for name in ("cache_limit", "prefetch"):
+        for name in ("cache_limit", "prefetch", "max_row_size"):
             text = getattr(self, name)
             if text is not None and _SIZE.fullmatch(text.strip()) is None:
                 yield f"{key}{name}: {text!r} is not a size; write a number and kb, mb, gb or tb"

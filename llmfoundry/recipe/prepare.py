@@ -34,9 +34,12 @@ class PrepareConfig:
     concat_tokens: int | None = None
     """Only for mds tokens: ids of a row; unset: the recipe's max_seq_len."""
     bos_text: str | None = None
-    """Only for mds tokens: what each document begins with, such as <s>; unset: nothing."""
+    """Only for mds tokens: what stands before each document, such as <s>, and before what the
+    tokenizer itself puts there; unset: nothing."""
     eos_text: str | None = None
-    """Only for mds tokens: what each document ends with; unset: the tokenizer's end of text."""
+    """Only for mds tokens: what stands behind each document, and behind what the tokenizer itself
+    puts there; unset: the end of text, if the tokenizer does not put it there. '': LLM Foundry's
+    default."""
     no_wrap: bool | None = None
     """Only for mds tokens: begin each row with a document; what is over of the one that a row ends
     with is left out. Unset: off, documents go on in the next row."""

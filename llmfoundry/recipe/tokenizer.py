@@ -26,6 +26,10 @@ class TokenizerConfig:
     encoding: str | None = None
     """Only for tiktoken: an encoding (cl100k_base) or a model's name (gpt-4); gpt-4 there."""
 
+    split_special_tokens: bool = True
+    """A special token that a text spells, such as <|endoftext|>, is the characters that it holds.
+    Off: it is that token, as transformers and LLM Foundry read it; any text can then hold one."""
+
     _USED: ClassVar[dict[str, tuple[str, ...]]] = {
         "train": ("vocab_size", "train_bytes"),
         "bytes": (),

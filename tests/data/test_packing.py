@@ -61,7 +61,7 @@ def loader(texts: MDSTexts, packing: Packing, batch_size: int = 8, **settings: A
 @pytest.mark.parametrize("n_documents", [0, 1, 2, 5, 9, 40])
 def test_packing_is_the_documents_one_after_another(n_documents: int) -> None:
     documents = [TOKENIZER.encode(text) for text in draw(n_documents)]
-    rows = pack(documents, rows=4, seq_len=T, eos_id=EOS)
+    rows = pack([[EOS, *ids] for ids in documents], rows=4, seq_len=T)
     everything = [(i, n) for n, d in enumerate(documents) for i in [EOS, *d]]
     assert len(rows) == 4
     for start, row in zip(range(0, 4 * T, T), rows, strict=True):

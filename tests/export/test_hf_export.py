@@ -193,6 +193,29 @@ def test_the_tokenizer_goes_along_and_its_special_tokens_are_the_models(
     assert model.config.vocab_size == ROWS, "padded rows stay"
 
 
+@pytest.mark.parametrize(("form", "start"), [("", EOS), ("w5 $A", 5), ("$A w5", EOS)])
+def test_the_beginning_of_text_is_what_training_documents_begin_with(
+    tokenizer: Path, tmp_path: Path, form: str, start: int
+) -> None:
+    """A token that is named and not put before texts was never read in training."""
+    from tokenizers import Tokenizer, processors
+
+    backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    if form:
+        backend.post_processor = processors.TemplateProcessing(
+            single=form, pair=f"{form} $B", special_tokens=[("w5", 5)]
+        )
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "w5"}))
+    to_hf(decoder(settings()), folder, tmp_path / "out", dtype="fp32", card=CARD)
+    assert json.loads((tmp_path / "out/config.json").read_text())["bos_token_id"] == start
+    if form.startswith("w5"):
+        assert AutoTokenizer.from_pretrained(tmp_path / "out")("w3").input_ids == [5, 3]
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         to_hf(decoder(settings()), tmp_path, tmp_path / "out", dtype="fp32", card=CARD)

@@ -59,7 +59,9 @@ def cuts_at_lines(tokenizer: Tokenizer) -> bool:
     """Whether `cut` keeps the ids; SentencePiece vocabularies mark the start of each text."""
     before, after = "end.\n", "Start here"
     whole = tokenizer.encode(before + after)
-    return tokenizer.byte_level and whole == tokenizer.encode(before) + tokenizer.encode(after)
+    parts = tokenizer.encode(before) + tokenizer.encode(after)
+    # A special token that is read may take the white space at its sides with it.
+    return tokenizer.byte_level and tokenizer.split_special_tokens and whole == parts
 
 
 def encode_all(

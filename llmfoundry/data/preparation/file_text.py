@@ -11,7 +11,7 @@ from llmfoundry.data.preparation.inputs import find_files
 from llmfoundry.data.preparation.open_files import Input, InputFile
 from llmfoundry.data.preparation.readers import Row, read_file, row_groups, suffix_of
 from llmfoundry.data.preparation.spans import Span
-from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.data import DataConfig, n_bytes
 
 
 class FileText:
@@ -28,6 +28,7 @@ class FileText:
     def __init__(self, config: DataConfig) -> None:
         self.files, self.ignored = find_files(config)
         self._column = config.text_column or "text"
+        self._longest = n_bytes(config.max_row_size)
         self._options = FetchOptions.from_config(config)
 
     def facts(self) -> list[Any]:
@@ -57,6 +58,7 @@ class FileText:
             start=span.start,
             stop=span.stop,
             n_bytes=span.n_bytes or 0,
+            longest=self._longest,
             seen=seen,
             options=self._options,
         )

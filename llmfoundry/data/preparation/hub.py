@@ -71,7 +71,8 @@ class HubText:
         rows = self._data.select(range(span.start, span.stop))
         row = span.start
         columns = [name for name, _ in columns_of(self._column)]
-        for table in rows.select_columns(columns).with_format("arrow").iter(_ROWS):
+        tables = rows.select_columns(columns).with_format("arrow").iter(_ROWS)
+        for table in _reached(self._name, tables):
             for text in arrow_texts(f"{self._name}: row", row, self._column, table):
                 yield row, text
                 row += 1

@@ -37,7 +37,7 @@ def files_below(folder: Path | None, *, leave_out: frozenset[str] = frozenset())
     """All files below a folder, sorted by relative path, linked folders entered once."""
     files: list[Path] = []
     entered: set[str] = set()
-    for here, folders, names in os.walk(folder or "", followlinks=True):
+    for here, folders, names in os.walk(folder or "", followlinks=True, onerror=_refuse):
         real = os.path.realpath(here)
         if real in entered:
             folders.clear()
@@ -48,6 +48,11 @@ def files_below(folder: Path | None, *, leave_out: frozenset[str] = frozenset())
     return sorted(files)
 
 
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be listed would be left out without a word."""
+    raise UserError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
+
+
 def _stdlib_files(config: DataConfig) -> tuple[list[InputFile], int]:
     root = Path(sysconfig.get_path("stdlib"))
     below = files_below(root, leave_out=_NOT_STDLIB)
@@ -56,8 +61,8 @@ def _stdlib_files(config: DataConfig) -> tuple[list[InputFile], int]:
 
 def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
     """Files of data.paths, in the order written, each folder's and glob's sorted."""
-    places: dict[str, int] = {}
-    files: list[InputFile] = []
+    places: dict[str, int] = {}  # by what a link stands for
+    files: dict[str, InputFile] = {}
     ignored = 0
     for place, name in enumerate(config.paths):
         for is_folder, below in _matches(config, name):
@@ -67,15 +72,16 @@ def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
             elif not readable:
                 raise UserError(f"data.paths: {below[0].name}: {_unreadable(below[0].name)}")
             for file in readable:
-                if (first := places.setdefault(file.name, place)) != place:
+                real = file.name if "://" in file.name else os.path.realpath(file.name)
+                if (first := places.setdefault(real, place)) != place:
                     raise UserError(
                         f"data.paths: {file.name} is named by {config.paths[first]!r} and {name!r};"
                         " its text would count double; write it once"
                     )
-                files.append(file)
+                files.setdefault(real, file)
     if not files:
         raise UserError(f"data.paths: no readable file in {config.paths}; it reads {READS}")
-    return list(dict.fromkeys(files)), ignored
+    return list(files.values()), ignored
 
 
 def _matches(config: DataConfig, name: str) -> Iterator[tuple[bool, list[InputFile]]]:
@@ -87,16 +93,25 @@ def _matches(config: DataConfig, name: str) -> Iterator[tuple[bool, list[InputFi
     for path in _paths(name):
         _keep_cache_out(config, path)
         below = files_below(path) if path.is_dir() else [path]
-        yield path.is_dir(), [InputFile.here(file.resolve()) for file in below]
+        yield path.is_dir(), [_known(file) for file in below]
+
+
+def _known(path: Path) -> InputFile:
+    """A file by its own name, also where it is a link, in a folder by the folder's one name."""
+    path = path.parent.resolve() / path.name
+    return InputFile.here(path) if suffix_of(path.name) in READERS else InputFile(str(path), 0, 0)
 
 
 def _paths(name: str) -> list[Path]:
-    path = Path(name).expanduser()
-    if path.exists():
-        return [path]
+    try:
+        path = Path(name).expanduser()
+        if os.path.lexists(path):
+            return [path]
+        matched = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(name) else []
+    except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, ~nobody
+        raise UserError(f"data.paths: {name[:80]!r}: {error}; correct the path") from error
     if not glob.has_magic(name):
         raise UserError(f"data.paths: {name} does not exist; write a file, a folder or a glob")
-    matched = sorted(glob.glob(str(path), recursive=True))
     if not matched:
         raise UserError(f"data.paths: no file matches {name!r}; correct the glob")
     return [Path(match) for match in matched]

@@ -33,10 +33,11 @@ class Output:
         dtype: <u2 or <u4 in token shards; of MDS the column's encoding: ndarray:int32 …, str.
         shard_bytes: of a file, before compression.
         hashes: algorithms, for the index.
-        eos_id: begins each document of token shards.
+        eos_id: begins each document of token shards; the end of text, or what the tokenizer itself
+            puts before a text.
         compression: of MDS shards.
         row: tokens of an MDS sample.
-        bos, eos: ids around each document of MDS tokens.
+        bos, eos: ids around each document; in token shards `bos` comes after `eos_id`.
         no_wrap: begin each row with a document; leave out what is over of a row's last one.
         columns: of mds-columns: each with its encoding, str or json.
     """
@@ -78,7 +79,10 @@ def token_output(
 ) -> Output:
     """Token shards in the narrowest type that holds a tokenizer's ids."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    return Output("tokens", dtype, shard_bytes, hashes, tokenizer.eos_id)
+    first, *bos = tokenizer.document_start
+    return Output(
+        "tokens", dtype, shard_bytes, hashes, first, bos=tuple(bos), eos=tokenizer.document_end
+    )
 
 
 @dataclass
@@ -136,7 +140,9 @@ class _Tokens(Sink):
         return TokenWriter(self.folder, self.part, dtype, output.shard_bytes, output.hashes)
 
     def _add(self, piece: Piece, ids: list[int]) -> None:
-        ids = [self.output.eos_id, *ids] if piece.first else ids
+        output = self.output
+        ids = [output.eos_id, *output.bos, *ids] if piece.first else ids
+        ids = [*ids, *output.eos] if piece.last and output.eos else ids
         self.counts.tokens += len(ids)
         self._writer.add(ids, n_bytes=piece.n_bytes, starts_document=piece.first)
 

@@ -21,7 +21,8 @@ from llmfoundry.data.preparation.open_files import NEEDS_EXTRA, PACKED, Input, d
 from llmfoundry.data.preparation.wet import read_wet
 from llmfoundry.errors import UserError
 
-_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field; Python's own limit is 128 Ki
+_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field that Python can be told; it has 128 Ki
+_SHOWN = 500  # characters of a file's column names
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,7 @@ def read_file(source: Input, text_column: str) -> Rows:
     Raises:
         UserError: the file, or a row of it, cannot be read.
     """
-    reader = READERS[suffix_of(source.name)]
-    try:
-        yield from reader(source, text_column)
-    except OSError as error:
-        raise UserError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+    yield from READERS[suffix_of(source.name)](source, text_column)
 
 
 def suffix_of(name: str) -> str:
@@ -72,17 +69,17 @@ def suffix_of(name: str) -> str:
 
 
 def _text(source: Input, text_column: str) -> Rows:
-    yield None, decode(source.name, b"".join(source.unpacked()))
+    yield None, decode(source.name, source.whole())
 
 
 def _python(source: Input, text_column: str) -> Rows:
     """Python sources may declare another encoding in their first two lines (PEP 263)."""
-    name, data = source.name, b"".join(source.unpacked())
+    name, data = source.name, source.whole()
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     except SyntaxError as error:
         decode(name, data)  # names the byte where that is the reason
-        raise UserError(f"{name}: {error.msg}; convert the file to UTF-8") from error
+        raise UserError(f"{name}: {error.msg[:80]}; convert the file to UTF-8") from error
     yield None, decode(name, data, "utf-8" if encoding == "utf-8-sig" else encoding)
 
 
@@ -101,8 +98,9 @@ def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the line (0x{error.object[error.start]:02x})"
         raise UserError(f"{where}: {byte} is not UTF-8: {error.reason}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}; every line must hold one object") from error
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]  # of a long integer: how a program could allow it
+        raise UserError(f"{where}: not JSON: {reason}; every line must hold one object") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: holds {_kind(row)}; every line must hold one JSON object")
     return pick(where, text_column, row)
@@ -111,15 +109,24 @@ def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
 def _csv(source: Input, text_column: str) -> Rows:
     """RFC 4180, the first line naming the columns; a field may go over several lines."""
     csv.field_size_limit(_LONGEST_FIELD)
-    lines = (
-        decode(f"{source.name}:{n}", line) + "\n" for n, line in enumerate(source.lines(), start=1)
-    )
-    rows = csv.reader(lines, strict=True)
-    number = 1
+    number, size = 1, 0  # of the row that is read
+
+    def lines() -> Iterator[str]:
+        nonlocal size
+        for n, line in enumerate(source.lines(), start=1):
+            size += len(line) + 1
+            if size > source.longest:
+                raise source.too_long(f"{source.name}:{number}")
+            yield decode(f"{source.name}:{n}", line) + "\n"
+
+    rows = csv.reader(lines(), strict=True)
     try:
         names = next(rows, [])
         check_columns(f"{source.name}:1", text_column, names)
-        while (number := rows.line_num + 1) and (row := next(rows, None)) is not None:
+        while True:
+            number, size = rows.line_num + 1, 0
+            if (row := next(rows, None)) is None:
+                return
             if row and len(row) != len(names):
                 raise UserError(
                     f"{source.name}:{number}: has {len(row)} fields, line 1 names {len(names)};"
@@ -172,8 +179,9 @@ def _parquet_file(source: Input) -> Iterator[Any]:
     try:
         with source.open() as opened, pyarrow.parquet.ParquetFile(opened) as file:
             yield file
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{source.name}: not a whole parquet file: {error}") from error
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{source.name}: not a whole parquet file: {reason}") from error
 
 
 def _wet(source: Input, text_column: str) -> Rows:
@@ -191,14 +199,16 @@ def columns_of(text_column: str) -> list[tuple[str, str]]:
 
 
 def check_columns(where: object, text_column: str, names: Collection[str]) -> None:
-    """Refuse a file that lacks a column.
+    """Refuse a file that lacks a column, or has it twice.
 
     Raises:
-        UserError: naming one that is missing.
+        UserError: naming the column.
     """
     for name, _ in columns_of(text_column):
         if name not in names:
             raise UserError(f"{where}: {no_column(name, list(names))}")
+        if isinstance(names, list) and names.count(name) > 1:  # a row of JSON has a name once
+            raise UserError(f"{where}: has the column {name!r} more than once; rename the others")
 
 
 def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
@@ -214,7 +224,7 @@ def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
     values = {n: as_text(where, n, row[n]) if kind == "str" else row[n] for n, kind in columns}
     try:
         return json.dumps(values, ensure_ascii=False)
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{where}: {error}; correct the row or the columns named") from error
 
 
@@ -232,6 +242,9 @@ def arrow_texts(where: str, first: int, text_column: str, batch: Any) -> Iterato
             raise UserError(
                 f"{where} {number}: byte {error.start} is not UTF-8: {error.reason}"
             ) from error
+        except Exception as error:  # what values Python has no like of raise, by their types
+            reason = " ".join(str(error).split())
+            raise UserError(f"{where} {number}: cannot be read: {reason}; correct it") from error
         yield pick(f"{where} {number}", text_column, row)
 
 
@@ -251,7 +264,9 @@ def as_text(where: object, text_column: str, value: Any) -> str:
 
 def no_column(text_column: str, names: list[str]) -> str:
     """What to say where a column is missing."""
-    return f"no column {text_column!r}; set data.text_column to one of: {', '.join(names)}"
+    choices = " ".join(", ".join(names).split())
+    choices = choices if len(choices) <= _SHOWN else f"{choices[:_SHOWN]} …"
+    return f"no column {text_column!r}; set data.text_column to one of: {choices}"
 
 
 def _kind(value: Any) -> str:

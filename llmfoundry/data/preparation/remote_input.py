@@ -35,15 +35,20 @@ def list_url(url: str, options: FetchOptions) -> tuple[bool, list[tuple[str, int
     except Exception as error:  # the libraries behind fsspec agree on no exceptions
         line = remote_errors.explain(error, kind=backend.kind, attempts=1, timeout=options.timeout)
         raise UserError(f"data.paths: {url}: {line}") from error
+    found = {name: entry for name, entry in found.items() if entry["type"] == "file"}
     if not found:
         raise UserError(f"data.paths: {url}: no file is there; correct the URL")
     base, root = url.rstrip("/"), backend.root
     if glob.has_magic(url):
         base, root = _before_magic(base), _before_magic(root)
+    for name, entry in found.items():
+        if entry.get("size") is None:  # it would be read as empty
+            raise UserError(
+                f"data.paths: {url}: its server does not say how long {name} is; copy it here"
+            )
     files = [
-        (base + name.removeprefix(root), int(entry["size"] or 0), _version(entry))
+        (base + name.removeprefix(root), int(entry["size"]), _version(entry))
         for name, entry in sorted(found.items())
-        if entry["type"] == "file"
     ]
     return list(found) == [backend.root], files
 
