@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
@@ -42,18 +42,35 @@ class Composed:
                 return f"{show(source.path)}:{line}: "
         return ""
 
-    def values(self, *, resolve: bool) -> dict[str, Any]:
-        """Plain values, as written or with every interpolation replaced.
-
-        Raises:
-            UserError: an interpolation leads nowhere; names its key.
-        """
-        try:
-            values = OmegaConf.to_container(self.config, resolve=resolve)
-        except OmegaConfBaseException as error:
-            raise UserError(_explain(error, self.where(str(error.full_key)))) from error
+    def raw(self) -> dict[str, Any]:
+        """Plain values as written."""
+        values = OmegaConf.to_container(self.config)
         assert isinstance(values, dict)
         return {str(key): value for key, value in values.items()}
+
+    def resolved(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Plain values with interpolations replaced, and a line for each key without a value.
+
+        A key has none whose interpolation leads nowhere, or whose secret was not saved. It is left
+        out of the values.
+        """
+        pending: dict[str, str] = {}
+        values = self._resolve(self.config, "", pending)
+        return {str(key): value for key, value in values.items()}, pending
+
+    def _resolve(self, node: Any, key: str, pending: dict[str, str]) -> Any:
+        if not isinstance(node, DictConfig | ListConfig):
+            return node
+        is_list = isinstance(node, ListConfig)
+        plain: dict[Any, Any] = {}
+        for name in range(len(node)) if is_list else node:
+            dotted = f"{key}[{name}]" if is_list else f"{key}.{name}".lstrip(".")
+            try:
+                value = "???" if OmegaConf.is_missing(node, name) else node[name]
+                plain[name] = self._resolve(value, dotted, pending)
+            except OmegaConfBaseException as error:
+                pending[dotted] = _explain(error, dotted, self.where(dotted))
+        return list(plain.values()) if is_list else plain
 
 
 def compose(schema: type, recipe: Path | None, overrides: Sequence[str] = ()) -> Composed:
@@ -81,7 +98,7 @@ def compose(schema: type, recipe: Path | None, overrides: Sequence[str] = ()) ->
             value = OmegaConf.select(OmegaConf.create(defaults), key) if value is DEFAULT else value
             OmegaConf.update(config, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        raise UserError(_explain(error, "")) from error
+        raise UserError(_explain(error, str(error.full_key), "")) from error
     return Composed(config, sources, list(values))
 
 
@@ -94,6 +111,6 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _explain(error: OmegaConfBaseException, where: str) -> str:
+def _explain(error: OmegaConfBaseException, key: str, where: str) -> str:
     why = str(error.msg or error).splitlines()[0]
-    return f"{where}{error.full_key}: {why}; write \\${{ for a literal ${{"
+    return f"{where}{key}: {why}; write \\${{ for a literal ${{"

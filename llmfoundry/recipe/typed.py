@@ -6,6 +6,7 @@ whose name ends with an underscore (because Python reserves the word) is written
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import types
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
+from llmfoundry.errors import UserError
+from llmfoundry.masking import MASK, public_values
 from llmfoundry.recipe.checks import nearest
 
 T = TypeVar("T")
@@ -52,6 +55,58 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
     return schema(**given)
 
 
+def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str]) -> None:
+    """Keep, beside a recipe's fields, how it was written, for `as_written` and `require`.
+
+    Args:
+        recipe: as it was read.
+        raw: its plain values, interpolations still in place.
+        pending: for each dotted key whose value cannot be had here, the line that says why.
+    """
+    recipe._written = (copy.deepcopy(raw), to_dict(recipe), dict(pending))
+
+
+def as_written(recipe: Any) -> dict[str, Any]:
+    """The recipe's plain values as they may be saved: interpolations as written, secrets masked.
+
+    They are YAML's: in values that come from no interpolation a `${` is escaped.
+    """
+    values = to_dict(recipe)
+    raw, loaded, _ = getattr(recipe, "_written", ({}, {}, {}))
+    return public_values(_put_back(values, loaded, raw))
+
+
+def require(recipe: Any, *needed: str) -> None:
+    """Refuse a recipe if what it says at a `needed` key, or below one, cannot be had here.
+
+    Raises:
+        UserError: a line for each such key: a variable that is not set, or a secret that was not
+            saved.
+    """
+    _, _, pending = getattr(recipe, "_written", ({}, {}, {}))
+    lines = [
+        line
+        for key, line in pending.items()
+        if not needed or any(re.match(rf"{re.escape(n)}(?:[.\[]|$)", key) for n in needed)
+    ]
+    if lines:
+        raise UserError(*lines)
+
+
+def is_named(recipe: Any) -> bool:
+    """Whether a recipe was given its run_name, which is otherwise its file's name."""
+    raw, _, _ = getattr(recipe, "_written", ({}, {}, {}))
+    return raw.get("run_name", "") is not None
+
+
+def _put_back(values: Any, loaded: Any, raw: Any) -> Any:
+    """`values`, with interpolations put back where nobody changed what they led to."""
+    if isinstance(values, dict) and isinstance(raw, dict) and isinstance(loaded, dict):
+        return {k: _put_back(v, loaded.get(k), raw.get(k)) for k, v in values.items()}
+    is_reference = "${" in str(raw) or MASK in str(raw)
+    return raw if is_reference and values == loaded else _escape(values)
+
+
 def to_dict(recipe: Any) -> dict[str, Any]:
     """The recipe as plain values under the names that users write, in the schema's order."""
     plain: dict[str, Any] = {}
@@ -68,9 +123,12 @@ def _to_plain(value: Any) -> Any:
     return [_to_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def to_yaml(recipe: Any) -> str:
-    """The recipe as YAML that `load` turns back into it; a literal `${` is escaped."""
-    return dump(_escape(to_dict(recipe)))
+def to_yaml(recipe: Any, *, resolve: bool = False) -> str:
+    """`as_written` as YAML that `load` turns back into the recipe, but for its secrets.
+
+    With `resolve` interpolations are replaced by what they led to.
+    """
+    return dump(public_values(_escape(to_dict(recipe))) if resolve else as_written(recipe))
 
 
 def dump(plain: Any) -> str:
