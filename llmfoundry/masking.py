@@ -22,19 +22,16 @@ from urllib.parse import quote, unquote
 MASK = "***"
 OPTIONS = "storage_options"
 # What stands below it and is no secret: these names, and these values (gcsfs' ways to log in).
-_OPEN_NAMES = frozenset(
-    "account_name addressing_style anon block_size connect_timeout default_block_size"
-    " default_cache_type endpoint endpoint_url max_attempts max_concurrency max_pool_connections"
-    " mode namespace profile project read_timeout region region_name requester_pays"
-    " signature_version timeout use_ssl verify version_aware".split()
+_OPEN_NAMES = re.compile(
+    r"account_name|addressing_style|anon|endpoint(_url)?|mode|namespace|profile|project|timeout"
+    r"|region(_name)?|requester_pays|signature_version|use_ssl|verify|version_aware"
+    r"|(default_)?(block_size|cache_type)|(connect|read)_timeout|max_\w+"
 )
 _OPEN_VALUES = ("", "anon", "browser", "cache", "cloud", "google_default")
 _SHORTEST = 8  # characters of a secret that is looked for where no place tells it
 
 # What names a secret without holding it: ${oc.env:NAME}, ${another.key}.
-_REFERENCE = (
-    r"\$\{(?:oc\.env:\w+(?:,\s*null)?|oc\.decode:\$\{oc\.env:\w+\}|[A-Za-z_][\w.\[\]]*)\}"
-)
+_REFERENCE = r"\$\{(?:oc\.env:\w+(?:,\s*null)?|oc\.decode:\$\{oc\.env:\w+\}|[A-Za-z_][\w.\[\]]*)\}"
 _IS_REFERENCE = re.compile(rf"(?:{_REFERENCE})+")
 _DEFAULT = re.compile(r"(\$\{oc\.env:\w+),(?!\s*null\}).*\}", re.DOTALL)
 _NAMES = (
@@ -55,9 +52,7 @@ def _places(end: str) -> list[re.Pattern[str]]:
         re.compile(rf"({database}://{user}:)([^@\s]+)(?=@)"),
         re.compile(rf"(://{user}:)((?:{_REFERENCE}|[^/\s])*)(?=@)"),
         re.compile(rf"(https?://)((?:{_REFERENCE}|[^/@:\s])+)(?=@)", re.IGNORECASE),
-        re.compile(
-            rf"([?&;#][\w.%-]*{_NAMES}=)((?:{_REFERENCE}|[^{end}])+)", re.IGNORECASE
-        ),
+        re.compile(rf"([?&;#][\w.%-]*{_NAMES}=)((?:{_REFERENCE}|[^{end}])+)", re.IGNORECASE),
     ]
 
 
@@ -73,6 +68,15 @@ def public(text: str) -> str:
     for secret in _known:
         text = text.replace(secret, MASK)
     return _masked(text, _IN_TEXT)
+
+
+def public_texts(values: Any) -> Any:
+    """Plain values with `public` done to every text in them."""
+    if isinstance(values, Mapping):
+        return {key: public_texts(item) for key, item in values.items()}
+    if isinstance(values, list | tuple):
+        return [public_texts(item) for item in values]
+    return public(values) if isinstance(values, str) else values
 
 
 def public_values(values: Any) -> Any:
@@ -153,7 +157,7 @@ def _leaves(value: Any, key: str = "", *, name: str = "", inside: bool = False) 
 
 def _is_secret(value: Any, *, name: str, inside: bool) -> bool:
     is_open = value is None or isinstance(value, bool) or value in _OPEN_VALUES
-    return inside and not is_open and name not in _OPEN_NAMES
+    return inside and not is_open and _OPEN_NAMES.fullmatch(name) is None
 
 
 def _masked(text: str, places: list[re.Pattern[str]]) -> str:

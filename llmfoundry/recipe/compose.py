@@ -7,7 +7,7 @@ error can name file and line.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
+from llmfoundry.masking import MASK, masked_keys
 from llmfoundry.recipe.defaults import Source, parts
 from llmfoundry.recipe.grammar import DEFAULT, split
 from llmfoundry.recipe.paths import group_options, search_folders, show
@@ -56,14 +57,20 @@ class Composed:
         """
         pending: dict[str, str] = {}
         values = self._resolve(self.config, "", pending)
-        return {str(key): value for key, value in values.items()}, pending
+        for key in masked_keys(values):
+            pending[key] = (
+                f"{self.where(key)}{key}: has {MASK} where a secret was not saved; write"
+                " ${oc.env:NAME} there, and set the variable NAME"
+            )
+        return _without(values, pending), pending
 
     def _resolve(self, node: Any, key: str, pending: dict[str, str]) -> Any:
         if not isinstance(node, DictConfig | ListConfig):
             return node
         is_list = isinstance(node, ListConfig)
         plain: dict[Any, Any] = {}
-        for name in range(len(node)) if is_list else node:
+        names: list[Any] = [*range(len(node))] if is_list else [*node]
+        for name in names:
             dotted = f"{key}[{name}]" if is_list else f"{key}.{name}".lstrip(".")
             try:
                 value = "???" if OmegaConf.is_missing(node, name) else node[name]
@@ -109,6 +116,21 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
+
+
+def _without(value: Any, keys: Mapping[str, str], key: str = "") -> Any:
+    """Plain values but for those at the dotted `keys`."""
+    if isinstance(value, dict):
+        parts = {name: f"{key}.{name}".lstrip(".") for name in value}
+        return {
+            str(name): _without(value[name], keys, part)
+            for name, part in parts.items()
+            if part not in keys
+        }
+    if isinstance(value, list):
+        kept = [i for i in range(len(value)) if f"{key}[{i}]" not in keys]
+        return [_without(value[i], keys, f"{key}[{i}]") for i in kept]
+    return value
 
 
 def _explain(error: OmegaConfBaseException, key: str, where: str) -> str:

@@ -55,6 +55,14 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
     return schema(**given)
 
 
+class _Origin(NamedTuple):
+    """What `remember` keeps, and the recipe's values as they were then."""
+
+    raw: dict[str, Any]
+    loaded: dict[str, Any]
+    pending: dict[str, str]
+
+
 def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str]) -> None:
     """Keep, beside a recipe's fields, how it was written, for `as_written` and `require`.
 
@@ -63,7 +71,7 @@ def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str]) ->
         raw: its plain values, interpolations still in place.
         pending: for each dotted key whose value cannot be had here, the line that says why.
     """
-    recipe._written = (copy.deepcopy(raw), to_dict(recipe), dict(pending))
+    recipe._origin = _Origin(copy.deepcopy(dict(raw)), to_dict(recipe), dict(pending))
 
 
 def as_written(recipe: Any) -> dict[str, Any]:
@@ -71,9 +79,8 @@ def as_written(recipe: Any) -> dict[str, Any]:
 
     They are YAML's: in values that come from no interpolation a `${` is escaped.
     """
-    values = to_dict(recipe)
-    raw, loaded, _ = getattr(recipe, "_written", ({}, {}, {}))
-    return public_values(_put_back(values, loaded, raw))
+    origin = _origin(recipe)
+    return public_values(_put_back(to_dict(recipe), origin.loaded, origin.raw))
 
 
 def require(recipe: Any, *needed: str) -> None:
@@ -83,20 +90,24 @@ def require(recipe: Any, *needed: str) -> None:
         UserError: a line for each such key: a variable that is not set, or a secret that was not
             saved.
     """
-    _, _, pending = getattr(recipe, "_written", ({}, {}, {}))
-    lines = [
-        line
-        for key, line in pending.items()
-        if not needed or any(re.match(rf"{re.escape(n)}(?:[.\[]|$)", key) for n in needed)
-    ]
+    lines = missing(recipe, *needed)
     if lines:
         raise UserError(*lines)
 
 
+def missing(recipe: Any, *needed: str) -> list[str]:
+    """The lines that `require` would raise; without `needed` of every key."""
+    below = re.compile("|".join(rf"{re.escape(key)}(?:[.\[]|$)" for key in needed))
+    return [line for key, line in _origin(recipe).pending.items() if below.match(key)]
+
+
 def is_named(recipe: Any) -> bool:
     """Whether a recipe was given its run_name, which is otherwise its file's name."""
-    raw, _, _ = getattr(recipe, "_written", ({}, {}, {}))
-    return raw.get("run_name", "") is not None
+    return _origin(recipe).raw.get("run_name", "") is not None
+
+
+def _origin(recipe: Any) -> _Origin:
+    return getattr(recipe, "_origin", _Origin({}, {}, {}))
 
 
 def _put_back(values: Any, loaded: Any, raw: Any) -> Any:

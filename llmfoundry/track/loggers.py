@@ -8,18 +8,17 @@ fails here ends a run that has begun: it is said, and what is lost is counted.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmfoundry.files import write_json
+from llmfoundry.masking import public, public_texts
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import flat
+from llmfoundry.recipe.typed import as_written, flat
 from llmfoundry.track.console import Console
 from llmfoundry.track.environment import environment
-from llmfoundry.track.format import public
 from llmfoundry.track.metrics import BATCH, TOKEN, JsonLines, plain
 from llmfoundry.track.mlflow_session import mlflow_target
 from llmfoundry.track.report import TRAIN_LOSS, read_json, write_report
@@ -88,7 +87,7 @@ class Tracker:
         self._first, self._total = first_batch, total
         if not self._is_main:
             return
-        facts = list(facts)
+        facts = [(label, public(text)) for label, text in facts]  # which are kept
         if facts:
             self.console.banner(facts)
         dropped = self._metrics.start(first_batch) + self._samples.start(first_batch)
@@ -206,19 +205,11 @@ class Tracker:
         """Write a file of the record; a warning if that fails."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, value)
+            write_json(path, public_texts(value))
         except OSError as error:
             self.console.warn(f"{path} was not written: {error.strerror}")
 
 
 def flatten(recipe: TrainRecipe) -> dict[str, Any]:
-    """Dotted key → value of every field, for the loggers; passwords hidden."""
-    return {key: _public(value) for key, value in flat(dataclasses.asdict(recipe))}
-
-
-def _public(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _public(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_public(part) for part in value]
-    return public(value) if isinstance(value, str) else value
+    """Dotted key → value of every field, for the loggers; as it was written, secrets masked."""
+    return dict(flat(as_written(recipe)))

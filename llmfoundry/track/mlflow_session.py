@@ -24,9 +24,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.format import public
 from llmfoundry.track.writer import Point, RunFacts, Samples, Target
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")

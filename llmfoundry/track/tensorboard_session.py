@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.console import printable
-from llmfoundry.track.format import public
 from llmfoundry.track.metrics import append
 from llmfoundry.track.writer import Point, RunFacts, Samples, Target, milliseconds
 

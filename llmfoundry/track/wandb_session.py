@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.format import public
 from llmfoundry.track.metrics import BATCH
 from llmfoundry.track.writer import Point, RunFacts, Samples, Target, describe
 

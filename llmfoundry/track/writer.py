@@ -18,7 +18,8 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmfoundry.track.format import count, public
+from llmfoundry.masking import public
+from llmfoundry.track.format import count
 
 _COLLECT_SECONDS = 2.0
 _MAX_WAITING = 500_000  # values kept while a place is away: about 100 MB
