@@ -113,7 +113,8 @@ def _origin(recipe: Any) -> _Origin:
 def _put_back(values: Any, loaded: Any, raw: Any) -> Any:
     """`values`, with interpolations put back where nobody changed what they led to."""
     if isinstance(values, dict) and isinstance(raw, dict) and isinstance(loaded, dict):
-        return {k: _put_back(v, loaded.get(k), raw.get(k)) for k, v in values.items()}
+        pending = {k: v for k, v in raw.items() if k not in loaded}
+        return pending | {k: _put_back(v, loaded.get(k), raw.get(k)) for k, v in values.items()}
     is_reference = "${" in str(raw) or MASK in str(raw)
     return raw if is_reference and values == loaded else _escape(values)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,9 @@ import pytest
 import yaml
 
 from llmfoundry.errors import UserError
-from llmfoundry.masking import hide, masked_keys, public, public_values
-from llmfoundry.recipe.load import checked, load
-from llmfoundry.recipe.tasks import EvalRecipe
+from llmfoundry.recipe.load import load
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import as_written, require, to_yaml
-from tests.tiny import ENV, command, write_recipe
 
 CANARY = "kanarie"
 # Every place of a recipe that can hold a secret, and what it is written with there.

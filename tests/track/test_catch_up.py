@@ -1,0 +1,223 @@
+"""What metrics.jsonl has reaches the stores: after a kill, a lock, an outage, and a move of runs/.
+
+The stores are MLflow's SQLite file and TensorBoard's event files, read back with their own readers
+and compared with metrics.jsonl value by value.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmfoundry.commands.track import track
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.recipe.track import TrackRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_yaml
+from llmfoundry.track import writer as writer_module
+from llmfoundry.track.console import Console
+from llmfoundry.track.loggers import Tracker
+from llmfoundry.track.metrics import BATCH, WALL, read_metrics
+
+Points = dict[str, list[tuple[int, float, int]]]
+
+
+def tracker(folder: Path, *, tensorboard: bool = False, uri: str | None = None) -> Tracker:
+    recipe = TrainRecipe(run_name="tiny", save_folder=str(folder))
+    recipe.logger.tracking_uri = uri or f"sqlite:///{folder.parent}/mlflow.db"
+    recipe.logger.tensorboard = tensorboard
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(to_yaml(recipe))
+    recipe.fill()
+    return Tracker(recipe, folder, is_main=True, console=Console(stream=io.StringIO()))
+
+
+def steps(record: Tracker, first: int, last: int) -> None:
+    for batch in range(first + 1, last + 1):
+        record.log(batch, 8 * batch, {"loss/train/total": 1 / batch})
+        if batch % 4 == 0:
+            record.log(batch, 8 * batch, {"metrics/eval/loss": 2 / batch})
+
+
+def run(folder: Path, first: int, last: int, **where: Any) -> Tracker:
+    made = tracker(folder, **where)
+    made.start(first, total=100)
+    steps(made, first, last)
+    return made
+
+
+def kill(record: Tracker) -> None:
+    """Let the thread send nothing more, as the process of a killed run."""
+    for sender in record._writers:
+        sender._waiting.clear()
+        sender._session = None
+        sender._note = sender._warn = lambda text: None
+        with sender._changed:
+            sender._status, sender._deadline = "killed", 0.0
+
+
+def recorded(folder: Path) -> Points:
+    """Step, value and time by metric, as metrics.jsonl has them."""
+    found: Points = {}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        batch, when = row.pop(BATCH), row.pop(WALL)
+        for name, value in row.items():
+            found.setdefault(name, []).append((batch, value, when))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def in_mlflow(folder: Path) -> Points:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder.parent}/mlflow.db")
+    run_id = (folder / "mlflow_run_id").read_text().strip()
+    names = client.get_run(run_id).data.metrics
+    histories = {name: client.get_metric_history(run_id, name) for name in names}
+    return {
+        name: sorted((m.step, m.value, m.timestamp) for m in history)
+        for name, history in histories.items()
+    }
+
+
+def in_tensorboard(folder: Path) -> dict[str, list[int]]:
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    seen = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    return {name: [e.step for e in seen.Tensors(name)] for name in recorded(folder)}
+
+
+def test_a_resumed_run_sends_what_a_killed_one_could_not(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    folder = tmp_path / "runs" / "tiny"
+    run(folder, 0, 6, tensorboard=True).close("killed")
+    kill(run(folder, 6, 20, tensorboard=True))  # logged, not sent
+    run(folder, 18, 24, tensorboard=True).close("finished")  # its checkpoint was at 18
+    assert in_mlflow(folder) == recorded(folder)
+    logged = {name: [step for step, _, _ in points] for name, points in recorded(folder).items()}
+    assert in_tensorboard(folder) == logged
+
+
+def test_a_hole_in_the_store_is_filled_and_nothing_is_there_twice(tmp_path: Path) -> None:
+    """As versions before left it behind, which sent nothing twice and nothing again."""
+    folder = tmp_path / "runs" / "tiny"
+    run(folder, 0, 12).close("finished")
+    with sqlite3.connect(tmp_path / "runs" / "mlflow.db") as store:
+        store.execute("DELETE FROM metrics WHERE step BETWEEN 4 AND 7")
+    store.close()
+    assert in_mlflow(folder) != recorded(folder)
+    run(folder, 12, 13).close("finished")
+    assert in_mlflow(folder) == recorded(folder)
+
+
+def test_a_store_that_was_locked_to_the_end_gets_everything_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(writer_module, "_PATIENCE", 1.0)
+    folder = tmp_path / "runs" / "tiny"
+    run(folder, 0, 3).close("killed")
+    lock = sqlite3.connect(tmp_path / "runs" / "mlflow.db", isolation_level=None)
+    lock.execute("BEGIN EXCLUSIVE")
+    record = run(folder, 3, 9)
+    for sender in record._writers:
+        sender.end("finished", timeout=1.0)
+        sender.close()
+    record._writers.clear()
+    record.close("finished")
+    warned = record.console._stream.getvalue()
+    assert f"python scripts/track.py run={folder}" in warned
+    lock.execute("COMMIT")
+    lock.close()
+    assert len(in_mlflow(folder)["loss/train/total"]) == 3
+    track(TrackRecipe(run=str(folder)))
+    assert in_mlflow(folder) == recorded(folder)
+    assert "has 14 values that it lacked" in capsys.readouterr().out
+    track(TrackRecipe(run=str(folder)))
+    assert in_mlflow(folder) == recorded(folder)
+    assert "lacked" not in capsys.readouterr().out
+
+
+def test_another_store_gets_a_whole_run_by_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    folder = tmp_path / "runs" / "tiny"
+    run(folder, 0, 9).close("finished")
+    track(TrackRecipe(str(folder), LoggerConfig(mlflow=False, tensorboard=True)))
+    logged = {name: [step for step, _, _ in points] for name, points in recorded(folder).items()}
+    assert in_tensorboard(folder) == logged
+
+
+def test_the_command_says_what_it_cannot_send(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "tiny"
+    with pytest.raises(UserError, match="^run: nothing at"):
+        track(TrackRecipe(str(folder)))
+    run(folder, 0, 2).close("finished")
+    nowhere = LoggerConfig(tracking_uri="http://127.0.0.1:9")
+    with pytest.raises(UserError, match="^logger: not every place got everything"):
+        track(TrackRecipe(str(folder), nowhere))
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="is empty"):
+        track(TrackRecipe(str(folder)))
+
+
+def test_a_queue_that_was_too_short_is_made_up_for_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "tiny"
+    run(folder, 0, 1).close("killed")
+    monkeypatch.setattr(writer_module, "_MAX_WAITING", 10)
+    lock = sqlite3.connect(tmp_path / "runs" / "mlflow.db", isolation_level=None)
+    lock.execute("BEGIN EXCLUSIVE")
+    record = run(folder, 1, 40)
+    threading.Timer(1.0, lambda: lock.execute("COMMIT")).start()
+    record.close("finished")
+    assert in_mlflow(folder) == recorded(folder)
+
+
+@pytest.mark.parametrize("original", ["moved", "copied"])
+def test_a_moved_runs_folder_keeps_its_artifacts(tmp_path: Path, original: str) -> None:
+    from mlflow.tracking import MlflowClient
+
+    before, after = tmp_path / "a b" / "runs", tmp_path / "elsewhere" / "runs"
+    for name, last in (("tiny", 3), ("other", 2)):
+        run(before / name, 0, last).close("finished")
+    after.parent.mkdir()
+    shutil.copytree(before, after)
+    if original == "moved":
+        shutil.rmtree(before)
+    old = {p: p.read_bytes() for p in before.rglob("*") if p.is_file()}
+    record = run(after / "tiny", 3, 5)
+    record.samples(5, [("a", "b")])
+    record.close("finished")
+    assert {p: p.read_bytes() for p in before.rglob("*") if p.is_file()} == old
+    assert in_mlflow(after / "tiny") == recorded(after / "tiny")
+    client = MlflowClient(f"sqlite:///{after}/mlflow.db")
+    for name, kept in (("tiny", ["recipe.yaml", "report.html", "samples"]), ("other", None)):
+        run_id = (after / name / "mlflow_run_id").read_text().strip()
+        listed = sorted(artifact.path for artifact in client.list_artifacts(run_id))
+        assert listed == (kept or ["recipe.yaml", "report.html"])
+        target = tmp_path / "read" / name
+        target.mkdir(parents=True)
+        client.download_artifacts(run_id, "report.html", str(target))
+        assert "<html" in (target / "report.html").read_text()
+        assert str(before.parent) not in client.get_run(run_id).info.artifact_uri
+    run(after / "new", 0, 1).close("finished")
+    assert (after / "mlartifacts" / (after / "new" / "mlflow_run_id").read_text().strip()).is_dir()
+
+
+def test_artifacts_that_were_never_beside_the_database_stay_where_they_are(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "disk" / "mlartifacts").mkdir(parents=True)
+    theirs = (tmp_path / "disk" / "mlartifacts").as_uri()
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    client.create_experiment("llmfoundry", artifact_location=theirs)
+    run(tmp_path / "runs" / "tiny", 0, 1).close("finished")
+    assert client.get_experiment_by_name("llmfoundry").artifact_location == theirs
+    assert len(list((tmp_path / "disk" / "mlartifacts").iterdir())) == 1
