@@ -46,7 +46,7 @@ def _places(end: str) -> list[re.Pattern[str]]:
     A user's name alone is a token to the web, and a container to az:// and oci://. Passwords of
     databases may have a slash (SQLAlchemy's rule).
     """
-    user = rf"(?:{_REFERENCE}|[^/@:\s])*"
+    user = r"(?:\$\{[^{}\s]*\}|(?!\$\{)[^/@:\s])*"
     database = r"(?:postgres\w*|mysql|mariadb|mssql|oracle)(?:\+\w+)?"
     return [
         re.compile(rf"({database}://{user}:)([^@\s]+)(?=@)"),
@@ -112,6 +112,12 @@ def hide_override(word: str) -> None:
     """As `hide`, for a word of the command line, which nobody has read yet."""
     key, _, text = word.partition("=")
     hide({OPTIONS: text} if OPTIONS in key.split(".") else text)
+
+
+def public_override(word: str) -> str:
+    """A word of the command line as it may be shown."""
+    key, _, _ = word.partition("=")
+    return f"{key}={MASK}" if OPTIONS in key.split(".") else public(word)
 
 
 def mask_tracebacks() -> None:

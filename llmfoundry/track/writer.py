@@ -186,7 +186,8 @@ class BackgroundWriter:
     def _queue(self, items: Sequence[Item]) -> None:
         with self._changed:
             refused = self._session is None and self._refusals > 0  # there will be no session
-            room = 0 if refused else max(0, _MAX_WAITING - len(self._waiting))
+            room = max(0, _MAX_WAITING - len(self._waiting)) if all(map(_is_point, items)) else 1
+            room = 0 if refused else room
             self._waiting.extend(items[:room])
             self._count_lost(items[room:])
             self._changed.notify()
