@@ -191,7 +191,15 @@ def load_checkpoint(
         note(f"model.attn_config.attn_impl: auto here; {reason}")
     tokenizer = Tokenizer.load(folder / "tokenizer")
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    state = read_state(folder)
+    for key, value in model_identity(recipe.model).items():
+        then = state["identity"].get(key, value)
+        if value != then:
+            raise UserError(
+                f"{key}: {value} by {folder}/recipe.yaml, but it was trained with {then}; set the"
+                " variable that the recipe names to that"
+            )
     root = build_root(recipe)
     root.to_empty(device=world.device)
     load_weights(folder, root.model)
-    return Loaded(folder, recipe, root.eval(), tokenizer, read_state(folder))
+    return Loaded(folder, recipe, root.eval(), tokenizer, state)

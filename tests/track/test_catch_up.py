@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import shutil
 import sqlite3
+import subprocess
 import threading
 import time
 from contextlib import closing
@@ -27,6 +28,8 @@ from llmfoundry.track import writer as writer_module
 from llmfoundry.track.console import Console
 from llmfoundry.track.loggers import Tracker
 from llmfoundry.track.metrics import BATCH, TOKEN, WALL, read_metrics
+from tests.tiny import ENV, command, write_recipe
+from tests.tiny import run as start
 
 Points = dict[str, list[tuple[int, float, int]]]
 
@@ -66,21 +69,14 @@ def steps(record: Tracker, first: int, last: int) -> None:
             record.log(batch, 8 * batch, {"metrics/eval/loss": 2 / batch})
 
 
-def run(folder: Path, first: int, last: int, **where: Any) -> Tracker:
+def run(folder: Path, first: int, last: int, *, sends: bool = True, **where: Any) -> Tracker:
+    """A run that is not closed. Without `sends` it was killed before anything was sent."""
     made = tracker(folder, **where)
     made.start(first, total=100)
+    if not sends:
+        made._writers.clear()
     steps(made, first, last)
     return made
-
-
-def kill(record: Tracker) -> None:
-    """Let the thread send nothing more, as the process of a killed run."""
-    for sender in record._writers:
-        sender._waiting.clear()
-        sender._session = None
-        sender._note = sender._warn = lambda text: None
-        with sender._changed:
-            sender._status, sender._deadline = "killed", 0.0
 
 
 def recorded(folder: Path) -> Points:
@@ -124,7 +120,7 @@ def test_a_resumed_run_sends_what_a_killed_one_could_not(store: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     folder = store / "tiny"
     run(folder, 0, 6, tensorboard=True).close("killed")
-    kill(run(folder, 6, 20, tensorboard=True))  # logged, not sent
+    run(folder, 6, 20, tensorboard=True, sends=False)
     run(folder, 18, 24, tensorboard=True).close("finished")  # its checkpoint was at 18
     assert in_mlflow(folder) == recorded(folder)
     logged = {name: [step for step, _, _ in points] for name, points in recorded(folder).items()}
@@ -147,7 +143,7 @@ def test_the_command_sends_what_a_killed_run_could_not(
 ) -> None:
     folder = store / "tiny"
     run(folder, 0, 3).close("killed")
-    kill(run(folder, 3, 9))
+    run(folder, 3, 9, sends=False)
     assert len(in_mlflow(folder)["loss/train/total"]) == 3
     track(TrackRecipe(run=str(folder)))
     assert in_mlflow(folder) == recorded(folder)
@@ -257,3 +253,30 @@ def test_artifacts_that_were_never_beside_the_database_stay_where_they_are(
     run(store / "tiny", 0, 1).close("finished")
     assert client.get_experiment_by_name("llmfoundry").artifact_location == theirs
     assert len(list((tmp_path / "disk" / "mlartifacts").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_after_kill_9_between_checkpoints_mlflow_has_every_value(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    path.write_text(path.read_text().replace("mlflow: false", "mlflow: true"))
+    words = ("train.py", "tiny.yaml", "max_duration=120ba", "save_interval=20ba")
+    folder, ends = tmp_path / "runs" / "tiny", []
+    for last in (30, 50, 75):
+        process = subprocess.Popen(command(*words), cwd=tmp_path, env=ENV, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.split(b"/")[0].strip() == str(last).encode():
+                process.kill()
+                break
+        process.wait()
+        ends.append(len(recorded(folder)["loss/train/total"]))
+    start(*words, cwd=tmp_path)
+    assert len(recorded(folder)["loss/train/total"]) == 120 and len(ends) == 3, ends
+    held, logged = in_mlflow(folder), recorded(folder)
+    exact = ["loss/train/total", "l2_norm/grad/global", "metrics/eval/LanguageCrossEntropy"]
+    assert {name: [p[:2] for p in held[name]] for name in exact} == {
+        name: [p[:2] for p in logged[name]] for name in exact
+    }
+    assert {name: [p[0] for p in held[name]] for name in logged} == {
+        name: [p[0] for p in points] for name, points in logged.items()
+    }

@@ -184,3 +184,18 @@ def test_no_secret_is_in_a_resume_a_sweep_or_an_error(trained: tuple[Path, list[
     printed.append(start("train.py", *WORDS, both, "-m", cwd=folder, canary=VARIABLE))
     assert [text[-8:] for text in printed] == ["status 0", "status 2", "status 0"], printed
     assert_no_secret(folder, printed)
+
+
+@pytest.mark.slow
+def test_a_variable_that_decides_the_model_must_be_as_it_was(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    path.write_text(path.read_text().replace("d_model: 32", "d_model: ${oc.env:HIDDEN}"))
+    start("train.py", "tiny.yaml", "max_duration=1ba", cwd=tmp_path, canary="32")
+    ask = ("generate.py", "checkpoint=runs/tiny", "prompt=a", "max_new_tokens=1")
+    assert start(*ask, cwd=tmp_path, canary="32").endswith("status 0")
+    other = start(*ask, cwd=tmp_path, canary="64")
+    assert "model.d_model: 64" in other and "trained with 32" in other
+    unset = start(*ask, cwd=tmp_path)
+    assert "model.d_model: " in unset and "'HIDDEN' not found" in unset
+    assert other.endswith("status 2") and unset.endswith("status 2")
+    assert (other + unset).count("\n") == 4
