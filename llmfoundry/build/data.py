@@ -145,6 +145,11 @@ def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Da
     return Data((), (), 0, _held_out(opening, opened, config), math.nan, "")
 
 
+def no_held_out() -> Data:
+    """No text at all, for who measures none."""
+    return Data((), (), 0, Chain([]), math.nan, "")
+
+
 def _held_out(opening: _Opening, opened: list[_Opened], config: DataConfig) -> HeldOut:
     parts = [part for found in opened for part in found.validation]
     if config.validation is not None:

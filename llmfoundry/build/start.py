@@ -20,7 +20,7 @@ from llmfoundry.recipe.load import load
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import flat
+from llmfoundry.recipe.typed import flat, require
 from llmfoundry.train.checkpoint import (
     find_checkpoint,
     find_damage,
@@ -205,12 +205,15 @@ def load_checkpoint(
         precision: of the recipe in place of its own; decides the weights' dtype.
 
     Raises:
-        UserError: there is no whole checkpoint at `path`.
+        UserError: there is no whole checkpoint at `path`, or its recipe takes a setting of the
+            model from a variable that is not set here.
     """
     folder = find_checkpoint(find_file(path, "checkpoint"), note=note)
     if folder is None:
         raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
-    recipe = filled(load(TrainRecipe, folder / "recipe.yaml"))
+    written = load(TrainRecipe, folder / "recipe.yaml")
+    require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
+    recipe = filled(written)
     recipe.precision = precision or recipe.precision
     reason = attention_refusal(recipe, world.device)
     if reason is not None:
@@ -219,7 +222,15 @@ def load_checkpoint(
     tokenizer = Tokenizer.load(folder / "tokenizer")
     tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    state = read_state(folder)
+    for key, value in model_identity(recipe.model).items():
+        then = state["identity"].get(key, value)
+        if value != then:
+            raise UserError(
+                f"{key}: {value} by {folder}/recipe.yaml, but it was trained with {then}; set the"
+                " variable that the recipe names to that"
+            )
     root = build_root(recipe)
     root.to_empty(device=world.device)
     load_weights(folder, root.model)
-    return Loaded(folder, recipe, root.eval(), tokenizer, read_state(folder))
+    return Loaded(folder, recipe, root.eval(), tokenizer, state)

@@ -13,12 +13,13 @@ from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.card import CardInfo
 from llmfoundry.export.hf import from_hf, hf_folder, to_hf
+from llmfoundry.masking import public
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.tasks import ConvertRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import to_yaml
+from llmfoundry.recipe.typed import as_written, to_yaml
 from llmfoundry.track.metrics import read_metrics
 from llmfoundry.train.checkpointer import Checkpointer
 
@@ -52,11 +53,12 @@ def _export(recipe: ConvertRecipe) -> None:
 def _card(loaded: Loaded) -> CardInfo:
     """What the model card says of the run."""
     recipe, batch = loaded.recipe, int(loaded.state["batch"])
+    data = as_written(recipe)["data"]
     tokens = batch * recipe.global_train_batch_size * recipe.max_seq_len
     return CardInfo(
         name=str(recipe.run_name),
-        recipe=(loaded.folder / "recipe.yaml").read_text(),
-        data=", ".join([recipe.data.dataset or recipe.data.name, *recipe.data.paths]),
+        recipe=public((loaded.folder / "recipe.yaml").read_text()),
+        data=", ".join([data["dataset"] or data["name"], *data["paths"]]),
         trained=f"{batch:,} batches, {tokens:,} tokens",
         scores=_scores(loaded, batch),
     )
@@ -107,4 +109,4 @@ def _import(recipe: ConvertRecipe) -> None:
         output, ALONE, extras=extras, keep=-1, background=False, max_failures=1, warn=print
     )
     state = {"batch": 0, "identity": model_identity(config)}
-    print(f"{recipe.checkpoint} is {show(writer.save_weights(root.model, state))}")
+    print(f"{public(recipe.checkpoint)} is {show(writer.save_weights(root.model, state))}")

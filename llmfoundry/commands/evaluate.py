@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.build.data import open_held_out
+from llmfoundry.build.data import Data, no_held_out, open_held_out
 from llmfoundry.build.evaluate import build_evaluate, eval_rows, read_tasks
 from llmfoundry.build.job import Job
-from llmfoundry.build.start import load_checkpoint
+from llmfoundry.build.start import Loaded, load_checkpoint
 from llmfoundry.build.subjects import Outside, is_outside, open_outside
 from llmfoundry.build.trainer import memory_of_process
 from llmfoundry.errors import UserError
@@ -26,12 +26,16 @@ from llmfoundry.estimate import choose_microbatch
 from llmfoundry.files import write_json
 from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
 from llmfoundry.gauntlet.results import GauntletResult
+from llmfoundry.masking import OPTIONS, public, public_texts
 from llmfoundry.parallel.launch import World, join, relaunch
+from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.tasks import EvalRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import keys, missing, require
 from llmfoundry.track.console import Console
 from llmfoundry.track.eval_page import write_eval_page
 from llmfoundry.track.eval_session import log_evaluation
@@ -62,6 +66,7 @@ class Examined:
     def write(self) -> None:
         """results.json, rows.jsonl and the page, and the loggers'; of the main process."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.results = public_texts(self.results)
         write_json(self.folder / "results.json", self.results)
         if self.answers:
             with (self.folder / "rows.jsonl").open("w", encoding="utf-8") as file:
@@ -127,6 +132,9 @@ def _compare(recipe: EvalRecipe, examined: Sequence[Examined], console: Console)
 def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -> Examined:
     """One of our own, measured as its run would."""
     loaded = load_checkpoint(path, world, note=console.note, precision=recipe.precision)
+    if recipe.eval is None:
+        require(loaded.recipe, "eval")
+    config = dataclasses.replace(recipe.eval or loaded.recipe.eval, icl_max_fraction=None)
     run = dataclasses.replace(
         loaded.recipe,
         precision=recipe.precision or loaded.recipe.precision,
@@ -136,7 +144,7 @@ def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -
     rows = choose_microbatch(
         run, world_size=world.size, available=memory_of_process(world), device=world.device
     )
-    held_out = open_held_out(run, loaded.tokenizer, world)
+    held_out = _held_out(loaded, run, config, world, console)
     job = Job(run, world, loaded.tokenizer, held_out, loaded.root, rows, console.note)
     found: dict[str, Any] = {"gauntlet": {}}
     answered: list[Answered] = []
@@ -146,15 +154,39 @@ def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -
         answered.extend(answers)
         console.table(result.table())
 
-    config = dataclasses.replace(recipe.eval or run.eval, icl_max_fraction=None)
     measure = build_evaluate(job, config, rows=eval_rows(run, rows), record=record, generate=True)
     batch = int(loaded.state["batch"])
     metrics = measure(batch)
     folder = _folder(recipe, path, loaded.folder.parents[1] / "eval" / loaded.folder.name)
     results = {"checkpoint": show(loaded.folder), "time/batch": batch, "metrics": metrics, **found}
     name = f"{loaded.folder.parents[1].name} {loaded.folder.name}"
-    logger = recipe.logger or run.logger
-    return Examined(name, folder, results, answered, batch, logger if logger.mlflow else None)
+    logger = recipe.logger or _logger(loaded, console)
+    return Examined(name, folder, results, answered, batch, logger)
+
+
+def _held_out(
+    loaded: Loaded, run: TrainRecipe, config: EvalConfig, world: World, console: Console
+) -> Data:
+    """The run's held-out text; none where it is not measured and cannot be had here.
+
+    A key to a store that is not set here may not be needed: the text may lie on this machine.
+    """
+    for line in missing(loaded.recipe, f"data.{OPTIONS}"):
+        console.note(f"going on without it: {line}")
+    others = [f"data.{key}" for key in keys(DataConfig) if key != OPTIONS]
+    if not config.validation and missing(loaded.recipe, *others):
+        return no_held_out()
+    require(loaded.recipe, *others)
+    return open_held_out(run, loaded.tokenizer, world)
+
+
+def _logger(loaded: Loaded, console: Console) -> LoggerConfig | None:
+    """The run's, if it went to MLflow and its address can be had here."""
+    lines = missing(loaded.recipe, "logger")
+    for line in lines:
+        console.warn(f"the evaluation is not logged: {line}")
+    logger = loaded.recipe.logger
+    return logger if logger.mlflow and not lines else None
 
 
 def _outside(recipe: EvalRecipe, model: str, world: World, console: Console) -> Examined:
@@ -178,9 +210,10 @@ def _outside(recipe: EvalRecipe, model: str, world: World, console: Console) -> 
         "metrics": result.metrics(),
         "gauntlet": result.to_json(),
     }
-    plain = re.sub(r"[^\w.-]+", "_", model).strip("_")
+    name = public(model)
+    plain = re.sub(r"[^\w.-]+", "_", name).strip("_")
     folder = _folder(recipe, model, Path("runs") / plain / "eval")
-    return Examined(model, folder, results, answers, logger=recipe.logger)
+    return Examined(name, folder, results, answers, logger=recipe.logger)
 
 
 def _tasks(

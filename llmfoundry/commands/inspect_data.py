@@ -22,6 +22,7 @@ from llmfoundry.build.trainer import build_clock, make_tokenizer
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.duration import Clock
 from llmfoundry.recipe.inspect import InspectRecipe
@@ -120,7 +121,7 @@ def inspect_data(written: InspectRecipe) -> None:
             for one in found:
                 print(json.dumps({"kind": kind, **asdict(one)}))
         return
-    print("\n".join([*data.summary.splitlines(), *note]))
+    print(public("\n".join([*data.summary.splitlines(), *note])))
     print("\n".join(_page(clock, step, rows, streams, phases)))
 
 

@@ -12,6 +12,7 @@ from llmfoundry.data.preparation.outputs import Output, token_output
 from llmfoundry.data.preparation.place import Place
 from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.masking import public
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.prepare import PrepareConfig, PrepareRecipe
 from llmfoundry.recipe.source import CORPORA
@@ -67,7 +68,7 @@ def _fill_cache(recipe: PrepareRecipe) -> None:
     tokenizer = build_tokenizer(recipe.tokenizer, data, progress=True)
     for name, corpus in _corpora(recipe.data).items():
         prepared = prepare(corpus, tokenizer, progress=True)
-        print(prepared.summary.replace("data:", f"{name}:"))
+        print(public(prepared.summary).replace("data:", f"{name}:"))
         rows = prepared.train.n_rows(recipe.max_seq_len)
         print(f"{name}: {rows:,} training rows of {recipe.max_seq_len:,} tokens")
 
@@ -83,11 +84,13 @@ def _write(recipe: PrepareRecipe, config: PrepareConfig, output: str) -> None:
         how=How(recipe.data.num_workers, config.engine, progress=True),
         about={"licence": config.licence or "", "source": config.source or ""},
     )
-    print(summary(manifest))
+    print(public(summary(manifest)))
     total = manifest.total
     if total.samples:
         print(f"data: {total.samples:,} samples of MDS")
-    print(f"data: in {output}; train: data.name=shards data.remote={output} data.split=train")
+    print(
+        public(f"data: in {output}; train: data.name=shards data.remote={output} data.split=train")
+    )
 
 
 def _corpora(data: DataConfig) -> dict[str, DataConfig]:

@@ -17,6 +17,7 @@ from typing import Any
 from llmfoundry.gauntlet.metrics import NOT_GENERATED, UNITS, Answer, answers_of, judge
 from llmfoundry.gauntlet.questions import Question, Refusal, Score
 from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.masking import public
 
 GAUNTLET = "icl/metrics/eval_gauntlet/"
 
@@ -191,7 +192,7 @@ def rows_lines(
     for answer in answers_of(questions, scores, texts):
         verdict = judge(task, answer)
         row = answer.question.row
-        head: dict[str, Any] = {"task": task.label, "shots": num_fewshot, "row": row.place}
+        head: dict[str, Any] = {"task": task.label, "shots": num_fewshot, "row": public(row.place)}
         if row.category is not None:
             head["category"] = row.category
         tail: dict[str, Any] = {"chosen": verdict.chosen, "right": verdict.right}

@@ -7,15 +7,16 @@ error can name file and line.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
+from llmfoundry.masking import MASK, masked_keys
 from llmfoundry.recipe.defaults import Source, parts
 from llmfoundry.recipe.grammar import DEFAULT, split
 from llmfoundry.recipe.paths import group_options, search_folders, show
@@ -42,18 +43,41 @@ class Composed:
                 return f"{show(source.path)}:{line}: "
         return ""
 
-    def values(self, *, resolve: bool) -> dict[str, Any]:
-        """Plain values, as written or with every interpolation replaced.
-
-        Raises:
-            UserError: an interpolation leads nowhere; names its key.
-        """
-        try:
-            values = OmegaConf.to_container(self.config, resolve=resolve)
-        except OmegaConfBaseException as error:
-            raise UserError(_explain(error, self.where(str(error.full_key)))) from error
+    def raw(self) -> dict[str, Any]:
+        """Plain values as written."""
+        values = OmegaConf.to_container(self.config)
         assert isinstance(values, dict)
         return {str(key): value for key, value in values.items()}
+
+    def resolved(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Plain values with interpolations replaced, and a line for each key without a value.
+
+        A key has none whose interpolation leads nowhere, or whose secret was not saved. It is left
+        out of the values.
+        """
+        pending: dict[str, str] = {}
+        values = self._resolve(self.config, "", pending)
+        for key in masked_keys(values):
+            pending[key] = (
+                f"{self.where(key)}{key}: has {MASK} where a secret was not saved; write"
+                " ${oc.env:NAME} there, and set the variable NAME"
+            )
+        return _without(values, pending), pending
+
+    def _resolve(self, node: Any, key: str, pending: dict[str, str]) -> Any:
+        if not isinstance(node, DictConfig | ListConfig):
+            return node
+        is_list = isinstance(node, ListConfig)
+        plain: dict[Any, Any] = {}
+        names: list[Any] = [*range(len(node))] if is_list else [*node]
+        for name in names:
+            dotted = f"{key}[{name}]" if is_list else f"{key}.{name}".lstrip(".")
+            try:
+                value = "???" if OmegaConf.is_missing(node, name) else node[name]
+                plain[name] = self._resolve(value, dotted, pending)
+            except OmegaConfBaseException as error:
+                pending[dotted] = _explain(error, dotted, self.where(dotted))
+        return list(plain.values()) if is_list else plain
 
 
 def compose(schema: type, recipe: Path | None, overrides: Sequence[str] = ()) -> Composed:
@@ -81,7 +105,7 @@ def compose(schema: type, recipe: Path | None, overrides: Sequence[str] = ()) ->
             value = OmegaConf.select(OmegaConf.create(defaults), key) if value is DEFAULT else value
             OmegaConf.update(config, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        raise UserError(_explain(error, "")) from error
+        raise UserError(_explain(error, str(error.full_key), "")) from error
     return Composed(config, sources, list(values))
 
 
@@ -94,6 +118,21 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _explain(error: OmegaConfBaseException, where: str) -> str:
+def _without(value: Any, keys: Mapping[str, str], key: str = "") -> Any:
+    """Plain values but for those at the dotted `keys`."""
+    if isinstance(value, dict):
+        parts = {name: f"{key}.{name}".lstrip(".") for name in value}
+        return {
+            str(name): _without(value[name], keys, part)
+            for name, part in parts.items()
+            if part not in keys
+        }
+    if isinstance(value, list):
+        kept = [i for i in range(len(value)) if f"{key}[{i}]" not in keys]
+        return [_without(value[i], keys, f"{key}[{i}]") for i in kept]
+    return value
+
+
+def _explain(error: OmegaConfBaseException, key: str, where: str) -> str:
     why = str(error.msg or error).splitlines()[0]
-    return f"{where}{error.full_key}: {why}; write \\${{ for a literal ${{"
+    return f"{where}{key}: {why}; write \\${{ for a literal ${{"

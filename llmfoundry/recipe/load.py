@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.masking import hide, hide_override, mask_tracebacks, public
 from llmfoundry.recipe.argv import CommandLine, parse
 from llmfoundry.recipe.paths import YAMLS, find_recipe, show
-from llmfoundry.recipe.typed import Problem, build, dump, keys, to_dict, to_yaml
+from llmfoundry.recipe.typed import Problem, build, is_named, keys, remember, require, to_yaml
 
 T = TypeVar("T")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, somebody's share of it, a file
@@ -45,6 +46,7 @@ def run(
             after a sweep in which a run failed.
     """
     started = False
+    mask_tracebacks()
     try:
         recipe = _answer(recipe_type, parse(sys.argv[1:] if argv is None else argv), help or "")
         if recipe is not None:
@@ -56,12 +58,15 @@ def run(
         # Every process finds the same mistakes in a recipe; later ones may be a single rank's.
         if rank == 0 or started:
             prefix = f"[rank {rank}] " if rank else ""
-            print(*(f"{prefix}{line}" for line in error.problems), sep="\n", file=sys.stderr)
+            lines = (f"{prefix}{public(line)}" for line in error.problems)
+            print(*lines, sep="\n", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        print(f"{one_line(error)}; make room there, and run the same command", file=sys.stderr)
+        print(
+            f"{public(one_line(error))}; make room there, and run the same command", file=sys.stderr
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -70,6 +75,9 @@ def run(
 def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
     """The typed recipe at `path` with `overrides`; neither checked nor filled.
 
+    What cannot be had here, such as a variable that is not set, keeps its default until `require`
+    asks for it: who generates text needs no key to the training data.
+
     Raises:
         UserError: all unknown keys and wrong types, or the first file that cannot be read.
     """
@@ -77,8 +85,9 @@ def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str]
 
 
 def checked(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
-    """As `load`, and every line of the recipe's `check` is a problem too."""
-    recipe, _, problems = _load(recipe_type, path, overrides)
+    """As `load`, all of it is required, and every line of its `check` is a problem too."""
+    recipe, problems = _load(recipe_type, path, overrides)
+    require(recipe)
     if problems:
         raise UserError(*problems)
     return recipe
@@ -86,34 +95,28 @@ def checked(recipe_type: type[T], path: str | Path | None, overrides: Sequence[s
 
 def _load(
     recipe_type: type[T], path: str | Path | None, overrides: Sequence[str]
-) -> tuple[T, dict[str, Any], list[str]]:
-    """The typed recipe, the same with its interpolations as written, and what `check` found."""
+) -> tuple[T, list[str]]:
+    """The typed recipe, and what `check` found."""
     from llmfoundry.recipe.compose import compose
 
+    for word in overrides:
+        hide_override(word)
     file = None if path is None else find_recipe(path)
     composed = compose(recipe_type, file, overrides)
-    raw = composed.values(resolve=False)
+    raw = composed.raw()
+    hide(raw)
     if file is not None and raw.get("run_name", "") is None:
         composed.config.run_name = file.stem
+    values, pending = composed.resolved()
+    hide(values)
     problems: list[Problem] = []
-    recipe = build(recipe_type, composed.values(resolve=True), problems)
-    lines = [composed.where(problem.key) + problem.line for problem in problems]
+    recipe = build(recipe_type, values, problems)
+    lines = [composed.where(p.key) + p.line for p in problems if p.key not in pending]
     if lines:
         raise UserError(*lines)
+    remember(recipe, raw, pending)
     found = [composed.where(line.split(":")[0]) + line for line in recipe.check()]  # type: ignore[attr-defined]
-    return recipe, _as_written(to_dict(recipe), raw), found
-
-
-def _as_written(values: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
-    """`values`, with interpolations and a run name that comes from the file's put back."""
-    written = dict(values)
-    for key, value in values.items():
-        source = raw.get(key)
-        if isinstance(value, dict) and isinstance(source, dict):
-            written[key] = _as_written(value, source)
-        elif "${" in str(source) or (key == "run_name" and source is None):
-            written[key] = source
-    return written
+    return recipe, found
 
 
 def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
@@ -137,8 +140,11 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
 
 def _print(recipe_type: type[Any], command: CommandLine) -> None:
     """The whole recipe on stdout, even if `check` finds problems, which then follow."""
-    recipe, written, problems = _load(recipe_type, command.recipe, command.overrides)
-    print(to_yaml(recipe) if "--resolve" in command.flags else dump(written), end="")
+    recipe, problems = _load(recipe_type, command.recipe, command.overrides)
+    require(recipe)
+    if not is_named(recipe) and "--resolve" not in command.flags:
+        recipe.run_name = None  # a copy under another name is another run
+    print(to_yaml(recipe, resolve="--resolve" in command.flags), end="")
     if problems:
         raise UserError(*problems)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public_override
 from llmfoundry.recipe import load
 from llmfoundry.recipe.argv import CommandLine
 from llmfoundry.recipe.grammar import choices, key_and_text
@@ -69,7 +70,9 @@ def _points(recipe_type: type, command: CommandLine) -> list[Point]:
         try:
             recipe: Any = load.checked(recipe_type, command.recipe, combination)
         except UserError as error:
-            problems |= dict.fromkeys(f"{','.join(own)}: {line}" for line in error.problems)
+            problems |= dict.fromkeys(
+                f"{','.join(map(public_override, own))}: {line}" for line in error.problems
+            )
             continue
         point = _placed(recipe, combination, own, points)
         points[point.place] = point
@@ -97,7 +100,7 @@ def _placed(
 
 def _folder_name(words: list[str]) -> str:
     """`optimizer.lr=1e-3,seed=1`, without characters that a path cannot hold."""
-    return re.sub(r"[^\w.,=+-]+", "-", ",".join(words))[:150]
+    return re.sub(r"[^\w.,=+-]+", "-", ",".join(map(public_override, words)))[:150]
 
 
 def _execute(arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ whose name ends with an underscore (because Python reserves the word) is written
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import types
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
+from llmfoundry.errors import UserError
+from llmfoundry.masking import MASK, public_values
 from llmfoundry.recipe.checks import nearest
 
 T = TypeVar("T")
@@ -52,6 +55,70 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
     return schema(**given)
 
 
+class _Origin(NamedTuple):
+    """What `remember` keeps, and the recipe's values as they were then."""
+
+    raw: dict[str, Any]
+    loaded: dict[str, Any]
+    pending: dict[str, str]
+
+
+def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str]) -> None:
+    """Keep, beside a recipe's fields, how it was written, for `as_written` and `require`.
+
+    Args:
+        recipe: as it was read.
+        raw: its plain values, interpolations still in place.
+        pending: for each dotted key whose value cannot be had here, the line that says why.
+    """
+    recipe._origin = _Origin(copy.deepcopy(dict(raw)), to_dict(recipe), dict(pending))
+
+
+def as_written(recipe: Any) -> dict[str, Any]:
+    """The recipe's plain values as they may be saved: interpolations as written, secrets masked.
+
+    They are YAML's: in values that come from no interpolation a `${` is escaped.
+    """
+    origin = _origin(recipe)
+    return public_values(_put_back(to_dict(recipe), origin.loaded, origin.raw))
+
+
+def require(recipe: Any, *needed: str) -> None:
+    """Refuse a recipe if what it says at a `needed` key, or below one, cannot be had here.
+
+    Raises:
+        UserError: a line for each such key: a variable that is not set, or a secret that was not
+            saved.
+    """
+    lines = missing(recipe, *needed)
+    if lines:
+        raise UserError(*lines)
+
+
+def missing(recipe: Any, *needed: str) -> list[str]:
+    """The lines that `require` would raise; without `needed` of every key."""
+    below = re.compile("|".join(rf"{re.escape(key)}(?:[.\[]|$)" for key in needed))
+    return [line for key, line in _origin(recipe).pending.items() if below.match(key)]
+
+
+def is_named(recipe: Any) -> bool:
+    """Whether a recipe was given its run_name, which is otherwise its file's name."""
+    return _origin(recipe).raw.get("run_name", "") is not None
+
+
+def _origin(recipe: Any) -> _Origin:
+    return getattr(recipe, "_origin", _Origin({}, {}, {}))
+
+
+def _put_back(values: Any, loaded: Any, raw: Any) -> Any:
+    """`values`, with interpolations put back where nobody changed what they led to."""
+    if isinstance(values, dict) and isinstance(raw, dict) and isinstance(loaded, dict):
+        pending = {k: v for k, v in raw.items() if k not in loaded}
+        return pending | {k: _put_back(v, loaded.get(k), raw.get(k)) for k, v in values.items()}
+    is_reference = "${" in str(raw) or MASK in str(raw)
+    return raw if is_reference and values == loaded else _escape(values)
+
+
 def to_dict(recipe: Any) -> dict[str, Any]:
     """The recipe as plain values under the names that users write, in the schema's order."""
     plain: dict[str, Any] = {}
@@ -68,9 +135,12 @@ def _to_plain(value: Any) -> Any:
     return [_to_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def to_yaml(recipe: Any) -> str:
-    """The recipe as YAML that `load` turns back into it; a literal `${` is escaped."""
-    return dump(_escape(to_dict(recipe)))
+def to_yaml(recipe: Any, *, resolve: bool = False) -> str:
+    """`as_written` as YAML that `load` turns back into the recipe, but for its secrets.
+
+    With `resolve` interpolations are replaced by what they led to.
+    """
+    return dump(public_values(_escape(to_dict(recipe))) if resolve else as_written(recipe))
 
 
 def dump(plain: Any) -> str:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO
 
+from llmfoundry.masking import public
 from llmfoundry.track.format import count, duration, number, percent, size
 
 BOLD, DIM, YELLOW = "1", "2", "33"
@@ -45,7 +46,7 @@ class Console:
 
     def table(self, text: str) -> None:
         """A ready-made table, such as the gauntlet's."""
-        self._print("\n" + printable(text.strip("\n")) + "\n")
+        self._print("\n" + printable(public(text).strip("\n")) + "\n")
 
     def samples(self, batch: int, samples: Sequence[tuple[str, str]]) -> None:
         """Texts that the model wrote: (prompt, continuation) each."""
@@ -57,18 +58,18 @@ class Console:
 
     def note(self, text: str) -> None:
         """Something that the run decided or did."""
-        self._print(self._paint(f"  {printable(text)}", DIM))
+        self._print(self._paint(f"  {printable(public(text))}", DIM))
 
     def warn(self, text: str) -> None:
         """Something that went wrong and did not stop the run."""
-        self._print(self._paint(f"  warning: {printable(text)}", YELLOW))
+        self._print(self._paint(f"  warning: {printable(public(text))}", YELLOW))
 
     def finish(self, rows: Iterable[tuple[str, str]]) -> None:
         """The last words: the report, the checkpoint, the commands that come next."""
         self._block(rows, rule=False)
 
     def _block(self, rows: Iterable[tuple[str, str]], *, rule: bool) -> None:
-        rows = [(printable(label), printable(value)) for label, value in rows]
+        rows = [(printable(label), printable(public(value))) for label, value in rows]
         width = max((len(label) for label, _ in rows), default=0)
         lines = []
         for label, value in rows:

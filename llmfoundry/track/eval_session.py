@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.environment import environment
-from llmfoundry.track.loggers import TARGETS
-from llmfoundry.track.writer import BackgroundWriter, RunFacts, close_all, milliseconds
+from llmfoundry.track.loggers import make_writers
+from llmfoundry.track.writer import RunFacts, close_all, milliseconds
 
 
 class Evaluation(Protocol):
@@ -46,11 +46,7 @@ def log_evaluation(
         params={"model": found.name},
         tags=environment(),
     )
-    writers = [
-        BackgroundWriter(target(config, found.folder), note=note, warn=warn)
-        for key, target in TARGETS.items()
-        if getattr(config, key)
-    ]
+    writers = make_writers(config, found.folder, note=note, warn=warn)
     for writer in writers:
         writer.log(found.batch, metrics)
         writer.file(found.folder / "results.json")

@@ -1,4 +1,4 @@
-"""Numbers as people read them: counts, sizes, durations; addresses without their passwords.
+"""Numbers as people read them: counts, sizes, durations.
 
 A number is scaled after rounding, so that no text ever shows `1000.0k` or `60s`.
 """
@@ -6,7 +6,6 @@ A number is scaled after rounding, so that no text ever shows `1000.0k` or `60s`
 from __future__ import annotations
 
 import math
-import re
 
 _STEPS = ("", "k", "M", "G", "T", "P", "E")
 
@@ -70,11 +69,6 @@ def number(value: float, *, digits: int = 4) -> str:
 def percent(share: float) -> str:
     """A share of one in percent with one decimal: 41.2%."""
     return f"{share * 100:.1f}%"
-
-
-def public(text: str) -> str:
-    """`text` with the password of any address in it hidden."""
-    return re.sub(r"://([^/@:\s]*):[^/\s]*@", r"://\1:***@", text)
 
 
 def _three_digits(scaled: float) -> str:

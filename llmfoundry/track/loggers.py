@@ -8,25 +8,26 @@ fails here ends a run that has begun: it is said, and what is lost is counted.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
+from llmfoundry.masking import public, public_texts
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import flat
+from llmfoundry.recipe.typed import as_written, flat
 from llmfoundry.track.console import Console
 from llmfoundry.track.environment import environment
-from llmfoundry.track.format import public
-from llmfoundry.track.metrics import BATCH, TOKEN, JsonLines, plain
+from llmfoundry.track.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
 from llmfoundry.track.mlflow_session import mlflow_target
-from llmfoundry.track.report import TRAIN_LOSS, read_json, write_report
+from llmfoundry.track.report import STATUS, TRAIN_LOSS, read_json, write_report
 from llmfoundry.track.tensorboard_session import tensorboard_target
 from llmfoundry.track.wandb_session import wandb_target
 from llmfoundry.track.writer import BackgroundWriter, RunFacts, Target, close_all, milliseconds
 
+_A_DAY = 86_400.0  # seconds for a record that is sent by a command
 # By the key of `logger` that switches it on.
 TARGETS: dict[str, Callable[[LoggerConfig, Path], Target]] = {
     "mlflow": mlflow_target,
@@ -66,14 +67,8 @@ class Tracker:
         self._in_background = False  # versions are asked for and the loggers' threads run
         self.history: dict[str, list[tuple[int, float]]] = {}
         self._in_memory = recipe.logger.in_memory
-        wanted = [target for key, target in TARGETS.items() if getattr(recipe.logger, key)]
-        self._writers = [
-            BackgroundWriter(
-                target(recipe.logger, run_folder), note=self.console.note, warn=self.console.warn
-            )
-            for target in wanted
-            if is_main
-        ]
+        say = {"note": self.console.note, "warn": self.console.warn}
+        self._writers = make_writers(recipe.logger, run_folder, **say) if is_main else []
 
     def start(self, first_batch: int, *, total: int, facts: Iterable[tuple[str, str]] = ()) -> None:
         """Open the record of a run of `total` batches that goes on after `first_batch`.
@@ -88,7 +83,7 @@ class Tracker:
         self._first, self._total = first_batch, total
         if not self._is_main:
             return
-        facts = list(facts)
+        facts = [(label, public(text)) for label, text in facts]  # which are kept
         if facts:
             self.console.banner(facts)
         dropped = self._metrics.start(first_batch) + self._samples.start(first_batch)
@@ -111,11 +106,12 @@ class Tracker:
         """Record metrics at `batch` and `tokens`; training losses get a line on the console."""
         if not self._is_main:
             return
-        self._metrics.write({BATCH: batch, TOKEN: tokens, **metrics})
+        now = milliseconds()
+        self._metrics.write({BATCH: batch, TOKEN: tokens, WALL: now, **metrics})
         if TRAIN_LOSS in metrics:
             self.console.step(batch, metrics, total=self._total)
         for writer in self._writers:
-            writer.log(batch, {TOKEN: tokens, **metrics})
+            writer.log(batch, {TOKEN: tokens, **metrics}, when=now)
         if self._in_memory:
             for name, value in metrics.items():
                 self.history.setdefault(name, []).append((batch, value))
@@ -182,16 +178,13 @@ class Tracker:
         self._in_background = True
         self._run["environment"] = environment()
         self._write_run()
-        tags = {**dict(self._run["facts"]), **self._run["environment"]}
-        if "git commit" in tags:  # the name under which MLflow's pages show it
-            tags["mlflow.source.git.commit"] = tags["git commit"].split()[0]
         facts = RunFacts(
             name=self._run["name"],
             folder=self._folder,
             first_batch=self._first,
             began=self._began,
             params=self._params,
-            tags=tags,
+            tags=tags_of(self._run),
         )
         recipe = self._folder / "recipe.yaml"
         for writer in self._writers:
@@ -206,19 +199,76 @@ class Tracker:
         """Write a file of the record; a warning if that fails."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, value)
+            write_json(path, public_texts(value))
         except OSError as error:
             self.console.warn(f"{path} was not written: {error.strerror}")
 
 
+def make_writers(
+    config: LoggerConfig,
+    folder: Path,
+    *,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> list[BackgroundWriter]:
+    """One for each place that a filled `logger` section names.
+
+    Raises:
+        UserError: a place's address or package is missing.
+    """
+    return [
+        BackgroundWriter(target(config, folder), note=note, warn=warn)
+        for key, target in TARGETS.items()
+        if getattr(config, key)
+    ]
+
+
+def send_record(
+    recipe: TrainRecipe,
+    folder: Path,
+    *,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> None:
+    """Send to every place of a filled recipe what it lacks of a run that has ended, and wait.
+
+    Raises:
+        UserError: nothing is recorded, no place is named, or one did not get everything.
+    """
+    rows = read_metrics(folder / "metrics.jsonl", lambda name: name in (BATCH, WALL))
+    if not rows:
+        raise UserError(f"run: {folder}/metrics.jsonl is empty; there is nothing to send")
+    writers = make_writers(recipe.logger, folder, note=note, warn=warn)
+    if not writers:
+        raise UserError("logger: names no place; write logger.mlflow=true, tensorboard or wandb")
+    run = read_json(folder / "run.json")
+    facts = RunFacts(
+        name=run.get("name") or folder.resolve().name,
+        folder=folder,
+        first_batch=rows[-1][BATCH],
+        began=rows[0].get(WALL, milliseconds()),
+        params=flatten(recipe),
+        tags=tags_of(run),
+    )
+    status = run.get("summary", {}).get("status")
+    for writer in writers:
+        for name in ("recipe.yaml", "report.html"):
+            if (folder / name).exists():
+                writer.file(folder / name)
+        writer.start(facts)
+    close_all(writers, status if status in STATUS else "killed", timeout=_A_DAY)
+    if not all(writer.has_all for writer in writers):
+        raise UserError("logger: not every place got everything (see above); run this again later")
+
+
+def tags_of(run: Mapping[str, Any]) -> dict[str, str]:
+    """What run.json says of a run's place, for the loggers."""
+    tags = {**dict(run.get("facts", [])), **run.get("environment", {})}
+    if "git commit" in tags:  # the name under which MLflow's pages show it
+        tags["mlflow.source.git.commit"] = tags["git commit"].split()[0]
+    return tags
+
+
 def flatten(recipe: TrainRecipe) -> dict[str, Any]:
-    """Dotted key → value of every field, for the loggers; passwords hidden."""
-    return {key: _public(value) for key, value in flat(dataclasses.asdict(recipe))}
-
-
-def _public(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _public(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_public(part) for part in value]
-    return public(value) if isinstance(value, str) else value
+    """Dotted key → value of every field, for the loggers; as it was written, secrets masked."""
+    return dict(flat(as_written(recipe)))

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from llmfoundry.errors import UserError
 
 BATCH, TOKEN = "time/batch", "time/token"
+WALL = "time/unix_ms"  # when a line was written: milliseconds since 1970
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MAX_WAITING = 256 * 2**20  # bytes of lines kept while the disk is full
 
@@ -158,6 +159,27 @@ def read_metrics(
     """
     rows = (row for _, row in _lines(path) if row is not None)
     return [{k: _restored(v) for k, v in row.items() if wanted(k)} for row in rows]
+
+
+def find_lacking(
+    path: Path, last_batch: int, steps: Callable[[str], Container[int]]
+) -> Iterator[tuple[str, float, int, int]]:
+    """Name, value, time in ms and batch of each value that a store lacks, in the file's order.
+
+    Args:
+        path: metrics.jsonl.
+        last_batch: lines after this one do not count.
+        steps: the batches for which the store has a metric.
+    """
+    written = int(path.stat().st_mtime * 1000)  # for lines of older versions, which have no time
+    known: dict[str, Container[int]] = {}
+    for row in read_metrics(path):
+        batch, when = row.pop(BATCH), row.pop(WALL, written)
+        for name, value in row.items() if batch <= last_batch else ():
+            if name not in known:
+                known[name] = steps(name)
+            if batch not in known[name]:
+                yield name, float(value), when, batch
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:

@@ -4,7 +4,8 @@ The tracker calls `mlflow_target` when a run is set up; a `BackgroundWriter` cal
 thread, because importing MLflow takes seconds. The idea: a folder's MLflow run is found again by
 the id kept in the folder, so a resumed run goes on in the same one.
 
-A resume repeats the steps after its checkpoint, and MLflow cannot delete what it has. With the same
+Steps up to the checkpoint that MLflow lacks come from metrics.jsonl (`steps`). A resume repeats the
+steps after its checkpoint, and MLflow cannot delete what it has. With the same
 recipe the repetition is exact, so values that MLflow has are not sent again, and it keeps the
 wall-clock ones of the first time. With another recipe they are sent, and it shows both;
 metrics.jsonl holds the steps once, always.
@@ -16,25 +17,28 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sqlite3
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.format import public
-from llmfoundry.track.writer import Point, RunFacts, Samples, Target
+from llmfoundry.track.writer import PATIENCE_WHILE_AWAY, Point, RunFacts, Samples, Target
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
-RUN_ID_FILE = "mlflow_run_id"
+RUN_ID_FILE, ARTIFACTS = "mlflow_run_id", "mlartifacts"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 # MLflow's limits (mlflow.utils.validation): metrics and parameters a request, characters of a name
 # and of a parameter's value.
 MAX_METRICS, MAX_PARAMS, MAX_NAME, MAX_VALUE = 1000, 100, 250, 6000
+_LOCK_SECONDS = 30.0  # after training, for a database file that another process has locked
 # Answers that a repetition would not change.
 _PERMANENT = {
     "BAD_REQUEST",
@@ -48,19 +52,28 @@ _PERMANENT = {
 
 @dataclass(frozen=True)
 class MlflowSession:
-    """An open MLflow run. `known`: the last batch of each metric that it needs no more."""
+    """An open MLflow run. `known`: of steps after `first_batch`, the last that it has already."""
 
     client: Any
     run_id: str
+    first_batch: int
     known: Mapping[str, int]
     max_points: int = MAX_METRICS
+
+    def steps(self, name: str) -> Container[int]:
+        """The batches for which the run has a value."""
+        return {m.step for m in self.client.get_metric_history(self.run_id, metric_name(name))}
 
     def send(self, points: Sequence[Point]) -> None:
         """Write at most MAX_METRICS points in one request."""
         from mlflow.entities import Metric
 
         rows = [Metric(metric_name(p.name), p.value, p.milliseconds, p.batch) for p in points]
-        rows = [row for row in rows if row.step > self.known.get(row.key, -1)]
+        rows = [
+            row
+            for row in rows
+            if row.step <= self.first_batch or row.step > self.known.get(row.key, -1)
+        ]
         if rows:
             self.client.log_batch(self.run_id, metrics=rows)
 
@@ -91,6 +104,7 @@ def mlflow_target(config: LoggerConfig, run_folder: Path) -> Target:
         partial(open_session, config.tracking_uri, config.experiment_name),
         lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),
         _is_permanent,
+        _LOCK_SECONDS if sqlite_path(config.tracking_uri) else PATIENCE_WHILE_AWAY,
     )
 
 
@@ -130,9 +144,11 @@ def open_session(
     if database is not None:
         database.parent.mkdir(parents=True, exist_ok=True)
         # Beside the database and absolute, so that `mlflow ui` finds it from any folder.
-        location = (database.parent / "mlartifacts").resolve().as_uri()
+        location = (database.parent / ARTIFACTS).resolve().as_uri()
     client = MlflowClient(tracking_uri=uri)
     found = client.get_experiment_by_name(experiment)
+    if database is not None and _move_artifacts(database, str(location)):
+        found = client.get_experiment_by_name(experiment)
     if found is None:
         number = client.create_experiment(experiment, artifact_location=location)
         found = client.get_experiment(number)
@@ -142,6 +158,40 @@ def open_session(
             f" --experiment-id {found.experiment_id}) or write another logger.experiment_name"
         )
     return _begin(client, found.experiment_id, facts, say)
+
+
+def _move_artifacts(database: Path, here: str) -> bool:
+    """Correct addresses of artifacts in a database that was moved with them; whether any was.
+
+    MLflow keeps absolute ones. Ours are beside the database, so after a copy, or under another
+    mount, they are `here`, whatever is still at the old place.
+    """
+    with closing(sqlite3.connect(database, timeout=20.0)) as connection, connection:
+        moved = [
+            (before, run_id)
+            for before, run_id in connection.execute(
+                "SELECT e.artifact_location, r.run_uuid FROM experiments e"
+                " LEFT JOIN runs r ON r.experiment_id = e.experiment_id"
+                " WHERE e.artifact_location LIKE 'file://%/' || ? AND e.artifact_location != ?",
+                (ARTIFACTS, here),
+            )
+            if (database.parent / ARTIFACTS / str(run_id)).is_dir() or not _is_folder(before)
+        ]
+        for before in {before for before, _ in moved}:
+            connection.execute(
+                "UPDATE experiments SET artifact_location = ? WHERE artifact_location = ?",
+                (here, before),
+            )
+            connection.execute(
+                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?)"
+                " WHERE substr(artifact_uri, 1, ?) = ?",
+                (here, len(before) + 1, len(before) + 1, f"{before}/"),
+            )
+    return bool(moved)
+
+
+def _is_folder(uri: str) -> bool:
+    return Path(unquote(urlsplit(uri).path)).is_dir()
 
 
 def sqlite_path(uri: str) -> Path | None:
@@ -180,14 +230,14 @@ def _begin(
         # Before the parameters: if those fail, the next try continues this run.
         file.write_text(f"{run.info.run_id}\n")
         _log_params(client, run.info.run_id, facts.params, say)
-        return MlflowSession(client, run.info.run_id, {})
+        return MlflowSession(client, run.info.run_id, facts.first_batch, {})
     client.update_run(run_id, status="RUNNING")
     changed = _tag_changes(client, run, facts.params, say)
     new = {key: v for key, v in facts.params.items() if key not in run.data.params}
     _log_params(client, run_id, new, say)
     # MLflow tells the last value of each metric together with its step.
     known = {} if changed else {m.key: m.step for m in run.data.to_proto().metrics}
-    return MlflowSession(client, run_id, known)
+    return MlflowSession(client, run_id, facts.first_batch, known)
 
 
 def _existing(client: Any, run_id: str) -> Any:
@@ -247,7 +297,7 @@ def _silence() -> None:
     """No telemetry, no lines of MLflow's own, and our retries instead of its."""
     for variable, value in {
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MLFLOW_LOGGING_LEVEL": "CRITICAL",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # with its password
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
@@ -255,4 +305,5 @@ def _silence() -> None:
     }.items():
         os.environ.setdefault(variable, value)
     for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        # its errors reach us; as lines of its own they are tracebacks, with the values of a request
+        logging.getLogger(name).setLevel(logging.CRITICAL)

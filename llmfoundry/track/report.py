@@ -19,9 +19,10 @@ from statistics import median
 from typing import Any
 
 from llmfoundry.files import write_whole
+from llmfoundry.masking import public
 from llmfoundry.track.chart import Series, line_chart
 from llmfoundry.track.console import printable
-from llmfoundry.track.format import count, number, percent, public, size
+from llmfoundry.track.format import count, number, percent, size
 from llmfoundry.track.heat_map import load_maps
 from llmfoundry.track.metrics import BATCH, TOKEN, read_metrics
 from llmfoundry.track.report_page import bar, page, pairs, table

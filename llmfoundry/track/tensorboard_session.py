@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.console import printable
-from llmfoundry.track.format import public
 from llmfoundry.track.metrics import append
 from llmfoundry.track.writer import Point, RunFacts, Samples, Target, milliseconds
 
@@ -40,7 +40,8 @@ class TensorBoardSession:
 
     def __init__(self, folder: Path, first_batch: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._first_batch = first_batch
+        self._folder, self._first_batch = folder, first_batch
+        self._read: Any = None
         path = folder / FILE.format(seconds=time.time())
         self._file = path.open("ab", buffering=0)
         now = milliseconds()
@@ -52,6 +53,16 @@ class TensorBoardSession:
             self._file.close()
             path.unlink()
             raise
+
+    def steps(self, name: str) -> Container[int]:
+        """The batches for which the folder's files have a value, as TensorBoard reads them."""
+        from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+        if self._read is None:
+            self._read = EventAccumulator(str(self._folder), size_guidance={"tensors": 0}).Reload()
+        if name not in self._read.Tags()["tensors"]:
+            return ()
+        return {event.step for event in self._read.Tensors(name)}
 
     def send(self, points: Sequence[Point]) -> None:
         """One record for the metrics of a step."""

@@ -21,7 +21,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from html import escape
 from importlib.util import find_spec
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.format import public
 from llmfoundry.track.metrics import BATCH
 from llmfoundry.track.writer import Point, RunFacts, Samples, Target, describe
 
@@ -55,6 +55,10 @@ class WandbSession:
         self._first_step = run.starting_step
         self._next_look = time.monotonic() + _LOOK_SECONDS
         self._is_away = False
+
+    def steps(self, name: str) -> Container[int]:
+        """The batches that the server has; offline nobody knows those, and none is sent again."""
+        return range(self._first_step if self._server is not None else sys.maxsize)
 
     def send(self, points: Sequence[Point]) -> None:
         """Hand metrics to W&B's process, which never fails, and look whether they can arrive."""

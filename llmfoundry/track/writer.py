@@ -3,27 +3,31 @@
 The tracker makes a `BackgroundWriter` for each on the main rank. The idea: such a place takes
 seconds to import and may be far away, full or gone, so everything happens in a daemon thread fed
 by a queue that starts after the first training step; training never waits and never fails because
-of it. What could not be sent is counted and said at the end; metrics.jsonl has it in any case.
+of it. metrics.jsonl has every value in any case: a resumed run, and scripts/track.py, compare the
+place with it and send what is not there. What could not be sent is counted and said at the end.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmfoundry.track.format import count, public
+from llmfoundry.masking import public
+from llmfoundry.track.format import count
+from llmfoundry.track.metrics import find_lacking
 
 _COLLECT_SECONDS = 2.0
 _MAX_WAITING = 500_000  # values kept while a place is away: about 100 MB
 _LONGEST_PAUSE = 60.0
-_PATIENCE, _PATIENCE_WHILE_AWAY = 30.0, 5.0  # seconds for the rest, after training
+_PATIENCE, PATIENCE_WHILE_AWAY = 30.0, 5.0  # seconds for the rest, after training
 # Trying again would not change these: no package, no permission, no such file, no such character.
 _PERMANENT = (
     ImportError,
@@ -81,6 +85,9 @@ class Session(Protocol):
     def max_points(self) -> int:
         """Of one `send`."""
 
+    def steps(self, name: str) -> Container[int]:
+        """The batches for which the place has a value of a metric."""
+
     def send(self, points: Sequence[Point]) -> None:
         """Write metrics, all or none."""
 
@@ -100,13 +107,14 @@ class Target:
 
     `open` gets a function that prints a line. `begin_anew` is called once, where a run starts from
     its first batch in a folder that may hold an earlier one's traces. `is_permanent`: whether an
-    error would come again.
+    error would come again. `patience_while_away`: seconds after training for a place that fails.
     """
 
     label: str
     open: Callable[[RunFacts, Callable[[str], None]], Session]
     begin_anew: Callable[[Path], None]
     is_permanent: Callable[[Exception], bool]
+    patience_while_away: float = PATIENCE_WHILE_AWAY
 
 
 class BackgroundWriter:
@@ -127,18 +135,21 @@ class BackgroundWriter:
         self._lost: Counter[str] = Counter()  # by kind, files by name
         self._problem = ""
         self._thread: threading.Thread | None = None
+        self._record = Path()  # metrics.jsonl
+        self.has_all = True  # once closed: whether nothing is lacking there
 
     def start(self, facts: RunFacts) -> None:
         """Begin to send; call after the first training step."""
         assert self._thread is None, "a run starts once"
         name = self._target.label
+        self._record = facts.folder / "metrics.jsonl"
         self._thread = threading.Thread(target=self._work, args=(facts,), name=name, daemon=True)
         self._thread.start()
 
-    def log(self, batch: int, metrics: Mapping[str, float]) -> None:
-        """Queue the metrics of a step; returns at once."""
-        now = milliseconds()
-        self._queue([Point(name, float(value), now, batch) for name, value in metrics.items()])
+    def log(self, batch: int, metrics: Mapping[str, float], *, when: int | None = None) -> None:
+        """Queue the metrics of a step, of now or of `when` in milliseconds; returns at once."""
+        when = milliseconds() if when is None else when
+        self._queue([Point(name, float(value), when, batch) for name, value in metrics.items()])
 
     def samples(self, batch: int, texts: Sequence[tuple[str, str]]) -> None:
         """Queue texts that the model wrote."""
@@ -152,8 +163,8 @@ class BackgroundWriter:
         """Say how the run ended, and that nothing more comes; returns at once."""
         with self._changed:
             self._status = status
-            patience = min(timeout, _PATIENCE_WHILE_AWAY) if self._is_away else timeout
-            self._deadline = time.monotonic() + patience
+            away = min(timeout, self._target.patience_while_away)
+            self._deadline = time.monotonic() + (away if self._is_away else timeout)
             self._changed.notify()
 
     def close(self) -> None:
@@ -175,7 +186,8 @@ class BackgroundWriter:
     def _queue(self, items: Sequence[Item]) -> None:
         with self._changed:
             refused = self._session is None and self._refusals > 0  # there will be no session
-            room = 0 if refused else max(0, _MAX_WAITING - len(self._waiting))
+            room = max(0, _MAX_WAITING - len(self._waiting)) if all(map(_is_point, items)) else 1
+            room = 0 if refused else room
             self._waiting.extend(items[:room])
             self._count_lost(items[room:])
             self._changed.notify()
@@ -193,10 +205,36 @@ class BackgroundWriter:
         if not (self._persist(forget, "the run") and self._persist(connect, "the run")):
             return
         assert self._session is not None
+        if facts.first_batch > 0:
+            self._catch_up(self._session, facts.first_batch)
         while self._send_some(self._session):
             pass
+        if self._lost.pop(KINDS[0], 0):  # the queue was too short
+            self._catch_up(self._session, sys.maxsize)
         assert self._status is not None
         self._is_ended = self._persist(partial(self._session.end, self._status), "the run's end")
+
+    def _catch_up(self, session: Session, last_batch: int) -> None:
+        """Send what metrics.jsonl has up to a batch, and the place has not.
+
+        That is what earlier processes logged before they were killed, or while it was away.
+        """
+        lacking: list[Point] = []
+
+        def compare() -> None:
+            found = find_lacking(self._record, last_batch, session.steps)
+            lacking[:] = [Point(*value) for value in found]
+
+        if not (self._record.exists() and self._persist(compare, "a look at what it has")):
+            return
+        for start in range(0, len(lacking), session.max_points):
+            points = lacking[start : start + session.max_points]
+            if not self._persist(*_request(session, points)):
+                self._count_lost(lacking[start:] if self._out_of_time() else points)
+                if self._out_of_time():
+                    return
+        if lacking:
+            self._note(f"{self._target.label} has {count(len(lacking))} values that it lacked")
 
     def _send_some(self, session: Session) -> bool:
         """Wait for work and send one request; False when nothing more can come."""
@@ -255,7 +293,7 @@ class BackgroundWriter:
         """Say it once; after training it is told with what is lost, which then comes soon."""
         self._is_away = True
         with self._changed:
-            soon = time.monotonic() + _PATIENCE_WHILE_AWAY
+            soon = time.monotonic() + self._target.patience_while_away
             self._deadline = min(self._deadline, soon) if self._status else self._deadline
         if self._status is None:
             self._warn(
@@ -299,17 +337,22 @@ class BackgroundWriter:
         ]
         if cut_off or not self._is_ended:
             missing.append("the end of the run")
-        if missing or self._refusals:
+        self.has_all = not (missing or self._refusals)
+        if not self.has_all:
+            folder = self._record.parent
+            later = f"; later: python scripts/track.py run={folder}" * self._record.exists()
             self._warn(
                 f"{self._target.label} lacks {', '.join(missing) or 'what it refused'}:"
-                f" {self._problem or 'out of time'}; metrics.jsonl has every value"
+                f" {self._problem or 'out of time'}; metrics.jsonl has every value{later}"
             )
 
 
-def close_all(writers: Sequence[BackgroundWriter], status: str) -> None:
+def close_all(
+    writers: Sequence[BackgroundWriter], status: str, *, timeout: float = _PATIENCE
+) -> None:
     """End a run everywhere; all send their rest at the same time."""
     for writer in writers:
-        writer.end(status)
+        writer.end(status, timeout=timeout)
     for writer in writers:
         writer.close()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.track.format import public
+from llmfoundry.masking import public
 from llmfoundry.track.mlflow_session import metric_name, param_value
 from llmfoundry.track.writer import BackgroundWriter
 from tests.track.hearing import Hears, closed_port, facts, finish, writer

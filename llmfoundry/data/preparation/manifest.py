@@ -19,6 +19,7 @@ from llmfoundry.data.preparation.outputs import STREAMS, Counts
 from llmfoundry.data.preparation.parts import REPEAT, Part
 from llmfoundry.data.preparation.place import Place
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public
 
 MANIFEST = "manifest.json"
 _LIBRARIES = ("llmfoundry-recipes", "tokenizers", "numpy")
@@ -98,14 +99,14 @@ def make_manifest(
         dropped.update(part.dropped)
         checksums.update(part.checksums)
     sources = [
-        {"name": file.name, "bytes": file.size}
+        {"name": public(file.name), "bytes": file.size}
         | ({"sha256": checksums[n]} if n in checksums else {"stamp": file.stamp})
         for n, file in enumerate(corpus.files)
     ]
     return Manifest(
         settings=settings,
         corpus=corpus.fingerprint(),
-        about={name: text for name, text in about.items() if text},
+        about={name: public(text) for name, text in about.items() if text},
         counts=counts,
         dropped=dict(sorted(dropped.items())),
         ignored=corpus.ignored,

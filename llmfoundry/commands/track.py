@@ -1,0 +1,34 @@
+"""`scripts/track.py`: what a run's metrics.jsonl has, to the stores that lack it."""
+
+from __future__ import annotations
+
+from llmfoundry.build.job import filled
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.paths import find_file
+from llmfoundry.recipe.track import TrackRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import require
+from llmfoundry.track.console import Console
+from llmfoundry.track.loggers import send_record
+
+
+def track(recipe: TrackRecipe) -> None:
+    """Compare and send, for as long as it takes.
+
+    Raises:
+        UserError: the folder has no record of a run, or a store did not get it all.
+    """
+    assert recipe.run is not None
+    folder = find_file(recipe.run, "run")
+    if not (folder / "recipe.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
+        raise UserError(
+            f"run: {folder} has no recipe.yaml or no metrics.jsonl; write a run's folder"
+        )
+    written = load(TrainRecipe, folder / "recipe.yaml")
+    if recipe.logger is None:
+        require(written, "logger")
+    else:
+        written.logger = recipe.logger
+    console = Console()
+    send_record(filled(written), folder, note=console.note, warn=console.warn)
