@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from llmfoundry.errors import UserError
 from llmfoundry.ops.host_memory import keep_memory
+from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import ParallelConfig
 
 
@@ -49,6 +50,7 @@ def relaunch(config: ParallelConfig) -> None:
         return
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
+    keep_children()
     os.execv(sys.executable, [*torchrun, f"--nproc-per-node={wanted}", *sys.argv])
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmfoundry.errors import UserError
+from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.argv import CommandLine, parse
 from llmfoundry.recipe.paths import YAMLS, find_recipe, show
 from llmfoundry.recipe.typed import Problem, build, dump, keys, to_dict, to_yaml
@@ -43,6 +44,7 @@ def run(
             which a run failed.
     """
     started = False
+    end_with_starters()
     try:
         recipe = _answer(recipe_type, parse(sys.argv[1:] if argv is None else argv), help or "")
         if recipe is not None:
