@@ -1,8 +1,13 @@
 """What a user did wrong: the one exception that every room raises and every script prints.
 
-A `UserError` becomes one line per problem on stderr and exit status 2, never a traceback. Anything
-else that escapes is a defect of ours and keeps its traceback.
+A `UserError` becomes one line per problem on stderr and exit status 2, never a traceback; so does a
+`RunFailure`, with status 1. Anything else that escapes is a defect of ours and keeps its traceback.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -12,3 +17,30 @@ class UserError(Exception):
         assert problems, "a UserError names at least one problem"
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class RunFailure(Exception):
+    """What ended a run by no mistake of its user's, as a line; the same command may succeed."""
+
+
+@contextmanager
+def enough_memory(advice: str) -> Iterator[None]:
+    """Tell what to write where the block runs out of memory, the host's or a device's.
+
+    Args:
+        advice: the recipe's key, its value, and what to write instead.
+
+    Raises:
+        UserError: it did.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error) or type(error).__name__
+        if not isinstance(error, MemoryError) and not any(s in reason for s in _OUT_OF_MEMORY):
+            raise
+        raise UserError(f"{advice} ({' '.join(reason.split())[:300]})") from error
+
+
+# As PyTorch says it of the host, of CUDA and of cuBLAS.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")

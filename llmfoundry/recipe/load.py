@@ -11,11 +11,12 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import RunFailure, UserError
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.argv import CommandLine, parse
 from llmfoundry.recipe.paths import YAMLS, find_recipe, show
@@ -40,8 +41,8 @@ def run(
         help: the script's docstring, printed by --help.
 
     Raises:
-        SystemExit: 2 after a UserError (its lines on stderr), 130 after Ctrl-C, 1 after a sweep in
-            which a run failed.
+        SystemExit: 2 after a UserError (its lines on stderr), 130 after Ctrl-C, 1 after a
+            RunFailure, or a sweep in which a run failed.
     """
     started = False
     end_with_starters()
@@ -51,15 +52,32 @@ def run(
             started = True
             module, _, function = target.partition(":")
             getattr(importlib.import_module(module), function)(recipe)
-    except UserError as error:
+    except (UserError, RunFailure) as error:
         rank = int(os.environ.get("RANK", 0))
         # Every process finds the same mistakes in a recipe; later ones may be a single rank's.
         if rank == 0 or started:
             prefix = f"[rank {rank}] " if rank else ""
-            print(*(f"{prefix}{line}" for line in error.problems), sep="\n", file=sys.stderr)
-        sys.exit(2)
+            lines = str(error).splitlines()
+            print(*(f"{prefix}{line}" for line in lines), sep="\n", file=sys.stderr)
+        _exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        _exit(130)
+    except Exception:
+        traceback.print_exc()
+        _exit(1)
+
+
+def _exit(status: int) -> NoReturn:
+    """End this process after an error; as one of several without waiting for any other.
+
+    Python would first wait for its threads, and PyTorch for messages under way: for as long as
+    parallel.dist_timeout, while the others wait for this one's end to end themselves.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:

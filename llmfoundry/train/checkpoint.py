@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, host_group
 
 # said by torch for every save and load of a run that has one process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -167,7 +167,7 @@ class Checkpointer:
         self._folder, self._world, self._extras = run_folder, world, extras
         self._keep, self._background = keep, background
         # its own group: the background thread's messages must not mix with the step's
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group = host_group(world)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
