@@ -6,6 +6,7 @@ A `UserError` becomes one line per problem on stderr and exit status 2, never a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,7 +40,8 @@ def enough_memory(advice: str) -> Iterator[None]:
         reason = str(error) or type(error).__name__
         if not isinstance(error, MemoryError) and not any(s in reason for s in _OUT_OF_MEMORY):
             raise
-        raise UserError(f"{advice} ({' '.join(reason.split())[:300]})") from error
+        asked = re.search(r"tried to allocate [\d.]+ \w+", reason, re.IGNORECASE)
+        raise UserError(f"{advice} ({asked[0].lower() if asked else reason[:100]})") from error
 
 
 # As PyTorch says it of the host, of CUDA and of cuBLAS.

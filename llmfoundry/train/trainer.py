@@ -195,10 +195,12 @@ class Trainer:
 
     def _smaller(self) -> str:
         """What to write where a step does not fit into the memory."""
-        less = f"write {self.microbatch // 2}" if self.microbatch > 1 else "write a smaller model"
+        less = [str(self.microbatch // 2)] if self.microbatch > 1 else ["a smaller model"]
+        if not self.recipe.parallel.activation_checkpointing:
+            less.append("parallel.activation_checkpointing=true")
         return (
             f"device_train_microbatch_size: step {self.batch + 1} ran out of memory at"
-            f" {self.microbatch}; {less}, or parallel.activation_checkpointing=true"
+            f" {self.microbatch}; write {' or '.join(less)}"
         )
 
     def _seed(self) -> None:
