@@ -1,8 +1,14 @@
 """What a user did wrong: the one exception that every room raises and every script prints.
 
-A `UserError` becomes one line per problem on stderr and exit status 2, never a traceback. Anything
-else that escapes is a defect of ours and keeps its traceback.
+A `UserError` becomes one line per problem on stderr and exit status 2, never a traceback; so does a
+`RunFailure`, with status 1. Anything else that escapes is a defect of ours and keeps its traceback.
 """
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -22,3 +28,31 @@ def one_line(error: BaseException) -> str:
             return at.strerror + (f" ({at.filename})" if at.filename else "")
         at = at.__cause__ or at.__context__
     return " ".join(str(error).split()) or type(error).__name__
+
+
+class RunFailure(Exception):
+    """What ended a run by no mistake of its user's, as a line; the same command may succeed."""
+
+
+@contextmanager
+def enough_memory(advice: str) -> Iterator[None]:
+    """Tell what to write where the block runs out of memory, the host's or a device's.
+
+    Args:
+        advice: the recipe's key, its value, and what to write instead.
+
+    Raises:
+        UserError: it did.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error) or type(error).__name__
+        if not isinstance(error, MemoryError) and not any(s in reason for s in _OUT_OF_MEMORY):
+            raise
+        asked = re.search(r"tried to allocate [\d.]+ \w+", reason, re.IGNORECASE)
+        raise UserError(f"{advice} ({asked[0].lower() if asked else reason[:100]})") from error
+
+
+# As PyTorch says it of the host, of CUDA and of cuBLAS.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")

@@ -11,6 +11,7 @@ import torch
 from llmfoundry.build.eval_budget import EvalBudget
 from llmfoundry.build.job import Job
 from llmfoundry.data.validation import validation_batches
+from llmfoundry.errors import enough_memory
 from llmfoundry.gauntlet.gauntlet import Answered, Asking, Gauntlet
 from llmfoundry.gauntlet.own_model import OwnModel
 from llmfoundry.gauntlet.results import GauntletResult
@@ -57,6 +58,10 @@ def build_evaluate(
         budget = EvalBudget(config.icl_max_fraction, folder, job.world, job.note, resumed=resumed)
     measure_text = build_validation(job, config, rows) if config.validation else dict
 
+    @enough_memory(
+        f"device_eval_batch_size: the evaluation ran out of memory at {rows}; write"
+        f" {max(1, rows // 2)}"
+    )
     def evaluate(batch: int) -> dict[str, float]:
         metrics: dict[str, float] = measure_text()
         if gauntlet is not None:

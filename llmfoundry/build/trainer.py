@@ -17,7 +17,7 @@ from llmfoundry.build.job import Job, attention_refusal, build_root, experts_ref
 from llmfoundry.build.start import fill_weights, find_start, run_identity
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
 from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.gauntlet import Answered
@@ -122,6 +122,10 @@ def make_tokenizer(recipe: TrainRecipe, world: World) -> Tokenizer:
     return build_tokenizer(recipe.tokenizer, data, progress=world.is_main)
 
 
+@enough_memory(
+    "model: its weights ran out of memory; write a smaller one, or spread it with"
+    " parallel.data_parallel_shard_degree"
+)
 def build_model(recipe: TrainRecipe, world: World, mesh: DeviceMesh | None) -> Root:
     """The model in its shards, with memory and without weights. The order matters."""
     root = build_root(recipe)

@@ -23,7 +23,7 @@ from llmfoundry.build.subjects import Outside, is_outside, open_outside
 from llmfoundry.build.trainer import memory_of_process
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch
-from llmfoundry.files import write_json
+from llmfoundry.files import whole_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.masking import OPTIONS, public, public_texts
@@ -69,9 +69,9 @@ class Examined:
         self.results = public_texts(self.results)
         write_json(self.folder / "results.json", self.results)
         if self.answers:
-            with (self.folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+            with whole_file(self.folder / "rows.jsonl") as file:  # another may write there too
                 for part in self.answers:
-                    file.writelines(f"{line}\n" for line in part.lines())
+                    file.writelines(f"{line}\n".encode() for line in part.lines())
             write_eval_page(self.folder / PAGE, [(self.name, self.results["gauntlet"])])
 
 

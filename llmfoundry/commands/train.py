@@ -6,6 +6,7 @@ import gzip
 from pathlib import Path
 
 from llmfoundry.build.job import Job, filled, from_main
+from llmfoundry.build.run_lock import only_run
 from llmfoundry.build.trainer import build_trainer
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
@@ -26,7 +27,8 @@ def train(recipe: TrainRecipe) -> None:
     relaunch(recipe.parallel)
     if recipe.deterministic:
         set_deterministic()
-    with join(recipe.parallel) as world:
+    folder = Path(recipe.save_folder)
+    with join(recipe.parallel) as world, only_run(folder, world, note=print):
         _train(recipe, world)
 
 

@@ -30,6 +30,7 @@ from llmfoundry.data.rows import Rows
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.host_memory import keep_memory
+from llmfoundry.processes import end_with_parent
 
 if TYPE_CHECKING:
     from llmfoundry.data.loader import Loader
@@ -211,8 +212,18 @@ def _context() -> multiprocessing.context.BaseContext:
 
 
 def _start_worker(closing: Any, _: int) -> None:
-    """In a new process: go on through the signals that make the run end after its step."""
+    """In a new process: go on through the signals that make the run end after its step.
+
+    As in the run's own process a second SIGTERM ends it at once.
+    """
+    end_with_parent()
     keep_memory()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are parallel by themselves
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if closing.value else None)
+    signal.signal(signal.SIGTERM, partial(_terminate, closing))
+
+
+def _terminate(closing: Any, *_: object) -> None:
+    if closing.value:
+        os._exit(0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -16,9 +16,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from llmfoundry.errors import UserError
 from llmfoundry.ops.host_memory import keep_memory
+from llmfoundry.parallel.lost_ranks import explain
+from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import ParallelConfig
 
 
@@ -30,6 +33,8 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    timeout: timedelta = timedelta(minutes=10)
+    """How long a collective waits for the others."""
 
     @property
     def is_main(self) -> bool:
@@ -49,6 +54,7 @@ def relaunch(config: ParallelConfig) -> None:
         return
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
+    keep_children()
     os.execv(sys.executable, [*torchrun, f"--nproc-per-node={wanted}", *sys.argv])
 
 
@@ -91,18 +97,39 @@ def join(config: ParallelConfig) -> Iterator[World]:
         torch.cuda.set_device(device)
     else:
         keep_memory()  # a GPU's PyTorch keeps itself
-    if size > 1:
-        _init_process_group(config, rank, size, device)
+    world = World(rank, size, local_rank, device, timedelta(seconds=config.dist_timeout))
+    if size == 1:
+        yield world
+        return
+    _init_process_group(world)
     try:
-        yield World(rank, size, local_rank, device)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        yield world
+    except Exception as error:
+        # The groups stay as they are: to leave them is to wait for the others.
+        store = distributed_c10d._get_default_store()
+        lost = explain(error, store, rank=rank, size=size, timeout=world.timeout)
+        if lost is None:
+            raise
+        raise lost from error
+    dist.destroy_process_group()
 
 
-def _init_process_group(config: ParallelConfig, rank: int, size: int, device: torch.device) -> None:
-    timeout = timedelta(seconds=config.dist_timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def host_group(world: World) -> dist.ProcessGroup | None:
+    """A group of all processes for messages of their own, host to host; None for one process."""
+    return None if world.size == 1 else dist.new_group(backend="gloo", timeout=world.timeout)
+
+
+def device_timeout(world: World) -> timedelta:
+    """How long a collective between devices waits.
+
+    NCCL ends a process without a word that helps; the host's messages are to notice before it.
+    """
+    return world.timeout + timedelta(seconds=30 if world.device.type == "cuda" else 0)
+
+
+def _init_process_group(world: World) -> None:
+    rank, size, timeout = world.rank, world.size, device_timeout(world)
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if restart in (None, "0"):
         dist.init_process_group(backend, timeout=timeout)

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, device_timeout
 from llmfoundry.recipe.parallel import ParallelConfig
 
 REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
@@ -48,7 +49,10 @@ def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh | None:
     shape = degrees(config, world.size)
     if world.size == 1:
         return None
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(device_timeout(world), group)  # each has PyTorch's own otherwise
+    return mesh
 
 
 def materialize(

@@ -14,10 +14,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from llmfoundry.errors import UserError, one_line
+from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.masking import hide, hide_override, mask_tracebacks, public
+from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.argv import CommandLine, parse
 from llmfoundry.recipe.paths import YAMLS, find_recipe, show
 from llmfoundry.recipe.typed import Problem, build, is_named, keys, remember, require, to_yaml
@@ -43,33 +44,47 @@ def run(
 
     Raises:
         SystemExit: 2 after a UserError (its lines on stderr) or on a full disk, 130 after Ctrl-C, 1
-            after a sweep in which a run failed.
+            after a RunFailure, or a sweep in which a run failed.
     """
     started = False
     mask_tracebacks()
+    end_with_starters()
     try:
         recipe = _answer(recipe_type, parse(sys.argv[1:] if argv is None else argv), help or "")
         if recipe is not None:
             started = True
             module, _, function = target.partition(":")
             getattr(importlib.import_module(module), function)(recipe)
-    except UserError as error:
+    except (UserError, RunFailure) as error:
         rank = int(os.environ.get("RANK", 0))
         # Every process finds the same mistakes in a recipe; later ones may be a single rank's.
         if rank == 0 or started:
             prefix = f"[rank {rank}] " if rank else ""
-            lines = (f"{prefix}{public(line)}" for line in error.problems)
+            lines = (f"{prefix}{public(line)}" for line in str(error).splitlines())
             print(*lines, sep="\n", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        print(
-            f"{public(one_line(error))}; make room there, and run the same command", file=sys.stderr
-        )
-        sys.exit(2)
+        _exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        _exit(130)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            line = f"{one_line(error)}; make room there, and run the same command"
+            print(public(line), file=sys.stderr)
+            _exit(2)
+        sys.excepthook(*sys.exc_info())  # which masks secrets
+        _exit(1)
+
+
+def _exit(status: int) -> NoReturn:
+    """End this process after an error; as one of several without waiting for any other.
+
+    Python would first wait for its threads, and PyTorch for messages under way: for as long as
+    parallel.dist_timeout, while the others wait for this one's end to end themselves.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:

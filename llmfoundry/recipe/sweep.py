@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public_override
+from llmfoundry.processes import keep_children
 from llmfoundry.recipe import load
 from llmfoundry.recipe.argv import CommandLine
 from llmfoundry.recipe.grammar import choices, key_and_text
@@ -45,6 +47,7 @@ def sweep(recipe_type: type, command: CommandLine) -> int:
     """
     if "RANK" in os.environ:
         raise UserError("-m: starts processes of its own; run it without torchrun")
+    keep_children()
     points = _points(recipe_type, command)
     recipe = [] if command.recipe is None else [command.recipe]
     for number, point in enumerate(points, 1):
@@ -104,13 +107,19 @@ def _folder_name(words: list[str]) -> str:
 
 
 def _execute(arguments: list[str]) -> int:
-    """Run a process to its end; after Ctrl-C, which it gets too, it may still save what it has."""
+    """Run a process to its end; after Ctrl-C or SIGTERM, which it gets too, it may still save."""
     process = subprocess.Popen(arguments)
+
+    def terminate(number: int, _: object) -> None:
+        process.terminate()
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         return process.wait()
-    except KeyboardInterrupt:
+    finally:
         process.wait()
-        raise
+        signal.signal(signal.SIGTERM, before)
 
 
 def _table(points: list[Point]) -> str:

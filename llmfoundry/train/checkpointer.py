@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json, write_whole
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, host_group
 from llmfoundry.train.checkpoint import (
     COMMIT,
     batch_of,
@@ -73,7 +73,7 @@ class Checkpointer:
         self._keep, self._background = keep, background
         self._max_failures, self._warn = max_failures, warn
         # its own group: the background thread's messages must not mix with the step's
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group = host_group(world)
         self._thread: threading.Thread | None = None
         self._began = time.time()
         self._saved: int | None = None  # the newest batch that this process knows to be saved

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, host_group
 
 
 class StopSignal:
@@ -30,7 +30,7 @@ class StopSignal:
         self._world = world
         self._failure: BaseException | None = None
         self._failed = False
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group = host_group(world)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def __enter__(self) -> StopSignal:

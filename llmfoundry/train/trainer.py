@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from llmfoundry.data.ahead import Batches
 from llmfoundry.data.loader import Loader
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import Routing
 from llmfoundry.ops.batch import IGNORE, Batch
@@ -167,18 +167,19 @@ class Trainer:
         logs = following == self.clock.total or self.clock.is_due(
             self.recipe.log_interval, following
         )
-        result = train_step(
-            self.module,
-            self.optimizer,
-            batch.to(self.world.device),
-            number=self.batch,
-            microbatch=self.microbatch,
-            autocast=self.autocast,
-            clipping=self.recipe.gradient_clipping,
-            guard=self.guard,
-            on_gradients=self._on_gradients if logs else None,
-            before_update=stop.check,
-        )
+        with enough_memory(self._smaller()):
+            result = train_step(
+                self.module,
+                self.optimizer,
+                batch.to(self.world.device),
+                number=self.batch,
+                microbatch=self.microbatch,
+                autocast=self.autocast,
+                clipping=self.recipe.gradient_clipping,
+                guard=self.guard,
+                on_gradients=self._on_gradients if logs else None,
+                before_update=stop.check,
+            )
         self.batch = following
         self._loss_sum = self._loss_sum + torch.stack([result.loss, *result.parts.values()])
         self._loss_count += 1
@@ -192,6 +193,16 @@ class Trainer:
             callback.on_step(self)
         if self.done or self.is_due(self.recipe.save_interval):
             self.save(last=self.done)
+
+    def _smaller(self) -> str:
+        """What to write where a step does not fit into the memory."""
+        less = [str(self.microbatch // 2)] if self.microbatch > 1 else ["a smaller model"]
+        if not self.recipe.parallel.activation_checkpointing:
+            less.append("parallel.activation_checkpointing=true")
+        return (
+            f"device_train_microbatch_size: step {self.batch + 1} ran out of memory at"
+            f" {self.microbatch}; write {' or '.join(less)}"
+        )
 
     def _seed(self) -> None:
         """Make the step's draws a function of (seed, batch, process).

@@ -302,14 +302,14 @@ def test_what_goes_wrong_is_raised_at_its_step(folder: Path, tmp_path: Path, wor
 
 
 @pytest.mark.slow  # PyTorch looks after its workers every five seconds
-def test_a_killed_worker_is_an_error_not_a_hang(web: OrderedStream) -> None:
+def test_a_worker_that_ends_is_an_error_not_a_hang(web: OrderedStream) -> None:
     with closing(loader([web], workers=1).prefetch(0)) as batches:
         next(batches)
         (worker,) = multiprocessing.active_children()
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGTERM)  # that of a run's end: the step goes on
         next(batches)
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(worker.pid, signal.SIGTERM)  # a second one ends it, as it ends the run
         with pytest.raises(RuntimeError, match="exited unexpectedly"):
             for _ in range(1000):
                 next(batches)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from recipe_front import Front
 
@@ -86,3 +88,30 @@ def test_a_sweep_under_torchrun_is_a_mistake(front: Front, monkeypatch: pytest.M
     monkeypatch.setenv("RANK", "0")
     errors = front(QUICKSTART, "-m", "seed=1,2").errors
     assert errors == ["-m: starts processes of its own; run it without torchrun"]
+
+
+STOPPABLE = """
+import os, signal, sys, time
+def wait(recipe):
+    def saved(*_):
+        print("saved", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, saved)
+    print("pid", os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_the_point_at_work_ends_with_its_sweep(tmp_path: Path, end: signal.Signals) -> None:
+    (tmp_path / "sweep_target.py").write_text(STOPPABLE)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("remember", "wait"))
+    arguments = [sys.executable, "script.py", QUICKSTART, "-m", "seed=1,2"]
+    with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = next(int(line.split()[1]) for line in process.stdout if line.startswith("pid"))
+        process.send_signal(end)
+        said = process.stdout.read()  # until both are gone, for the pipe is the point's too
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert ("saved" in said) == (end == signal.SIGTERM)
+    assert "pid" not in said  # no other point was begun

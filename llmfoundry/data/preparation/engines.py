@@ -9,16 +9,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
-from multiprocessing import connection
 from typing import Any
 
 from llmfoundry.data.preparation.ray_engine import ray_engine
 from llmfoundry.errors import UserError
+from llmfoundry.processes import end_with_parent
 
 Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
@@ -84,19 +83,11 @@ _work: Callable[[Any], Any] | None = None  # of this process, set once, with the
 
 def _begin(work: Callable[[Any], Any]) -> None:
     global _work
+    end_with_parent()
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process' to answer
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _call(task: Any) -> Any:
     assert _work is not None
     return _work(task)
-
-
-def _end_with_parent() -> None:
-    """A worker would wait for ever for a main process that was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)

@@ -1,0 +1,57 @@
+"""Processes that end with those that they work for, however these end.
+
+Who is killed (kill -9, out of memory) cannot end its helpers, and the system does not either: a
+fork server stays the parent of its workers, and torchrun's processes are sessions of their own. The
+one idea: every helper looks by itself, twice a second, whether the process that it works for is
+still there. Called by whatever of ours starts processes, and first of all by every script.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+
+import psutil
+
+_SECONDS = 0.5  # between two looks; the next start of a run waits longer for its folder
+_STARTERS = (
+    "LLMFOUNDRY_END_WITH"  # of the environment: ids of the processes that a script ends with
+)
+
+
+def end_with(pid: int) -> None:
+    """From now on end this process, at once and without a word, when process `pid` has ended."""
+    threading.Thread(target=_watch, args=(pid,), name="end_with", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """The same in a worker of multiprocessing, for the process that it was started by and for."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    end_with(parent.pid)
+
+
+def end_with_starters() -> None:
+    """The same in a script, for torchrun and for scripts of ours that called `keep_children`."""
+    pids = {int(pid) for pid in os.environ.get(_STARTERS, "").split()}
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own, who says so by no other means
+        pids.add(os.getppid())
+    for pid in pids:
+        end_with(pid)
+
+
+def keep_children() -> None:
+    """Let scripts that this process starts from now on, or becomes the torchrun of, end with it."""
+    os.environ[_STARTERS] = f"{os.environ.get(_STARTERS, '')} {os.getpid()}".strip()
+
+
+def _watch(pid: int) -> None:
+    try:
+        process = psutil.Process(pid)  # knows it by its start time too, should the id come again
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(_SECONDS)
+    except psutil.NoSuchProcess:
+        pass
+    os._exit(1)

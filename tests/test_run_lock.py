@@ -1,0 +1,104 @@
+"""One run at a time in a folder; what two ranks say of it is in parallel/test_lost_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmfoundry.build import run_lock
+from llmfoundry.errors import UserError
+from llmfoundry.parallel.launch import World
+from tests.tiny import ENV, write_recipe
+from tests.train.here import train_here
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+# A forked child has the parent's open files, and would have its lock.
+HOLDER = """
+import os, sys, time, torch
+from pathlib import Path
+from llmfoundry.build.run_lock import only_run
+from llmfoundry.parallel.launch import World
+with only_run(Path(sys.argv[1]), World(0, 1, 0, torch.device("cpu")), note=print):
+    if os.fork() == 0:
+        print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold(folder: Path) -> None:
+    with run_lock.only_run(folder, ALONE, note=print):
+        assert (folder / run_lock.NAME).exists()
+
+
+def test_a_folder_is_free_as_soon_as_its_owner_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    arguments = [sys.executable, "-c", HOLDER, str(folder)]
+    process = subprocess.Popen(
+        arguments, env=ENV, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
+        with pytest.raises(UserError) as refused:
+            hold(folder)
+        (line,) = refused.value.problems
+        assert f"process {process.pid} on {socket.gethostname()}, since 20" in line
+        assert line.startswith(f"save_folder: {folder} is in use") and "another run_name" in line
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        monkeypatch.setattr(run_lock, "_PATIENCE", 5.0)
+        began = time.monotonic()
+        hold(folder)  # its child still lives
+        assert time.monotonic() - began < 2
+        assert not folder.exists()  # a run that wrote nothing leaves nothing
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_refused_start_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
+    folder = train_here("one", "max_duration=2ba")
+    assert not (folder / run_lock.NAME).exists()
+
+    def state() -> dict[str, int]:
+        files = (path for path in tmp_path.rglob("*") if path.is_file())
+        return {str(path): path.stat().st_mtime_ns for path in files}
+
+    with run_lock.only_run(folder, ALONE, note=print):
+        before = state()
+        for more in ("autoresume=true", "save_overwrite=true"):
+            with pytest.raises(UserError, match=r"^save_folder: runs/one is in use"):
+                train_here("one", "max_duration=4ba", "logger.mlflow=true", more)
+        assert state() == before
+    train_here("one", "max_duration=4ba")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"^save_folder: \S+/file cannot be written \("):
+        hold(tmp_path / "file")
+
+
+def test_without_locks_a_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    notes: list[str] = []
+    with run_lock.only_run(tmp_path / "run", ALONE, note=notes.append):
+        pass
+    assert len(notes) == 1 and "has no locks" in notes[0]
