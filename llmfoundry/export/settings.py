@@ -101,6 +101,8 @@ def _plain(config: ModelConfig) -> ModelConfig:
     scale, default = attn.softmax_scale, (config.head_dim or 1) ** -0.5
     if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
         attn = dataclasses.replace(attn, softmax_scale=None)
+    if attn.norm_type is not None:
+        attn = dataclasses.replace(attn, norm_type=attn.norm_type.removeprefix(LOW))
     name, arguments = ffn.activation
     if arguments.items() <= DEFAULT_ARGUMENTS.get(name, {}).items():
         ffn = dataclasses.replace(ffn, ffn_act_fn=name)
@@ -172,23 +174,25 @@ def unkept(config: ModelConfig, name: str) -> list[str]:
         for key, off in TRAINING.items()
         if get(config, key) != off and not architecture.keeps(key)
     ]
-    if config.norm_type.startswith(LOW):
-        lines.append(
-            f"model.norm_type: {config.norm_type} is written as"
-            f" {config.norm_type.removeprefix(LOW)}; transformers has no other, and in fp32 the"
-            " two are one"
-        )
-    return lines
+    norms = {"norm_type": config.norm_type, "attn_config.norm_type": config.attn_config.norm_type}
+    if norms["norm_type"] == norms["attn_config.norm_type"]:
+        del norms["attn_config.norm_type"]
+    return lines + [
+        f"model.{key}: {norm} is written as {norm.removeprefix(LOW)}; transformers has no other,"
+        " and in fp32 the two are one"
+        for key, norm in norms.items()
+        if norm is not None and norm.startswith(LOW)
+    ]
 
 
-def unread(written: Mapping[str, Any]) -> list[str]:
-    """A line for each dropout in config.json that the decoder has not, or has elsewhere."""
-    kind = written.get("model_type")
-    keys = next((a.unread for a in ARCHITECTURES.values() if a.model_type == kind), ())
+def unread(written: Mapping[str, Any], name: str) -> list[str]:
+    """A line for each dropout in config.json of `name` that the decoder has not, or elsewhere."""
+    if name in (OWN, FOUNDRY):
+        return []
     return [
         f"config.json: {key} {_look_up(written, key, 0)} is left out; the decoder has no such"
         " dropout, and only training feels it"
-        for key in keys
+        for key in ARCHITECTURES[name].unread
         if _look_up(written, key, 0)
     ]
 
@@ -230,12 +234,29 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     return names[kind], _assemble(values)
 
 
+def said_biases(written: Mapping[str, Any], name: str, config: ModelConfig) -> dict[str, bool]:
+    """Whether rules of each kind of bias (`models.hf_maps.has_bias`) have one in the file.
+
+    Args:
+        written: config.json.
+        name: its architecture.
+        config: what `read_settings` made of it.
+    """
+    if name == FOUNDRY:
+        return {kind: has_bias(kind, config) for kind in ("never", "qkv", "other")}
+    architecture = ARCHITECTURES[name]
+    said = {"never": False, "always": True}
+    for key, kind in architecture.biases.items():
+        said[kind] = bool(_look_up(written, key, architecture.biased))
+    return said
+
+
 def _read_own(written: dict[str, Any]) -> ModelConfig:
     problems: list[Problem] = []
     config = build(ModelConfig, written.get("settings", {}), problems, "settings.")
     if problems:
         raise UserError(*(f"config.json: {problem.line}" for problem in problems))
-    return config
+    return _filled(config, [])
 
 
 def _look_up(written: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -269,8 +290,8 @@ def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: 
         value = _look_up(written, fixed.theirs, fixed.default)
         if value is not ANYTHING and fixed.default is not ANYTHING and value != fixed.value:
             problems.append(
-                f"config.json: {fixed.theirs} {show(value)}; the decoder has only"
-                f" {show(fixed.value)}"
+                f"config.json: {fixed.theirs} {show(value)}; {architecture.model_type} is read"
+                f" with {show(fixed.value)} alone{architecture.advice}"
             )
     if written.get("quantization_config") is not None:
         problems.append("config.json: quantization_config; write a folder that is not quantised")
