@@ -38,8 +38,8 @@ from llmfoundry.recipe.model import ModelConfig
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = "lm_head.weight"
 UNTIED = (
-    "config.json: tie_word_embeddings true, but lm_head.weight is not {embedding}: both are read, as"
-    " transformers 5 does"
+    "config.json: tie_word_embeddings true, but lm_head.weight is not {embedding}; both are read,"
+    " as transformers 5 does"
 )
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)
 TOKENIZER_FILES = (
@@ -245,7 +245,10 @@ def from_hf(
             where = {key if key == HEAD else base + key: key for key in names}
 
         def read(key: str) -> Tensor:
-            return get(where[key])
+            tensor = get(where[key])
+            if tensor.dtype not in DTYPES.values():
+                raise UserError(f"{key}: is {tensor.dtype}; the decoder reads {', '.join(DTYPES)}")
+            return tensor
 
         if config.tie_word_embeddings and HEAD in where:
             if embedding not in where:

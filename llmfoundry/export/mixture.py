@@ -147,7 +147,6 @@ MIXTURES: dict[str, Architecture] = {  # rows of architectures.py
             NO_QKV_BIAS,
             HEADS_FILL,
             HAS_CLIP,
-            only("tie_word_embeddings", False),
         ),
         (
             *MOSAIC_FIELDS,

@@ -48,7 +48,8 @@ def choose(config: ModelConfig, architecture: str | None) -> str:
     of these the first of the table.
 
     Raises:
-        UserError: it does not fit, or none does; a line for each setting in its way.
+        UserError: it does not fit, or none does: what to write instead, and a line for each setting
+            in its way.
     """
     if architecture == OWN:
         return OWN
@@ -68,9 +69,9 @@ def choose(config: ModelConfig, architecture: str | None) -> str:
         why = f"no transformers architecture is exactly this model; {name} is nearest"
     lines = [f"model.{key}: {_say(config, key)}; {name} needs {must}" for key, must in missed]
     raise UserError(
-        *lines,
         f"architecture: {why}; write architecture={OWN} for a folder that transformers loads"
         " after `import llmfoundry.hf`",
+        *lines,
     )
 
 
@@ -174,6 +175,11 @@ def unkept(config: ModelConfig, name: str) -> list[str]:
         for key, off in TRAINING.items()
         if get(config, key) != off and not architecture.keeps(key)
     ]
+    if MAPS[name].own_head and config.tie_word_embeddings:
+        lines.append(
+            f"model.tie_word_embeddings: true is left out; the head of {name} is its own, here a"
+            " copy of the embedding, and only training feels it"
+        )
     norms = {"norm_type": config.norm_type, "attn_config.norm_type": config.attn_config.norm_type}
     if norms["norm_type"] == norms["attn_config.norm_type"]:
         del norms["attn_config.norm_type"]
@@ -221,6 +227,8 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     values = {n.key: n.value for n in architecture.needs if n.value is not None}
     for field in architecture.fields:
         values[field.ours] = _read(field, written, problems)
+    if MAPS[names[kind]].own_head:
+        values["tie_word_embeddings"] = False
     layers = values["n_layers"]
     if isinstance(layers, int):
         values |= read_layers(written, architecture, layers, problems)

@@ -56,11 +56,13 @@ class WeightMap:
         experts: the feed-forward layers that are mixtures of experts; written is the first of
             several ways, read the one that the file follows.
         ignored: patterns of what files may hold beside weights: buffers that can be computed.
+        own_head: the head is never the embedding; a tied one is written as a copy.
     """
 
     rules: tuple[Rule, ...]
     experts: tuple[ExpertNames, ...] = ()
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    own_head: bool = False
 
 
 def has_bias(kind: str, config: ModelConfig) -> bool:
@@ -98,6 +100,8 @@ def to_theirs(
     like = ours["wte.weight"]
     for rule, layer, theirs in _layers(weights, config):
         if layer == "lm_head" and config.tie_word_embeddings:
+            if weights.own_head:
+                yield theirs[0], like
             continue
         if f"{layer}.weight" not in ours:
             assert layer.endswith("_ln"), f"{layer}.weight is missing"
@@ -418,7 +422,9 @@ MAPS: dict[str, WeightMap] = {
             norm_bias="always",
         )
     ),
-    "DbrxForCausalLM": WeightMap(_mosaic_like("norm_attn_norm."), (hf_experts.DBRX,)),
+    "DbrxForCausalLM": WeightMap(
+        _mosaic_like("norm_attn_norm."), (hf_experts.DBRX,), own_head=True
+    ),
     "OlmoeForCausalLM": WeightMap(_llama_like(*_qk_norms("{part}_norm.weight")), hf_experts.QWEN),
     "MixtralForCausalLM": WeightMap(
         _llama_like(qkv_bias="never", out_bias="never"), hf_experts.MIXTRAL

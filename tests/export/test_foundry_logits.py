@@ -33,7 +33,7 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights(shapes: dict[str, list[int]]) -> dict[str, Tensor]:
-    """Numbers from whole ones alone, the same everywhere: norms near 1, all else within 0.6 of 0."""
+    """Numbers from whole ones alone, the same everywhere: norms near 1, others within 0.6 of 0."""
     whole = {}
     for name, shape in shapes.items():
         layers = re.search(r"\{(\d*)\}", name)
