@@ -23,6 +23,8 @@ from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import Problem, build, to_dict
 
+LOADED = {"missing_keys": "is not in the file", "unexpected_keys": "has no place in the model"}
+
 
 class LlmfoundryConfig(PreTrainedConfig):
     """config.json of an exported decoder.
@@ -97,6 +99,20 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = Decoder(build(ModelConfig, config.settings, []))
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' `from_pretrained`; weights that are missing or find no place are an error.
+
+        Raises:
+            UserError: names such a tensor, where transformers draws it at random or leaves it out.
+        """
+        asked = kwargs.pop("output_loading_info", False)
+        model, info = cast(Any, super()).from_pretrained(*args, output_loading_info=True, **kwargs)
+        for kind, why in LOADED.items():
+            for name in sorted(info[kind]):
+                raise UserError(f"{name}: {why}; config.json and the weights disagree")
+        return (model, info) if asked else model
 
     def forward(
         self,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from llmfoundry.build.job import build_root, filled
 from llmfoundry.build.start import Loaded, load_checkpoint, model_identity
@@ -92,6 +94,7 @@ def _import(recipe: ConvertRecipe) -> None:
         run_name=output.name,
         save_folder=str(output),
         max_seq_len=config.max_seq_len or 2048,
+        precision=_precision(weights),
         model=config,
         tokenizer=TokenizerConfig(name="huggingface", path=str(output / "tokenizer")),
     )
@@ -105,8 +108,16 @@ def _import(recipe: ConvertRecipe) -> None:
 
     output.mkdir(parents=True, exist_ok=True)
     extras(output)
+    print(f"precision: {written.precision}, as the weights are stored")
     writer = Checkpointer(
         output, ALONE, extras=extras, keep=-1, background=False, max_failures=1, warn=print
     )
     state = {"batch": 0, "identity": model_identity(config)}
     print(f"{public(recipe.checkpoint)} is {show(writer.save_weights(root.model, state))}")
+
+
+def _precision(weights: Mapping[str, Tensor]) -> str:
+    """amp_bf16 where most of the numbers are stored in bf16; otherwise fp32, which keeps them."""
+    total = sum(weight.numel() for weight in weights.values())
+    rounded = sum(w.numel() for w in weights.values() if w.dtype == torch.bfloat16)
+    return "amp_bf16" if 2 * rounded > total else "fp32"

@@ -16,7 +16,9 @@ def generate(recipe: GenerateRecipe) -> None:
     """Print prompt and continuation on stdout."""
     assert recipe.checkpoint is not None
     with join(ParallelConfig()) as world:
-        loaded = load_checkpoint(recipe.checkpoint, world, note=_to_stderr)
+        loaded = load_checkpoint(
+            recipe.checkpoint, world, note=_to_stderr, precision=recipe.precision
+        )
         tokenizer = loaded.tokenizer
         tokens = stream_tokens(
             loaded.root,

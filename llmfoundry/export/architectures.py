@@ -115,6 +115,8 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         ),
         # its attn_pdrop is all of its dropouts at once, and must be a whole number
         unread=("resid_pdrop", "emb_pdrop", "attn_config.attn_pdrop"),
+        advice=", because transformers passes the key over; if LLM Foundry trained the model, write"
+        " architectures: [MPTForCausalLM] there, its own class",
     ),
     "GPT2LMHeadModel": Architecture(
         "gpt2",
@@ -160,6 +162,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             Field("embedding_dropout", "emb_pdrop", 0.0),
         ),
         biases={"use_bias": "any"},
+        biased=True,
         partial_rotary=1.0,
         windows=Windows(key="sliding_window", default=None, switch=False),
     ),

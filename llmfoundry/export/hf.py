@@ -28,15 +28,21 @@ from llmfoundry.export.settings import (
     OWN,
     choose,
     read_settings,
+    said_biases,
     unkept,
     unread,
     write_settings,
 )
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.hf_maps import MAPS, bias_names, to_ours, to_theirs
+from llmfoundry.models.hf_maps import MAPS, bias_names, check_shapes, to_ours, to_theirs
 from llmfoundry.recipe.model import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD = "lm_head.weight"
+UNTIED = (
+    "config.json: tie_word_embeddings true, but lm_head.weight is not {embedding}; both are read,"
+    " as transformers 5 does"
+)
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -206,7 +212,8 @@ def from_hf(
 
     Args:
         path_or_id: a folder with config.json and safetensors, or a hub id.
-        note: gets a line for each dropout that the decoder has not.
+        note: gets a line for each dropout that the decoder has not, and where the file's head is
+            not the embedding that config.json ties it to.
 
     Raises:
         UserError: what the decoder cannot follow exactly, by config.json's key or tensor's name.
@@ -214,26 +221,42 @@ def from_hf(
     folder = hf_folder(path_or_id)
     written = _read_json(folder / "config.json")
     name, config = read_settings(written)
-    for line in unread(written):
+    for line in unread(written, name):
         note(line)
     with _open_weights(folder) as (names, get):
         if name == OWN:
             return config, _own_state(config, names, get)
         weights = foundry_map(config, written) if name == FOUNDRY else MAPS[name]
-        base = weights.rules[0].theirs[0].split(".")[0] + "."  # `model.` or `transformer.`
+        (embedding,) = weights.rules[0].theirs
+        base = embedding.split(".")[0] + "."  # `model.` or `transformer.`
         where = {key: key for key in names}
         if not any(key.startswith(base) for key in names):  # saved without a head, as GPT-2 was
-            where = {base + key: key for key in names}
-        if config.tie_word_embeddings:
-            where.pop("lm_head.weight", None)  # transformers ties, whatever the file holds
+            where = {key if key == HEAD else base + key: key for key in names}
 
         def read(key: str) -> Tensor:
-            return get(where[key])
+            tensor = get(where[key])
+            if tensor.dtype not in DTYPES.values():
+                raise UserError(f"{key}: is {tensor.dtype}; the decoder reads {', '.join(DTYPES)}")
+            return tensor
 
+        if config.tie_word_embeddings and HEAD in where:
+            if embedding not in where:
+                where[embedding] = where.pop(HEAD)
+            elif _equal(read(embedding), read(HEAD)):
+                del where[HEAD]
+            elif name != FOUNDRY:  # whose class has no head then
+                note(UNTIED.format(embedding=embedding))
+                _, config = read_settings({**written, "tie_word_embeddings": False})
+        biased = said_biases(written, name, config)
         qkv, other = (bias_names(weights, config, where, qkv=of_qkv) for of_qkv in (True, False))
         config.attention_bias = any(read(key).any() for key in qkv)
         config.no_bias = not any(read(key).any() for key in other)
-        return config, to_ours(weights, config, where, read)
+        return config, to_ours(weights, config, where, read, biased=biased)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether they hold the same numbers, whatever their dtypes."""
+    return one.shape == other.shape and bool((one == other).all())
 
 
 def _own_state(
@@ -245,7 +268,9 @@ def _own_state(
     if names != wanted.keys():
         name = min(names ^ wanted.keys())
         raise UserError(f"{name}: config.json and the weights disagree on whether it exists")
-    return {name.removeprefix("model."): get(name) for name in wanted}
+    state = {name.removeprefix("model."): get(name) for name in wanted}
+    check_shapes(state, {name: wanted[f"model.{name}"].shape for name in state})
+    return state
 
 
 def hf_folder(path_or_id: str) -> Path:

@@ -147,7 +147,6 @@ MIXTURES: dict[str, Architecture] = {  # rows of architectures.py
             NO_QKV_BIAS,
             HEADS_FILL,
             HAS_CLIP,
-            only("tie_word_embeddings", False),
         ),
         (
             *MOSAIC_FIELDS,
@@ -164,7 +163,7 @@ MIXTURES: dict[str, Architecture] = {  # rows of architectures.py
                 defaults=(4, 1, 0.01),
             ),
             DBRX_NORM,
-            Field("ffn_config.moe_jitter_eps", JITTER, None),
+            Field("ffn_config.moe_jitter_eps", JITTER, None, read=lambda eps: eps or None),
         ),
         (Fixed("tie_word_embeddings", False, False),),
         partial_rotary=1.0,

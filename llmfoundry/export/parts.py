@@ -13,6 +13,7 @@ from typing import Any
 
 from llmfoundry.recipe.model import ModelConfig
 
+QK_LN, QK_GN = "attn_config.qk_ln", "attn_config.qk_gn"
 REQUIRED = object()  # config.json must have the key
 ANYTHING = object()  # whatever it says when read, logits are the same
 
@@ -21,8 +22,8 @@ OFF: dict[str, Any] = {  # optional parts of all layers, and their value where t
     "final_logit_softcapping": None,
     "attn_config.attn_logit_softcapping": None,
     "attn_config.clip_qkv": None,
-    "attn_config.qk_ln": False,
-    "attn_config.qk_gn": False,
+    QK_LN: False,
+    QK_GN: False,
     "attn_config.softmax_scale": None,
     "ffn_config.shared_expert_hidden_size": None,
     "ffn_config.uniform_expert_assignment": None,  # None: also what is false, in a plain config
@@ -81,7 +82,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key of config.json that must be `value`, because the decoder has nothing else.
+    """A key of config.json that must be `value`: the decoder or transformers has nothing else.
 
     Attributes:
         default: what transformers takes where the key is missing; ANYTHING: the key is written for
@@ -126,8 +127,8 @@ class Architecture:
 
     Attributes:
         biases: keys that say whether linear layers have biases, each with which of our layers'
-            they follow (`models.hf_maps.has_bias`). Written only: what is read is decided by the
-            biases that the file holds.
+            they follow (`models.hf_maps.has_bias`). The weights that are read must agree.
+        biased: what these keys are where config.json does not say.
         partial_rotary: share of a head that rotates where config.json does not say; None: the
             architecture has no rotary positions.
         theta: base of the rotary frequencies where config.json does not say.
@@ -136,6 +137,7 @@ class Architecture:
         tuned: layers that do not rotate have Llama 4's temperature tuning, others have none.
         unread: keys of dropouts that the decoder does not have, or has elsewhere.
         mixture: feed-forward layers are mixtures of experts (`mixture.settle`).
+        advice: for whoever wants to read another value of a key that is fixed.
     """
 
     model_type: str
@@ -143,6 +145,7 @@ class Architecture:
     fields: tuple[Field, ...]
     fixed: tuple[Fixed, ...] = ()
     biases: Mapping[str, str] = field(default_factory=dict)
+    biased: bool = False
     partial_rotary: float | None = None
     theta: float = 10000.0
     windows: Windows | None = None
@@ -150,6 +153,7 @@ class Architecture:
     tuned: bool = False
     unread: tuple[str, ...] = ()
     mixture: bool = False
+    advice: str = ""
 
     def keeps(self, key: str) -> bool:
         """Whether a field says what our setting `key` is."""
@@ -167,6 +171,12 @@ class Architecture:
         for key, off in OFF.items():
             if key not in spoken and not self.keeps(key) and get(config, key) != off:
                 missed[key] = show(off)
+        attn = config.attn_config
+        if (attn.qk_ln or attn.qk_gn) and not missed.keys() & {QK_LN, QK_GN}:
+            if attn.norm_type != config.norm_type:
+                missed["attn_config.norm_type"] = f"norm_type, {config.norm_type}"
+            if attn.norm_eps != config.norm_eps:
+                missed["attn_config.norm_eps"] = f"norm_eps, {config.norm_eps}"
         return missed
 
 

@@ -48,7 +48,8 @@ def choose(config: ModelConfig, architecture: str | None) -> str:
     of these the first of the table.
 
     Raises:
-        UserError: it does not fit, or none does; a line for each setting in its way.
+        UserError: it does not fit, or none does: what to write instead, and a line for each setting
+            in its way.
     """
     if architecture == OWN:
         return OWN
@@ -68,9 +69,9 @@ def choose(config: ModelConfig, architecture: str | None) -> str:
         why = f"no transformers architecture is exactly this model; {name} is nearest"
     lines = [f"model.{key}: {_say(config, key)}; {name} needs {must}" for key, must in missed]
     raise UserError(
-        *lines,
         f"architecture: {why}; write architecture={OWN} for a folder that transformers loads"
         " after `import llmfoundry.hf`",
+        *lines,
     )
 
 
@@ -101,6 +102,8 @@ def _plain(config: ModelConfig) -> ModelConfig:
     scale, default = attn.softmax_scale, (config.head_dim or 1) ** -0.5
     if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
         attn = dataclasses.replace(attn, softmax_scale=None)
+    if attn.norm_type is not None:
+        attn = dataclasses.replace(attn, norm_type=attn.norm_type.removeprefix(LOW))
     name, arguments = ffn.activation
     if arguments.items() <= DEFAULT_ARGUMENTS.get(name, {}).items():
         ffn = dataclasses.replace(ffn, ffn_act_fn=name)
@@ -172,23 +175,30 @@ def unkept(config: ModelConfig, name: str) -> list[str]:
         for key, off in TRAINING.items()
         if get(config, key) != off and not architecture.keeps(key)
     ]
-    if config.norm_type.startswith(LOW):
+    if MAPS[name].own_head and config.tie_word_embeddings:
         lines.append(
-            f"model.norm_type: {config.norm_type} is written as"
-            f" {config.norm_type.removeprefix(LOW)}; transformers has no other, and in fp32 the"
-            " two are one"
+            f"model.tie_word_embeddings: true is left out; the head of {name} is its own, here a"
+            " copy of the embedding, and only training feels it"
         )
-    return lines
+    norms = {"norm_type": config.norm_type, "attn_config.norm_type": config.attn_config.norm_type}
+    if norms["norm_type"] == norms["attn_config.norm_type"]:
+        del norms["attn_config.norm_type"]
+    return lines + [
+        f"model.{key}: {norm} is written as {norm.removeprefix(LOW)}; transformers has no other,"
+        " and in fp32 the two are one"
+        for key, norm in norms.items()
+        if norm is not None and norm.startswith(LOW)
+    ]
 
 
-def unread(written: Mapping[str, Any]) -> list[str]:
-    """A line for each dropout in config.json that the decoder has not, or has elsewhere."""
-    kind = written.get("model_type")
-    keys = next((a.unread for a in ARCHITECTURES.values() if a.model_type == kind), ())
+def unread(written: Mapping[str, Any], name: str) -> list[str]:
+    """A line for each dropout in config.json of `name` that the decoder has not, or elsewhere."""
+    if name in (OWN, FOUNDRY):
+        return []
     return [
         f"config.json: {key} {_look_up(written, key, 0)} is left out; the decoder has no such"
         " dropout, and only training feels it"
-        for key in keys
+        for key in ARCHITECTURES[name].unread
         if _look_up(written, key, 0)
     ]
 
@@ -217,6 +227,8 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     values = {n.key: n.value for n in architecture.needs if n.value is not None}
     for field in architecture.fields:
         values[field.ours] = _read(field, written, problems)
+    if MAPS[names[kind]].own_head:
+        values["tie_word_embeddings"] = False
     layers = values["n_layers"]
     if isinstance(layers, int):
         values |= read_layers(written, architecture, layers, problems)
@@ -230,12 +242,29 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     return names[kind], _assemble(values)
 
 
+def said_biases(written: Mapping[str, Any], name: str, config: ModelConfig) -> dict[str, bool]:
+    """Whether rules of each kind of bias (`models.hf_maps.has_bias`) have one in the file.
+
+    Args:
+        written: config.json.
+        name: its architecture.
+        config: what `read_settings` made of it.
+    """
+    if name == FOUNDRY:
+        return {kind: has_bias(kind, config) for kind in ("never", "qkv", "other")}
+    architecture = ARCHITECTURES[name]
+    said = {"never": False, "always": True}
+    for key, kind in architecture.biases.items():
+        said[kind] = bool(_look_up(written, key, architecture.biased))
+    return said
+
+
 def _read_own(written: dict[str, Any]) -> ModelConfig:
     problems: list[Problem] = []
     config = build(ModelConfig, written.get("settings", {}), problems, "settings.")
     if problems:
         raise UserError(*(f"config.json: {problem.line}" for problem in problems))
-    return config
+    return _filled(config, [])
 
 
 def _look_up(written: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -269,8 +298,8 @@ def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: 
         value = _look_up(written, fixed.theirs, fixed.default)
         if value is not ANYTHING and fixed.default is not ANYTHING and value != fixed.value:
             problems.append(
-                f"config.json: {fixed.theirs} {show(value)}; the decoder has only"
-                f" {show(fixed.value)}"
+                f"config.json: {fixed.theirs} {show(value)}; {architecture.model_type} is read"
+                f" with {show(fixed.value)} alone{architecture.advice}"
             )
     if written.get("quantization_config") is not None:
         problems.append("config.json: quantization_config; write a folder that is not quantised")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -140,13 +141,15 @@ class Attention(nn.Module):
             self.Wqkv = projection
         else:
             self.Wq = projection
-        norm, bias = NORMS[config.norm_type], not config.no_bias
+        bias = not config.no_bias
         self.q_ln: nn.Module | None = None
         self.k_ln: nn.Module | None = None
         if attn.qk_ln or attn.qk_gn:
+            assert attn.norm_type and attn.norm_eps, "the recipe was not filled"
+            norm = partial(NORMS[attn.norm_type], eps=attn.norm_eps, bias=bias)
             q_norm, k_norm = (config.head_dim,) * 2 if attn.qk_gn else (q_width, kv_width)
-            self.q_ln = norm(q_norm, eps=config.norm_eps, bias=bias)
-            self.k_ln = norm(k_norm, eps=config.norm_eps, bias=bias) if self.owns_kv else None
+            self.q_ln = norm(q_norm)
+            self.k_ln = norm(k_norm) if self.owns_kv else None
         self.out_proj = Linear(q_width, config.d_model, bias=bias)
 
     def forward(

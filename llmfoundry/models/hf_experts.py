@@ -65,17 +65,6 @@ def is_mixture(config: ModelConfig) -> bool:
     return config.ffn_config.ffn_type == "dmoe"
 
 
-def known_names(names: ExpertNames, config: ModelConfig) -> Iterator[str]:
-    """All names of the architecture's routers and experts."""
-    for block in range(config.n_layers):
-        here = names.of(block)
-        yield here.router
-        for name in (here.gate, here.up, here.down):
-            yield from (name.format(e=e) for e in range(_count(config)))
-        if _has_shared(config):
-            yield from here.shared or ()
-
-
 def present(choices: tuple[ExpertNames, ...], names: Collection[str]) -> ExpertNames:
     """The choice that a file with these names follows; the first if it is none."""
     files = (c for c in choices if c.of(0).gate.format(e=0) in names)
@@ -124,8 +113,9 @@ def experts_to_ours(names: ExpertNames, config: ModelConfig, get: Get) -> dict[s
             else:
                 flipped = whole.T.contiguous() if name == "w2" else whole
                 state[f"{at}{DENSE[name]}.weight"] = flipped
-        if is_mixture(config):
-            state[f"{at}router.weight"] = get(here.router)
+        router = get(here.router)
+        if is_mixture(config):  # of one expert any router gives it all of the weight
+            state[f"{at}router.weight"] = router
         if here.shared and _has_shared(config):
             hidden = config.ffn_config.shared_expert_hidden_size
             both = _shaped(here.shared[0], (2 * (hidden or 0), config.d_model), get)

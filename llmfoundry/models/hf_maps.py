@@ -56,11 +56,13 @@ class WeightMap:
         experts: the feed-forward layers that are mixtures of experts; written is the first of
             several ways, read the one that the file follows.
         ignored: patterns of what files may hold beside weights: buffers that can be computed.
+        own_head: the head is never the embedding; a tied one is written as a copy.
     """
 
     rules: tuple[Rule, ...]
     experts: tuple[ExpertNames, ...] = ()
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    own_head: bool = False
 
 
 def has_bias(kind: str, config: ModelConfig) -> bool:
@@ -89,10 +91,17 @@ def padding(weights: WeightMap, config: ModelConfig) -> int:
 def to_theirs(
     weights: WeightMap, config: ModelConfig, ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Their names and tensors, in order."""
+    """Their names and tensors, in order.
+
+    Raises:
+        UserError: one of ours has no place among theirs, by its name.
+    """
+    ours = _Watched(ours, ours.__getitem__)
     like = ours["wte.weight"]
     for rule, layer, theirs in _layers(weights, config):
         if layer == "lm_head" and config.tie_word_embeddings:
+            if weights.own_head:
+                yield theirs[0], like
             continue
         if f"{layer}.weight" not in ours:
             assert layer.endswith("_ln"), f"{layer}.weight is missing"
@@ -101,15 +110,40 @@ def to_theirs(
         parts = _rows(rule, weight, len(theirs), config)
         for name, part in zip(theirs, parts, strict=True):
             yield name, part.T if rule.transposed else part
-        bias = ours.get(f"{layer}.bias")
         if has_bias(rule.bias, config):
+            bias = ours.get(f"{layer}.bias")
             bias = like.new_zeros(len(weight)) if bias is None else bias
             for name, part in zip(theirs, _rows(rule, bias, len(theirs), config), strict=True):
                 yield _bias_name(name), part
-        else:
-            assert bias is None, f"{layer}.bias has no place to go"
     if weights.experts:
         yield from hf_experts.experts_to_theirs(weights.experts[0], config, ours)
+    for name in ours.unread():
+        raise UserError(f"{name}: has no place there; write architecture=llmfoundry")
+
+
+class _Watched(Mapping[str, Tensor]):
+    """Tensors by name, read one by one, that know which of them nobody has asked for."""
+
+    def __init__(self, names: Collection[str], get: Callable[[str], Tensor]) -> None:
+        self._unread, self._names, self._get = set(names), names, get
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        self._unread.discard(name)
+        return self._get(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def unread(self) -> list[str]:
+        return sorted(self._unread)
 
 
 def _computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = False) -> Tensor:
@@ -123,7 +157,12 @@ def _computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = F
 
 
 def to_ours(
-    weights: WeightMap, config: ModelConfig, names: Collection[str], get: Callable[[str], Tensor]
+    weights: WeightMap,
+    config: ModelConfig,
+    names: Collection[str],
+    get: Callable[[str], Tensor],
+    *,
+    biased: Mapping[str, bool],
 ) -> dict[str, Tensor]:
     """The decoder's state from their tensors, read one by one.
 
@@ -132,18 +171,19 @@ def to_ours(
         config: filled; says which layers the decoder has.
         names: their tensors' names.
         get: reads one.
+        biased: whether rules of each kind of `bias` have one, as config.json says.
 
     Raises:
         UserError: a tensor is missing, has another shape, or has no counterpart.
     """
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
-    _refuse_unknown(weights, config, names)
+    file = _Watched(names, get)
 
     def read(name: str) -> Tensor:
-        if name not in names:
+        if name not in file:
             raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
-        return get(name)
+        return file[name]
 
     state: dict[str, Tensor] = {}
     if weights.experts:
@@ -151,22 +191,38 @@ def to_ours(
     for rule, layer, theirs in _layers(weights, config):
         if f"{layer}.weight" not in shapes:
             continue
+        _check_biases(theirs, file, biased=biased[rule.bias])
         parts = [read(name).T if rule.transposed else read(name) for name in theirs]
         if rule.heads:
             parts = [_same(theirs, parts)]
         weight = _computed(rule, config, _joined(rule, parts, config), back=True)
         state[f"{layer}.weight"] = weight
         if f"{layer}.bias" in shapes:
-            biases = _read_biases(theirs[: len(parts)], parts, names, get)
+            biases = _read_biases(theirs[: len(parts)], parts, file)
             state[f"{layer}.bias"] = _joined(rule, biases, config)
+    _refuse_unread(weights, file)
+    check_shapes(state, shapes)
+    assert state.keys() == shapes.keys(), state.keys() ^ shapes.keys()
+    return state
+
+
+def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raise a UserError where a tensor is not as the settings make it."""
     for name, tensor in state.items():
         if tensor.shape != shapes[name]:
             raise UserError(
                 f"config.json: makes {name} {tuple(shapes[name])}, but the file's tensor is"
                 f" {tuple(tensor.shape)}; the two belong to different models"
             )
-    assert state.keys() == shapes.keys(), state.keys() ^ shapes.keys()
-    return state
+
+
+def _check_biases(theirs: tuple[str, ...], file: Mapping[str, Tensor], *, biased: bool) -> None:
+    """A file has the biases that its config.json says, and no others but zeros."""
+    for name in map(_bias_name, theirs):
+        if biased and name not in file:
+            raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
+        if not biased and name in file and file[name].any():
+            raise UserError(f"{name}: is not zero, but config.json says that there is no such bias")
 
 
 def _same(names: tuple[str, ...], weights: list[Tensor]) -> Tensor:
@@ -185,7 +241,7 @@ def bias_names(
         _bias_name(name)
         for rule, _, theirs in _layers(weights, config)
         for name in theirs
-        if rule.ours.endswith("Wqkv") == qkv
+        if rule.ours.endswith(("Wqkv", "Wq")) == qkv
     }
     return sorted(known & set(names))
 
@@ -221,14 +277,11 @@ def _bias_name(weight: str) -> str:
 
 
 def _read_biases(
-    theirs: tuple[str, ...],
-    weights: list[Tensor],
-    names: Collection[str],
-    get: Callable[[str], Tensor],
+    theirs: tuple[str, ...], weights: list[Tensor], file: Mapping[str, Tensor]
 ) -> list[Tensor]:
     """Their biases, zeros where they have none."""
     pairs = zip(map(_bias_name, theirs), weights, strict=True)
-    return [get(bias) if bias in names else w.new_zeros(len(w)) for bias, w in pairs]
+    return [file[bias] if bias in file else w.new_zeros(len(w)) for bias, w in pairs]
 
 
 def _joined(rule: Rule, parts: list[Tensor], config: ModelConfig) -> Tensor:
@@ -242,16 +295,15 @@ def _joined(rule: Rule, parts: list[Tensor], config: ModelConfig) -> Tensor:
     return torch.cat(parts)
 
 
-def _refuse_unknown(weights: WeightMap, config: ModelConfig, names: Collection[str]) -> None:
-    known = {name for _, _, theirs in _layers(weights, config) for name in theirs}
-    known |= {_bias_name(name) for name in known}
-    if weights.experts:
-        known |= set(hf_experts.known_names(hf_experts.present(weights.experts, names), config))
-    unknown = sorted(
+def _refuse_unread(weights: WeightMap, file: _Watched) -> None:
+    """What a file holds beside what was read must be a known buffer, or a bias of zeros."""
+    unread = [n for n in file.unread() if not any(fnmatch(n, p) for p in weights.ignored)]
+    read = set(file) - set(unread)
+    unknown = [
         name
-        for name in names
-        if name not in known and not any(fnmatch(name, pattern) for pattern in weights.ignored)
-    )
+        for name in unread
+        if name.removesuffix("bias") + "weight" not in read or file[name].any()
+    ]
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UserError(f"{unknown[0]}{more}: the decoder has no such weights")
@@ -370,7 +422,9 @@ MAPS: dict[str, WeightMap] = {
             norm_bias="always",
         )
     ),
-    "DbrxForCausalLM": WeightMap(_mosaic_like("norm_attn_norm."), (hf_experts.DBRX,)),
+    "DbrxForCausalLM": WeightMap(
+        _mosaic_like("norm_attn_norm."), (hf_experts.DBRX,), own_head=True
+    ),
     "OlmoeForCausalLM": WeightMap(_llama_like(*_qk_norms("{part}_norm.weight")), hf_experts.QWEN),
     "MixtralForCausalLM": WeightMap(
         _llama_like(qkv_bias="never", out_bias="never"), hf_experts.MIXTRAL

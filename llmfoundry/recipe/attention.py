@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from llmfoundry.recipe.checks import above, at_least, divides, fill, fraction, inert, one_of
 
 ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
+NORM_TYPES = ("layernorm", "rmsnorm", "low_precision_layernorm", "low_precision_rmsnorm")
 ATTN_IMPLS = ("auto", "sdpa", "flex", "varlen", "flash", "torch")
 ROPE_TYPES = ("no_scaling", "linear", "dynamic", "llama3")
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -112,9 +113,13 @@ class AttentionConfig:
     clip_qkv: float | None = None
     """Clamp queries, keys and values to [-c, c] after their projection; unset: no clamp."""
     qk_ln: bool = False
-    """Normalise the whole query and key width (norm_type) before positions are applied."""
+    """Normalise the whole query and key width before positions are applied."""
     qk_gn: bool = False
-    """Normalise each query and key head by itself (norm_type) before positions are applied."""
+    """Normalise each query and key head by itself before positions are applied."""
+    norm_type: str | None = None
+    """Only with qk_ln or qk_gn: the kind of that norm; unset: model.norm_type."""
+    norm_eps: float | None = None
+    """Only with qk_ln or qk_gn: added to the variance under its root; unset: model.norm_eps."""
     sliding_window_size: int = -1
     """A token sees itself and so many tokens before it; -1: all."""
     alibi: bool = False
@@ -148,9 +153,13 @@ class AttentionConfig:
             yield from inert(key, self, ["kv_n_heads"], "without grouped_query_attention")
         if self.qk_ln and self.qk_gn:
             yield f"{key}qk_gn: and qk_ln exclude each other; set one of them to false"
+        if not (self.qk_ln or self.qk_gn):
+            yield from inert(key, self, ["norm_type", "norm_eps"], "without qk_ln or qk_gn")
+        elif self.norm_type is not None:
+            yield from one_of(f"{key}norm_type", self.norm_type, NORM_TYPES)
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
         yield from fraction(f"{key}attn_pdrop", self.attn_pdrop)
-        for name in ("clip_qkv", "softmax_scale", "attn_logit_softcapping"):
+        for name in ("clip_qkv", "norm_eps", "softmax_scale", "attn_logit_softcapping"):
             yield from above(f"{key}{name}", getattr(self, name), 0)
         yield from self.attn_temperature_tuning.check(f"{key}attn_temperature_tuning.")
         yield from self._check_positions(key)
@@ -174,9 +183,11 @@ class AttentionConfig:
         """Key-value heads that the attention type alone decides."""
         return {"multihead_attention": n_heads, "multiquery_attention": 1}.get(self.attn_type)
 
-    def fill(self, n_heads: int) -> None:
-        """Write derived values in place."""
+    def fill(self, n_heads: int, norm_type: str, norm_eps: float) -> None:
+        """Write derived values in place; the norm is the model's."""
         fill(self, kv_n_heads=self.derived_kv_heads(n_heads))
+        if self.qk_ln or self.qk_gn:
+            fill(self, norm_type=norm_type, norm_eps=norm_eps)
         if self.alibi:
             fill(self, alibi_bias_max=8)
         if self.rope:

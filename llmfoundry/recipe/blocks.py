@@ -23,8 +23,8 @@ class AttentionOverride:
     nope: bool | None = None
     """With rope: true this layer does not rotate."""
     reuse_kv_layer_idx: int | None = None
-    """Take keys and values of the layer so many places up, a negative number; that layer must be
-    of the same kind otherwise."""
+    """Take keys and values of the layer so many places up, a negative number: rotated if that layer
+    rotates. The window is this layer's own."""
     attn_temperature_tuning: TemperatureConfig | None = None
     """Queries sharpened with their position."""
 
@@ -111,14 +111,6 @@ class BlockOverridesConfig:
         if source < 0:
             where = f"{key}attn_config.reuse_kv_layer_idx"
             yield f"{where}: {back} from layer {index} is before the first"
-            return
-        mine, theirs = self._kind(names[index]), self._kind(names[source])
-        same = ("sliding_window_size", "nope")
-        if any(getattr(mine, name) != getattr(theirs, name) for name in same):
-            yield (
-                f"{key}attn_config.reuse_kv_layer_idx: layer {index} would take the keys of layer"
-                f" {source} ({names[source]}), which differs in sliding_window_size or nope"
-            )
 
     def names(self) -> list[str]:
         """The kind of every layer, in order."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmfoundry.recipe.attention import AttentionConfig
+from llmfoundry.recipe.attention import NORM_TYPES, AttentionConfig
 from llmfoundry.recipe.blocks import BlockOverridesConfig, LayerConfig, layers
 from llmfoundry.recipe.checks import above, at_least, divides, fill, fraction, inert, one_of
 from llmfoundry.recipe.ffn import FFNConfig
 from llmfoundry.recipe.init import InitConfig
 
 __all__ = ["AttentionConfig", "FFNConfig", "InitConfig", "ModelConfig"]
-
-NORM_TYPES = ("layernorm", "rmsnorm", "low_precision_layernorm", "low_precision_rmsnorm")
 
 
 @dataclass
@@ -152,7 +150,7 @@ class ModelConfig:
         fill(self, head_dim=self.d_model // self.n_heads, max_seq_len=max_seq_len)
         fill(self, learned_pos_emb=not (attn.alibi or attn.rope or attn.nope))
         fill(self, attention_bias=not self.no_bias)
-        attn.fill(self.n_heads)
+        attn.fill(self.n_heads, self.norm_type, self.norm_eps)
         self.init_config.fill()
         if vocab_size is not None:
             fill(self, vocab_size=-(-vocab_size // 64) * 64)

@@ -128,6 +128,8 @@ class GenerateRecipe:
     """Draw from the likeliest tokens that together reach this probability."""
     seed: int = 17
     """Seed of the draws."""
+    precision: str | None = None
+    """fp32, amp_bf16 or bf16; unset: the run's own."""
     kv_cache: bool = True
     """Keep keys and values of earlier tokens; false computes them anew each time (slow)."""
 
@@ -137,6 +139,8 @@ class GenerateRecipe:
         yield from at_least("max_new_tokens", self.max_new_tokens, 1)
         yield from at_least("temperature", self.temperature, 0)
         yield from at_least("top_k", self.top_k, 1)
+        if self.precision is not None:
+            yield from one_of("precision", self.precision, PRECISIONS)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             yield f"top_p: {self.top_p}; write a number above 0, at most 1"
         if self.temperature == 0:

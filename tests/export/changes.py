@@ -118,11 +118,25 @@ def _three_heads(config: ModelConfig) -> ModelConfig:
 def _qk_norm(key: str) -> Change:
     def change(config: ModelConfig) -> ModelConfig:
         on = getattr(config.attn_config, key)
-        config.attn_config.qk_ln = config.attn_config.qk_gn = False
-        setattr(config.attn_config, key, not on)
+        attn = config.attn_config
+        attn.qk_ln = attn.qk_gn = False
+        attn.norm_type = attn.norm_eps = None
+        setattr(attn, key, not on)
+        config.fill()
         return config
 
     return change
+
+
+def _normed(key: str, value: Any) -> Change:
+    """Another norm of queries and keys, where there is one."""
+    change = put(key, value)
+
+    def where(config: ModelConfig) -> ModelConfig | None:
+        attn = config.attn_config
+        return change(config) if attn.qk_ln or attn.qk_gn else None
+
+    return where
 
 
 def _tuning(floor: int) -> Change:
@@ -220,6 +234,10 @@ KEPT_OR_REFUSED: dict[str, Change] = {  # what logits depend on, each changed al
     ),
     "attn_config.qk_ln": _qk_norm("qk_ln"),
     "attn_config.qk_gn": _qk_norm("qk_gn"),
+    "attn_config.norm_type": _normed(
+        "attn_config.norm_type", lambda c: {"rmsnorm": "layernorm"}.get(c.norm_type, "rmsnorm")
+    ),
+    "attn_config.norm_eps": _normed("attn_config.norm_eps", 0.3),
     "attn_config.sliding_window_size": put("attn_config.sliding_window_size", 7),
     "attn_config.alibi": _positions("alibi"),
     "attn_config.alibi_bias_max": _where("attn_config.alibi", put("attn_config.alibi_bias_max", 4)),
@@ -295,6 +313,8 @@ BLAMED = {  # keys that a refusal may name for a change of another: it offends w
     "d_model": ("d_model", "head_dim", "ffn_config.ffn_hidden_size"),
     "n_heads": ("n_heads", "head_dim", "attn_config.attn_type"),
     "attn_config.kv_n_heads": ("attn_config.attn_type",),
+    "norm_type": ("norm_type", "attn_config.norm_type"),
+    "norm_eps": ("norm_eps", "attn_config.norm_eps"),
     "tie_word_embeddings": ("tie_word_embeddings", "logit_scale"),
     "attn_config.attn_temperature_tuning.floor_scale": (
         "attn_config.attn_temperature_tuning.attn_scale",

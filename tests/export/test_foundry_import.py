@@ -258,7 +258,7 @@ REFUSED = [
     ("ffn_config.moe_bias_rate", 1, "unknown key 'ffn_config.moe_bias_rate'"),
     ("attn_config.rope_dail_config", {"type": "xpos"}, "attn_config.rope_dail_config; the"),
     ("attn_config.prefix_lm", True, "attn_config.prefix_lm; the decoder has nothing"),
-    ("attn_config.fused_qkv", False, "attn_config.fused_qkv; the decoder has nothing"),
+    ("attn_config.kv_dim", 16, "attn_config.kv_dim; the decoder has nothing"),
     ("attn_config.rope_hf_config", {"type": "longrope"}, "rope_hf_config.type: 'longrope'"),
 ]
 

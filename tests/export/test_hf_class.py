@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmfoundry.errors import UserError
 from llmfoundry.export.hf import to_hf
 from llmfoundry.hf import LlmfoundryForCausalLM
 from tests.export.random_models import (
@@ -112,6 +114,19 @@ def test_saving_and_loading_again_gives_the_same_model(theirs: Any, tmp_path: Pa
     with torch.no_grad():
         assert torch.equal(again(rows()).logits, theirs(rows()).logits)
     assert again.config.settings == theirs.config.settings
+
+
+def test_weights_that_do_not_fit_are_an_error_not_random_numbers(tmp_path: Path) -> None:
+    """By itself transformers would draw the one anew, and leave the other out."""
+    export(1, tmp_path)
+    file, name = tmp_path / "out" / "model.safetensors", "model.blocks.1.ffn.gate_proj.weight"
+    whole = load_file(file)
+    save_file({k: v for k, v in whole.items() if k != name}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"^{name}: is not in the file"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    save_file(whole | {f"{name}_scale": torch.ones(3)}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"^{name}_scale: has no place in the model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_more_rows_in_the_embedding_keep_the_old_tokens_logits(theirs: Any, tmp_path: Path) -> None:

@@ -239,13 +239,13 @@ def test_a_mixture_is_not_likened_to_a_dense_class() -> None:
     config = settings(attn=ROPE | {"qk_gn": True}, ffn=SUM | {"mlp_type": "mlp"}, norm_eps=0.1)
     with pytest.raises(UserError) as caught:
         choose(config, None)
-    nearest = caught.value.problems[-1]
+    nearest = caught.value.problems[0]
     assert any(name in nearest for name, a in ARCHITECTURES.items() if a.mixture), nearest
 
 
 def test_biases_of_experts_are_refused_by_no_bias() -> None:
     config = settings(attn=ROPE | CLIP, ffn=SUM, **UNTIED)
-    with pytest.raises(UserError, match=r"^model\.no_bias: false; DbrxForCausalLM needs true"):
+    with pytest.raises(UserError, match=r"(?m)^model\.no_bias: false; Dbrx.* needs true"):
         choose(config, "DbrxForCausalLM")
 
 

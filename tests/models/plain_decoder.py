@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.recipe.blocks import AttentionOverride, BlockRun
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import AttentionConfig, ModelConfig
 from tests.models.plain_moe import mixture
 
 Weights = dict[str, Tensor]
@@ -29,7 +29,8 @@ def slope(head: int, n_heads: int, bias_max: int) -> float:
     return (every[1::2] + every[::2])[head] if power != n_heads else every[head]
 
 
-def norm(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
+def norm(x: Tensor, w: Weights, name: str, config: ModelConfig | AttentionConfig) -> Tensor:
+    """The model's norm, or that of queries and keys."""
     if config.norm_type.endswith("rmsnorm"):
         return x / torch.sqrt((x**2).mean(-1, keepdim=True) + config.norm_eps) * w[f"{name}.weight"]
     mean = x.mean(-1, keepdim=True)
@@ -170,10 +171,10 @@ def attention(
         if attn.clip_qkv:
             part = part.clamp(-attn.clip_qkv, attn.clip_qkv)
         if ln and attn.qk_ln:
-            part = norm(part, w, f"{name}.{ln}", config)
+            part = norm(part, w, f"{name}.{ln}", attn)
         parts = part.split(hd, dim=1)
         if ln and attn.qk_gn:
-            parts = [norm(p, w, f"{name}.{ln}", config) for p in parts]
+            parts = [norm(p, w, f"{name}.{ln}", attn) for p in parts]
         return [turn(p, config) for p in parts] if turns else list(parts)
 
     q_width, kv_width = config.n_heads * hd, attn.kv_n_heads * hd

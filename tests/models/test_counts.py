@@ -49,6 +49,7 @@ def expected_parameters(config: ModelConfig) -> int:
     attn, d, hd = config.attn_config, config.d_model, config.head_dim
     bias = not config.no_bias
     vectors = 2 if bias and "layernorm" in config.norm_type else 1  # of one norm
+    qk_vectors = 2 if bias and "layernorm" in str(attn.norm_type) else 1
     total = (1 if config.tie_word_embeddings else 2) * config.vocab_size * d + vectors * d
     total += config.max_seq_len * d if config.learned_pos_emb else 0
     for index, layer in enumerate(config.layers()):
@@ -59,9 +60,9 @@ def expected_parameters(config: ModelConfig) -> int:
         total += expected_ffn(config.ffn_config, d, bias=bias)
         total += 2 * vectors * d
         if attn.qk_ln:
-            total += vectors * (config.n_heads + kv_heads) * hd
+            total += qk_vectors * (config.n_heads + kv_heads) * hd
         if attn.qk_gn:
-            total += vectors * (2 if kv_heads else 1) * hd
+            total += qk_vectors * (2 if kv_heads else 1) * hd
     return total
 
 

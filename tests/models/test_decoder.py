@@ -51,6 +51,13 @@ CHAIN = {  # the third layer takes the second's keys, which are the first's
     "order": [{"name": "default"}, {"name": "reused", "repeat": 2}],
     "overrides": {"reused": {"attn_config": {"reuse_kv_layer_idx": -1}}},
 }
+UNLIKE = {  # keys of a layer with another window, and rotated keys where queries are not
+    "order": [{"name": "default"}, {"name": "near"}, {"name": "far"}],
+    "overrides": {
+        "near": {"attn_config": {"sliding_window_size": 1, "reuse_kv_layer_idx": -1}},
+        "far": {"attn_config": {"nope": True, "reuse_kv_layer_idx": -2}},
+    },
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "learned": {},
     "alibi": {"attn_config": {"alibi": True}},
@@ -78,6 +85,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"attn_config": {"clip_qkv": 0.3}},
     "qk-ln": {"attn_config": {"qk_ln": True, "rope": True, **GQA}},
     "qk-gn": {"attn_config": {"qk_gn": True, "rope": True, **GQA}},
+    "qk-ln-of-its-own": {  # as LLM Foundry has it, whatever the model's norm
+        "attn_config": {"qk_ln": True, "norm_type": "layernorm", "norm_eps": 1e-2, **GQA},
+        "norm_type": "rmsnorm",
+    },
+    "qk-gn-of-its-own": {"attn_config": {"qk_gn": True, "norm_type": "rmsnorm"}, "norm_eps": 1e-2},
     "scale": {"attn_config": {"softmax_scale": 0.05}},
     "window": {"attn_config": {"sliding_window_size": 3, "rope": True}},
     "window-1": {"attn_config": {"sliding_window_size": 1}},
@@ -123,6 +135,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "n_layers": 3,
         "block_overrides": CHAIN,
         "attn_config": {"alibi": True, "qk_gn": True, "sliding_window_size": 4},
+    },
+    "overrides-unlike": {
+        "n_layers": 3,
+        "block_overrides": UNLIKE,
+        "attn_config": {"rope": True, "sliding_window_size": 4, **GQA},
     },
 }
 SIZES = {"d_model": 24, "n_heads": 4, "n_layers": 2, "max_seq_len": 32, "vocab_size": 64}

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.recipe.attention import ATTN_TYPES, ROPE_TYPES
+from llmfoundry.recipe.attention import ATTN_TYPES, NORM_TYPES, ROPE_TYPES
 from llmfoundry.recipe.ffn import FFN_TYPES
-from llmfoundry.recipe.model import NORM_TYPES, ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import options
 from tests.models.test_decoder import SETTINGS
 

@@ -22,7 +22,7 @@ from llmfoundry.models.norm import NORMS
 from llmfoundry.ops.layout import Layout
 from tests.models.test_decoder import SETTINGS, make_config, make_model, random_tokens
 
-REUSED = ("overrides", "overrides-chain")  # settings whose layers share keys and values
+REUSED = ("overrides", "overrides-chain", "overrides-unlike")  # layers share keys and values
 ROOT = Path(__file__).resolve().parents[2]
 DROPOUTS: dict[str, dict[str, Any]] = {
     "emb_pdrop": {"emb_pdrop": 0.2},

@@ -138,13 +138,9 @@ def test_block_overrides_expand_in_order() -> None:
     ]
 
 
-def test_keys_of_another_kind_of_layer_cannot_be_reused() -> None:
-    with pytest.raises(UserError) as raised:
-        overridden(
-            "[{name: near}, {name: default}, {name: same}, {name: far}]", **{"model.n_layers": 4}
-        )
-    line = raised.value.problems[0]
-    assert line.startswith("model.block_overrides.overrides.same.attn_config.reuse_kv_layer_idx:")
-    assert "layer 2 would take the keys of layer 1 (default), which differs in" in line
+def test_keys_of_another_kind_of_layer_can_be_reused_but_not_of_none() -> None:
+    order = "[{name: near}, {name: default}, {name: same}, {name: far}]"
+    recipe = overridden(order, **{"model.n_layers": 4})
+    assert recipe.model.layers()[2] == LayerConfig(8, True, 1)
     with pytest.raises(UserError, match="-1 from layer 0 is before the first"):
         overridden("[{name: same}, {name: near}, {name: far}]", **{"model.n_layers": 3})
