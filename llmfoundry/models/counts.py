@@ -43,13 +43,14 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
     So the time does not grow with n_layers: a recipe of absurd depth is refused for its memory
     before it is built. Blocks differ in whether they take another's keys and values, or not.
     """
-    layers = config.layers()
+    alike = dataclasses.replace(config, n_layers=1, block_overrides=None)
+    layers = (alike if config.block_overrides is None else config).layers()
     takers = [i for i, layer in enumerate(layers) if layer.kv_from != i]
+    kinds = [(0, config.n_layers - len(takers)), *((i, len(takers)) for i in takers[:1])]
     with torch.device("meta"):
-        bare = Decoder(dataclasses.replace(config, n_layers=0, block_overrides=None))
+        bare = Decoder(dataclasses.replace(alike, n_layers=0))
         yield from ((name, p, 1) for name, p in bare.named_parameters())
-        kinds = [(0, len(layers) - len(takers)), *((i, len(takers)) for i in takers[:1])]
-        for index, count in kinds:  # the first takes from none
+        for index, count in kinds:  # the first block takes from none
             block = Block(config, index, layers[index], is_reused=False)
             yield from ((name, p, count) for name, p in block.named_parameters())
 

@@ -54,7 +54,7 @@ def run(
         # Every process finds the same mistakes in a recipe; later ones may be a single rank's.
         if rank == 0 or started:
             prefix = f"[rank {rank}] " if rank else ""
-            print(*(f"{prefix}{line}" for line in error.problems), sep="\n", file=sys.stderr)
+            print(*(f"{prefix}{line}" for line in error.lines()), sep="\n", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
