@@ -7,7 +7,6 @@ whose name ends with an underscore (because Python reserves the word) is written
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import types
 import typing
@@ -89,7 +88,6 @@ def flat(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
             yield dotted, value
 
 
-@functools.cache
 def keys(schema: type) -> dict[str, Any]:
     """The keys of a section and their types, as users write them."""
     hints = typing.get_type_hints(schema)

@@ -1,12 +1,15 @@
-"""Recipes and command lines with mistakes in them, by the thousand: what a careless or hostile user
-may write. Every case is a pure function of its seed.
+"""Recipes and command lines with mistakes in them, by the thousand.
 
-A case is a script's recipe type, files that lie in the working folder, and the arguments.
+They are what a careless or a hostile user may write; each is a pure function of its seed. A case is
+a script's recipe type, files that lie in the working folder, and the arguments.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
+import os
 import random
 import string
 import types
@@ -16,16 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmfoundry.recipe.fetch import FetchRecipe
 from llmfoundry.recipe.inspect import InspectRecipe
 from llmfoundry.recipe.load import load
-from llmfoundry.recipe.paths import ROOT, YAMLS
+from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.prepare import PrepareRecipe
 from llmfoundry.recipe.tasks import ConvertRecipe, EvalRecipe, GenerateRecipe
 from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import flat, keys, options, section_of, to_dict
+from llmfoundry.recipe.typed import keys, options, section_of, to_dict
 
 SCRIPTS: dict[str, type] = {
     "train": TrainRecipe,
@@ -50,17 +51,19 @@ NUMBERS = [0, 1, -1, 2, 3, 7, 8, 64, 128, 256, 1000, 65536, 10**6, 10**9 + 1, 2*
 NUMBERS += [-(2**63), 10**30, 10**400]
 FRACTIONS = [0.1, 0.5, 1.0, 1.5, -0.5, 1e-4, 1e-30, 1e-320, 1e30, 1e308, float("nan")]
 FRACTIONS += [float("inf"), float("-inf")]
-TEXTS = ["", " ", "x", "auto", "null", "true", "off", "-1", "1e-4", "1e400", "0x10", "010", "12:30"]
-TEXTS += ["2024-01-01", "10ba", "0.5dur", "1e9tok", "1ep", "1e999ep", "0ba", "500gb", "9" * 400 + "gb"]
-TEXTS += ["???", "${seed}", "${nope}", "${run_name}", "${save_folder}", "${", "$", "}", "${a.b[0]}"]
-TEXTS += ["${oc.env:NO_SUCH_VARIABLE}", "${oc.decode:'{'}", "${oc.create:${model}}", "${model}"]
-TEXTS += ["${now:%Y}", "${hydra:runtime.cwd}", "${.seed}", "${....seed}", "${oc.select:a,b}"]
-TEXTS += ["../../x", "/", ".", "..", "~", "~nobody/x", "a/b", "-x", "--help", "x" * 300, "x" * 5000]
-TEXTS += ["/dev/zero", "/dev/null", "/dev/full", "pipe", "folder", "s3://b/k", "hf://a", "://", "**"]
-TEXTS += ["a\0b", "a\nb", "\x1b[31m", "é", "日本語", "🙂", "\udc80", "a=b", "a,b", "[", "{", "'", '"']
-TEXTS += ["'quoted'", "#", "&a", "*a", "!!python/object:os.system", "%", "(", "(?P<", "[[[", "%s", "{}"]
+TEXTS = """
+x auto null true off -1 1e-4 1e400 0x10 010 12:30 2024-01-01 10ba 0.5dur 1e9tok 1ep 1e999ep 0ba
+500gb ??? ${seed} ${nope} ${run_name} ${save_folder} ${ $ } ${a.b[0]} ${oc.env:NO_SUCH_VARIABLE}
+${oc.decode:'{'} ${oc.create:${model}} ${model} ${now:%Y} ${hydra:runtime.cwd} ${.seed}
+${....seed} ${oc.select:a,b} ../../x / . .. ~ ~nobody/x a/b -x --help /dev/zero /dev/null
+/dev/full pipe folder s3://b/k hf://a :// ** a=b a,b [ { ' 'quoted' # &a *a
+!!python/object:os.system % ( (?P< [[[ %s {}
+""".split()  # noqa: SIM905
+TEXTS += ["", " ", "9" * 400 + "gb", "x" * 300, "x" * 5000, "a\0b", "a\nb", "\x1b[31m", '"']
+TEXTS += ["é", "日本語", "🙂", "\udc80"]
 LAUGHS = "\n".join(
-    ["a0: &a0 [lol, lol]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    ["a0: &a0 [lol, lol]"]
+    + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
 )
 YAML_TEXTS = [  # whole files, or what a line is followed by
     "",
@@ -158,24 +161,27 @@ YAML_TEXTS = [  # whole files, or what a line is followed by
     "data: {name: mixture, streams: {a: null}}\n",
     "data: {name: mixture, streams: {a: {proportion: .nan}}, phases: [{}]}\n",
     "model: {block_overrides: {order: [{name: default, repeat: 1000000000}]}}\n",
-    "model: {block_overrides: {order: [{order: [{name: default, repeat: 1000000}], repeat: 1000000}]}}\n",
+    "model: {block_overrides: {order: [{order: [{name: default, repeat: 999999}],"
+    " repeat: 999999}]}}\n",
     "model: {block_overrides: {order: [{name: a}], overrides: {a: {attn_config:"
     " {reuse_kv_layer_idx: -1}}}}, n_layers: 1}\n",
 ]
-WORDS = ["", " ", "=", "==x", "=x", "-", "--", "---", "-x", "--cfg", "--cfg job", "--cfg=job", "-c", "job"]
-WORDS += ["--help", "-h", "--help=x", "--resolve", "-m", "--multirun", "-m=3", "model", "optimizer.lr"]
-WORDS += ["~", "~seed", "~nope", "~seed=wrong", "~/x.yaml", "~nobody/x.yaml", "+", "++", "+seed=1", "++=1"]
-WORDS += ["/dev/zero", "/dev/stdin", "/dev/null", "pipe", "folder", "closed.yaml", "/", ".", "..", "//"]
-WORDS += ["x.yaml", "x" * 300, "x" * 300 + ".yaml", "a/" * 3000, "prompt=" + "x " * 200, "x" * 100_000]
-WORDS += ["a\0b", "a\0b.yaml", "seed=\0", "\udc80", "seed=\udcff", "🙂=🙂", "é.yaml", "a.b.c.d=1", "a..b=1"]
-WORDS += [".a=1", "a.=1", "seed.x=1", "data.paths[0]=x", "data.paths.0=x", "data.paths=[a,,b]", "[=]", "{}=1"]
-WORDS += ["seed=1,2", "seed=range(1,1000000000)", "seed=range(1,3)", "optimizer=glob(*)", "seed=choice(1,2)"]
-WORDS += ["optimizer.lr=interval(0,1)", "seed=sort(3,1)", "model={", "model=}", "model={a:", "model='", "a b=c"]
-WORDS += ["data.paths=" + "[" * 90 + "]" * 90, "data.paths=" + "[" * 5000, "model=" + "{a:" * 60 + "1" + "}" * 60]
-WORDS += ["seed=${seed}", "seed=${oc.env:HOME}", "seed=" + "9" * 5000, "run_name=${run_name}${run_name}"]
-WORDS += ["model@x=mpt-125m", "model@=mpt-125m", "model=/mpt-125m", "model=../quickstart", "model=", "model=null"]
-WORDS += ["model.d_model=1000000001", "model.n_layers=1e9", "model.n_layers=200000", "parallel.nproc_per_node=1e9"]
-WORDS += ["data.loader_workers=100000", "global_train_batch_size=1e30", "run_name=../../x", "data.paths=['']"]
+WORDS = """
+= ==x =x - -- --- -x --cfg --cfg=job -c job --help -h --help=x --resolve -m --multirun -m=3
+model optimizer.lr ~ ~seed ~nope ~seed=wrong ~/x.yaml ~nobody/x.yaml + ++ +seed=1 ++=1 /dev/zero
+/dev/stdin /dev/null pipe folder closed.yaml / . .. // x.yaml a.b.c.d=1 a..b=1 .a=1 a.=1
+seed.x=1 data.paths[0]=x data.paths.0=x data.paths=[a,,b] [=] {}=1 seed=1,2
+seed=range(1,1000000000) seed=range(1,3) optimizer=glob(*) seed=choice(1,2)
+optimizer.lr=interval(0,1) seed=sort(3,1) model={ model=} model={a: model=' seed=${seed}
+seed=${oc.env:HOME} run_name=${run_name}${run_name} model@x=mpt-125m model@=mpt-125m
+model=/mpt-125m model=../quickstart model= model=null model.d_model=1000000001
+model.n_layers=1e9 model.n_layers=200000 parallel.nproc_per_node=1e9 data.loader_workers=100000
+global_train_batch_size=1e30 run_name=../../x data.paths=['']
+""".split()  # noqa: SIM905
+WORDS += ["", " ", "--cfg job", "a b=c", "a\0b", "a\0b.yaml", "seed=\0", "\udc80", "seed=\udcff"]
+WORDS += ["🙂=🙂", "é.yaml", "x" * 300, "x" * 300 + ".yaml", "a/" * 3000, "x" * 100_000]
+WORDS += ["prompt=" + "x " * 200, "seed=" + "9" * 5000, "data.paths=" + "[" * 5000]
+WORDS += ["data.paths=" + "[" * 90 + "]" * 90, "model=" + "{a:" * 60 + "1" + "}" * 60]
 
 
 @dataclass
@@ -201,8 +207,6 @@ def case(seed: int) -> Case:
 
 def prepare_folder(folder: Path) -> None:
     """What the cases' words find in their working folder."""
-    import os
-
     (folder / "folder").mkdir()
     os.mkfifo(folder / "pipe")
     (folder / "closed.yaml").touch(0)
@@ -233,8 +237,7 @@ def _structure(rng: random.Random, script: str) -> Case:
     tree = _plain(rng.choice(RECIPES) if _trains(script) else None, script)
     for _ in range(rng.choice([1, 1, 2, 3, 5])):
         _change(rng, tree)
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=False)
-    return Case(script, ["recipe.yaml"], {"recipe.yaml": text})
+    return Case(script, ["recipe.yaml"], {"recipe.yaml": json.dumps(tree, indent=1)})  # is YAML
 
 
 def _letters(rng: random.Random, script: str) -> Case:
@@ -303,10 +306,10 @@ def _start(rng: random.Random, script: str) -> list[str]:
         return list(SOUND[script])
     if rng.random() < 0.3:
         return ["run_name=x"]
-    return [str(rng.choice(RECIPES).relative_to(ROOT) if rng.random() < 0.1 else rng.choice(RECIPES))]
+    return [str(rng.choice(RECIPES))]
 
 
-_PLAIN: dict[tuple[Path | None, str], str] = {}
+_PLAIN: dict[tuple[Path | None, str], dict[str, Any]] = {}
 
 
 def _plain(recipe: Path | None, script: str) -> dict[str, Any]:
@@ -314,8 +317,8 @@ def _plain(recipe: Path | None, script: str) -> dict[str, Any]:
     key = (recipe, script)
     if key not in _PLAIN:
         words = SOUND.get(script, [])
-        _PLAIN[key] = yaml.safe_dump(to_dict(load(SCRIPTS[script], recipe, words)))
-    return yaml.load(_PLAIN[key], getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        _PLAIN[key] = to_dict(load(SCRIPTS[script], recipe, words))
+    return copy.deepcopy(_PLAIN[key])
 
 
 def _change(rng: random.Random, tree: dict[str, Any]) -> None:
@@ -338,7 +341,9 @@ def _change(rng: random.Random, tree: dict[str, Any]) -> None:
         other = rng.choice(list(tree))
         holder[key], tree[other] = tree[other], holder[key]
     elif change == 3:
-        holder[key] = rng.choice([[holder[key]], {"x": holder[key]}, {str(key): holder[key]}, [], {}])
+        holder[key] = rng.choice(
+            [[holder[key]], {"x": holder[key]}, {str(key): holder[key]}, [], {}]
+        )
     else:
         holder[key] = _anything(rng)
 
