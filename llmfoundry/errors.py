@@ -19,6 +19,12 @@ class UserError(Exception):
         super().__init__("\n".join(problems))
         self.problems = problems
 
+    def lines(self) -> list[str]:
+        """The problems as a terminal can show them: each one line, none of them endless."""
+        shown = [_printable(problem) for problem in self.problems[:MOST_LINES]]
+        left = len(self.problems) - len(shown)
+        return [*shown, f"... and {left:,} problems more"] if left else shown
+
 
 def one_line(error: BaseException) -> str:
     """Why something failed: the system's own reason where one led to it, else the error's text."""
@@ -56,3 +62,13 @@ def enough_memory(advice: str) -> Iterator[None]:
 
 # As PyTorch says it of the host, of CUDA and of cuBLAS.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+
+
+MOST_LINES, LONGEST_LINE = 50, 2000  # of what is shown
+
+
+def _printable(text: str) -> str:
+    if len(text) > LONGEST_LINE:
+        half = LONGEST_LINE // 2
+        text = f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

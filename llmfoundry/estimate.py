@@ -7,6 +7,7 @@ with what it needs, what there is, and which shipped recipe fits.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,10 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.counts import expert_parameter_count, parameter_count
 from llmfoundry.ops.cross_entropy import CHUNK_LOGITS, MIN_CHUNK
 from llmfoundry.ops.moe_compress import packed_width
+from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import degrees
+from llmfoundry.recipe.checks import divisors
+from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import YAMLS, show
@@ -25,6 +29,7 @@ from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.recipe.train import TrainRecipe
 
 GIB = 2**30
+WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
 MOMENTS = {"adamw": 2, "decoupled_adamw": 2, "decoupled_lionw": 1, "muon": 2}  # a weight's, at most
 CPU_TOKENS = 1024
@@ -152,6 +157,22 @@ def expert_rows(model: ModelConfig, width: int) -> int:
     return ffn.moe_top_k * width * (2 * model.d_model + 3 * ffn.ffn_hidden_size)
 
 
+def check_workers(config: DataConfig, world: World) -> None:
+    """Refuse more of data.loader_workers than the machine has memory for.
+
+    Raises:
+        UserError: says how many fit.
+    """
+    free = psutil.virtual_memory().available
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if config.loader_workers * ranks * WORKER_BYTES > free:
+        raise UserError(
+            f"data.loader_workers: {config.loader_workers} for each of {ranks} processes take"
+            f" {WORKER_BYTES / GIB:.1f} GiB each, but {free / GIB:.1f} GiB are free; write at most"
+            f" {free // WORKER_BYTES // ranks}"
+        )
+
+
 def available_memory(device: torch.device) -> int:
     """Bytes that this process may still use on `device`."""
     if device.type == "cuda":
@@ -188,7 +209,7 @@ def choose_microbatch(
     if device.type == "cpu":
         tokens = CPU_TOKENS / recipe.model.ffn_config.active_share
         most = max(1, int(tokens) // recipe.max_seq_len)
-    candidates = [n for n in range(min(rows, most), 0, -1) if rows % n == 0]
+    candidates = [n for n in reversed(divisors(rows)) if n <= most]
     if isinstance(asked, int):
         candidates = [min(asked, rows)]
     for candidate in candidates:

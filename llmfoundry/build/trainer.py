@@ -18,7 +18,12 @@ from llmfoundry.build.start import fill_weights, find_start, run_identity
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
 from llmfoundry.errors import UserError, enough_memory
-from llmfoundry.estimate import available_memory, choose_microbatch, with_guessed_vocabulary
+from llmfoundry.estimate import (
+    available_memory,
+    check_workers,
+    choose_microbatch,
+    with_guessed_vocabulary,
+)
 from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.results import GauntletResult
@@ -67,6 +72,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         device=world.device,
     )
     fit(with_guessed_vocabulary(recipe))
+    check_workers(recipe.data, world)
     check_kernels(recipe, world.device)
     start = find_start(recipe, world, tracker.note)
     tokenizer = make_tokenizer(recipe, world)

@@ -9,34 +9,50 @@ takes another's keys and values is counted without their projection.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.decoder import Block, Decoder
 from llmfoundry.recipe.model import ModelConfig
 
-EXPERTS = ".ffn.experts."  # in the names of what routers choose from
+EXPERTS = "ffn.experts."  # in the names of what routers choose from
 
 
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the model, a tied head counted once."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Decoder(config).parameters())
+    return sum(count * p.numel() for _, p, count in _parameters(config))
 
 
 def active_parameter_count(config: ModelConfig) -> int:
     """Parameters that one token meets: of the experts those it visits, of all else everything."""
-    with torch.device("meta"):
-        return sum(_active(name, p, config) for name, p in Decoder(config).named_parameters())
+    return sum(count * _active(name, p, config) for name, p, count in _parameters(config))
 
 
 def expert_parameter_count(config: ModelConfig) -> int:
     """Parameters of all experts that a router chooses from."""
+    return sum(count * p.numel() for name, p, count in _parameters(config) if EXPERTS in name)
+
+
+def _parameters(config: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
+    """Name, shape and number of the parameters; blocks that are alike are made once.
+
+    So the time does not grow with n_layers: a recipe of absurd depth is refused for its memory
+    before it is built. Blocks differ in whether they take another's keys and values, or not.
+    """
+    alike = dataclasses.replace(config, n_layers=1, block_overrides=None)
+    layers = (alike if config.block_overrides is None else config).layers()
+    takers = [i for i, layer in enumerate(layers) if layer.kv_from != i]
+    kinds = [(0, config.n_layers - len(takers)), *((i, len(takers)) for i in takers[:1])]
     with torch.device("meta"):
-        named = Decoder(config).named_parameters()
-        return sum(p.numel() for name, p in named if EXPERTS in name)
+        bare = Decoder(dataclasses.replace(alike, n_layers=0))
+        yield from ((name, p, 1) for name, p in bare.named_parameters())
+        for index, count in kinds:  # the first block takes from none
+            block = Block(config, index, layers[index], is_reused=False)
+            yield from ((name, p, count) for name, p in block.named_parameters())
 
 
 def _active(name: str, parameter: Tensor, config: ModelConfig) -> int:
@@ -47,17 +63,15 @@ def _active(name: str, parameter: Tensor, config: ModelConfig) -> int:
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """FLOPs of training on one token of a row of `seq_len`, forward and backward."""
-    with torch.device("meta"):
-        model = Decoder(config)
     looked_up = {"wte.weight", "wpe.weight"}
     matrices = sum(
-        _active(name, p, config)
-        for name, p in model.named_parameters()
+        count * _active(name, p, config)
+        for name, p, count in _parameters(config)
         if p.ndim == 2 and name not in looked_up
     )
+    assert config.head_dim is not None and config.vocab_size is not None
     if config.tie_word_embeddings:
-        matrices += model.head_weight.numel()
-    assert config.head_dim is not None
+        matrices += config.vocab_size * config.d_model
     attention = config.n_layers * 2 * config.n_heads * config.head_dim * seq_len
     return 3 * 2 * (matrices + attention)
 

@@ -52,6 +52,14 @@ def relaunch(config: ParallelConfig) -> None:
     wanted = config.nproc_per_node or max(1, torch.cuda.device_count())
     if wanted == 1:
         return
+    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    most = gpus or max(16, 4 * cores)
+    if wanted > most:
+        there = f"{gpus} GPUs" if gpus else f"{cores} cores"
+        raise UserError(
+            f"parallel.nproc_per_node: {wanted} processes, but this machine has {there};"
+            f" write at most {most}"
+        )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
     keep_children()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import nearest
@@ -39,6 +39,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
     words: list[str] = []
     arguments = iter(argv)
     for argument in arguments:
+        if not argument.isascii() and argument != argument.encode(errors="ignore").decode():
+            raise UserError(f"{argument!r} is not UTF-8 text; write it so")
         if not argument.startswith("-"):
             words.append(argument)
             continue
@@ -50,6 +52,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
             hint = nearest(flag, ["--help", "--cfg", "--resolve", "--multirun"])
             setting = f"; settings have no dashes: {argument.lstrip('-')}" if value else hint
             raise UserError(f"unknown flag '{argument}'{setting} (flags: {', '.join(FLAGS)})")
+        if value and flag != "--cfg":
+            raise UserError(f"{flag}: takes no value after a '='")
         command.flags.add(flag)
     for word in words:
         _place(command, word)
@@ -57,6 +61,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
 
 
 def _place(command: CommandLine, word: str) -> None:
+    if not word.strip():
+        raise UserError("an argument is empty; write a recipe's path or key=value")
     if not _is_recipe(word):
         command.overrides.append(word)
     elif "--help" in command.flags and not word.endswith((".yaml", ".yml")):
@@ -75,4 +81,4 @@ def _is_recipe(word: str) -> bool:
         return word.startswith("~/")
     key = word.partition("=")[0]
     looks = "/" in key and word.endswith((".yaml", ".yml"))
-    return "=" not in word or looks or Path(word).is_file()
+    return "=" not in word or looks or os.path.isfile(word)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from llmfoundry.recipe.checks import above, at_least, divides, fill, fraction, inert, one_of
+from llmfoundry.recipe.bounds import FRACTION, POSITIVE, TOKENS, Range, out_of_bounds
+from llmfoundry.recipe.checks import divides, fill, inert, one_of
 
 ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
 NORM_TYPES = ("layernorm", "rmsnorm", "low_precision_layernorm", "low_precision_rmsnorm")
 ATTN_IMPLS = ("auto", "sdpa", "flex", "varlen", "flash", "torch")
 ROPE_TYPES = ("no_scaling", "linear", "dynamic", "llama3")
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+WINDOW = Range(-1, 2**31 - 1)
 
 CANNOT = {  # what a backend cannot do, whatever the device: setting -> why, and what to write
     "sdpa": {
@@ -33,13 +37,13 @@ class RopeConfig:
     type: str = "no_scaling"
     """no_scaling; linear: positions / factor (Chen et al., 2023); dynamic: theta grows with rows
     longer than max_seq_len (NTK-aware); llama3: low frequencies / factor, high ones kept."""
-    factor: float | None = None
+    factor: Annotated[float | None, Range(1)] = None
     """Stretch; required by every type but no_scaling."""
-    low_freq_factor: float | None = None
+    low_freq_factor: Annotated[float | None, POSITIVE] = None
     """Only with llama3, required: wavelengths above original length / this are stretched."""
-    high_freq_factor: float | None = None
+    high_freq_factor: Annotated[float | None, POSITIVE] = None
     """Only with llama3, required: wavelengths below original length / this are kept."""
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: Annotated[int | None, TOKENS] = None
     """Only with llama3, required: the length that the frequencies were trained for."""
 
     def check(self, key: str) -> Iterator[str]:
@@ -53,9 +57,7 @@ class RopeConfig:
                 yield from inert(key, self, [name], f"with type: {self.type}")
             elif getattr(self, name) is None:
                 yield f"{key}{name}: type: {self.type} needs it; write a number"
-        yield from at_least(f"{key}factor", self.factor, 1)
-        for name in LLAMA3_KEYS:
-            yield from above(f"{key}{name}", getattr(self, name), 0)
+        yield from out_of_bounds(key, self)
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and not low < high:
             yield f"{key}high_freq_factor: {high} must be greater than low_freq_factor ({low})"
@@ -68,16 +70,15 @@ FLOOR_SCALE = 8192  # Llama 4's
 class TemperatureConfig:
     """Queries sharpened with their position, as Llama 4 does in layers without positions."""
 
-    floor_scale: int | None = None
+    floor_scale: Annotated[int | None, Range(1)] = None
     """Positions to which the same factor applies; 8192 where attn_scale is above 0."""
-    attn_scale: float = 0.0
+    attn_scale: Annotated[float, Range(0)] = 0.0
     """A query at p is multiplied by 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)); 0: by
     nothing."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be."""
-        yield from at_least(f"{key}floor_scale", self.floor_scale, 1)
-        yield from at_least(f"{key}attn_scale", self.attn_scale, 0)
+        yield from out_of_bounds(key, self)
         if not self.attn_scale:
             yield from inert(key, self, ["floor_scale"], "with attn_scale: 0")
 
@@ -102,15 +103,15 @@ class AttentionConfig:
     """auto: the fastest that the device and the other settings allow. sdpa: PyTorch's fused
     attention. On CUDA alone: flex (FlexAttention), varlen (PyTorch's variable-length kernel), flash
     (the flash-attn package). torch: plain matmul and softmax, the slow reference."""
-    kv_n_heads: int | None = None
+    kv_n_heads: Annotated[int | None, Range(1)] = None
     """Key-value heads; divides n_heads. Only for, and required by, grouped_query_attention."""
-    softmax_scale: float | None = None
+    softmax_scale: Annotated[float | None, POSITIVE] = None
     """Factor on the attention logits; unset: 1 / sqrt(head_dim)."""
-    attn_logit_softcapping: float | None = None
+    attn_logit_softcapping: Annotated[float | None, POSITIVE] = None
     """Attention logits become c * tanh(logits / c) (Gemma 2); unset: no cap."""
-    attn_pdrop: float = 0.0
+    attn_pdrop: Annotated[float, FRACTION] = 0.0
     """Dropout on attention weights, while training."""
-    clip_qkv: float | None = None
+    clip_qkv: Annotated[float | None, POSITIVE] = None
     """Clamp queries, keys and values to [-c, c] after their projection; unset: no clamp."""
     qk_ln: bool = False
     """Normalise the whole query and key width before positions are applied."""
@@ -118,17 +119,17 @@ class AttentionConfig:
     """Normalise each query and key head by itself before positions are applied."""
     norm_type: str | None = None
     """Only with qk_ln or qk_gn: the kind of that norm; unset: model.norm_type."""
-    norm_eps: float | None = None
+    norm_eps: Annotated[float | None, POSITIVE] = None
     """Only with qk_ln or qk_gn: added to the variance under its root; unset: model.norm_eps."""
-    sliding_window_size: int = -1
+    sliding_window_size: Annotated[int, WINDOW] = -1
     """A token sees itself and so many tokens before it; -1: all."""
     alibi: bool = False
     """Attention with linear biases (Press et al., 2022) in place of position embeddings."""
-    alibi_bias_max: int | None = None
+    alibi_bias_max: Annotated[int | None, Range(1)] = None
     """ALiBi's steepest exponent: slopes 2^(-alibi_bias_max * i / n). 8 where alibi is on."""
     rope: bool = False
     """Rotary positions (Su et al., 2021), half-split form, over the whole head."""
-    rope_theta: float | None = None
+    rope_theta: Annotated[float | None, POSITIVE] = None
     """Base of the rotary frequencies. 10000 where rope is on."""
     rope_hf_config: RopeConfig = field(default_factory=RopeConfig)
     """Only with rope: how frequencies are stretched for longer rows."""
@@ -139,6 +140,8 @@ class AttentionConfig:
 
     def check(self, key: str, n_heads: int) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
+        if (yield from out_of_bounds(key, self)):
+            return
         yield from one_of(f"{key}attn_type", self.attn_type, ATTN_TYPES)
         yield from one_of(f"{key}attn_impl", self.attn_impl, ATTN_IMPLS)
         for name, why in CANNOT.get(self.attn_impl, {}).items():
@@ -158,9 +161,6 @@ class AttentionConfig:
         elif self.norm_type is not None:
             yield from one_of(f"{key}norm_type", self.norm_type, NORM_TYPES)
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
-        yield from fraction(f"{key}attn_pdrop", self.attn_pdrop)
-        for name in ("clip_qkv", "norm_eps", "softmax_scale", "attn_logit_softcapping"):
-            yield from above(f"{key}{name}", getattr(self, name), 0)
         yield from self.attn_temperature_tuning.check(f"{key}attn_temperature_tuning.")
         yield from self._check_positions(key)
 
@@ -176,8 +176,6 @@ class AttentionConfig:
             if self.rope_hf_config != RopeConfig():
                 yield f"{key}rope_hf_config: has no effect without rope: true; remove it"
         yield from self.rope_hf_config.check(f"{key}rope_hf_config.")
-        yield from at_least(f"{key}alibi_bias_max", self.alibi_bias_max, 1)
-        yield from above(f"{key}rope_theta", self.rope_theta, 0)
 
     def derived_kv_heads(self, n_heads: int) -> int | None:
         """Key-value heads that the attention type alone decides."""
@@ -197,5 +195,5 @@ class AttentionConfig:
 
 def check_window(key: str, size: int | None) -> Iterator[str]:
     """A window is a positive number of tokens, or -1 for all."""
-    if size is not None and (size < -1 or size == 0):
+    if size == 0:
         yield f"{key}: {size}; write -1 (all earlier tokens) or a number of tokens"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from llmfoundry.recipe.attention import AttentionConfig, TemperatureConfig, check_window
-from llmfoundry.recipe.checks import at_least, nearest
+from llmfoundry.recipe.attention import WINDOW, AttentionConfig, TemperatureConfig, check_window
+from llmfoundry.recipe.bounds import Range, out_of_bounds
+from llmfoundry.recipe.checks import nearest
 
 DEFAULT = "default"
 
@@ -18,11 +20,11 @@ DEFAULT = "default"
 class AttentionOverride:
     """What one kind of layer does otherwise; unset: as model.attn_config says."""
 
-    sliding_window_size: int | None = None
+    sliding_window_size: Annotated[int | None, WINDOW] = None
     """A token sees itself and so many tokens before it; -1: all."""
     nope: bool | None = None
     """With rope: true this layer does not rotate."""
-    reuse_kv_layer_idx: int | None = None
+    reuse_kv_layer_idx: Annotated[int | None, Range(-(2**20), -1)] = None
     """Take keys and values of the layer so many places up, a negative number: rotated if that layer
     rotates. The window is this layer's own."""
     attn_temperature_tuning: TemperatureConfig | None = None
@@ -30,6 +32,7 @@ class AttentionOverride:
 
     def check(self, key: str, attn: AttentionConfig) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
         if self.attn_temperature_tuning is not None:
             where = f"{key}attn_temperature_tuning."
@@ -59,7 +62,7 @@ class BlockRun:
     """default, or a key of block_overrides.overrides."""
     order: list[BlockRun] | None = None
     """In place of a name: runs that are repeated together."""
-    repeat: int = 1
+    repeat: Annotated[int, Range(1, 2**20)] = 1
     """How often."""
 
 
@@ -82,19 +85,25 @@ class BlockOverridesConfig:
         yield from problems
         if problems:
             return
+        length = _length(self.order)
+        if length != n_layers:
+            yield f"{key}order: is {length} layers long, but n_layers is {n_layers}"
+            return
         names = self.names()
-        if len(names) != n_layers:
-            yield f"{key}order: is {len(names)} layers long, but n_layers is {n_layers}"
         for unused in sorted(set(self.overrides) - set(names) - {DEFAULT}):
             yield f"{key}overrides.{unused}: is not in order and has no effect; remove it"
+        sources = self.sources(names)
+        wrong: dict[str, str] = {}
         for index, name in enumerate(names):
-            yield from self._check_reuse(f"{key}overrides.{name}.", names, index)
+            if name not in wrong:  # a line a kind is enough
+                wrong.update((name, line) for line in self._check_reuse(key, names, index, sources))
+        yield from wrong.values()
 
     def _check_runs(self, key: str, runs: list[BlockRun]) -> Iterator[str]:
         options = [DEFAULT, *self.overrides]
         for index, run in enumerate(runs):
             where = f"{key}[{index}]"
-            yield from at_least(f"{where}.repeat", run.repeat, 1)
+            yield from out_of_bounds(f"{where}.", run)
             if (run.name is None) == (run.order is None):
                 yield f"{where}: has both or neither; write a name or an order"
             elif run.order is not None:
@@ -103,11 +112,13 @@ class BlockOverridesConfig:
                 hint = nearest(str(run.name), options)
                 yield f"{where}.name: {run.name!r} is not in overrides{hint}"
 
-    def _check_reuse(self, key: str, names: list[str], index: int) -> Iterator[str]:
+    def _check_reuse(
+        self, key: str, names: list[str], index: int, sources: list[int]
+    ) -> Iterator[str]:
+        key, source = f"{key}overrides.{names[index]}.", sources[index]
         back = self._kind(names[index]).reuse_kv_layer_idx
         if back is None or back >= 0:
             return
-        source = self.source(names, index)
         if source < 0:
             where = f"{key}attn_config.reuse_kv_layer_idx"
             yield f"{where}: {back} from layer {index} is before the first"
@@ -116,11 +127,16 @@ class BlockOverridesConfig:
         """The kind of every layer, in order."""
         return list(_expand(self.order))
 
-    def source(self, names: list[str], index: int) -> int:
-        """The layer whose keys and values layer `index` uses in the end; itself without reuse."""
-        while index >= 0 and self._kind(names[index]).reuse_kv_layer_idx is not None:
-            index += self._kind(names[index]).reuse_kv_layer_idx or 0
-        return index
+    def sources(self, names: list[str]) -> list[int]:
+        """The layer whose keys and values each layer uses in the end; its own number without reuse.
+
+        Negative where that would lie before the first.
+        """
+        found: list[int] = []
+        for index, name in enumerate(names):
+            above = index + (self._kind(name).reuse_kv_layer_idx or 0)
+            found.append(found[above] if 0 <= above < index else above)
+        return found
 
     def _kind(self, name: str) -> AttentionOverride:
         found = self.overrides.get(name)
@@ -151,7 +167,7 @@ def layers(
     if overrides is None or not overrides.order:
         overrides = BlockOverridesConfig(order=[BlockRun(DEFAULT, repeat=n_layers)])
     names, found = overrides.names(), []
-    for index, name in enumerate(names):
+    for name, source in zip(names, overrides.sources(names), strict=True):
         kind = overrides._kind(name)
         window, tuning = kind.sliding_window_size, kind.attn_temperature_tuning
         tuning = attn.attn_temperature_tuning if tuning is None else tuning
@@ -159,11 +175,16 @@ def layers(
             LayerConfig(
                 window=attn.sliding_window_size if window is None else window,
                 rotary=attn.rope and not kind.nope,
-                kv_from=overrides.source(names, index),
+                kv_from=source,
                 temperature=tuning.key,
             )
         )
     return found
+
+
+def _length(runs: list[BlockRun]) -> int:
+    """Layers of some runs, without making them."""
+    return sum(run.repeat * (1 if run.order is None else _length(run.order)) for run in runs)
 
 
 def _expand(runs: list[BlockRun]) -> Iterator[str]:

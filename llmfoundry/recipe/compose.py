@@ -54,9 +54,15 @@ class Composed:
 
         A key has none whose interpolation leads nowhere, or whose secret was not saved. It is left
         out of the values.
+
+        Raises:
+            UserError: an interpolation leads back to itself.
         """
         pending: dict[str, str] = {}
-        values = self._resolve(self.config, "", pending)
+        try:
+            values = self._resolve(self.config, "", pending)
+        except RecursionError:
+            raise UserError("an interpolation ${...} here leads back to itself") from None
         for key in masked_keys(values):
             pending[key] = (
                 f"{self.where(key)}{key}: has {MASK} where a secret was not saved; write"
@@ -102,11 +108,24 @@ def compose(schema: type, recipe: Path | None, overrides: Sequence[str] = ()) ->
     try:
         config = OmegaConf.create(merged)
         for key, value in values.items():
-            value = OmegaConf.select(OmegaConf.create(defaults), key) if value is DEFAULT else value
-            OmegaConf.update(config, key, value, merge=True, force_add=True)
+            _set(config, key, value, defaults)
     except OmegaConfBaseException as error:
         raise UserError(_explain(error, str(error.full_key), "")) from error
+    except RecursionError:
+        raise UserError("a value is nested too deep; flatten it") from None
     return Composed(config, sources, list(values))
+
+
+def _set(config: DictConfig, key: str, value: Any, defaults: dict[str, Any]) -> None:
+    """Write an override's value, or the schema's own, into `config`."""
+    try:
+        value = OmegaConf.select(OmegaConf.create(defaults), key) if value is DEFAULT else value
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except OmegaConfBaseException:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        # OmegaConf's for keys that lead into a list or a number
+        raise UserError(f"{key}: is not a key; write a list or a section whole") from error
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
-from llmfoundry.recipe.checks import above, at_least, fraction, inert, nearest, one_of
+from llmfoundry.recipe.bounds import FRACTION, PATH, PROCESSES, Range, out_of_bounds
+from llmfoundry.recipe.checks import inert, nearest, one_of
 from llmfoundry.recipe.duration import check_duration
 from llmfoundry.recipe.filter import FilterConfig
 from llmfoundry.recipe.source import CORPORA, SOURCES, SourceConfig, StreamConfig
@@ -15,7 +16,8 @@ from llmfoundry.recipe.source import CORPORA, SOURCES, SourceConfig, StreamConfi
 BATCHING = ("stratified", "per_stream")
 DEDUPLICATION = ("none", "exact", "minhash")
 TOKEN_TYPES = ("int64", "uint64", "int32", "uint32", "int16", "uint16", "int8", "uint8")
-_SIZE = re.compile(r"([0-9]*\.?[0-9]+) ?([kmgt]?b)", re.IGNORECASE)
+TOKEN_ID = Range(0, 2**31 - 1, "ids have 32 bits")
+_SIZE = re.compile(r"([0-9]{0,9}\.?[0-9]{1,9}) ?([kmgt]?b)", re.IGNORECASE)
 _FACTOR = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
@@ -25,7 +27,7 @@ class PhaseConfig:
 
     at: str = "???"
     """When it begins, a duration from the run's start: 0.8dur, 1e12tok."""
-    proportions: dict[str, float] = field(default_factory=dict)
+    proportions: Annotated[dict[str, float], Range(0)] = field(default_factory=dict)
     """Each stream's part of the rows from there on; one that is not named has none."""
 
 
@@ -40,7 +42,7 @@ class DataConfig(SourceConfig):
     batching_method: str = "stratified"
     """Only for mixture. stratified: every batch has every stream's part, to within one row.
     per_stream: a batch is of one stream."""
-    validation_fraction: float = 0.02
+    validation_fraction: Annotated[float, FRACTION] = 0.02
     """Share of a corpus' documents held out, chosen by their content's hash, so it never moves."""
     validation: StreamConfig | None = None
     """Held-out shards, where the text comes from shards: remote, local, split."""
@@ -48,15 +50,15 @@ class DataConfig(SourceConfig):
     """Let packed documents see each other. Off: each attends to itself alone."""
     shuffle: bool = True
     """Visit rows in a new pseudo-random order each epoch; off: in the source's order."""
-    shuffle_block_size: int = 1 << 18
+    shuffle_block_size: Annotated[int, Range(1, 2**32)] = 1 << 18
     """Rows that are shuffled among each other, from shards in random order: larger mixes better,
     smaller needs fewer shards at a time. 262144 is Streaming's."""
-    packing_ratio: float | str = "auto"
+    packing_ratio: Annotated[float | str, Range(above=0, most=2**20)] = "auto"
     """Only matters for text that is tokenised while training: documents that are joined to fill a
     row, on average; auto: as many as the first documents say."""
-    eos_token_id: int | None = None
+    eos_token_id: Annotated[int | None, TOKEN_ID] = None
     """Only for MDS tokens: the id that ends each document of a row. Unset: the tokenizer's."""
-    bos_token_id: int | None = None
+    bos_token_id: Annotated[int | None, TOKEN_ID] = None
     """Only for MDS tokens: the id that begins each document; in place of eos_token_id."""
     token_encoding_type: str = "int64"
     """Only matters for MDS columns of bytes: the integers that they hold."""
@@ -70,31 +72,32 @@ class DataConfig(SourceConfig):
     max_row_size: str = "1gb"
     """Bytes that a line, a page or a whole text file of a corpus may have, unpacked. What is larger
     is refused, so that no small compressed file fills the memory."""
-    cache_folder: str = "~/.cache/llmfoundry"
+    cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
     """Where trained tokenizers, token shards and copies of remote shards are kept."""
     cache_limit: str | None = None
     """Bytes that copies of remote shards may take, such as 500gb; the least recently used go."""
     prefetch: str = "2gb"
     """How far ahead remote shards are fetched, in bytes."""
-    download_retry: int = 5
+    download_retry: Annotated[int, Range(0, 1000)] = 5
     """Attempts after a failure that may pass, such as a cut connection."""
-    download_timeout: float = 60.0
+    download_timeout: Annotated[float, Range(above=0, most=86_400, why="a day")] = 60.0
     """Seconds within which 256 kB, or the end of a file, must come; then a request has failed."""
-    requests_per_second: float | None = None
+    requests_per_second: Annotated[float | None, Range(above=0, most=1e6)] = None
     """Requests to a remote store that a machine makes at most; unset: no bound."""
     validate_hash: bool = True
     """Compare the hashes that an index gives with each file once, when it is first opened."""
     storage_options: dict[str, Any] = field(default_factory=dict)
     """What fsspec's file systems take, by protocol: {s3: {endpoint_url: https://...}}."""
-    num_workers: int | None = None
+    num_workers: Annotated[int | None, Range(1, 1024, PROCESSES)] = None
     """Processes that prepare a corpus; unset: one per core."""
-    loader_workers: int = 0
+    loader_workers: Annotated[int, Range(0, 256, PROCESSES)] = 0
     """Processes of each rank that make batches; 0: it does so itself, in a thread."""
-    prefetch_factor: int = 2
+    prefetch_factor: Annotated[int, Range(1, 1024, "each batch is held in memory")] = 2
     """Batches made ahead, by each of the loader_workers."""
 
     def check(self, key: str = "data.") -> Iterator[str]:
         """Lines for values that cannot be, contradict each other, or have no effect."""
+        yield from out_of_bounds(key, self)
         yield from one_of(f"{key}name", self.name, (*SOURCES, "mixture"))
         if self.name not in (*SOURCES, "mixture"):
             return
@@ -106,7 +109,6 @@ class DataConfig(SourceConfig):
             yield f"{key}{field_}: has no effect with name: {self.name}; write name: mixture"
         if self.validation is not None:
             yield from self._check_validation(f"{key}validation.", self.validation)
-        yield from fraction(f"{key}validation_fraction", self.validation_fraction)
         yield from self._check_order(key)
         yield from self._check_fetching(key)
         yield from self.filter.check(f"{key}filter.")
@@ -131,11 +133,11 @@ class DataConfig(SourceConfig):
             yield from self._check_phase(f"{key}phases[{n}].", phase)
 
     def _check_phase(self, key: str, phase: PhaseConfig) -> Iterator[str]:
+        yield from out_of_bounds(key, phase)
         yield from check_duration(f"{key}at", phase.at)
-        for name, value in phase.proportions.items():
+        for name in phase.proportions:
             if name not in self.streams:
                 yield f"{key}proportions.{name}: no such stream{nearest(name, self.streams)}"
-            yield from at_least(f"{key}proportions.{name}", value, 0)
         if not sum(phase.proportions.values()) > 0:
             yield f"{key}proportions: sum to 0; give at least one stream a part"
 
@@ -151,18 +153,12 @@ class DataConfig(SourceConfig):
             )
 
     def _check_order(self, key: str) -> Iterator[str]:
-        yield from at_least(f"{key}shuffle_block_size", self.shuffle_block_size, 1)
         ratio = self.packing_ratio
         if isinstance(ratio, str) and ratio != "auto":
             yield f"{key}packing_ratio: {ratio!r}; write auto or a number of documents"
-        elif not isinstance(ratio, str):
-            yield from above(f"{key}packing_ratio", ratio, 0)
         if self.eos_token_id is not None and self.bos_token_id is not None:
             yield f"{key}bos_token_id: and eos_token_id exclude each other; remove one"
         yield from one_of(f"{key}token_encoding_type", self.token_encoding_type, TOKEN_TYPES)
-        yield from at_least(f"{key}num_workers", self.num_workers, 1)
-        yield from at_least(f"{key}loader_workers", self.loader_workers, 0)
-        yield from at_least(f"{key}prefetch_factor", self.prefetch_factor, 1)
         known = [*self.streams, "data"]
         for name in self.allow_changed:
             if name not in known:
@@ -173,9 +169,6 @@ class DataConfig(SourceConfig):
             text = getattr(self, name)
             if text is not None and _SIZE.fullmatch(text.strip()) is None:
                 yield f"{key}{name}: {text!r} is not a size; write a number and kb, mb, gb or tb"
-        yield from at_least(f"{key}download_retry", self.download_retry, 0)
-        yield from above(f"{key}download_timeout", self.download_timeout, 0)
-        yield from above(f"{key}requests_per_second", self.requests_per_second, 0)
 
     def holds_out(self) -> bool:
         """Whether there is held-out text: a corpus' own part, or shards of it."""

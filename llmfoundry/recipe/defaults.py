@@ -6,19 +6,21 @@ list of parts is asked of it, the files are read by `yamlfile.py`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.paths import show
-from llmfoundry.recipe.yamlfile import explain, line_of, read
+from llmfoundry.recipe.yamlfile import line_of, read
 
 _ROOT = "__recipe__"
+_SCHEME = "recipes"
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,6 @@ def parts(
         names, added = _ask_hydra(defaults, groups, folders)
     except FileNotFoundError as error:
         raise UserError(prefix + _missing(str(error), options)) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise UserError(explain(error, Path(mark.name if mark else "a file of it"))) from error
     except RecursionError as error:
         raise UserError(f"{prefix}defaults: a list here includes its own file") from error
     except (ValueError, OmegaConfBaseException) as error:
@@ -90,12 +89,24 @@ def parts(
 
 
 def _defaults(recipe: Path) -> list[Any]:
-    """A copy of the recipe's list, empty where it has none."""
+    """A copy of a file's list, empty where it has none."""
     defaults = read(recipe).get("defaults") or []
+    where = f"{show(recipe)}:{line_of(recipe, 'defaults')}"
     if not isinstance(defaults, list):
-        where = f"{show(recipe)}:{line_of(recipe, 'defaults')}"
         raise UserError(f"{where}: defaults: is no list; write [model: mpt-125m, data: c4]")
+    for entry in defaults:
+        if not (isinstance(entry, str) or _is_choice(entry)):
+            raise UserError(f"{where}: defaults: {entry!r} is no choice; write group: option")
     return list(defaults)
+
+
+def _is_choice(entry: Any) -> bool:
+    """Whether an entry is `group: option`, with a list of options or null in its place at most."""
+    if not isinstance(entry, dict) or len(entry) != 1:
+        return False
+    (option,) = entry.values()
+    options = option if isinstance(option, list) else [option]
+    return all(isinstance(name, str) for name in options) or option is None
 
 
 def _ask_hydra(
@@ -107,17 +118,19 @@ def _ask_hydra(
         FileNotFoundError: a part does not exist; its text is the part's name.
         ValueError: Hydra cannot make sense of the list.
     """
-    from hydra import initialize_config_dir
+    from hydra import initialize
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
     from hydra.errors import HydraException, MissingConfigException
     from hydra.types import RunMode
 
-    searchpath = [f"file://{folder}" for folder in folders[1:]]
+    Plugins.instance().register(_source())
+    searchpath = [f"{_SCHEME}://{folder}" for folder in folders]
     root = {"defaults": defaults, "hydra": {"searchpath": searchpath}}
     ConfigStore.instance().store(name=_ROOT, node=root)
     try:
-        with initialize_config_dir(str(folders[0]), version_base="1.3"):
+        with initialize(config_path=None, version_base="1.3"):
             loader: Any = GlobalHydra.instance().config_loader()
             parts = loader.compute_defaults_list(_ROOT, [], RunMode.RUN)
             added = set(groups) - set(parts.overrides.known_choices)
@@ -130,6 +143,29 @@ def _ask_hydra(
         raise ValueError(str(error)) from error
     named = [(part.config_path, part.package or "") for part in parts.defaults if part.config_path]
     return [(name, package) for name, package in named if not name.startswith("hydra/")], added
+
+
+@functools.cache
+def _source() -> type:
+    """What gives Hydra the defaults lists of the files in a folder, read as all our YAML is."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra.plugins.config_source import ConfigResult
+
+    class RecipeSource(FileConfigSource):
+        """A folder of recipes and groups."""
+
+        @staticmethod
+        def scheme() -> str:
+            return _SCHEME
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            path = Path(self.path) / self._normalize_file_name(config_path)
+            defaults = _defaults(path)
+            config = OmegaConf.create({"defaults": defaults} if defaults else {})
+            header = self._get_header_dict(path.read_text(encoding="utf-8", errors="replace")[:512])
+            return ConfigResult(self.provider, self.full_path(), config, header)
+
+    return RecipeSource
 
 
 def _missing(name: str, options: dict[str, list[str]]) -> str:

@@ -19,6 +19,8 @@ UNITS = {
     "ep": "epochs (passes over the training rows)",
     "dur": "fraction of max_duration",
 }
+LONGEST = 1e18
+"""In any unit; counts stay far from what 64 bits hold."""
 _FORM = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)(ba|sp|tok|ep|dur)")
 
 
@@ -39,6 +41,8 @@ class Duration:
                 " or 0.1dur"
             )
         value, unit = float(match[1]), match[2]
+        if value > LONGEST:
+            raise ValueError(f"{text!r} is too long; write {LONGEST:.0e} or less")
         if unit in ("ba", "sp", "tok") and not value.is_integer():
             raise ValueError(f"{text!r} is not a whole number of {UNITS[unit].split()[0]}")
         return cls(value, unit)

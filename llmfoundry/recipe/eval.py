@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from llmfoundry.recipe.checks import at_least, inert, one_of
+from llmfoundry.recipe.bounds import LENGTH, PATH, Range, out_of_bounds
+from llmfoundry.recipe.checks import inert, one_of
 
 PROMPTS = ("native", "foundry")
 ICL_KEYS = (
@@ -24,14 +26,14 @@ class EvalConfig:
 
     validation: bool = True
     """Measure loss and bits per byte on the held-out documents."""
-    validation_rows: int | None = None
+    validation_rows: Annotated[int | None, Range(1)] = None
     """Held-out rows to read, from the first; unset: all of them."""
-    gauntlet: str | None = None
+    gauntlet: Annotated[str | None, PATH] = None
     """A gauntlet file, such as eval/gauntlets/generated.yaml; unset: none."""
-    icl_rows: int | None = None
+    icl_rows: Annotated[int | None, Range(1)] = None
     """Rows of each task: always the same, chosen by their content, and as many of each category as
     it has its share of; unset: all of them."""
-    icl_seq_len: int | None = None
+    icl_seq_len: Annotated[int | None, Range(2, 2**24, LENGTH)] = None
     """Longest input of a task in tokens; unset: max_seq_len, or what the model reads at most."""
     icl_prompts: str | None = None
     """How rows become tokens. native: question and answer as one text, the same worked examples
@@ -48,9 +50,7 @@ class EvalConfig:
 
     def check(self, key: str = "eval.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
-        yield from at_least(f"{key}validation_rows", self.validation_rows, 1)
-        yield from at_least(f"{key}icl_rows", self.icl_rows, 1)
-        yield from at_least(f"{key}icl_seq_len", self.icl_seq_len, 2)
+        yield from out_of_bounds(key, self)
         if self.icl_prompts is not None:
             yield from one_of(f"{key}icl_prompts", self.icl_prompts, PROMPTS)
         if self.icl_max_fraction is not None and not 0 < self.icl_max_fraction < 1:

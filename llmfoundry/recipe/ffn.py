@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from llmfoundry.recipe import moe
-from llmfoundry.recipe.checks import at_least, one_of
+from llmfoundry.recipe.bounds import POSITIVE, WIDTH, Range, out_of_bounds
+from llmfoundry.recipe.checks import one_of
 
 FFN_TYPES = ("mptmlp", "mptglu", "dmoe")
 
@@ -51,15 +52,15 @@ class FFNConfig:
     ffn_act_fn: str | dict[str, Any] = "gelu"
     """An elementwise function of torch.nn.functional, gelu_tanh, quick_gelu or relu2 (squared);
     with arguments as {name: leaky_relu, negative_slope: 0.1}."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: Annotated[int | None, WIDTH] = None
     """Inner width, of one expert where there are several; unset: d_model * expansion_ratio."""
-    moe_num_experts: int | None = None
+    moe_num_experts: Annotated[int | None, Range(1, 2**16)] = None
     """Only for dmoe, required there: experts of a layer."""
-    moe_top_k: int | None = None
+    moe_top_k: Annotated[int | None, Range(1, 2**16)] = None
     """Only for dmoe: experts that a token visits; 1 there."""
     mlp_type: str | None = None
     """Only for dmoe: the kind of each expert, mlp (as mptmlp; the default there) or glu."""
-    moe_normalize_expert_weights: float | None = None
+    moe_normalize_expert_weights: Annotated[float | None, POSITIVE] = None
     """Only for dmoe: divide a token's expert weights by their p-norm, for this p; 1 makes their sum
     1, as DBRX does. Unset: they stay probabilities among all experts."""
     moe_jitter_eps: float | None = None
@@ -69,17 +70,17 @@ class FFNConfig:
     """Only for dmoe: what keeps experts equally loaded. loss: the load-balancing loss (Shazeer et
     al., 2017; the default there). bias: a number added to each expert's score where experts are
     chosen, moved after every step (Wang et al., 2024). none: nothing."""
-    moe_loss_weight: float | None = None
+    moe_loss_weight: Annotated[float | None, POSITIVE] = None
     """Only with moe_balancing: loss, its weight, which is its value at perfect balance; 0.01."""
     moe_lbl_scope: str | None = None
     """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the default
     there: the same whatever the microbatch) or of each microbatch, as megablocks does."""
-    moe_bias_update_rate: float | None = None
+    moe_bias_update_rate: Annotated[float | None, POSITIVE] = None
     """Only with moe_balancing: bias, how far a step moves a bias; 0.001 there."""
-    moe_zloss_weight: float | None = None
+    moe_zloss_weight: Annotated[float | None, POSITIVE] = None
     """Only for dmoe: weight of the router z-loss, the mean squared logsumexp of the router's logits
     (Zoph et al., 2022, take 0.001); unset: no such loss."""
-    shared_expert_hidden_size: int | None = None
+    shared_expert_hidden_size: Annotated[int | None, WIDTH] = None
     """Only for dmoe: inner width of an expert that every token visits beside those chosen, with
     weight 1; unset: there is none."""
     uniform_expert_assignment: bool | None = None
@@ -110,13 +111,14 @@ class FFNConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be."""
+        if (yield from out_of_bounds(key, self)):
+            return
         if self.ffn_type in moe.OTHER_NAMES:
             yield f"{key}ffn_type: {self.ffn_type} is {moe.OTHER_NAMES[self.ffn_type]}; write dmoe"
         else:
             yield from one_of(f"{key}ffn_type", self.ffn_type, FFN_TYPES)
             yield from moe.check(key, self)
         yield from self._check_activation(f"{key}ffn_act_fn")
-        yield from at_least(f"{key}ffn_hidden_size", self.ffn_hidden_size, 1)
 
     def _check_activation(self, key: str) -> Iterator[str]:
         name, arguments = self.activation

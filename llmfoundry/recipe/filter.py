@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
+from llmfoundry.recipe.bounds import Range, out_of_bounds
 from llmfoundry.recipe.checks import at_least
 
 
@@ -16,13 +18,13 @@ class FilterConfig:
     filters). They decide on whole documents and change no text.
     """
 
-    min_chars: int | None = None
-    """Leave out documents of fewer characters."""
-    max_chars: int | None = None
+    min_chars: Annotated[int | None, Range(2)] = None
+    """Leave out documents of fewer characters; one is what every document has."""
+    max_chars: Annotated[int | None, Range(1)] = None
     """Leave out documents of more characters."""
-    min_words: int | None = None
+    min_words: Annotated[int | None, Range(2)] = None
     """Leave out documents of fewer words; words are what white space separates."""
-    max_words: int | None = None
+    max_words: Annotated[int | None, Range(1)] = None
     """Leave out documents of more words."""
     gopher_quality: bool = False
     """Gopher's rules of quality (arXiv:2112.11446, A.1.1): 50 to 100,000 words of 3 to 10 letters
@@ -38,10 +40,9 @@ class FilterConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, contradict each other, or have no effect."""
-        # One character or word is what every document has: blank ones are dropped anyway.
-        yield from at_least(f"{key}min_chars", self.min_chars, 2)
+        if (yield from out_of_bounds(key, self)):
+            return
         yield from at_least(f"{key}max_chars", self.max_chars, self.min_chars or 1)
-        yield from at_least(f"{key}min_words", self.min_words, 2)
         yield from at_least(f"{key}max_words", self.max_words, self.min_words or 1)
         if self.min_words is not None:
             yield from self._check_min_words(key, 2 * self.min_words - 1)

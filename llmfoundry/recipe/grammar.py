@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 DEFAULT = object()
+LONGEST = 20_000
+"""Characters that are read with the grammar; more belong into a file."""
+MOST_POINTS = 10_000
+"""Runs of a sweep."""
 
 
 def split(
@@ -57,8 +61,12 @@ def key_and_text(override: str) -> tuple[str, str]:
     """
     key, equals, text = override.lstrip("+").partition("=")
     if override.startswith("~"):
-        key, equals = key[1:], "="
-    if not key or not equals:
+        key = key[1:]
+        if not key or equals:
+            raise UserError(
+                f"'{override}' is no setting; ~key gives a key its default, and no more"
+            )
+    elif not key or not equals:
         raise UserError(f"'{override}' is no setting; write key=value")
     return key.strip(), text
 
@@ -69,14 +77,19 @@ def choices(override: str, groups: dict[str, list[str]]) -> list[str]:
     Raises:
         UserError: it is a kind of sweep that has no end.
     """
-    from hydra.core.override_parser.types import Glob
+    from hydra.core.override_parser.types import Glob, RangeSweep
     from hydra.errors import HydraException
 
     key, text = key_and_text(override)
     parsed = None if override.startswith("~") else _parse(text)
     if parsed is None or not parsed.is_sweep_override():
         return [override]
-    if isinstance(parsed._value, Glob):
+    swept = parsed._value
+    if isinstance(swept, RangeSweep) and swept.step:
+        start, stop = float(swept.start or 0), float(swept.stop or 0)
+        if not abs(stop - start) <= MOST_POINTS * abs(swept.step):
+            raise UserError(f"{override}: has more than {MOST_POINTS:,} points; write fewer")
+    if isinstance(swept, Glob):
         return [f"{key}={option}" for option in parsed._value.filter(groups.get(key, []))]
     try:
         return [f"{key}={element}" for element in parsed.sweep_string_iterator()]
@@ -104,7 +117,9 @@ def _parse(text: str) -> Override | None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    if len(text) > LONGEST:
+        return None
     try:
         return OverridesParser.create().parse_override(f"key={text}")
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):  # the last of numbers and lists too long
         return None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
+from llmfoundry.recipe.bounds import POSITIVE, out_of_bounds
 from llmfoundry.recipe.checks import above, fill, inert, one_of
 
 INITS = (
@@ -37,21 +39,22 @@ class InitConfig:
     """Only for kaiming: whose gain; relu there."""
     init_gain: float | None = None
     """For xavier the gain, 1 there; for kaiming with leaky_relu its negative slope, 0 there."""
-    init_std: float | None = None
+    init_std: Annotated[float | None, POSITIVE] = None
     """Standard deviation of baseline_; 0.02 there."""
-    emb_init_std: float | None = None
+    emb_init_std: Annotated[float | None, POSITIVE] = None
     """Standard deviation of the embeddings; unset: the same scheme as the other weights."""
     emb_init_uniform_lim: float | list[float] | None = None
     """Embeddings uniform in [-l, l], or in [low, high]; unset: the same scheme as the others."""
-    router_init_std: float | None = None
+    router_init_std: Annotated[float | None, POSITIVE] = None
     """Standard deviation of routers' weights. Small, experts start with equal weights (Fedus et
     al., 2021, take a tenth of the others'); unset: the same scheme as the other weights."""
-    init_div_is_residual: bool | float | None = None
+    init_div_is_residual: Annotated[bool | float | None, POSITIVE] = None
     """Divide the projections that write to the residual stream by sqrt(2 * n_layers) (true, the
     default) or by a number."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
         yield from one_of(f"{key}name", self.name, INITS)
         kaiming, xavier = self.name.startswith("kaiming"), self.name.startswith("xavier")
         if self.name != "baseline_":
@@ -74,11 +77,6 @@ class InitConfig:
             yield from one_of(f"{key}init_nonlinearity", self.init_nonlinearity, NONLINEARITIES)
         if xavier:
             yield from above(f"{key}init_gain", self.init_gain, 0)
-        for name in ("init_std", "emb_init_std", "router_init_std"):
-            yield from above(f"{key}{name}", getattr(self, name), 0)
-        divisor = self.init_div_is_residual
-        if divisor is not None and not isinstance(divisor, bool):
-            yield from above(f"{key}init_div_is_residual", divisor, 0)
         yield from self._check_embeddings(key)
 
     def _check_embeddings(self, key: str) -> Iterator[str]:

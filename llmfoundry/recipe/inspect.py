@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from llmfoundry.recipe.checks import at_least
+from llmfoundry.recipe.bounds import Range
 from llmfoundry.recipe.duration import check_duration
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -17,7 +18,7 @@ class InspectRecipe(TrainRecipe):
     at: str = "0ba"
     """The time from the run's start, a duration: 1e9tok, 0.8dur, 500ba; the step that it falls in
     is shown."""
-    n: int = 4
+    n: Annotated[int, Range(0)] = 4
     """Rows of that step to show, at most; 0: none."""
     json: bool = False
     """Print lines of JSON, one for each row, stream and phase, in place of tables."""
@@ -25,5 +26,4 @@ class InspectRecipe(TrainRecipe):
     def check(self) -> Iterator[str]:
         """Every problem of the recipe, a line each."""
         yield from check_duration("at", self.at)
-        yield from at_least("n", self.n, 0)
         yield from super().check()

@@ -60,8 +60,8 @@ def run(
         # Every process finds the same mistakes in a recipe; later ones may be a single rank's.
         if rank == 0 or started:
             prefix = f"[rank {rank}] " if rank else ""
-            lines = (f"{prefix}{public(line)}" for line in str(error).splitlines())
-            print(*lines, sep="\n", file=sys.stderr)
+            lines = error.lines() if isinstance(error, UserError) else [str(error)]
+            print(*(f"{prefix}{public(line)}" for line in lines), sep="\n", file=sys.stderr)
         _exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         _exit(130)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from llmfoundry.recipe.checks import at_least, fill, inert, one_of
+from llmfoundry.recipe.bounds import NEW_TOKENS, TEMPERATURE, Range, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert, one_of
 from llmfoundry.recipe.duration import check_duration
 
 WANDB_MODES = ("online", "offline")
@@ -62,16 +64,15 @@ class GenerateConfig:
     """Texts to continue; none: no samples."""
     interval: str = "0.25dur"
     """How often."""
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, NEW_TOKENS] = 64
     """Length of a continuation, in tokens, unless end-of-text comes first."""
-    temperature: float = 0.8
+    temperature: Annotated[float, TEMPERATURE] = 0.8
     """0 takes the likeliest token; more is more random."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be."""
+        yield from out_of_bounds(key, self)
         yield from check_duration(f"{key}interval", self.interval)
-        yield from at_least(f"{key}max_new_tokens", self.max_new_tokens, 1)
-        yield from at_least(f"{key}temperature", self.temperature, 0)
 
 
 @dataclass
@@ -84,9 +85,9 @@ class EarlyStopperConfig:
     mode: str | None = None
     """min: smaller is better; max: greater is. min for losses, perplexity and bits per byte, max
     for all else."""
-    patience: int | None = None
+    patience: Annotated[int | None, Range(1)] = None
     """Measurements without improvement after which the run ends; 3."""
-    min_delta: float | None = None
+    min_delta: Annotated[float | None, Range(0)] = None
     """What counts as improvement, in the metric's unit; 0."""
 
     def check(self, key: str) -> Iterator[str]:
@@ -96,8 +97,7 @@ class EarlyStopperConfig:
             yield from inert(key, self, names, f"without {key}metric")
         if self.mode is not None:
             yield from one_of(f"{key}mode", self.mode, STOP_MODES)
-        yield from at_least(f"{key}patience", self.patience, 1)
-        yield from at_least(f"{key}min_delta", self.min_delta, 0)
+        yield from out_of_bounds(key, self)
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -113,7 +113,7 @@ class CallbacksConfig:
 
     speed_monitor: bool = True
     """Throughput, and model FLOPs utilisation where the device's peak is known."""
-    speed_window: int = 10
+    speed_window: Annotated[int, Range(1, 2**20, "each is kept in memory")] = 10
     """Logged steps over which throughput is averaged."""
     memory_monitor: bool = True
     """Peak memory of the device (GPU) or the process (CPU)."""
@@ -123,7 +123,7 @@ class CallbacksConfig:
     """The learning rate of every parameter group."""
     optimizer_monitor: bool = False
     """Norms of each parameter, its gradient and the optimizer's moments, and of all together."""
-    gc_interval: int = 1000
+    gc_interval: Annotated[int, Range(0)] = 1000
     """Batches between garbage collections, at the same batch on all processes; Python's own, which
     comes at any time and makes the others wait, is off. 0 leaves Python's own on."""
     early_stopper: EarlyStopperConfig = field(default_factory=EarlyStopperConfig)
@@ -133,8 +133,7 @@ class CallbacksConfig:
 
     def check(self, key: str = "callbacks.") -> Iterator[str]:
         """Lines for values that cannot be."""
-        yield from at_least(f"{key}speed_window", self.speed_window, 1)
-        yield from at_least(f"{key}gc_interval", self.gc_interval, 0)
+        yield from out_of_bounds(key, self)
         yield from self.early_stopper.check(f"{key}early_stopper.")
         yield from self.generate.check(f"{key}generate.")
 

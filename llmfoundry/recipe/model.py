@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from llmfoundry.recipe.attention import NORM_TYPES, AttentionConfig
 from llmfoundry.recipe.blocks import BlockOverridesConfig, LayerConfig, layers
-from llmfoundry.recipe.checks import above, at_least, divides, fill, fraction, inert, one_of
+from llmfoundry.recipe.bounds import (
+    FRACTION,
+    POSITIVE,
+    TOKENS,
+    Range,
+    out_of_bounds,
+)
+from llmfoundry.recipe.checks import divides, fill, inert, one_of
 from llmfoundry.recipe.ffn import FFNConfig
 from llmfoundry.recipe.init import InitConfig
 
@@ -24,19 +32,19 @@ class ModelConfig:
 
     name: str = "mpt_causal_lm"
     """The model family; mpt_causal_lm is the project's own decoder."""
-    d_model: int = 2048
+    d_model: Annotated[int, Range(1, 2**20, "no device holds a wider matrix")] = 2048
     """Width of the residual stream."""
-    n_heads: int = 16
+    n_heads: Annotated[int, Range(1, 2**16)] = 16
     """Query heads."""
-    n_layers: int = 24
+    n_layers: Annotated[int, Range(1, 2**20)] = 24
     """Blocks."""
-    head_dim: int | None = None
+    head_dim: Annotated[int | None, Range(1, 2**16)] = None
     """Width of one head; unset: d_model / n_heads."""
-    expansion_ratio: float | None = None
+    expansion_ratio: Annotated[float | None, Range(above=0, most=2**16)] = None
     """Inner width of the feed-forward layer over d_model; 4 unless ffn_hidden_size is given."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, Range(1, 2**31 - 1, "ids have 32 bits")] = None
     """Rows of the embedding; unset: the tokenizer's size, rounded up to a multiple of 64."""
-    max_seq_len: int | None = None
+    max_seq_len: Annotated[int | None, TOKENS] = None
     """Longest row; unset: the recipe's max_seq_len. More only widens learned positions."""
     learned_pos_emb: bool | None = None
     """A learned vector for each position; unset: true unless alibi or rope is on."""
@@ -47,17 +55,17 @@ class ModelConfig:
     norm_type: str = "layernorm"
     """layernorm or rmsnorm, computed in fp32; low_precision_layernorm, low_precision_rmsnorm: in
     the precision of the matrix products."""
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, POSITIVE] = 1e-5
     """Added to the variance under the norm's root."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head."""
-    logit_scale: float | str | None = None
+    logit_scale: Annotated[float | str | None, POSITIVE] = None
     """Factor on the logits: a number, or inv_sqrt_d_model for 1 / sqrt(d_model); unset: none."""
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: Annotated[float | None, POSITIVE] = None
     """Logits become c * tanh(logits / c) (Gemma 2), after logit_scale; unset: no cap."""
-    emb_pdrop: float = 0.0
+    emb_pdrop: Annotated[float, FRACTION] = 0.0
     """Dropout on the embeddings, while training."""
-    resid_pdrop: float = 0.0
+    resid_pdrop: Annotated[float, FRACTION] = 0.0
     """Dropout on what each layer adds to the residual stream, while training."""
     embedding_fraction: float = 1.0
     """Share of the gradient that reaches the embeddings (Ding et al., 2021; 1: all)."""
@@ -72,23 +80,14 @@ class ModelConfig:
 
     def check(self, key: str = "model.") -> Iterator[str]:
         """Lines for values that cannot be, contradict each other, or have no effect."""
+        if (yield from out_of_bounds(key, self)):
+            return
         yield from one_of(f"{key}name", self.name, ("mpt_causal_lm",))
         yield from one_of(f"{key}norm_type", self.norm_type, NORM_TYPES)
-        sizes = ("d_model", "n_heads", "n_layers", "head_dim", "vocab_size", "max_seq_len")
-        for size in sizes:
-            yield from at_least(f"{key}{size}", getattr(self, size), 1)
-        yield from above(f"{key}norm_eps", self.norm_eps, 0)
-        yield from above(f"{key}final_logit_softcapping", self.final_logit_softcapping, 0)
-        yield from fraction(f"{key}emb_pdrop", self.emb_pdrop)
-        yield from fraction(f"{key}resid_pdrop", self.resid_pdrop)
         if not 0 < self.embedding_fraction <= 1:
             yield f"{key}embedding_fraction: {self.embedding_fraction}; write a number in (0, 1]"
         if isinstance(self.logit_scale, str):
             yield from one_of(f"{key}logit_scale", self.logit_scale, ("inv_sqrt_d_model",))
-        else:
-            yield from above(f"{key}logit_scale", self.logit_scale, 0)
-        if self.n_heads < 1 or self.n_layers < 1:
-            return
         if self.head_dim is None:
             yield from divides(f"{key}n_heads", self.n_heads, f"{key}d_model", self.d_model)
         yield from self._check_positions(key)
@@ -127,7 +126,6 @@ class ModelConfig:
 
     def _check_hidden_size(self, key: str) -> Iterator[str]:
         ratio, hidden = self.expansion_ratio, self.ffn_config.ffn_hidden_size
-        yield from above(f"{key}expansion_ratio", ratio, 0)
         if ratio is None:
             return
         if hidden is not None and hidden != self.d_model * ratio:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from llmfoundry.recipe.checks import above, at_least, fill, inert, one_of
+from llmfoundry.recipe.checks import fill, inert, one_of
 
 if TYPE_CHECKING:
     from llmfoundry.recipe.ffn import FFNConfig
@@ -53,14 +53,11 @@ def check(key: str, ffn: FFNConfig) -> Iterator[str]:
     for name, options in (("mlp_type", MLP_TYPES), ("moe_impl", IMPLS)):
         if getattr(ffn, name) is not None:
             yield from one_of(f"{key}{name}", getattr(ffn, name), options)
-    yield from at_least(f"{key}shared_expert_hidden_size", ffn.shared_expert_hidden_size, 1)
     if ffn.moe_impl not in (None, "grouped_mm"):
         yield from inert(key, ffn, ["moe_compress_activations"], f"with moe_impl: {ffn.moe_impl}")
 
 
 def _check_router(key: str, ffn: FFNConfig) -> Iterator[str]:
-    yield from at_least(f"{key}moe_num_experts", ffn.moe_num_experts, 1)
-    yield from at_least(f"{key}moe_top_k", ffn.moe_top_k, 1)
     if ffn.moe_num_experts is None:
         yield f"{key}moe_num_experts: ffn_type: dmoe needs it; write a number of experts"
     elif ffn.moe_top_k is not None and ffn.moe_top_k > ffn.moe_num_experts:
@@ -68,7 +65,6 @@ def _check_router(key: str, ffn: FFNConfig) -> Iterator[str]:
             f"{key}moe_top_k: {ffn.moe_top_k} is more than moe_num_experts"
             f" ({ffn.moe_num_experts}); write at most that"
         )
-    yield from above(f"{key}moe_normalize_expert_weights", ffn.moe_normalize_expert_weights, 0)
     eps = ffn.moe_jitter_eps
     if eps is not None and not 0 < eps < 1:
         yield f"{key}moe_jitter_eps: {eps}; write a number between 0 and 1, or remove it"
@@ -90,8 +86,6 @@ def _check_balancing(key: str, ffn: FFNConfig) -> Iterator[str]:
         yield from inert(key, ffn, ["moe_bias_update_rate"], why)
     if ffn.moe_lbl_scope is not None:
         yield from one_of(f"{key}moe_lbl_scope", ffn.moe_lbl_scope, SCOPES)
-    for name in ("moe_loss_weight", "moe_bias_update_rate", "moe_zloss_weight"):
-        yield from above(f"{key}{name}", getattr(ffn, name), 0)
 
 
 def fill_defaults(ffn: FFNConfig) -> None:

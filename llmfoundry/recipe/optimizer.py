@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from llmfoundry.recipe.checks import above, at_least, fill, inert, one_of
+from llmfoundry.recipe.bounds import POSITIVE, Range, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert, one_of
 
 OPTIMIZERS = ("decoupled_adamw", "adamw", "decoupled_lionw", "muon")
 CLIPPING_TYPES = ("norm", "value", "adaptive")
@@ -19,13 +21,13 @@ class ParamGroupConfig:
     param_str_match: str = ""
     """A regular expression that is found in the parameters' names; the first group that matches
     takes a parameter."""
-    lr: float | None = None
+    lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate; the schedule is the same."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float | None, Range(0)] = None
     """Shrinkage each step."""
     betas: list[float] | None = None
     """Decay of the running means."""
-    eps: float | None = None
+    eps: Annotated[float | None, POSITIVE] = None
     """Added to the root of the running square."""
 
     def check(self, key: str, optimizer: str) -> Iterator[str]:
@@ -34,9 +36,7 @@ class ParamGroupConfig:
         values = (self.lr, self.weight_decay, self.betas, self.eps)
         if all(value is None for value in values):
             yield f"{key}param_str_match: the group changes nothing; remove it, or give it an lr"
-        yield from above(f"{key}lr", self.lr, 0)
-        yield from at_least(f"{key}weight_decay", self.weight_decay, 0)
-        yield from above(f"{key}eps", self.eps, 0)
+        yield from out_of_bounds(key, self)
         yield from check_betas(f"{key}betas", self.betas)
         if optimizer == "decoupled_lionw":
             yield from inert(key, self, ["eps"], f"with optimizer.name: {optimizer}")
@@ -52,16 +52,16 @@ class OptimizerConfig:
     decoupled_lionw: the sign of a running mean (Chen et al., 2023), decay as decoupled_adamw. muon:
     orthogonal updates (Jordan et al., 2024) for the blocks' matrices, scaled to AdamW's size (Liu
     et al., 2025) so that one lr serves both; AdamW for embeddings, head, norms and biases."""
-    lr: float = 6e-4
+    lr: Annotated[float, POSITIVE] = 6e-4
     """Peak learning rate."""
     betas: list[float] | None = None
     """Decay of the running mean and of the running square, [0.9, 0.95]; for decoupled_lionw of
     the mean that steps and of the mean that is kept, [0.9, 0.99]; for muon of its AdamW."""
-    eps: float | None = None
+    eps: Annotated[float | None, POSITIVE] = None
     """Not for decoupled_lionw: added to the root of the running square; 1e-8."""
     momentum: float | None = None
     """Only for muon: decay of the running gradient that is made orthogonal, 0.95."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(0)] = 0.0
     """Shrinkage each step; times lr for adamw and muon, times lr / (first lr) for decoupled_*."""
     param_groups: list[ParamGroupConfig] = field(default_factory=list)
     """Parameters, by regular expression, with values of their own."""
@@ -71,9 +71,7 @@ class OptimizerConfig:
     def check(self, key: str = "optimizer.") -> Iterator[str]:
         """Lines for values that cannot be."""
         yield from one_of(f"{key}name", self.name, OPTIMIZERS)
-        yield from above(f"{key}lr", self.lr, 0)
-        yield from above(f"{key}eps", self.eps, 0)
-        yield from at_least(f"{key}weight_decay", self.weight_decay, 0)
+        yield from out_of_bounds(key, self)
         yield from check_betas(f"{key}betas", self.betas)
         if self.name == "decoupled_lionw":
             yield from inert(key, self, ["eps"], f"with name: {self.name}")
@@ -121,10 +119,10 @@ class GradientClippingConfig:
     clamp each of its elements to [-clipping_threshold, clipping_threshold]. adaptive: scale each
     row of a gradient so that its norm is at most clipping_threshold times its weights' norm (Brock
     et al., 2021)."""
-    clipping_threshold: float = 1.0
+    clipping_threshold: Annotated[float, Range(above=0, infinite=True)] = 1.0
     """The bound; infinity (.inf) bounds nothing."""
 
     def check(self, key: str = "gradient_clipping.") -> Iterator[str]:
         """Lines for values that cannot be."""
         yield from one_of(f"{key}clipping_type", self.clipping_type, CLIPPING_TYPES)
-        yield from above(f"{key}clipping_threshold", self.clipping_threshold, 0)
+        yield from out_of_bounds(key, self)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from llmfoundry.recipe.checks import at_least, inert
+from llmfoundry.recipe.bounds import PROCESSES, Range, out_of_bounds
+from llmfoundry.recipe.checks import inert
 
 
 @dataclass
@@ -15,12 +17,12 @@ class ParallelConfig:
     Their product is the number of processes. Replicas alone are DDP, shards alone FSDP2, both HSDP.
     """
 
-    nproc_per_node: int | None = None
+    nproc_per_node: Annotated[int | None, Range(1, 1024, PROCESSES)] = None
     """Processes that `python scripts/train.py` starts; unset: one per local GPU, one on a CPU.
     Under torchrun or Slurm these have decided already."""
-    data_parallel_replicate_degree: int = -1
+    data_parallel_replicate_degree: Annotated[int, Range(-1, 2**20)] = -1
     """Copies of the model; -1: all processes that the shard degree leaves."""
-    data_parallel_shard_degree: int = 1
+    data_parallel_shard_degree: Annotated[int, Range(-1, 2**20)] = 1
     """Processes over which one copy is cut (FSDP2); -1: all that the replicate degree leaves."""
     reshard_after_forward: bool | None = None
     """Only with shards: free a block's weights after its forward pass and gather them again for
@@ -28,17 +30,16 @@ class ParallelConfig:
     activation_checkpointing: bool = False
     """Keep only each block's input for the backward pass and compute the rest again: a third more
     work, a fraction of the memory."""
-    dist_timeout: int = 600
+    dist_timeout: Annotated[int, Range(1, 31_536_000, "a year")] = 600
     """Seconds that a collective may wait for other processes."""
 
     def check(self, key: str = "parallel.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
-        yield from at_least(f"{key}nproc_per_node", self.nproc_per_node, 1)
-        yield from at_least(f"{key}dist_timeout", self.dist_timeout, 1)
+        yield from out_of_bounds(key, self)
         degrees = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
         values = [getattr(self, name) for name in degrees]
         for name, value in zip(degrees, values, strict=True):
-            if value == 0 or value < -1:
+            if value == 0:
                 yield f"{key}{name}: {value}; write -1 or a number of processes"
         if values == [-1, -1]:
             yield f"{key}{degrees[0]}: and {degrees[1]} cannot both be -1; give one of them"

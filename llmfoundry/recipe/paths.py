@@ -26,9 +26,9 @@ def find_file(path: str | Path, key: str) -> Path:
     Raises:
         UserError: neither the working folder nor the repository has it; names the nearest path.
     """
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     for base in (Path.cwd(), ROOT):
-        if (base / given).exists():
+        if os.path.exists(base / given):  # unlike Path's, False for what no path can be
             return base / given
     close = nearest_path(given, [*_siblings(given), *_siblings(ROOT / given)])
     raise UserError(f"{key}: nothing at {path}{close}")
@@ -40,12 +40,14 @@ def find_recipe(path: str | Path) -> Path:
     Raises:
         UserError: there is none; names the nearest path.
     """
-    given = Path(path).expanduser()
-    if given.is_file():
+    given = Path(os.path.expanduser(path))
+    if os.path.isfile(given):
         return given
-    if (given / "recipe.yaml").is_file():
+    if os.path.isfile(given / "recipe.yaml"):
         raise UserError(f"{path} is a folder; did you mean {given / 'recipe.yaml'}?")
-    what = f"{path} is a folder, no recipe" if given.is_dir() else f"no recipe at {path}"
+    what = f"{path} is a folder, no recipe" if os.path.isdir(given) else f"no recipe at {path}"
+    if os.path.exists(given) and not os.path.isdir(given):
+        what = f"{path} is not a file; a device or a pipe cannot be a recipe"
     recipes = [p for p in _siblings(given) if p.suffix in (".yaml", ".yml")]
     raise UserError(what + nearest_path(given, [*recipes, *YAMLS.glob("*.yaml")]))
 
@@ -88,5 +90,14 @@ def group_options(folders: Iterable[Path], schema: type) -> dict[str, list[str]]
 
 def _siblings(path: Path) -> list[Path]:
     """What lies beside `path`, and the files of its name in folders beside its own."""
-    found = list(path.parent.glob("*")) if path.parent.is_dir() else []
-    return found + list(path.parent.parent.glob(f"*/{path.name}"))
+    beside, above = path.parent, path.parent.parent
+    cousins = (above / name / path.name for name in _names(above))
+    return [beside / name for name in _names(beside)] + [p for p in cousins if os.path.exists(p)]
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder; nothing where it is none, or closed to us."""
+    try:
+        return os.listdir(folder)
+    except (OSError, ValueError):
+        return []

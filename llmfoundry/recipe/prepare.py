@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from llmfoundry.recipe.checks import at_least, fill, inert, one_of
+from llmfoundry.recipe.bounds import PATH, TOKENS, Range, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert, one_of
 from llmfoundry.recipe.source import CORPORA
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -19,7 +21,7 @@ DTYPES = ("int32", "uint16", "uint32", "int64")
 class PrepareConfig:
     """What to make of the text that `data` names, and where."""
 
-    output: str | None = None
+    output: Annotated[str | None, PATH] = None
     """A folder here or at a URL (s3:// gs:// az:// …), for train/, validation/, manifest.json and
     tokenizer/. Unset: data.cache_folder, where training finds it."""
     format: str = "tokens"
@@ -31,7 +33,7 @@ class PrepareConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """Only for mds, in place of column: keep these columns of each row as they are, each str, or
     json for lists and the like: {prompt: str, response: str}, {messages: json}."""
-    concat_tokens: int | None = None
+    concat_tokens: Annotated[int | None, TOKENS] = None
     """Only for mds tokens: ids of a row; unset: the recipe's max_seq_len."""
     bos_text: str | None = None
     """Only for mds tokens: what stands before each document, such as <s>, and before what the
@@ -49,7 +51,7 @@ class PrepareConfig:
     """Only for mds: of the shards, such as zstd or gz:9 (br, bz2, snappy too); unset: none."""
     hashes: list[str] = field(default_factory=lambda: ["sha1"])
     """Of each shard, for the index, so that readers know a damaged file: sha1, xxh3_64 …"""
-    size_limit: int = 1 << 26
+    size_limit: Annotated[int, Range(1, 2**32 - 1, "a shard has less than 4 GiB")] = 1 << 26
     """Bytes of a shard, before compression; 64 MiB is Streaming's."""
     licence: str | None = None
     """Free text for the manifest: the licence of the text."""
@@ -68,10 +70,7 @@ class PrepareConfig:
         if self.dtype is not None:
             yield from one_of(f"{key}dtype", self.dtype, DTYPES)
         yield from self._check_columns(key)
-        yield from at_least(f"{key}concat_tokens", self.concat_tokens, 1)
-        yield from at_least(f"{key}size_limit", self.size_limit, 1)
-        if self.size_limit >= 1 << 32:
-            yield f"{key}size_limit: {self.size_limit} bytes; a shard has less than 4 GiB"
+        yield from out_of_bounds(key, self)
         rows = ["concat_tokens", "bos_text", "eos_text", "no_wrap", "dtype"]
         if self.output is None:
             yield from inert(key, self, ["licence", "source"], "without prepare.output")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.checks import fill, fraction, inert, one_of
+from llmfoundry.recipe.bounds import FRACTION, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert, one_of
 from llmfoundry.recipe.duration import check_duration
 
 SCHEDULES = (
@@ -31,15 +32,15 @@ class ScheduleConfig:
     """Length of the warm-up."""
     t_max: str | None = None
     """Only cosine and linear: when alpha_f is reached, and kept from there on; 1dur there."""
-    alpha_f: float | None = None
+    alpha_f: Annotated[float | None, FRACTION] = None
     """Only cosine, linear and warmup_stable_decay: the factor at the end; 0.1, 0 and 0 there."""
     t_cooldown: str | None = None
     """Only inv_sqrt and warmup_stable_decay: length of the last decay; 0.2dur there."""
     t_scale: str | None = None
     """Only inv_sqrt, and required there: the time after the warm-up in which the root doubles."""
-    alpha_f_decay: float | None = None
+    alpha_f_decay: Annotated[float | None, FRACTION] = None
     """Only inv_sqrt: what the root falls to in infinite time; 0 there."""
-    alpha_f_cooldown: float | None = None
+    alpha_f_cooldown: Annotated[float | None, FRACTION] = None
     """Only inv_sqrt: the factor at the end of the cool-down; 0 there."""
 
     _USED: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -52,6 +53,7 @@ class ScheduleConfig:
 
     def check(self, key: str = "schedule.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
         yield from one_of(f"{key}name", self.name, SCHEDULES)
         if self.name not in SCHEDULES:
             return
@@ -65,8 +67,6 @@ class ScheduleConfig:
             if getattr(self, field) is not None:
                 length = getattr(self, field)  # time is divided by t_scale
                 yield from check_duration(f"{key}{field}", length, allow_zero=field != "t_scale")
-        for field in (*factors, "alpha_f_cooldown"):
-            yield from fraction(f"{key}{field}", getattr(self, field))
 
     def fill(self) -> None:
         """Write derived values in place."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.checks import at_least, fill, inert, one_of
+from llmfoundry.recipe.bounds import PATH, Range, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert, one_of
 
 CORPORA = ("python_stdlib", "files", "huggingface")
 SOURCES = (*CORPORA, "shards")
@@ -22,10 +23,10 @@ class SourceConfig:
     name: str = "python_stdlib"
     """python_stdlib (sources of the running Python, tests left out), files, huggingface, or shards
     (MDS or token shards); the data section has mixture too."""
-    paths: list[str] = field(default_factory=list)
+    paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Only for files: files, folders or globs of .txt .md .py .jsonl .csv .parquet .warc.wet, text
     formats also as .gz or .zst; here or at a URL (s3:// gs:// hf:// https:// …)."""
-    dataset: str | None = None
+    dataset: Annotated[str | None, PATH] = None
     """Only for huggingface: a hub id, or a local folder that `datasets` loads."""
     subset: str | None = None
     """Only for huggingface: the dataset's configuration name."""
@@ -35,9 +36,9 @@ class SourceConfig:
     text_column: str | None = None
     """Field of .jsonl, .csv, .parquet and huggingface rows, or column of MDS shards, that holds the
     text; text there."""
-    remote: str | None = None
+    remote: Annotated[str | None, PATH] = None
     """Only for shards: their folder at a URL (s3:// gs:// az:// oci:// hf:// https://) or path."""
-    local: str | None = None
+    local: Annotated[str | None, PATH] = None
     """Only for shards: this machine's copies of remote, and of no other; alone: the shards are
     here. Unset with remote: a folder below data.cache_folder."""
 
@@ -82,20 +83,18 @@ class StreamConfig(SourceConfig):
 
     name: str = "shards"
     """shards (MDS or token shards), python_stdlib, files, or huggingface."""
-    proportion: float | None = None
+    proportion: Annotated[float | None, Range(0)] = None
     """Its part of the rows, in proportion to the other streams'."""
-    repeat: float | None = None
+    repeat: Annotated[float | None, Range(0, 2**20)] = None
     """How often an epoch of the mixture goes through it; 0.5: half of it an epoch; 1 where it is
     unset. Excludes proportion and choose."""
-    choose: int | None = None
+    choose: Annotated[int | None, Range(0, 2**48)] = None
     """How many of its rows an epoch of the mixture has. Excludes proportion and repeat."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, contradict each other, or have no effect."""
+        yield from out_of_bounds(key, self)
         yield from super().check(key)
-        yield from at_least(f"{key}proportion", self.proportion, 0)
-        yield from at_least(f"{key}repeat", self.repeat, 0)
-        yield from at_least(f"{key}choose", self.choose, 0)
         given = [f for f in ("proportion", "repeat", "choose") if getattr(self, f) is not None]
         if len(given) > 1:
             yield f"{key}{given[1]}: and {given[0]} exclude each other; remove one"

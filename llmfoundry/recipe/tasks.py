@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from llmfoundry.recipe.checks import at_least, inert, one_of
+from llmfoundry.recipe.bounds import NEW_TOKENS, PATH, ROWS, TEMPERATURE, Range, out_of_bounds
+from llmfoundry.recipe.checks import inert, one_of
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.train import PRECISIONS, check_batch
@@ -26,25 +28,25 @@ def _needs_checkpoint(checkpoint: str | None) -> Iterator[str]:
 class EvalRecipe:
     """Evaluate checkpoints as their runs would, and models from elsewhere."""
 
-    checkpoint: str | None = None
+    checkpoint: Annotated[str | None, PATH] = None
     """A run's folder, or one checkpoint's."""
-    models: list[str] = field(default_factory=list)
+    models: Annotated[list[str], PATH] = field(default_factory=list)
     """Models beside it, each of: a run's or a checkpoint's folder; a folder that transformers
     saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an OpenAI-compatible server, such as
     http://localhost:8000/v1#my-model, or chat:ADDRESS#MODEL, for generation tasks."""
-    output: str | None = None
+    output: Annotated[str | None, PATH] = None
     """Where results.json, rows.jsonl and gauntlet.html go; unset: beside the checkpoint's run,
     eval/<batch>/, for others runs/<name>/eval/."""
     precision: str | None = None
     """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
-    device_eval_batch_size: int | str = "auto"
+    device_eval_batch_size: Annotated[int | str, ROWS] = "auto"
     """Rows evaluated at a time."""
     eval: EvalConfig | None = None
     """What is measured (group eval/); unset: what the run measured."""
     logger: LoggerConfig | None = None
     """Where metrics go as well (group logger/); unset: MLflow where the run's went, for others
     nowhere."""
-    cache_folder: str = "~/.cache/llmfoundry"
+    cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
     """For models without a run: where tokenised prompts are kept."""
 
     def all_models(self) -> list[str]:
@@ -53,6 +55,7 @@ class EvalRecipe:
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
+        yield from out_of_bounds("", self)
         if not self.models:
             yield from _needs_checkpoint(self.checkpoint)
         for model in {m for m in self.all_models() if self.all_models().count(m) > 1}:
@@ -75,13 +78,13 @@ class EvalRecipe:
 class ConvertRecipe:
     """Turn a checkpoint into another format, or a Hugging Face model into a checkpoint."""
 
-    checkpoint: str | None = None
+    checkpoint: Annotated[str | None, PATH] = None
     """What to read: a run's folder or one checkpoint's; with from=hf a hub id or its folder."""
     to: str | None = None
     """Format to write: hf, a folder that transformers loads."""
     from_: str | None = None
     """Format to read, written `from`: hf; the output is then a run's folder of ours."""
-    output: str | None = None
+    output: Annotated[str | None, PATH] = None
     """The folder to write; must not exist, or be empty."""
     dtype: str | None = None
     """Only with to=hf: number format of the written weights, fp32, bf16 or fp16; fp32 there."""
@@ -91,6 +94,7 @@ class ConvertRecipe:
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
+        yield from out_of_bounds("", self)
         yield from _needs_checkpoint(self.checkpoint)
         if self.to is None:
             yield from inert("", self, ["architecture", "dtype"], "without to=hf")
@@ -114,19 +118,19 @@ class ConvertRecipe:
 class GenerateRecipe:
     """Continue a prompt with a checkpoint's model."""
 
-    checkpoint: str | None = None
+    checkpoint: Annotated[str | None, PATH] = None
     """A run's folder, or one checkpoint's."""
     prompt: str = ""
     """Text to continue."""
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[int, NEW_TOKENS] = 128
     """Length of the continuation, in tokens, unless end-of-text comes first."""
-    temperature: float = 0.8
+    temperature: Annotated[float, TEMPERATURE] = 0.8
     """0 takes the likeliest token; more is more random."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, Range(1)] = None
     """Draw from the k likeliest tokens only."""
     top_p: float | None = None
     """Draw from the likeliest tokens that together reach this probability."""
-    seed: int = 17
+    seed: Annotated[int, Range(0)] = 17
     """Seed of the draws."""
     precision: str | None = None
     """fp32, amp_bf16 or bf16; unset: the run's own."""
@@ -135,10 +139,8 @@ class GenerateRecipe:
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
+        yield from out_of_bounds("", self)
         yield from _needs_checkpoint(self.checkpoint)
-        yield from at_least("max_new_tokens", self.max_new_tokens, 1)
-        yield from at_least("temperature", self.temperature, 0)
-        yield from at_least("top_k", self.top_k, 1)
         if self.precision is not None:
             yield from one_of("precision", self.precision, PRECISIONS)
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.checks import at_least, fill, inert, one_of
+from llmfoundry.recipe.bounds import PATH, Range, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert, one_of
 
 TOKENIZERS = ("train", "bytes", "huggingface", "tiktoken")
 
@@ -17,11 +18,13 @@ class TokenizerConfig:
 
     name: str = "train"
     """train (byte-level BPE on the recipe's own corpus), bytes, huggingface or tiktoken."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, Range(257, 2**22, "as many merges are learned and kept")] = (
+        None
+    )
     """Only for train: size to reach, with the end-of-text token; 8192 there."""
-    train_bytes: int | None = None
+    train_bytes: Annotated[int | None, Range(1)] = None
     """Only for train: text to learn merges from, at most; 20 MB there (more changes little)."""
-    path: str | None = None
+    path: Annotated[str | None, PATH] = None
     """Only for huggingface: a folder with tokenizer.json, or a hub id."""
     encoding: str | None = None
     """Only for tiktoken: an encoding (cl100k_base) or a model's name (gpt-4); gpt-4 there."""
@@ -39,6 +42,7 @@ class TokenizerConfig:
 
     def check(self, key: str = "tokenizer.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
         yield from one_of(f"{key}name", self.name, TOKENIZERS)
         if self.name not in TOKENIZERS:
             return
@@ -47,8 +51,6 @@ class TokenizerConfig:
         yield from inert(key, self, unused, f"with name: {self.name}")
         if self.name == "huggingface" and self.path is None:
             yield f"{key}path: huggingface needs it; write a folder with tokenizer.json or a hub id"
-        yield from at_least(f"{key}vocab_size", self.vocab_size, 257)
-        yield from at_least(f"{key}train_bytes", self.train_bytes, 1)
 
     def fill(self) -> None:
         """Write derived values in place."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from llmfoundry.recipe.checks import at_least, one_of
+from llmfoundry.recipe.bounds import LENGTH, PATH, ROWS, RUN_NAME, Range, out_of_bounds
+from llmfoundry.recipe.checks import one_of
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.duration import check_duration
 from llmfoundry.recipe.eval import EvalConfig
@@ -38,11 +39,11 @@ NOT_LEARNT = re.compile(
 class TrainRecipe:
     """One training run; the same file serves a laptop and a cluster."""
 
-    run_name: str | None = None
+    run_name: Annotated[str | None, RUN_NAME] = None
     """Name of the run; unset: the recipe file's name."""
-    save_folder: str = "runs/${run_name}"
+    save_folder: Annotated[str, PATH] = "runs/${run_name}"
     """The run's folder: recipe.yaml, metrics.jsonl, report.html, tokenizer, checkpoints."""
-    seed: int = 17
+    seed: Annotated[int, Range(0)] = 17
     """Decides initial weights, the order of samples and every random draw."""
     deterministic: bool = False
     """Only deterministic kernels (slower on a GPU; a CPU is deterministic either way)."""
@@ -55,13 +56,13 @@ class TrainRecipe:
     """Only with compile: torch.compile's mode; default there."""
     max_duration: str = "1ep"
     """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
-    max_seq_len: int = 2048
+    max_seq_len: Annotated[int, Range(2, 2**24, LENGTH)] = 2048
     """Tokens in a row."""
-    global_train_batch_size: int = 256
+    global_train_batch_size: Annotated[int, ROWS] = 256
     """Rows in one optimizer step, over all processes."""
-    device_train_microbatch_size: int | str = "auto"
+    device_train_microbatch_size: Annotated[int | str, ROWS] = "auto"
     """Rows a process computes at a time; auto: as many as the estimate says fit."""
-    device_eval_batch_size: int | str = "auto"
+    device_eval_batch_size: Annotated[int | str, ROWS] = "auto"
     """Rows a process evaluates at a time; auto: as many as the estimate says fit."""
     eval_interval: str = "500ba"
     """How often to evaluate; the end of the run always is. 0ba: only the end."""
@@ -71,18 +72,18 @@ class TrainRecipe:
     """How often to print a line and write metrics; the loss is the mean since the last line."""
     save_interval: str = "1000ba"
     """How often to save a checkpoint; the end of the run always is. 0ba: only the end."""
-    save_num_checkpoints_to_keep: int = -1
+    save_num_checkpoints_to_keep: Annotated[int, Range(-1)] = -1
     """Newest checkpoints to keep; -1: all."""
     save_overwrite: bool = False
     """Start anew in a folder that holds a run already, deleting its checkpoints and metrics."""
     save_async: bool = True
     """Write a checkpoint in the background while training goes on."""
-    save_max_failures: int = 3
+    save_max_failures: Annotated[int, Range(1)] = 3
     """Saves that may fail in a row, each told at once and tried again at the next, until the run
     ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
     autoresume: bool = True
     """Go on from the newest whole checkpoint in save_folder, where there is one."""
-    load_path: str | None = None
+    load_path: Annotated[str | None, PATH] = None
     """A checkpoint, or a run's folder, to start from where save_folder holds none."""
     load_weights_only: bool | None = None
     """Only with load_path: take its weights and begin at batch 0, optimizer and order anew."""
@@ -109,6 +110,7 @@ class TrainRecipe:
 
     def check(self) -> Iterator[str]:
         """Every problem of the recipe, a line each, sections and then what crosses them."""
+        yield from out_of_bounds("", self)
         yield from one_of("precision", self.precision, PRECISIONS)
         yield from check_duration(
             "max_duration", self.max_duration, allow_dur=False, allow_zero=False
@@ -119,9 +121,6 @@ class TrainRecipe:
             yield "compile_mode: has no effect without compile: true; remove it"
         if self.compile_mode is not None:
             yield from one_of("compile_mode", self.compile_mode, COMPILE_MODES)
-        yield from at_least("save_max_failures", self.save_max_failures, 1)
-        yield from at_least("max_seq_len", self.max_seq_len, 2)
-        yield from at_least("global_train_batch_size", self.global_train_batch_size, 1)
         yield from check_batch("device_train_microbatch_size", self.device_train_microbatch_size)
         yield from check_batch("device_eval_batch_size", self.device_eval_batch_size)
         sections = (
@@ -164,11 +163,8 @@ class TrainRecipe:
                 f"device_train_microbatch_size: {micro} rows, but a step has only"
                 f" {self.global_train_batch_size} (global_train_batch_size); write at most that"
             )
-        if self.save_num_checkpoints_to_keep == 0 or self.save_num_checkpoints_to_keep < -1:
-            yield (
-                f"save_num_checkpoints_to_keep: {self.save_num_checkpoints_to_keep};"
-                " write -1 (all) or at least 1"
-            )
+        if self.save_num_checkpoints_to_keep == 0:
+            yield "save_num_checkpoints_to_keep: 0; write -1 (all) or at least 1"
         if self.load_path is None and self.load_weights_only is not None:
             yield "load_weights_only: has no effect without load_path; remove it"
         if not self.data.holds_out() and self.eval.validation:
@@ -206,6 +202,6 @@ class TrainRecipe:
 
 
 def check_batch(key: str, value: int | str) -> Iterator[str]:
-    """A batch size is `auto` or a positive number."""
-    if value != "auto" and (not isinstance(value, int) or value < 1):
+    """A batch size is `auto` or a number."""
+    if isinstance(value, str) and value != "auto":
         yield f"{key}: {value!r}; write auto or a number of rows"

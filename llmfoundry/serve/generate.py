@@ -146,7 +146,7 @@ def draw_probabilities(
 
     top_p keeps the fewest likeliest tokens whose probabilities reach it (Holtzman et al., 2019).
     """
-    logits = logits.double() / temperature
+    logits = (logits.double() - logits.max()) / temperature  # of any size: never inf / inf
     if top_k is not None and top_k < len(logits):
         kept = logits.topk(top_k).indices
         logits = torch.full_like(logits, float("-inf")).scatter(0, kept, logits[kept])

@@ -275,7 +275,7 @@ BROKEN = {
     "defaults: [modle: x]\n": "r.yaml: could not find 'modle/x'; groups: model, tokenizer,",
     "defaults: [nosuch]\n": "r.yaml: could not find the recipe 'nosuch' of the defaults list",
     "defaults: [r]\n": "r.yaml: defaults: a list here includes its own file",
-    "defaults: [model: twice]\n": "model/twice.yaml:2: found duplicate key d_model",
+    "defaults: [model: twice]\n": "model/twice.yaml:2: key 'd_model' is given twice",
     "defaults: [quickstart, eval: 'off']\n": "r.yaml: defaults: Multiple values for eval.",
     "model: tiny\n": "r.yaml:1: model: 'tiny' is not a section; write its keys below it,"
     " or `- model: tiny` in the defaults list",

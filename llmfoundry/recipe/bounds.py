@@ -1,0 +1,158 @@
+"""What the numbers and paths of a recipe may be, declared in the types of its fields.
+
+`lr: Annotated[float, Range(above=0)]` is all that a section writes: its `check` begins with
+`out_of_bounds`, which looks at every field. Where a field declares nothing, a number is finite and
+fits its machine type, so that no value can hang a check, overflow or eat a machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+import typing
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MOST_INT = 2**63 - 1
+MOST_FLOAT = 3e38  # what fp32 holds
+LONGEST_NAME, LONGEST_PATH = 255, 2048  # bytes; Linux takes 4096, of which what we add is a part
+
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what neither a file nor JSON can hold
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number may be; unset ends are those of its machine type."""
+
+    least: float | None = None
+    most: float | None = None
+    why: str = ""
+    """Of `most`: what a greater value would do."""
+    above: float | None = None
+    below: float | None = None
+    infinite: bool = False
+    """Whether infinity is a value too."""
+
+    def problem(self, value: float) -> str | None:
+        """Why `value` is not in the range, and what to write; None where it is."""
+        if isinstance(value, float) and not (math.isfinite(value) or (self.infinite and value > 0)):
+            return f"{value} is not a finite number"
+        if (self.least, self.below) == (0, 1) and not 0 <= value < 1:
+            return f"{value} is not a fraction; write a number from 0 up to, not including, 1"
+        if self.least is not None and value < self.least:
+            return f"{value} is too small; write {self.least} or more"
+        if self.above is not None and value <= self.above:
+            return f"{value} must be greater than {self.above}"
+        widest = MOST_INT if isinstance(value, int) else math.inf if self.infinite else MOST_FLOAT
+        most = widest if self.most is None else self.most
+        if value > most or value < -widest:
+            ending = f": {self.why}" if self.why else ""
+            word, end = ("large", f"{most} or less") if value > most else ("small", f"{-widest}")
+            return f"{value} is too {word}; write {end}{ending}"
+        return None
+
+
+ANY = Range()
+FRACTION = Range(0, below=1)
+POSITIVE = Range(above=0)
+
+# What several fields share; each says beside it what it counts.
+LENGTH = "positions are exact up to there"
+ROWS = Range(1, 2**24, "the rows of a step are listed in memory")
+PROCESSES = "each is a process of this machine"
+TOKENS = Range(1, 2**24, LENGTH)
+WIDTH = Range(1, 2**22, "no device holds a wider matrix")
+NEW_TOKENS = Range(1, 2**20, "keys and values of each are kept in memory")
+TEMPERATURE = Range(0, 1e6)
+
+
+@dataclass(frozen=True)
+class TextRule:
+    """Marks a text that must have some form."""
+
+    problem: Callable[[str], str | None]
+    """Why a text has not, and what to write; None where it has."""
+
+
+def _path_problem(value: str) -> str | None:
+    if not value.strip():
+        return "is empty; write a path"
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        return f"{value}: there is no such user; write the whole path"
+    size = len(os.fsencode(value))
+    names = () if "://" in value else (len(os.fsencode(name)) for name in value.split("/"))
+    if size > LONGEST_PATH or max(names, default=0) > LONGEST_NAME:
+        return f"{value!r} is too long for a path ({size} bytes)"
+    return None
+
+
+def _run_name_problem(value: str) -> str | None:
+    names = value.split("/")
+    if any(name in ("", ".", "..") or name.startswith("-") for name in names):
+        return (
+            f"{value!r} cannot name a folder below runs/; write a name such as lr-1e-3 or"
+            " sizes/small, and another place as save_folder"
+        )
+    if not value.isprintable():
+        return f"{value!r} has characters that cannot be shown; write others"
+    return _path_problem(value)
+
+
+PATH = TextRule(_path_problem)
+"""Marks what the file system is asked for, or the address of a store."""
+RUN_NAME = TextRule(_run_name_problem)
+
+
+def out_of_bounds(key: str, section: Any) -> Generator[str, None, bool]:
+    """Lines for a section's own values that its types do not allow; returns whether there are any.
+
+    A check begins with `if (yield from out_of_bounds(key, self)): return` where what follows
+    computes with them.
+    """
+    found = False
+    for name, rules in _rules(section.__class__).items():
+        for dotted, value in _leaves(name, getattr(section, name)):
+            problem = _problem(value, rules)
+            if problem is not None:
+                found = True
+                yield f"{key}{dotted.rstrip('_')}: {problem}"
+    return found
+
+
+def _problem(value: Any, rules: tuple[Any, ...]) -> str | None:
+    if isinstance(value, str):
+        if _NO_TEXT.search(value):
+            return f"{value!r} has a NUL character or half of a pair; write text"
+        texts = (rule.problem(value) for rule in rules if isinstance(rule, TextRule))
+        return next(texts, None)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return next((rule for rule in rules if isinstance(rule, Range)), ANY).problem(value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A field's values, those in its lists and mappings each by itself; sections have no say."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _leaves(f"{name}[{index}]", item)
+    elif isinstance(value, dict):
+        for part, item in value.items():
+            yield name, part
+            yield from _leaves(f"{name}.{part}", item)
+    else:
+        yield name, value
+
+
+@functools.cache
+def _rules(schema: type[Any]) -> dict[str, tuple[Any, ...]]:
+    """What the types of a section's fields declare."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    return {
+        field.name: getattr(hints[field.name], "__metadata__", ())
+        for field in dataclasses.fields(schema)
+    }
