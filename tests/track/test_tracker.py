@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.track.console import Console
 from llmfoundry.track.loggers import Tracker, flatten
-from llmfoundry.track.metrics import read_metrics
+from llmfoundry.track.metrics import WALL, read_metrics
 
 
 def recipe() -> TrainRecipe:
@@ -39,7 +40,8 @@ def train(folder: Path, first: int, last: int, *, is_main: bool = True) -> tuple
 
 def record(folder: Path) -> dict[str, str]:
     files = [folder / "metrics.jsonl", folder / "samples.jsonl", *folder.glob("eval/*")]
-    return {str(path.relative_to(folder)): path.read_text() for path in files}
+    clock = re.compile(rf'"{WALL}": \d+, ')
+    return {str(path.relative_to(folder)): clock.sub("", path.read_text()) for path in files}
 
 
 def test_a_resumed_run_leaves_the_record_of_an_uninterrupted_one(tmp_path: Path) -> None:
