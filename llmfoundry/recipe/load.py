@@ -63,6 +63,8 @@ def run(
     except KeyboardInterrupt:
         _exit(130)
     except Exception:
+        if not _one_of_several():
+            raise
         traceback.print_exc()
         _exit(1)
 
@@ -73,11 +75,15 @@ def _exit(status: int) -> NoReturn:
     Python would first wait for its threads, and PyTorch for messages under way: for as long as
     parallel.dist_timeout, while the others wait for this one's end to end themselves.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if _one_of_several():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _one_of_several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
