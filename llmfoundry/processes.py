@@ -16,9 +16,7 @@ import time
 import psutil
 
 _SECONDS = 0.5  # between two looks; the next start of a run waits longer for its folder
-_STARTERS = (
-    "LLMFOUNDRY_END_WITH"  # of the environment: ids of the processes that a script ends with
-)
+_STARTERS = "LLMFOUNDRY_END_WITH"  # in the environment: the processes that a script ends with
 
 
 def end_with(pid: int) -> None:

@@ -59,8 +59,8 @@ def build_evaluate(
     measure_text = build_validation(job, config, rows) if config.validation else dict
 
     @enough_memory(
-        f"device_eval_batch_size: the evaluation ran out of memory at {rows}; write"
-        f" {max(1, rows // 2)}"
+        f"device_eval_batch_size: the evaluation ran out of memory at {rows};"
+        f" write {rows // 2 or 'a smaller model'}"
     )
     def evaluate(batch: int) -> dict[str, float]:
         metrics: dict[str, float] = measure_text()

@@ -70,6 +70,8 @@ def run(
             line = f"{one_line(error)}; make room there, and run the same command"
             print(public(line), file=sys.stderr)
             _exit(2)
+        if not _one_of_several():
+            raise
         sys.excepthook(*sys.exc_info())  # which masks secrets
         _exit(1)
 
@@ -80,11 +82,15 @@ def _exit(status: int) -> NoReturn:
     Python would first wait for its threads, and PyTorch for messages under way: for as long as
     parallel.dist_timeout, while the others wait for this one's end to end themselves.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if _one_of_several():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _one_of_several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:

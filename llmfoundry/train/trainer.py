@@ -196,12 +196,11 @@ class Trainer:
 
     def _smaller(self) -> str:
         """What to write where a step does not fit into the memory."""
-        less = [str(self.microbatch // 2)] if self.microbatch > 1 else ["a smaller model"]
-        if not self.recipe.parallel.activation_checkpointing:
-            less.append("parallel.activation_checkpointing=true")
+        checkpointing = self.recipe.parallel.activation_checkpointing
         return (
             f"device_train_microbatch_size: step {self.batch + 1} ran out of memory at"
-            f" {self.microbatch}; write {' or '.join(less)}"
+            f" {self.microbatch}; write {self.microbatch // 2 or 'a smaller model'}"
+            + ("" if checkpointing else ", or parallel.activation_checkpointing=true")
         )
 
     def _seed(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmfoundry.errors import UserError
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 
@@ -58,3 +59,27 @@ def test_seeding_leaves_nothing_behind_for_a_gpu_that_never_comes(place: Path) -
     before = len(torch.cuda._queued_calls)
     train_here("queue", "max_duration=5ba", "eval=off")
     assert len(torch.cuda._queued_calls) == before
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        (
+            "llmfoundry.train.trainer.train_step",
+            r"^device_train_microbatch_size: step 1 ran out of memory at 4; write 2, or"
+            r" parallel.activation_checkpointing=true \(tried to allocate \d+ bytes\)$",
+        ),
+        (
+            "llmfoundry.build.evaluate.validate",
+            r"^device_eval_batch_size: the evaluation ran out of memory at 4; write 2 \(tried",
+        ),
+        ("llmfoundry.build.trainer.materialize", r"^model: its weights ran out of memory; .* \("),
+    ],
+)
+def test_out_of_memory_names_the_key_and_its_value(
+    place: Path, monkeypatch: pytest.MonkeyPatch, where: str, line: str
+) -> None:
+    """With the error that PyTorch raises of an allocation that no machine can make."""
+    monkeypatch.setattr(where, lambda *_, **__: torch.empty(2**45))
+    with pytest.raises(UserError, match=line):
+        train_here("large", "device_train_microbatch_size=4", "eval_first=true", "max_duration=2ba")
