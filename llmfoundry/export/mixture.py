@@ -104,7 +104,9 @@ def settle(values: dict[str, Any]) -> None:
         del values[MLP_TYPE]
         values[TYPE] = "mptglu"
         return
-    weight = float(f"{values[LOSS] * values[TOP_K]:.15g}")  # without the division's last digit
+    weight = float(
+        f"{(values[LOSS] or 0) * values[TOP_K]:.15g}"
+    )  # without the division's last digit
     values[LOSS] = weight or None
     values[BALANCING] = "loss" if weight else "none"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmfoundry.errors import UserError
@@ -29,10 +29,29 @@ from llmfoundry.export.rope import read_rope, write_rope
 from llmfoundry.models.hf_maps import MAPS, has_bias, padding
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
-from llmfoundry.recipe.typed import Problem, build, to_dict
+from llmfoundry.recipe.typed import Problem, build, convert, hint_of, to_dict
 
 OWN, OWN_TYPE = "llmfoundry", "llmfoundry"  # the name in recipes, and config.json's model_type
 
+ROPES = ("rope_parameters", "rope_scaling")
+KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that no field reads
+    "section": (
+        dict,
+        (
+            *("attn_config", "ffn_config", "settings", *ROPES, "attn_config.rope_hf_config"),
+            *("attn_config.rope_dail_config", "attn_config.attn_temperature_tuning"),
+        ),
+    ),
+    "list": (list, ("architectures", "layer_types", "no_rope_layers", "attention_types")),
+    "text": (str, ("model_type", *(f"{rope}.rope_type" for rope in ROPES))),
+    "number": (
+        (int, float),
+        (
+            *("rope_theta", "attn_config.rope_theta", *(f"{rope}.rope_theta" for rope in ROPES)),
+            *("floor_scale", "attn_scale"),
+        ),
+    ),
+}
 POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope", "attn_config.nope")
 LOW = "low_precision_"
 DEFAULT_ARGUMENTS: dict[str, dict[str, Any]] = {  # of torch, where transformers has the function
@@ -212,10 +231,12 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     Raises:
         UserError: a line for each key that the decoder cannot follow exactly.
     """
+    problems = list(_check_kinds(written))
+    if problems:
+        raise UserError(*problems)
     kind = written.get("model_type")
     if kind == OWN_TYPE:
         return OWN, _read_own(written)
-    problems: list[str] = []
     if is_foundry(written):
         config = read_foundry(written, problems)
         return FOUNDRY, _filled(config, problems)
@@ -230,7 +251,7 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     if MAPS[names[kind]].own_head:
         values["tie_word_embeddings"] = False
     layers = values["n_layers"]
-    if isinstance(layers, int):
+    if isinstance(layers, int) and layers > 0:
         values |= read_layers(written, architecture, layers, problems)
     if architecture.partial_rotary is not None and values.get("attn_config.rope"):
         values |= read_rope(written, architecture, problems)
@@ -240,6 +261,15 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     if architecture.mixture:
         settle(values)
     return names[kind], _assemble(values)
+
+
+def _check_kinds(written: Mapping[str, Any]) -> Iterator[str]:
+    """Lines for sections, lists and numbers that are none, of the keys that no field reads."""
+    for noun, (kinds, keys) in KINDS.items():
+        for key in keys:
+            value = _look_up(written, key, None)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+                yield f"config.json: {key}: {show(value)} is not a {noun}"
 
 
 def said_biases(written: Mapping[str, Any], name: str, config: ModelConfig) -> dict[str, bool]:
@@ -280,17 +310,26 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
     value = field.default
     for key in (*field.also, field.theirs):
         value = _look_up(written, key, value)
-    if value is REQUIRED:
+    needed = field.default is REQUIRED or isinstance(field.default, int)
+    if value is REQUIRED or (value is None and needed):
         problems.append(f"config.json: {field.theirs} is missing")
         return None
-    if field.read is not None:
-        return field.read(value)
     if field.choices is None:
+        try:
+            value = value if field.read is None else field.read(value)
+        except (TypeError, ZeroDivisionError):
+            problems.append(f"config.json: {field.theirs}: {show(value)} is not a number above 0")
+            return None
+        found: list[Problem] = []
+        key = f"config.json: {field.theirs}"
+        value = convert(hint_of(ModelConfig, field.ours), value, key, found)
+        problems += [problem.line for problem in found]
         return value
-    if value not in field.choices:
+    if value not in list(field.choices):  # a list, for what cannot be a dictionary's key
         can = ", ".join(show(theirs) for theirs in field.choices)
         problems.append(f"config.json: {field.theirs} {value!r}; the decoder has only {can}")
-    return field.choices.get(value)
+        return None
+    return field.choices[value]
 
 
 def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: list[str]) -> None:

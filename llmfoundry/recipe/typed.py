@@ -49,7 +49,7 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
             problems.append(Problem(dotted, line))
             continue
         before = len(problems)
-        converted = _convert(hints[name], value, dotted, problems)
+        converted = convert(hints[name], value, dotted, problems)
         if len(problems) == before:
             given[names[name]] = converted
     return schema(**given)
@@ -211,7 +211,7 @@ def _all_keys(schema: type, key: str = "") -> Iterator[str]:
             yield from _all_keys(section, f"{key}{name}.")
 
 
-def _convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
+def convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
     """`value` as the type `hint`; appends to `problems` where it cannot be."""
     allowed = options(hint)
     if value is None and types.NoneType in allowed:
@@ -247,7 +247,7 @@ def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> l
     if not isinstance(value, list):
         problems.append(Problem(key, f"{key}: {_show(value)} is not a list; write [{value}]"))
         return None
-    return [_convert(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
+    return [convert(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
 
 
 def _convert_dict(hint: Any, value: Any, key: str, problems: list[Problem]) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def _convert_dict(hint: Any, value: Any, key: str, problems: list[Problem]) -> d
         return {}
     if hint is Any:
         return dict(value)
-    return {str(k): _convert(hint, item, f"{key}.{k}", problems) for k, item in value.items()}
+    return {str(k): convert(hint, item, f"{key}.{k}", problems) for k, item in value.items()}
 
 
 def _integer(value: Any) -> int:

@@ -293,6 +293,30 @@ def test_an_unknown_kind_and_a_missing_key_are_refused(tmp_path: Path) -> None:
         from_hf(str(folder))
 
 
+KINDS: list[tuple[str, str, Any]] = [
+    ("LlamaForCausalLM", "hidden_size", None),
+    ("LlamaForCausalLM", "num_attention_heads", [2]),
+    ("LlamaForCausalLM", "rms_norm_eps", "small"),
+    ("LlamaForCausalLM", "rope_parameters", 3),
+    ("LlamaForCausalLM", "rope_theta", "x"),
+    ("LlamaForCausalLM", "hidden_act", {}),
+    ("GraniteForCausalLM", "logits_scaling", 0),
+    ("SmolLM3ForCausalLM", "no_rope_layers", 3),
+    ("DbrxForCausalLM", "ffn_config.moe_top_k", None),
+    ("DbrxForCausalLM", "ffn_config", "x"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), KINDS)
+def test_values_of_another_kind_are_refused_by_key(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    folder, config = written(name, tmp_path)
+    rewrite(folder, config, key, value)
+    with pytest.raises(UserError, match=f"(?m)^config.json: {key}"):
+        from_hf(str(folder))
+
+
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     folder, _ = written("GPT2LMHeadModel", tmp_path)
     file = folder / "model.safetensors"
