@@ -69,7 +69,7 @@ class StreamIndex:
         tokenizer: fingerprint of what made the ids.
         shards: in order.
         texts: files with the documents' texts, in order; kept of held-out text only.
-        sample: of the content where hashes are missing (`sources`); "" if none was taken.
+        sample: of the content where hashes are missing (`shard_index`); "" if none was taken.
     """
 
     dtype: str
@@ -207,7 +207,7 @@ def _check_whole(index: StreamIndex, found: _Index) -> None:
             raise ValueError(
                 f"{name}: {getattr(found, name)}, its shards' are {getattr(index, name)}"
             )
-    twice = named_twice(shard.file for shard in index.shards)
+    twice = named_twice([shard.file for shard in index.shards])
     if twice is not None:
         raise ValueError(f"file: that of shard {twice[1]} is that of shard {twice[0]}, too")
     for name in index.texts:

@@ -7,7 +7,7 @@ tokens) makes specs; `shard_files.ShardFolder` turns them into paths.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,11 @@ PART = ".part"  # ends the name of a file that is being written
 PACKED = ".packed"  # likewise of the compressed form of one, until it is unpacked
 
 _LONGEST_NAME = 240  # bytes of a file's name: file systems take 255, and it gets an ending
+# As all are in nearly every data set, of which there may be a million: asked first.
+_USUAL = re.compile(
+    r"(?:[\w-]{1,80}/){0,4}shard\.[0-9]{1,9}\.(?:mds(?:\.(?:br|bz2|gz|snappy|zstd))?|tokens)",
+    re.ASCII,
+)
 _NOT_WITHIN = re.compile(r"^/|(?:^|/)\.\.(?:/|$)")
 _NO_NAME = re.compile(
     rf"(?:^|/)\.?(?:/|$)|[\x00-\x1f\x7f\ud800-\udfff]"
@@ -28,6 +33,8 @@ _NO_NAME = re.compile(
 
 def wrong_name(name: str) -> str | None:
     """Why no file of a data set can be called so."""
+    if _USUAL.fullmatch(name):
+        return None
     if _NOT_WITHIN.search(name):
         return f"{_cut(name)} lies outside of the dataset's folder"
     if _NO_NAME.search(name):
@@ -39,8 +46,10 @@ def wrong_name(name: str) -> str | None:
     return None
 
 
-def named_twice(names: Iterable[str]) -> tuple[int, int] | None:
+def named_twice(names: Sequence[str]) -> tuple[int, int] | None:
     """The first two of one name, by their numbers; "" is no name."""
+    if len(set(names) - {""}) == len(names) - names.count(""):
+        return None
     known: dict[str, int] = {}
     for n, name in enumerate(names):
         if name and (before := known.setdefault(name, n)) != n:

@@ -58,7 +58,7 @@ def decompress(
     Args:
         compression: the codec, with or without a level.
         source: the packed file.
-        target: it may hold a part after an error, hardly more than `n_bytes`.
+        target: it may hold a part after an error, never more than `n_bytes`.
         n_bytes: the length that the data must have; None: unknown, and unbounded.
 
     Raises:

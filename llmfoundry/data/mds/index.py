@@ -83,7 +83,7 @@ class MDSIndex:
         column_set: (n,) int64, which of them.
         compressions: the different ones.
         compression: (n,) int64, which of them; -1 where there is none.
-        sample: of the content where hashes are missing (`sources`); "" if none was taken.
+        sample: of the content where hashes are missing (`shard_index`); "" if none was taken.
     """
 
     sizes: np.ndarray
