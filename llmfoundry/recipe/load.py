@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import MOST_LINES, UserError
 from llmfoundry.recipe.argv import CommandLine, parse
 from llmfoundry.recipe.paths import YAMLS, find_recipe, show
 from llmfoundry.recipe.typed import Problem, build, dump, keys, to_dict, to_yaml
@@ -90,9 +90,11 @@ def _load(
         composed.config.run_name = file.stem
     problems: list[Problem] = []
     recipe = build(recipe_type, composed.values(resolve=True), problems)
-    lines = [composed.where(problem.key) + problem.line for problem in problems]
-    if lines:
-        raise UserError(*lines)
+    if problems:
+        shown, others = problems[:MOST_LINES], problems[MOST_LINES:]
+        places = [composed.where(problem.key) for problem in shown]  # each is looked for in files
+        lines = [where + problem.line for where, problem in zip(places, shown, strict=True)]
+        raise UserError(*lines, *(problem.line for problem in others))
     found = [composed.where(line.split(":")[0]) + line for line in recipe.check()]  # type: ignore[attr-defined]
     return recipe, _as_written(to_dict(recipe), raw), found
 
