@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import os
+import types
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from llmfoundry.errors import UserError
-from llmfoundry.estimate import choose_microbatch, estimate, row_bytes
+from llmfoundry.estimate import check_workers, choose_microbatch, estimate, row_bytes
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
+from llmfoundry.parallel.launch import World, relaunch
+from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.train import TrainRecipe
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -126,3 +132,27 @@ def test_what_cannot_fit_says_what_it_needs_what_there_is_and_what_fits() -> Non
 def test_rows_that_processes_cannot_share_are_refused() -> None:
     with pytest.raises(UserError, match=r"^global_train_batch_size: 64 rows cannot be shared"):
         choose_microbatch(make_recipe("mpt", "fp32"), world_size=3, available=2**40, device=GPU)
+
+
+def test_workers_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = types.SimpleNamespace(available=2 * 2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    world = World(rank=0, size=2, local_rank=0, device=torch.device("cpu"))
+    check_workers(DataConfig(loader_workers=5), world)
+    with pytest.raises(UserError, match=r"^data.loader_workers: 6 for each of 2 processes .* 5$"):
+        check_workers(DataConfig(loader_workers=6), world)
+
+
+def test_more_processes_than_a_machine_can_run_are_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(os, "execv", lambda *words: started.append(words))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match=r"^parallel.nproc_per_node: 33 .* 8 cores; .*32"):
+        relaunch(ParallelConfig(nproc_per_node=33))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    relaunch(ParallelConfig(nproc_per_node=32))
+    assert len(started) == 1

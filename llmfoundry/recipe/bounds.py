@@ -40,15 +40,15 @@ class Range:
 
     def problem(self, value: float) -> str | None:
         """Why `value` is not in the range, and what to write; None where it is."""
-        if isinstance(value, float) and not (math.isfinite(value) or (self.infinite and value > 0)):
-            return f"{value} is not a finite number"
+        if isinstance(value, float) and not math.isfinite(value):
+            return None if self.infinite and value > 0 else f"{value} is not a finite number"
         if (self.least, self.below) == (0, 1) and not 0 <= value < 1:
             return f"{value} is not a fraction; write a number from 0 up to, not including, 1"
         if self.least is not None and value < self.least:
             return f"{value} is too small; write {self.least} or more"
         if self.above is not None and value <= self.above:
             return f"{value} must be greater than {self.above}"
-        widest = MOST_INT if isinstance(value, int) else math.inf if self.infinite else MOST_FLOAT
+        widest = MOST_INT if isinstance(value, int) else MOST_FLOAT
         most = widest if self.most is None else self.most
         if value > most or value < -widest:
             ending = f": {self.why}" if self.why else ""

@@ -63,9 +63,7 @@ def key_and_text(override: str) -> tuple[str, str]:
     if override.startswith("~"):
         key = key[1:]
         if not key or equals:
-            raise UserError(
-                f"'{override}' is no setting; ~key gives a key its default, and no more"
-            )
+            raise UserError(f"'{override}' is no setting; write ~key to give it its default")
     elif not key or not equals:
         raise UserError(f"'{override}' is no setting; write key=value")
     return key.strip(), text

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from llmfoundry.errors import RunFailure, UserError, one_line
+from llmfoundry.errors import MOST_LINES, RunFailure, UserError, one_line
 from llmfoundry.masking import hide, hide_override, mask_tracebacks, public
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.argv import CommandLine, parse
@@ -132,9 +132,12 @@ def _load(
     hide(values)
     problems: list[Problem] = []
     recipe = build(recipe_type, values, problems)
-    lines = [composed.where(p.key) + p.line for p in problems if p.key not in pending]
-    if lines:
-        raise UserError(*lines)
+    problems = [problem for problem in problems if problem.key not in pending]
+    if problems:
+        shown, others = problems[:MOST_LINES], problems[MOST_LINES:]
+        places = [composed.where(problem.key) for problem in shown]  # each is looked for in files
+        lines = [where + problem.line for where, problem in zip(places, shown, strict=True)]
+        raise UserError(*lines, *(problem.line for problem in others))
     remember(recipe, raw, pending)
     found = [composed.where(line.split(":")[0]) + line for line in recipe.check()]  # type: ignore[attr-defined]
     return recipe, found

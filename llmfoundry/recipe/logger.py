@@ -39,6 +39,7 @@ class LoggerConfig:
 
     def check(self, key: str = "logger.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
         if not self.mlflow:
             yield from inert(key, self, ["tracking_uri", "experiment_name"], "with mlflow: false")
         if not self.wandb:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import MOST_LINES, UserError
 from llmfoundry.masking import MASK, public_values
 from llmfoundry.recipe.checks import nearest
 
@@ -45,7 +45,8 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
     for name, value in values.items():
         dotted = f"{key}{name}"
         if name not in hints:
-            line = f"unknown key '{dotted}'{_suggest(schema, str(name))}"
+            hint = _suggest(schema, str(name)) if len(problems) < MOST_LINES else ""
+            line = f"unknown key '{dotted}'{hint}"
             problems.append(Problem(dotted, line))
             continue
         before = len(problems)

@@ -104,7 +104,7 @@ def _node(path: Path) -> yaml.Node | None:
         raise UserError(explain(error, path)) from error
 
 
-@functools.lru_cache(maxsize=16)  # values, defaults and lines are read one after the other
+@functools.lru_cache(maxsize=64)  # values, defaults and lines are read one after the other
 def _compose(text: bytes) -> yaml.Node | None:
     node = _Loader(text).get_single_node()
     if node is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry.models import counts
 from llmfoundry.models.counts import flops_per_token, parameter_count, peak_flops
+from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.model import FFNConfig, ModelConfig
 from tests.models.test_decoder import SETTINGS, make_config, make_model
 
@@ -125,3 +128,14 @@ def test_peaks_are_found_by_the_devices_name(
 
 def test_a_cpu_has_no_known_peak() -> None:
     assert peak_flops(torch.device("cpu")) is None
+
+
+def test_counting_does_not_build_every_layer() -> None:
+    few = make_config(n_layers=2)
+    with torch.device("meta"):
+        block = sum(p.numel() for p in Decoder(few).blocks[1].parameters())
+    deep = make_config(n_layers=1_000_000)
+    began = time.process_time()
+    assert parameter_count(deep) == parameter_count(few) + 999_998 * block
+    assert flops_per_token(deep, 8) > flops_per_token(few, 8)
+    assert time.process_time() - began < 2

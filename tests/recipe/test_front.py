@@ -263,6 +263,9 @@ def test_what_check_finds_names_the_file_that_decided(front: Front) -> None:
     assert errors == ["my.yaml:1: max_seq_len: 1 is too small; write 2 or more"]
 
 
+LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
 BROKEN = {
     "seed: 1\nmodel:\n  n_layers: 2\n  n_layers: 3\n": "r.yaml:4: key 'n_layers' is given twice",
     "seed: 1\nmodel: [1,\nx: 2\n": "r.yaml:4: expected ',' or ']'",
@@ -284,16 +287,61 @@ BROKEN = {
     "run_name: true\n": "r.yaml:1: run_name: true is not a text",
     "eval_interval: ${nope}\n": "r.yaml:1: eval_interval: Interpolation key 'nope' not found",
     "\x01": "r.yaml: is not a YAML text",
+    "? [a, b]\n: 1\n": "r.yaml:1: a key here is a list or a mapping; a key is a text",
+    "seed: 1\nmodel: &m\n  attn_config: *m\n": "r.yaml:2: an anchor here holds itself",
+    "model: &m\n  <<: *m\n": "r.yaml:1: an anchor here holds itself",
+    LAUGHS: "r.yaml:8: its anchors unfold to more than 4,194,304 characters",
+    "defaults: [model: laughs]\n": "model/laughs.yaml:8: its anchors unfold to more than",
+    "model:\n - !!python/object/apply:os.system [x]\n": "r.yaml:2: tag !!python/object/apply:os.",
+    "seed: 1\n---\nseed: 2\n": "r.yaml:2: but found another document",
+    "compile: !!bool maybe\n": "r.yaml:1: 'maybe' cannot be read as bool",
+    f"seed: 1{'0' * 5000}\n": "r.yaml:1: '1000000000",
+    "[" * 2000: "r.yaml: is nested more than 40 deep; flatten it",
+    "model: " + "[" * 50 + "]" * 50: "r.yaml:1: is nested more than 40 deep; flatten it",
+    "seed: ${seed}\n": "r.yaml:1: seed: ",
+    "defaults: [{model: {a: b}}]\n": "r.yaml:1: defaults: {'model': {'a': 'b'}} is no choice",
+    "defaults: [model: loop]\n": "r.yaml: defaults: a list here includes its own file",
+    "seed: 12:30\n": "r.yaml:1: seed: '12:30' is not an integer",
 }
 
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_recipe_is_one_line_with_its_place(front: Front, text: str) -> None:
     write("model/twice.yaml", "d_model: 1\nd_model: 2\n")
+    write("model/loop.yaml", "defaults: [loop]\n")
+    write("model/laughs.yaml", LAUGHS)
     write("r.yaml", text)
     got = front("r.yaml")
     assert got.status == 2 and len(got.errors) == 1
     assert got.errors[0].startswith(BROKEN[text])
+
+
+def test_merge_keys_anchors_and_odd_keys_mean_what_they_say(front: Front) -> None:
+    text = "model: &m {d_model: 64, n_heads: 2}\neval_interval: &e 5ba\nlog_interval: *e\n"
+    write("r.yaml", f"\ufeff{text}data:\n  storage_options: {{1: {{<<: *m, d_model: 010}}}}\n")
+    recipe = front("r.yaml").recipe
+    assert (recipe.model.d_model, recipe.log_interval) == (64, "5ba")
+    assert recipe.data.storage_options == {"1": {"d_model": "010", "n_heads": 2}}
+    assert front("r.yaml").recipe == recipe, "reading a file again gives the same"
+
+
+def test_an_argument_may_be_longer_than_a_file_name(front: Front) -> None:
+    prompt = "word " * 80
+    got = front("checkpoint=x", f"prompt={prompt}", schema=GenerateRecipe)
+    assert got.recipe.prompt == prompt
+    (line,) = front("x" * 300, schema=GenerateRecipe).errors
+    assert line.startswith("no recipe at xxx")
+    assert front("", schema=GenerateRecipe).errors[0].startswith("an argument is empty")
+    assert (
+        front("prompt=\udc80", schema=GenerateRecipe)
+        .errors[0]
+        .endswith("not UTF-8 text; write it so")
+    )
+
+
+def test_a_sweep_has_an_end(front: Front) -> None:
+    (line,) = front(QUICKSTART, "-m", "seed=range(1,1000000000)").errors
+    assert line == "seed=range(1,1000000000): has more than 10,000 points; write fewer"
 
 
 def test_only_true_and_false_are_booleans_and_dates_stay_texts(front: Front) -> None:

@@ -266,3 +266,9 @@ def test_spaces_between_words_survive_a_decoder_that_drops_the_first() -> None:
     tokenizer.decoder = decoders.Metaspace()
     assert tokenizer.decode([1]) == "two"
     assert list(stream_text([0, 1, 2], tokenizer.decode)) == ["one", " two", " three"]
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30])
+def test_a_temperature_near_0_takes_the_likeliest(temperature: float) -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, -1e4])
+    assert draw_probabilities(logits, temperature, None, None).tolist() == [0, 1, 0, 0]
