@@ -18,7 +18,7 @@ from llmfoundry.build.data import open_held_out
 from llmfoundry.build.evaluate import build_evaluate, eval_rows, read_tasks
 from llmfoundry.build.job import Job
 from llmfoundry.build.start import load_checkpoint
-from llmfoundry.build.subjects import Outside, is_outside, open_outside
+from llmfoundry.build.subjects import Outside, check_outside, is_outside, open_outside
 from llmfoundry.build.trainer import memory_of_process
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch
@@ -29,11 +29,12 @@ from llmfoundry.parallel.launch import World, join, relaunch
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.paths import show
+from llmfoundry.recipe.paths import find_file, show
 from llmfoundry.recipe.tasks import EvalRecipe
 from llmfoundry.track.console import Console
 from llmfoundry.track.eval_page import write_eval_page
 from llmfoundry.track.eval_session import log_evaluation
+from llmfoundry.train.checkpoint import list_checkpoints
 
 PAGE = "gauntlet.html"
 
@@ -63,7 +64,9 @@ class Examined:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "results.json", self.results)
         if self.answers:
-            with (self.folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+            rows = self.folder / "rows.jsonl"
+            # JSON spells half a surrogate pair, which a server may answer, as Python escapes it
+            with rows.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 for part in self.answers:
                     file.writelines(f"{line}\n" for line in part.lines())
             write_eval_page(self.folder / PAGE, [(self.name, self.results["gauntlet"])])
@@ -73,9 +76,11 @@ def evaluate(recipe: EvalRecipe) -> None:
     """Print each model's table, and write results.json, rows.jsonl and the page.
 
     Raises:
-        UserError: a model, the gauntlet or its rows cannot be used; found before anything runs for
-            the model that it concerns. What was found out about models before it is kept.
+        UserError: a model is not there, found before the first is asked; or the gauntlet or its
+            rows cannot be used, found before anything runs for the model that it concerns. What was
+            found out about models before it is kept.
     """
+    _check_models(recipe)
     relaunch(ParallelConfig())
     with join(ParallelConfig()) as world:
         console = Console(is_main=world.is_main)
@@ -91,6 +96,30 @@ def evaluate(recipe: EvalRecipe) -> None:
             examined.append(found)
         if world.is_main and len(examined) > 1:
             _compare(recipe, examined, console)
+
+
+def _check_models(recipe: EvalRecipe) -> None:
+    """Every model that is not there, at once."""
+    problems: list[str] = []
+    for model in recipe.all_models():
+        try:
+            if not is_outside(model):
+                path = find_file(model, "models" if model in recipe.models else "checkpoint")
+                if path.parent.name != "checkpoints" and not list_checkpoints(path):
+                    raise UserError(
+                        f"{model}: holds no checkpoint; write a run's folder, or a checkpoint's"
+                    )
+                continue
+            if recipe.eval is None or recipe.eval.gauntlet is None:
+                raise UserError(
+                    f"eval: {model} has no run that says what to measure; write eval=v0.3, another"
+                    " choice of yamls/eval, or eval.gauntlet=FILE"
+                )
+            check_outside(model, recipe.eval.icl_seq_len)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
 
 
 def _tell(console: Console, found: Examined) -> None:
@@ -135,7 +164,14 @@ def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -
         console.table(result.table())
 
     config = dataclasses.replace(recipe.eval or run.eval, icl_max_fraction=None)
-    measure = build_evaluate(job, config, rows=eval_rows(run, rows), record=record, generate=True)
+    measure = build_evaluate(
+        job,
+        config,
+        rows=eval_rows(run, rows),
+        record=record,
+        generate=True,
+        is_trained=loaded.is_trained,
+    )
     batch = int(loaded.state["batch"])
     metrics = measure(batch)
     folder = _folder(recipe, path, loaded.folder.parents[1] / "eval" / loaded.folder.name)
@@ -147,14 +183,9 @@ def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -
 
 def _outside(recipe: EvalRecipe, model: str, world: World, console: Console) -> Examined:
     """A Hugging Face model or an endpoint: the gauntlet alone."""
-    config = recipe.eval or EvalConfig()
-    if config.gauntlet is None:
-        raise UserError(
-            f"eval: {model} has no run that says what to measure; write eval=v0.3, another choice"
-            " of yamls/eval, or eval.gauntlet=FILE"
-        )
+    assert recipe.eval is not None, "checked before"
     outside = open_outside(model, recipe, world)
-    gauntlet = _tasks(config, outside, recipe, console.note)
+    gauntlet = _tasks(recipe.eval, outside, recipe, console.note)
     started = time.perf_counter()
     result, answers = gauntlet.run(outside.subject)
     console.table(result.table())

@@ -72,6 +72,13 @@ class Tokenizer:
         # A pickled backend forgets settings that are no part of its file, special tokens' for one.
         return _unpickled, (self._backend.to_str(), self.eos, self._config)
 
+    @property
+    def bos_id(self) -> int | None:
+        """The beginning-of-text token that its files name, whether or not it puts it anywhere."""
+        token = self._config.get("bos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        return None if token is None else self._backend.token_to_id(token)
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of everything that decides the ids."""
@@ -81,6 +88,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text; no special tokens."""
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_whole(self, text: str) -> list[int]:
+        """`encode`, and around it the special tokens that the tokenizer itself puts there."""
+        return self._backend.encode(text, add_special_tokens=True).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""

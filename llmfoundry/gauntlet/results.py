@@ -57,7 +57,8 @@ class TaskResult:
         metrics: every number, the accuracy among them, by name.
         stderrs: the standard errors of those that have one.
         by_category: the same for each category of the rows, with has_categories.
-        mode: how questions became prompts, native or foundry.
+        mode: how questions became prompts: native, harness, foundry, or lm_eval, where
+            lm-evaluation-harness made them itself.
         rows_hash: of the rows' content.
         rows_total: rows of the task, of which n were asked; 0: not known, taken to be n.
         dropped: worked examples left out to fit into the model's window, over all questions.
@@ -122,6 +123,7 @@ class GauntletResult:
         stderrs: standard errors of categories and averages, by name.
         problems: what a reader must know: missing and failed benchmarks, wrong baselines.
         cost: what it took, where that was measured.
+        asked: how questions became tokens, and what stood before them; "": not known.
     """
 
     tasks: list[TaskResult]
@@ -130,6 +132,7 @@ class GauntletResult:
     stderrs: dict[str, float | None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     cost: Cost | None = None
+    asked: str = ""
 
     @property
     def average(self) -> float | None:
@@ -154,7 +157,7 @@ class GauntletResult:
         return {**dataclasses.asdict(self), "average": self.average}
 
     def table(self) -> str:
-        """Tasks, then categories and averages, then problems, for a terminal."""
+        """Tasks, categories and averages, how was asked, then problems, for a terminal."""
         head = ("task", "shots", "n", "accuracy %", "chance %", "majority %", "notes")
         rows = [head, *(_task_cells(task) for task in self.tasks)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -164,6 +167,7 @@ class GauntletResult:
             lines += [""] * bool(scores)
             for name, score in scores.items():
                 lines.append(f"{name:<{width}}  {_number(score, self.stderrs.get(name)):>7}")
+        lines += ["", f"asked: {self.asked}"] if self.asked else []
         return "\n".join([*lines, *(f"! {problem}" for problem in self.problems)])
 
 

@@ -13,9 +13,11 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.foundry_prompts import sample_examples
 from llmfoundry.gauntlet.prompts import questions
 from llmfoundry.gauntlet.questions import Question, Request, Row
+from llmfoundry.gauntlet.special_tokens import SpecialTokens
 from llmfoundry.gauntlet.tasks import TaskConfig
 
 BYTES = byte_tokenizer()
+BOS = SpecialTokens(start=(), before=(300,), after=(), prefix=300)
 LM, CHOICE, SCHEMA = "language_modeling", "multiple_choice", "schema"
 GENERATION = "generation_task_with_answers"
 KINDS = (LM, CHOICE, SCHEMA, GENERATION)
@@ -269,18 +271,18 @@ def test_each_option_keeps_as_much_context_as_fits_and_the_answers_last_token_ta
     None
 ):
     row = Row(("0123456789",), ("x", "yyy"), 0, "f:1")
-    (question,) = ask([row], task(CHOICE), seq_len=8, bos_ids=[300])
+    (question,) = ask([row], task(CHOICE), seq_len=8, special=BOS)
     assert question.truncated
     assert spelled(question, 0) == "3456789|x"  # the special token is the first to go
     assert spelled(question, 1) == "56789|yyy"
-    (question,) = ask([row], task(CHOICE), seq_len=14, bos_ids=[300])
+    (question,) = ask([row], task(CHOICE), seq_len=14, special=BOS)
     assert not question.truncated
     assert question.requests[1].tokens == (300, *BYTES.encode("0123456789yy"))
 
 
 def test_special_tokens_count_in_a_generated_answers_length() -> None:
     rows = [Row(("q",), ("abc",), 0, "f:1", aliases=("abc",))]
-    (question,) = ask(rows, task(GENERATION), bos_ids=[300])
+    (question,) = ask(rows, task(GENERATION), special=BOS)
     assert question.prompt is not None
     assert question.prompt.max_new_tokens == 4
     assert question.prompt.tokens == (300, *BYTES.encode("q"))

@@ -18,6 +18,7 @@ from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts import questions
 from llmfoundry.gauntlet.questions import Question, Request, Row
+from llmfoundry.gauntlet.special_tokens import SpecialTokens
 from llmfoundry.gauntlet.tasks import TaskConfig
 
 BYTES = byte_tokenizer()
@@ -242,7 +243,7 @@ def test_an_answer_without_a_token_is_an_error_that_names_the_row() -> None:
 
 
 def test_a_tokenizers_own_start_replaces_the_end_of_text() -> None:
-    (question,) = ask(rows(1), task(), bos_ids=[300, 301])
+    (question,) = ask(rows(1), task(), special=SpecialTokens((300, 301), (), (), 300))
     assert question.requests[0].tokens == (300, 301, *BYTES.encode("q0 a"))
 
 
