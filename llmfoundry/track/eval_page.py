@@ -234,7 +234,8 @@ def _differing(entries: Sequence[Result | None]) -> Iterator[str]:
     """Why models' accuracies on a task do not compare."""
     present = [entry for entry in entries if entry is not None]
     for key, words in _COMPARED.items():
-        if len({_SAME.get(entry.get(key), entry.get(key)) for entry in present} - {None, ""}) > 1:
+        found = {entry.get(key) for entry in present} - {None, ""}
+        if len({_SAME.get(value, value) for value in found}) > 1:
             yield words
 
 

@@ -28,6 +28,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.hugging_face import HuggingFaceTokenizer, load_hugging_face
 from llmfoundry.gauntlet.hugging_face_subject import HuggingFaceSubject
 from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.gauntlet.special_tokens import special_tokens
 
 CPU = torch.device("cpu")
 
@@ -201,9 +202,7 @@ def test_the_tokenizer_encodes_as_transformers_does(bos: bool, tmp_path: Path) -
     ours = HuggingFaceTokenizer("here", transformers.AutoTokenizer.from_pretrained(str(tmp_path)))
     text = "Question: What is 12?\n\nAnswer: the author"
     special = special_tokens(ours)
-    assert (
-        [*special.before, *ours.encode(text)] == theirs(text).input_ids == ours.encode_whole(text)
-    )
+    assert [*special.before, *ours.encode(text)] == theirs(text).input_ids
     assert len(special.before) == int(bos) and special.after == ()
     assert special.prefix == (theirs.bos_token_id if bos else theirs.eos_token_id)
     assert ours.eos_id == theirs.eos_token_id
