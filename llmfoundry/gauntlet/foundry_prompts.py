@@ -143,13 +143,13 @@ def _opened(context: str, task: TaskConfig, before: str) -> str:
 def _contexts(row: Row, task: TaskConfig, before: str) -> list[str]:
     """The texts of the second tokenizer call (R4).
 
-    A schema's contexts stay as they are: there only the delimiter loses white space, and where
-    nothing precedes not even that is added.
+    A schema's contexts keep their white space: there only the delimiter loses it, and where nothing
+    precedes that is not added.
     """
     delimiter = task.continuation_delimiter
     if task.icl_task_type == "schema":
         if not before:
-            return list(row.contexts)
+            return [task.question_prelimiter + context for context in row.contexts]
         delimiter = delimiter.rstrip() if task.strip_dataset else delimiter
         return [_opened(context, task, before) + delimiter for context in row.contexts]
     text = _opened(row.contexts[0], task, before) + delimiter
