@@ -27,7 +27,7 @@ _COMPARED = {
     "mode": "prompts",
     "metric": "ways of judging",
 }
-_SAME: dict[Any, str] = {"harness": "native"}  # the same texts, each model's tokens as it is used to them
+_SAME: dict[Any, str] = {"harness": "native"}  # the same texts
 _COUNTED = {"ties": "tie", "dropped": "dropped example", "truncated": "truncated question"}
 
 
