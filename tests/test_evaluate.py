@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ ICL = ("eval.gauntlet=gauntlet.yaml", "eval_interval=256tok", "eval.validation_r
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose gauntlet was asked every 256 tokens, which is each step, and its export."""
+    """A run whose gauntlet was asked every 256 tokens, which is each step, and its exports."""
     folder = tmp_path_factory.mktemp("evaluate")
     write_recipe(folder)
     (folder / "gauntlet.yaml").write_text(yaml.safe_dump(GAUNTLET))
@@ -62,6 +63,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run("train.py", "tiny.yaml", "run_name=asked", *ICL, cwd=folder)
     run("convert.py", "checkpoint=runs/asked", "to=hf", "output=hf", cwd=folder)
+    run("convert.py", "checkpoint=hf", "from=hf", "output=runs/back", cwd=folder)
+    shutil.copytree(folder / "hf", folder / "others")  # as if it were not ours
+    config = json.loads((folder / "others/config.json").read_text())
+    assert config.pop("llmfoundry_document_start") == [256]
+    (folder / "others/config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -89,13 +95,25 @@ def test_a_run_is_asked_in_tokens_and_trains_as_without(folder: Path) -> None:
 
 
 def test_a_run_and_its_export_have_the_same_rows_side_by_side(folder: Path) -> None:
-    arguments = ("models=[runs/asked,hf]", "eval.gauntlet=gauntlet.yaml", "output=both")
+    models = "models=[runs/asked,hf,runs/back,others]"
+    arguments = (models, "eval.gauntlet=gauntlet.yaml", "output=both")
     done = run("eval.py", *arguments, cwd=folder)
     assert "side by side" in done.stdout
     first, second = lines(folder / "both/1"), lines(folder / "both/2")
     assert len(first) == 40 * 3 + 30 + 6
     page = (folder / "both/gauntlet.html").read_text()
     assert "asked ba0000012" in page and ">hf<" in page
+    asked = [json.loads((folder / f"both/{n}/results.json").read_text()) for n in (1, 2, 3, 4)]
+    ways = ["native prompts, <|endoftext|> before each text"] * 3
+    assert [result["gauntlet"]["asked"] for result in asked] == [
+        *ways,
+        "harness prompts, nothing before each text",
+    ]
+    assert done.stdout.count(f"asked: {ways[0]}") == 3 and "How was asked" in page
+    assert "not comparable" not in page, "the same texts"
+    assert_close(first, lines(folder / "both/3"))  # exported, and imported again
+    differing = zip(first, lines(folder / "both/4"), strict=True)
+    assert max(abs(a["logprob"] - b["logprob"]) for a, b in differing) > 0.01
     run("eval.py", "checkpoint=runs/asked", "device_eval_batch_size=1", "output=one", cwd=folder)
     single = lines(folder / "one")
     run("eval.py", "checkpoint=runs/asked", "output=two", cwd=folder, processes=2)
@@ -215,9 +233,24 @@ def test_an_endpoint_writes_answers_and_scores_nothing(folder: Path, server: str
         (["models=[hf]"], "eval: hf has no run that says what to measure; write eval=v0.3"),
         (["models=[hf,hf]", "eval=generated"], "models: hf is there more than once"),
         ([], "checkpoint: is required"),
+        (["models=[hf,runs/gone]", "eval=generated"], "models: nothing at runs/gone"),
+        (["models=[hf,corpus]", "eval=generated"], "corpus: holds no checkpoint; write a run's"),
+        (
+            ["models=[runs/asked,hf]", "eval.gauntlet=gauntlet.yaml", "eval.icl_seq_len=65"],
+            "eval.icl_seq_len: 65, but hf reads 64 tokens at most; write 64 or less, or remove it",
+        ),
         (["models=['http://localhost:1/v1']", "eval=generated"], "names no model; write ADDRESS#"),
     ],
 )
 def test_a_mistake_is_one_line(folder: Path, arguments: list[str], line: str) -> None:
     done = run("eval.py", *arguments, cwd=folder, status=2)
     assert line in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.stdout == "", "nothing was asked before"
+
+
+def test_learned_positions_bound_the_length_of_questions(folder: Path) -> None:
+    learned = ("model.attn_config.rope=false", "model.learned_pos_emb=true")
+    far = ("run_name=far", *learned, *ICL, "eval.icl_seq_len=65")
+    done = run("train.py", "tiny.yaml", *far, cwd=folder, status=2)
+    assert "eval.icl_seq_len: 65, but the model's learned positions end at 64" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

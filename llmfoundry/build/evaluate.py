@@ -11,7 +11,7 @@ import torch
 from llmfoundry.build.eval_budget import EvalBudget
 from llmfoundry.build.job import Job
 from llmfoundry.data.validation import validation_batches
-from llmfoundry.errors import enough_memory
+from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.gauntlet.gauntlet import Answered, Asking, Gauntlet
 from llmfoundry.gauntlet.own_model import OwnModel
 from llmfoundry.gauntlet.results import GauntletResult
@@ -37,6 +37,7 @@ def build_evaluate(
     record: Record,
     generate: bool = False,
     resumed: bool = False,
+    is_trained: bool = True,
 ) -> Callable[[int], dict[str, float]]:
     """A function of the batch number that measures the model and returns metrics.
 
@@ -50,8 +51,10 @@ def build_evaluate(
         record: given the gauntlet's whole result, and what was asked and answered.
         generate: what an unset `icl_generate` means.
         resumed: the run goes on after an earlier one, and asks the same rows.
+        is_trained: the model was trained here, or is about to be.
     """
-    gauntlet = build_gauntlet(job, config, generate=generate)
+    _check_positions(job, config)
+    gauntlet = build_gauntlet(job, config, generate=generate, is_trained=is_trained)
     subject, budget = build_subject(job, config, rows), None
     if gauntlet is not None and config.icl_max_fraction is not None:
         folder = Path(job.recipe.save_folder or ".")
@@ -74,6 +77,17 @@ def build_evaluate(
         return metrics
 
     return torch.no_grad()(evaluate)
+
+
+def _check_positions(job: Job, config: EvalConfig) -> None:
+    """ALiBi and rotary positions go on beyond max_seq_len, learned ones do not."""
+    longest = job.recipe.model.max_seq_len
+    assert longest is not None, "the recipe was filled"
+    if job.recipe.model.learned_pos_emb and (config.icl_seq_len or 0) > longest:
+        raise UserError(
+            f"eval.icl_seq_len: {config.icl_seq_len}, but the model's learned positions end at"
+            f" {longest} (model.max_seq_len); write {longest} or less, or remove it"
+        )
 
 
 def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], dict[str, float]]:
@@ -114,10 +128,12 @@ def build_subject(job: Job, config: EvalConfig, rows: int) -> OwnModel:
     )
 
 
-def build_gauntlet(job: Job, config: EvalConfig, *, generate: bool) -> Gauntlet | None:
+def build_gauntlet(
+    job: Job, config: EvalConfig, *, generate: bool, is_trained: bool
+) -> Gauntlet | None:
     """The in-context tasks, read and tokenised; None where the recipe names none."""
-    tokenizer = job.tokenizer
-    asking = Asking(tokenizer, seq_len=job.recipe.max_seq_len, bos_ids=tokenizer.bos_ids)
+    start = job.tokenizer.document_start if is_trained else None
+    asking = Asking.by_training(job.tokenizer, job.recipe.max_seq_len, start)
     return read_tasks(
         config,
         asking,
@@ -154,7 +170,7 @@ def read_tasks(
         dataclasses.replace(
             asking,
             seq_len=config.icl_seq_len or asking.seq_len,
-            prompts=config.icl_prompts or "native",
+            prompts=config.icl_prompts or asking.prompts,
             rows=config.icl_rows,
             generate=generate if config.icl_generate is None else config.icl_generate,
             allow_missing=bool(config.icl_allow_missing),

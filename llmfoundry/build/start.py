@@ -190,6 +190,11 @@ class Loaded:
     tokenizer: Tokenizer
     state: dict[str, Any]
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it was trained here, rather than imported as another's."""
+        return "order" in self.state or bool(self.state.get("is_trained"))
+
 
 def load_checkpoint(
     path: str, world: World, *, note: Callable[[str], None], precision: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
@@ -43,6 +43,21 @@ def is_outside(model: str) -> bool:
     )
 
 
+def check_outside(model: str, seq_len: int | None) -> None:
+    """Whether there is a model of this name, without reading its weights or asking a server.
+
+    Raises:
+        UserError: there is none, or it reads less than seq_len.
+    """
+    if model.startswith((CHAT, *COMPLETIONS)):
+        _address(model)
+        return
+    import llmfoundry.hf  # noqa: F401  registers our own class
+    from llmfoundry.gauntlet.hugging_face import load_config
+
+    load_config(model.removeprefix(HUGGING_FACE), seq_len)
+
+
 def open_outside(model: str, recipe: EvalRecipe, world: World) -> Outside:
     """The model that a name stands for; see EvalRecipe.models.
 
@@ -52,7 +67,7 @@ def open_outside(model: str, recipe: EvalRecipe, world: World) -> Outside:
     if model.startswith((CHAT, *COMPLETIONS)):
         return _endpoint(model)
     import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
-    from llmfoundry.gauntlet.hugging_face import load_hugging_face
+    from llmfoundry.gauntlet.hugging_face import document_start, load_hugging_face
 
     rows = recipe.device_eval_batch_size
     seq_len = recipe.eval.icl_seq_len if recipe.eval is not None else None
@@ -61,19 +76,26 @@ def open_outside(model: str, recipe: EvalRecipe, world: World) -> Outside:
         device=world.device,
         precision=recipe.precision or "fp32",
         batch_tokens=rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS,
+        seq_len=seq_len,
     )
-    asking = Asking(tokenizer, seq_len=subject.seq_len, bos_ids=tokenizer.bos_ids)
+    start = document_start(subject.model.config)
+    asking = Asking.by_training(tokenizer, subject.seq_len, start)
     return Outside(subject, asking, lambda: subject.notes)
 
 
-def _endpoint(model: str) -> Outside:
-    """chat: or nothing, an address, # and the server's name of the model."""
+def _address(model: str) -> tuple[str, str]:
+    """chat: or nothing, an address, # and the server's name of the model: the last two."""
     address, _, name = model.removeprefix(CHAT).partition("#")
     if not name:
         raise UserError(
             f"models: {model}: names no model; write ADDRESS#MODEL, such as"
             " http://localhost:8000/v1#my-model"
         )
+    return address, name
+
+
+def _endpoint(model: str) -> Outside:
+    address, name = _address(model)
     # it takes text: tokens are bytes here, and only bound the length
     tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
 
@@ -81,4 +103,5 @@ def _endpoint(model: str) -> Outside:
         return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
 
     subject = Endpoint(address, name, chat=model.startswith(CHAT), spell=spell)
-    return Outside(subject, Asking(tokenizer, seq_len=ENDPOINT_BYTES, unit="bytes"), list)
+    asking = Asking.by_training(tokenizer, ENDPOINT_BYTES, None)
+    return Outside(subject, replace(asking, unit="bytes", can_score=subject.can_score), list)

@@ -15,6 +15,7 @@ from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.card import CardInfo
 from llmfoundry.export.hf import from_hf, hf_folder, to_hf
+from llmfoundry.gauntlet.special_tokens import DOCUMENT_START
 from llmfoundry.masking import public
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.paths import show
@@ -48,6 +49,7 @@ def _export(recipe: ConvertRecipe) -> None:
         dtype=recipe.dtype,
         card=_card(loaded),
         architecture=recipe.architecture,
+        start=loaded.tokenizer.document_start if loaded.is_trained else None,
     )
     print(f"{show(loaded.folder)} is {architecture} in {show(output)}")
 
@@ -89,7 +91,9 @@ def _import(recipe: ConvertRecipe) -> None:
     if output.exists() and any(output.iterdir()):
         raise UserError(f"output: {output} is not empty; write another folder")
     config, weights = from_hf(recipe.checkpoint)
-    tokenizer = Tokenizer.load(hf_folder(recipe.checkpoint))
+    folder = hf_folder(recipe.checkpoint)
+    tokenizer = Tokenizer.load(folder)
+    is_trained = DOCUMENT_START in json.loads((folder / "config.json").read_text())
     written = TrainRecipe(
         run_name=output.name,
         save_folder=str(output),
@@ -112,7 +116,7 @@ def _import(recipe: ConvertRecipe) -> None:
     writer = Checkpointer(
         output, ALONE, extras=extras, keep=-1, background=False, max_failures=1, warn=print
     )
-    state = {"batch": 0, "identity": model_identity(config)}
+    state = {"batch": 0, "identity": model_identity(config), "is_trained": is_trained}
     print(f"{public(recipe.checkpoint)} is {show(writer.save_weights(root.model, state))}")
 
 

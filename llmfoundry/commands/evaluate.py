@@ -19,7 +19,7 @@ from llmfoundry.build.data import Data, no_held_out, open_held_out
 from llmfoundry.build.evaluate import build_evaluate, eval_rows, read_tasks
 from llmfoundry.build.job import Job
 from llmfoundry.build.start import Loaded, load_checkpoint
-from llmfoundry.build.subjects import Outside, is_outside, open_outside
+from llmfoundry.build.subjects import Outside, check_outside, is_outside, open_outside
 from llmfoundry.build.trainer import memory_of_process
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch
@@ -32,13 +32,14 @@ from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.paths import show
+from llmfoundry.recipe.paths import find_file, show
 from llmfoundry.recipe.tasks import EvalRecipe
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import keys, missing, require
 from llmfoundry.track.console import Console
 from llmfoundry.track.eval_page import write_eval_page
 from llmfoundry.track.eval_session import log_evaluation
+from llmfoundry.train.checkpoint import list_checkpoints
 
 PAGE = "gauntlet.html"
 
@@ -70,8 +71,9 @@ class Examined:
         write_json(self.folder / "results.json", self.results)
         if self.answers:
             with whole_file(self.folder / "rows.jsonl") as file:  # another may write there too
-                for part in self.answers:
-                    file.writelines(f"{line}\n".encode() for line in part.lines())
+                for part in self.answers:  # a server may answer half a surrogate pair
+                    lines = (f"{line}\n" for line in part.lines())
+                    file.writelines(line.encode(errors="backslashreplace") for line in lines)
             write_eval_page(self.folder / PAGE, [(self.name, self.results["gauntlet"])])
 
 
@@ -79,10 +81,12 @@ def evaluate(recipe: EvalRecipe) -> None:
     """Print each model's table, and write results.json, rows.jsonl and the page.
 
     Raises:
-        UserError: a model, the gauntlet or its rows cannot be used; found before anything runs for
-            the model that it concerns. What was found out about models before it is kept.
+        UserError: a model is not there, found before the first is asked; or the gauntlet or its
+            rows cannot be used, found before anything runs for the model that it concerns. What was
+            found out about models before it is kept.
         SystemExit: 1, where tasks were asked and not one of them has a score.
     """
+    _check_models(recipe)
     relaunch(ParallelConfig())
     with join(ParallelConfig()) as world:
         console = Console(is_main=world.is_main)
@@ -108,6 +112,30 @@ def _nothing_was_found(examined: Sequence[Examined]) -> bool:
     results = [found.results["gauntlet"] for found in examined if found.results["gauntlet"]]
     tasks = [task for result in results for task in result["tasks"]]
     return bool(results) and all(task["accuracy"] is None for task in tasks)
+
+
+def _check_models(recipe: EvalRecipe) -> None:
+    """Every model that is not there, at once."""
+    problems: list[str] = []
+    for model in recipe.all_models():
+        try:
+            if not is_outside(model):
+                path = find_file(model, "models" if model in recipe.models else "checkpoint")
+                if path.parent.name != "checkpoints" and not list_checkpoints(path):
+                    raise UserError(
+                        f"{model}: holds no checkpoint; write a run's folder, or a checkpoint's"
+                    )
+                continue
+            if recipe.eval is None or recipe.eval.gauntlet is None:
+                raise UserError(
+                    f"eval: {model} has no run that says what to measure; write eval=v0.3, another"
+                    " choice of yamls/eval, or eval.gauntlet=FILE"
+                )
+            check_outside(model, recipe.eval.icl_seq_len)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
 
 
 def _tell(console: Console, found: Examined) -> None:
@@ -154,7 +182,14 @@ def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -
         answered.extend(answers)
         console.table(result.table())
 
-    measure = build_evaluate(job, config, rows=eval_rows(run, rows), record=record, generate=True)
+    measure = build_evaluate(
+        job,
+        config,
+        rows=eval_rows(run, rows),
+        record=record,
+        generate=True,
+        is_trained=loaded.is_trained,
+    )
     batch = int(loaded.state["batch"])
     metrics = measure(batch)
     folder = _folder(recipe, path, loaded.folder.parents[1] / "eval" / loaded.folder.name)
@@ -191,14 +226,9 @@ def _logger(loaded: Loaded, console: Console) -> LoggerConfig | None:
 
 def _outside(recipe: EvalRecipe, model: str, world: World, console: Console) -> Examined:
     """A Hugging Face model or an endpoint: the gauntlet alone."""
-    config = recipe.eval or EvalConfig()
-    if config.gauntlet is None:
-        raise UserError(
-            f"eval: {model} has no run that says what to measure; write eval=v0.3, another choice"
-            " of yamls/eval, or eval.gauntlet=FILE"
-        )
+    assert recipe.eval is not None, "checked before"
     outside = open_outside(model, recipe, world)
-    gauntlet = _tasks(config, outside, recipe, console.note)
+    gauntlet = _tasks(recipe.eval, outside, recipe, console.note)
     started = time.perf_counter()
     result, answers = gauntlet.run(outside.subject)
     console.table(result.table())

@@ -52,7 +52,6 @@ class Tokenizer:
             bos_ids, or the end of text where there are none.
         document_end: what it ends with: eos_ids, and the end of text where no document begins with
             it, so that a model learns where to stop. With document_start: once a document.
-        prefix_id: what a text without context is conditioned on.
         byte_level: any text survives encode and decode unchanged.
     """
 
@@ -77,7 +76,6 @@ class Tokenizer:
         others = tuple(i for i in self.eos_ids if i != eos_id)
         self.document_start = self.bos_ids or (eos_id,)
         self.document_end = others if eos_id in self.document_start else (*others, eos_id)
-        self.prefix_id = self.document_start[-1]
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.byte_level = "ByteLevel" in json.dumps(_part(backend, "decoder"))
 
@@ -95,6 +93,13 @@ class Tokenizer:
     def split_special_tokens(self, value: bool) -> None:
         self._backend.encode_special_tokens = value
         self.__dict__.pop("fingerprint", None)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The beginning-of-text token that its files name, whether or not it puts it anywhere."""
+        token = self._config.get("bos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        return None if token is None else self._backend.token_to_id(token)
 
     @cached_property
     def fingerprint(self) -> str:

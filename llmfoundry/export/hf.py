@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from llmfoundry.export.settings import (
     unread,
     write_settings,
 )
+from llmfoundry.gauntlet.special_tokens import DOCUMENT_START
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.hf_maps import MAPS, bias_names, check_shapes, to_ours, to_theirs
 from llmfoundry.recipe.model import ModelConfig
@@ -65,6 +66,7 @@ def to_hf(
     card: CardInfo,
     architecture: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    start: Sequence[int] | None = None,
     note: Callable[[str], None] = print,
 ) -> str:
     """Write a folder that transformers loads.
@@ -78,6 +80,7 @@ def to_hf(
         architecture: transformers' class; None: the first that expresses the model exactly;
             `llmfoundry`: our own class.
         shard_bytes: size of a weight file, at most.
+        start: ids that documents began with in its training, for evaluations to begin texts with.
         note: gets a line for each setting that is left out because only training feels it; the
             model card has them too.
 
@@ -98,6 +101,7 @@ def to_hf(
             settings = {"architectures": ["LlmfoundryForCausalLM"], **settings}
         kind = str(DTYPES[dtype]).removeprefix("torch.")
         settings |= {"dtype": kind, "torch_dtype": kind, **ids}  # the latter: before version 5
+        settings |= {} if start is None else {DOCUMENT_START: list(start)}
         _write_json(folder / "config.json", settings)
         pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
         _write_json(folder / "generation_config.json", {**ids, "pad_token_id": pad})

@@ -9,9 +9,14 @@ R2 one random stream per task (per category, with categories), consumed in row o
 R3 an example is prelimiter + context + continuation_delimiter + answer, example_delimiter before it
    if there is text before it.
 R4 the question likewise, without its answer and without white space at its end.
-R5 special tokens and examples, question, and answer are tokenised apart, in three calls.
+R5 special tokens and examples, question, and answer are tokenised apart, in three calls. Of the
+   special tokens behind the examples only `<eos>` is dropped, and not where it stands alone.
 R6 the answer begins with a space iff the tokenizer has " a" as one token.
 R7 what is too long loses the start, the first special token included, of each option on its own.
+
+Not followed: where a task's longest answer fills max_seq_len, LLM Foundry generates after whole
+prompts, however long (its slice [-0:] cuts nothing off), in batches of which only those of equal
+lengths can be stacked; `max_new_tokens` refuses that task by name.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from llmfoundry.gauntlet.prompt_parts import (
     right_context,
 )
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
+from llmfoundry.gauntlet.special_tokens import SpecialTokens
 from llmfoundry.gauntlet.tasks import TaskConfig
 
 if TYPE_CHECKING:
@@ -45,7 +51,8 @@ def foundry_questions(
     *,
     seq_len: int,
     keep: Sequence[int],
-    bos_ids: Sequence[int],
+    special: SpecialTokens,
+    generate: bool,
 ) -> list[Question]:
     """`prompts.questions` by LLM Foundry's rules.
 
@@ -65,11 +72,13 @@ def foundry_questions(
     ids = _encode({*preambles, *_flat(contexts)}, tokenizer)
     answer_ids = _encode({_spaced(text, spaced) for text in _flat(options)}, tokenizer)
     n_new = 0
-    if generates(task):
-        n_new = max_new_tokens(rows, task, tokenizer, room=seq_len, n_special=len(bos_ids))
+    if generates(task) and generate:
+        n_special = len(special.before) + len(special.after)
+        n_new = max_new_tokens(rows, task, tokenizer, room=seq_len, n_special=n_special)
     result = []
     for i, preamble, texts, its in zip(keep, preambles, contexts, options, strict=True):
-        before = [[*bos_ids, *ids[preamble], *ids[text]] or [tokenizer.eos_id] for text in texts]
+        first = _first(ids[preamble], special, tokenizer)
+        before = [[*first, *ids[text]] or [tokenizer.eos_id] for text in texts]
         after = [answer_ids[_spaced(text, spaced)] for text in its]
         check_answer(rows[i], map(len, after), seq_len - 1)
         pairs = [(b, a, text) for b in before for a, text in zip(after, its, strict=True)]
@@ -118,6 +127,12 @@ def _preamble(examples: Iterable[Row], task: TaskConfig, reasoned: bool) -> str:
     return text
 
 
+def _first(ids: Sequence[int], special: SpecialTokens, tokenizer: Tokenizer) -> list[int]:
+    """What the first tokenizer call gives, less an `<eos>` at its end that is not all of it."""
+    first = [*special.before, *ids, *special.after]
+    return first[:-1] if len(first) > 1 and first[-1] == tokenizer.eos_id else first
+
+
 def _opened(context: str, task: TaskConfig, before: str) -> str:
     delimiter = task.example_delimiter if before else ""
     if task.icl_task_type == "schema":  # its own code there, with the two the other way round
@@ -128,13 +143,13 @@ def _opened(context: str, task: TaskConfig, before: str) -> str:
 def _contexts(row: Row, task: TaskConfig, before: str) -> list[str]:
     """The texts of the second tokenizer call (R4).
 
-    A schema's contexts stay as they are: there only the delimiter loses white space, and where
-    nothing precedes not even that is added.
+    A schema's contexts keep their white space: there only the delimiter loses it, and where nothing
+    precedes that is not added.
     """
     delimiter = task.continuation_delimiter
     if task.icl_task_type == "schema":
         if not before:
-            return list(row.contexts)
+            return [task.question_prelimiter + context for context in row.contexts]
         delimiter = delimiter.rstrip() if task.strip_dataset else delimiter
         return [_opened(context, task, before) + delimiter for context in row.contexts]
     text = _opened(row.contexts[0], task, before) + delimiter

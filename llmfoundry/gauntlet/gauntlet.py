@@ -29,6 +29,7 @@ from llmfoundry.gauntlet.questions import Question, Refusal, Request, Row, Score
 from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.rows import chance, load_rows, majority, rows_hash
 from llmfoundry.gauntlet.sources import RowsNotFound
+from llmfoundry.gauntlet.special_tokens import SpecialTokens, special_tokens
 from llmfoundry.gauntlet.subset import part_of, row_order
 from llmfoundry.gauntlet.tasks import METRICS, EvalGauntlet, TaskConfig, read_gauntlet
 
@@ -43,22 +44,43 @@ class Asking:
     Attributes:
         tokenizer: the model's.
         seq_len: longest input in tokens; a task may have a smaller one.
-        prompts: native or foundry; see recipe/eval.py.
-        bos_ids: special tokens before every text.
+        prompts: native, harness or foundry; see recipe/eval.py.
+        special: tokens around every text; None: the tokenizer's own.
         rows: rows of each task; None: all.
         generate: write the answers of generation tasks.
         allow_missing: tasks without rows are left out, and said to be.
         unit: what a token of `tokenizer` is: the model's own, or bytes of a model behind a server.
+        can_score: the model gives log-probabilities; one that does not writes answers in any case.
     """
 
     tokenizer: Tokenizer
     seq_len: int
     prompts: str = "native"
-    bos_ids: tuple[int, ...] = ()
+    special: SpecialTokens | None = None
     rows: int | None = None
     generate: bool = True
     allow_missing: bool = False
     unit: str = "tokens"
+    can_score: bool = True
+
+    @classmethod
+    def by_training(cls, tokenizer: Tokenizer, seq_len: int, start: Sequence[int] | None) -> Asking:
+        """As a model was trained here, or else as lm-evaluation-harness asks it.
+
+        Args:
+            tokenizer: the model's.
+            seq_len: longest input in tokens.
+            start: what documents began with in its training; None: it was not trained here.
+        """
+        mode = "harness" if start is None else "native"
+        return cls(tokenizer, seq_len, mode, special_tokens(tokenizer, start=start))
+
+    def describe(self) -> str:
+        """How questions become tokens, in words."""
+        special = self.special or special_tokens(self.tokenizer)
+        before = special.start if self.prompts == "native" else special.before
+        text = self.tokenizer.decode(before) if before else "nothing"
+        return f"{self.prompts} prompts, {text} before each text"
 
 
 @dataclass(frozen=True)
@@ -198,7 +220,8 @@ class Gauntlet:
             self._asking.unit,
         )
         notes = [*self._left_out, *self._baselines]
-        return combine(results, self._file.gauntlet, notes, cost=cost), answered
+        found = combine(results, self._file.gauntlet, notes, cost=cost)
+        return dataclasses.replace(found, asked=self._asking.describe()), answered
 
     def _choose(self, share: float) -> _Chosen:
         """Kept, so that a subject meets the same list of requests every time."""
@@ -214,7 +237,7 @@ class Gauntlet:
         """A task's result; texts are written here where they are wanted."""
         prompts = [question.prompt for question in part.questions if question.prompt is not None]
         texts, failure = None, None
-        if prompts and (self._asking.generate or not subject.can_score):
+        if prompts:
             try:
                 texts = subject.generate(prompts)
             except FloatingPointError as error:
@@ -229,9 +252,7 @@ class Gauntlet:
     ) -> list[TaskResult]:
         """Results of a task of lm-evaluation-harness, under the name that the file gives it."""
         asking = self._asking
-        found = harness.run(
-            subject, asking.tokenizer, seq_len=asking.seq_len, bos_ids=asking.bos_ids
-        )
+        found = harness.run(subject, asking.tokenizer, seq_len=asking.seq_len)
         alone = len(found) == 1
         return [_from_harness(part, task.label if alone else part.label, shots) for part in found]
 
@@ -252,7 +273,8 @@ class Gauntlet:
                 folder=self._cache,
                 say=self._say,
                 keep=sorted(order),
-                bos_ids=asking.bos_ids,
+                special=asking.special,
+                generate=asking.generate or not asking.can_score,
             )
             asked = [asked[places[index]] for index in order]
             yield _Ready(task, _sized(self._blank(task, shots, rows), asked), asked)

@@ -103,7 +103,6 @@ class HarnessTasks:
         tokenizer: Tokenizer,
         *,
         seq_len: int,
-        bos_ids: Sequence[int] | None = None,
     ) -> list[HarnessResult]:
         """Examine a model; all processes call it, and all get all results.
 
@@ -111,12 +110,11 @@ class HarnessTasks:
             subject: the model.
             tokenizer: its tokenizer.
             seq_len: longest input in tokens; longer ones lose their start, as in the harness.
-            bos_ids: see `HarnessModel`.
 
         Raises:
             UserError: an answer cannot fit into seq_len.
         """
-        model = HarnessModel(subject, tokenizer, seq_len=seq_len, bos_ids=bos_ids)
+        model = HarnessModel(subject, tokenizer, seq_len=seq_len)
         results: list[HarnessResult] = []
         with _own_seeds():
             for name, loaded in self._loaded.items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import Prompt, Refusal, RefusedError, Request, Subject
+from llmfoundry.gauntlet.special_tokens import special_tokens
 
 if TYPE_CHECKING:
     from llmfoundry.data.tokenizer import Tokenizer
@@ -27,33 +28,25 @@ class HarnessModel:
     """A subject as the harness's evaluator calls models (`lm_eval.api.model.LM`).
 
     Texts become tokens exactly as in the harness's TemplateLM and HFLM: context and continuation
-    are encoded as one text, spaces at the context's end belong to the continuation.
+    are encoded as one text, spaces at the context's end belong to the continuation. But what a
+    tokenizer puts behind a text is left out: in the harness it displaces the answer's first token.
     """
 
     rank, world_size = 0, 1  # to the evaluator: ranks share the work below, in the subject
     truncated: Counter[str]
     """By task: texts whose start was cut off."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        tokenizer: Tokenizer,
-        *,
-        seq_len: int,
-        bos_ids: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, subject: Subject, tokenizer: Tokenizer, *, seq_len: int) -> None:
         """Wrap a model.
 
         Args:
             subject: the model.
             tokenizer: its tokenizer.
             seq_len: longest input in tokens.
-            bos_ids: tokens before every text; unset: those that the tokenizer puts there itself,
-                which are none for one that was trained here, as after an export.
         """
         self._subject, self._tokenizer, self._seq_len = subject, tokenizer, seq_len
-        self._bos_ids = list(tokenizer.bos_ids if bos_ids is None else bos_ids)
-        self._prefix_id = tokenizer.prefix_id
+        special = special_tokens(tokenizer)
+        self._before, self._prefix_id = special.before, special.prefix
         self._prefix = tokenizer.decode([self._prefix_id])
         self.truncated = Counter()
 
@@ -160,7 +153,7 @@ class HarnessModel:
         return result
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of texts after `bos_ids`; a text that spells its prefix token has it once."""
+        """Tokens after those of the tokenizer; a text that spells its prefix token has it once."""
         spelled = [bool(self._prefix) and text.startswith(self._prefix) for text in texts]
         plain = [
             text.removeprefix(self._prefix) if has else text
@@ -169,7 +162,7 @@ class HarnessModel:
         distinct = list(dict.fromkeys(plain))
         tokens = dict(zip(distinct, self._tokenizer.encode_batch(distinct), strict=True))
         return [
-            [*([self._prefix_id] if has else self._bos_ids), *tokens[text]]
+            [*([self._prefix_id] if has else self._before), *tokens[text]]
             for text, has in zip(plain, spelled, strict=True)
         ]
 

@@ -15,6 +15,7 @@ import torch
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.hugging_face_subject import HuggingFaceSubject
+from llmfoundry.gauntlet.special_tokens import DOCUMENT_START
 
 DEFAULT_SEQ_LEN = 2048
 """For configs and tokenizers that tell no longest input, as in lm-evaluation-harness."""
@@ -23,12 +24,7 @@ _UNSET = 10**9  # transformers writes 1e30 as a tokenizer's model_max_length whe
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer of transformers under our interface.
-
-    Attributes:
-        prefix_id: what a text without context is conditioned on: the beginning-of-text token, or
-            the end-of-text token where there is none.
-    """
+    """A tokenizer of transformers under our interface."""
 
     def __init__(self, name: str, loaded: Any) -> None:
         """Take over a tokenizer of transformers.
@@ -37,8 +33,7 @@ class HuggingFaceTokenizer(Tokenizer):
             UserError: it is empty, is no tokenizer of the `tokenizers` library, or names no end of
                 text.
         """
-        plain = loaded("a", add_special_tokens=False).input_ids
-        if not plain:
+        if not loaded("a", add_special_tokens=False).input_ids:
             raise UserError(
                 f"{name}: has no tokenizer: its folder holds no tokenizer.json; save the model's"
                 " tokenizer there"
@@ -53,9 +48,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{name}: its tokenizer names no end-of-text token; add"
                 ' "eos_token" to its tokenizer_config.json'
             )
-        bos_id = loaded.bos_token_id
-        super().__init__(loaded.backend_tokenizer, loaded.eos_token)
-        self.prefix_id = self.eos_id if bos_id is None else bos_id
+        super().__init__(
+            loaded.backend_tokenizer, loaded.eos_token, {"bos_token": loaded.bos_token}
+        )
 
 
 def load_hugging_face(
@@ -64,6 +59,7 @@ def load_hugging_face(
     device: torch.device,
     precision: str,
     batch_tokens: int,
+    seq_len: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[HuggingFaceSubject, HuggingFaceTokenizer]:
     """A model and its tokenizer.
@@ -73,12 +69,47 @@ def load_hugging_face(
         device: where the model goes.
         precision: fp32; amp_bf16, bf16 products of fp32 weights; or bf16, weights too.
         batch_tokens: tokens in a forward pass, padding included; one row always goes.
+        seq_len: longest input in tokens; unset: what the model reads at most.
         trust_remote_code: run Python files that the folder brings along.
 
     Raises:
-        UserError: there is no such model, it cannot be read, or weights or a tokenizer are missing.
+        UserError: there is no such model, it cannot be read, weights or a tokenizer are missing,
+            or it reads less than seq_len.
     """
     import transformers  # seconds
+
+    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    config = load_config(name, seq_len, **remote)
+    name = str(Path(name).expanduser())
+    loaded = _load(name, "tokenizer", transformers.AutoTokenizer.from_pretrained, **remote)
+    tokenizer = HuggingFaceTokenizer(name, loaded)
+    model, report = _load(
+        name,
+        "weights",
+        transformers.AutoModelForCausalLM.from_pretrained,
+        config=config,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        output_loading_info=True,
+        **remote,
+    )
+    _check_weights(name, report["missing_keys"])
+    subject = HuggingFaceSubject(
+        model.to(device),
+        tokenizer,
+        seq_len=seq_len or _config_length(config) or _tokenizer_length(loaded),
+        batch_tokens=batch_tokens,
+        autocast=precision == "amp_bf16",
+    )
+    return subject, tokenizer
+
+
+def load_config(name: str, seq_len: int | None, *, trust_remote_code: bool = False) -> Any:
+    """A model's config.json, as transformers reads it.
+
+    Raises:
+        UserError: there is no such model, it writes no text, or it reads less than seq_len.
+    """
+    import transformers
 
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -95,26 +126,28 @@ def load_hugging_face(
             f" {transformers.__version__} has no causal language model; name one that writes text"
             " from left to right"
         )
-    loaded = _load(name, "tokenizer", transformers.AutoTokenizer.from_pretrained, **remote)
-    tokenizer = HuggingFaceTokenizer(name, loaded)
-    model, report = _load(
-        name,
-        "weights",
-        transformers.AutoModelForCausalLM.from_pretrained,
-        config=config,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        output_loading_info=True,
-        **remote,
-    )
-    _check_weights(name, report["missing_keys"])
-    subject = HuggingFaceSubject(
-        model.to(device),
-        tokenizer,
-        seq_len=_seq_len(config, loaded),
-        batch_tokens=batch_tokens,
-        autocast=precision == "amp_bf16",
-    )
-    return subject, tokenizer
+    longest = _config_length(config)
+    if seq_len is not None and longest is not None and seq_len > longest:
+        raise UserError(
+            f"eval.icl_seq_len: {seq_len}, but {name} reads {longest} tokens at most; write"
+            f" {longest} or less, or remove it"
+        )
+    return config
+
+
+def document_start(config: Any) -> tuple[int, ...] | None:
+    """What documents began with in the training of a model that was exported from here; else None.
+
+    Raises:
+        UserError: config.json says something else in that place.
+    """
+    ids = getattr(config, DOCUMENT_START, None)
+    if ids is None:
+        return None
+    known = range(config.get_text_config().vocab_size)
+    if not isinstance(ids, list) or not all(type(i) is int and i in known for i in ids):
+        raise UserError(f"config.json: {DOCUMENT_START}: {ids!r}; write a list of token ids")
+    return tuple(ids)
 
 
 def _load(name: str, what: str, load: Callable[..., Any], **kwargs: Any) -> Any:
@@ -165,11 +198,13 @@ def _check_weights(name: str, missing: set[str] | list[str]) -> None:
         )
 
 
-def _seq_len(config: Any, tokenizer: Any) -> int:
+def _config_length(config: Any) -> int | None:
     """Longest input in tokens, from where lm-evaluation-harness reads it, and MPT's own name."""
     config = config.get_text_config()
-    for key in _SEQ_LENS:
-        if isinstance(value := getattr(config, key, None), int):
-            return value
+    lengths = [getattr(config, key, None) for key in _SEQ_LENS]
+    return next((length for length in lengths if isinstance(length, int)), None)
+
+
+def _tokenizer_length(tokenizer: Any) -> int:
     length = getattr(tokenizer, "model_max_length", None)
     return int(length) if length is not None and length < _UNSET else DEFAULT_SEQ_LEN

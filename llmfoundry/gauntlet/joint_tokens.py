@@ -32,12 +32,15 @@ class Joint:
         head: tokens of `text`.
         wholes: for each answer the tokens of `text`, white space between, and answer.
         border: how many of them are the question's: the same for all answers.
+        stripped: tokens of the question without white space at its end, which lm-evaluation-harness
+            takes for the border, whatever these tokens are.
     """
 
     text: str
     head: list[int]
     wholes: list[list[int]]
     border: int
+    stripped: int
 
 
 def encode_joint(
@@ -65,16 +68,17 @@ def encode_joint(
     result = []
     for part, text, space, (_, answers) in zip(parts, stripped, spaces, asked, strict=True):
         wholes = [shared.fixed + part.fixed + next(at) for _ in answers]
-        joint = _joint(before + text, shared.fixed + part.tokens, wholes)
+        n = len(shared.fixed) + len(part.tokens)
+        joint = _joint(before + text, shared.fixed + part.tokens, wholes, n)
         if joint.border < len(joint.head) and space:
             head = shared.fixed + part.fixed + tokenizer.encode(part.rest + space)
-            spaced = _joint(before + text + space, head, wholes)
+            spaced = _joint(before + text + space, head, wholes, n)
             joint = spaced if spaced.border == len(head) else joint
         result.append(joint)
     return result
 
 
-def _joint(text: str, head: list[int], wholes: list[list[int]]) -> Joint:
+def _joint(text: str, head: list[int], wholes: list[list[int]], stripped: int) -> Joint:
     r"""Find the border between a question and its answers, by the harness's rule and beyond it.
 
     lm-evaluation-harness gives white space at a question's end to the answer, whose tokens are
@@ -83,7 +87,8 @@ def _joint(text: str, head: list[int], wholes: list[list[int]]) -> Joint:
     harness: `encode_joint` tries that. Else (":)") it has to be predicted too, and, so that all
     answers are scored after the same tokens, from there on for all of them.
     """
-    return Joint(text, head, wholes, min(common_prefix(head, whole) for whole in wholes))
+    border = min(common_prefix(head, whole) for whole in wholes)
+    return Joint(text, head, wholes, border, stripped)
 
 
 @dataclass(frozen=True)

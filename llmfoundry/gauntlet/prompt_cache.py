@@ -17,16 +17,18 @@ import numpy as np
 from filelock import FileLock
 
 from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.gauntlet.prompt_parts import generates
 from llmfoundry.gauntlet.prompts import questions
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
 from llmfoundry.gauntlet.rows import rows_hash
+from llmfoundry.gauntlet.special_tokens import SpecialTokens, special_tokens
 from llmfoundry.gauntlet.tasks import TaskConfig
 from llmfoundry.gauntlet.tree import common_prefix
 
 if TYPE_CHECKING:
     from llmfoundry.data.tokenizer import Tokenizer
 
-_VERSION = 1  # raised when `questions` gives others for the same rows, or the file's form changes
+_VERSION = 2  # raised when `questions` gives others for the same rows, or the file's form changes
 _FILE = "questions.npz"
 
 # Fields of a task without influence on its prompts; a new field counts until it is named here.
@@ -54,7 +56,8 @@ def cached_questions(
     folder: Path,
     say: Callable[[str], None],
     keep: Sequence[int] | None = None,
-    bos_ids: Sequence[int] = (),
+    special: SpecialTokens | None = None,
+    generate: bool = True,
 ) -> list[Question]:
     """What `questions` gives, from `folder` if it is there, else made and put there.
 
@@ -65,35 +68,36 @@ def cached_questions(
         task: its label, scoring and source do not matter: equal prompts are shared.
         shots: number of worked examples.
         tokenizer: known by its fingerprint.
-        mode: native or foundry.
+        mode: native, harness or foundry.
         seq_len: longest input in tokens.
         folder: where all prompts are kept.
         say: told when a file is damaged; it is made again.
         keep: indices of the rows to ask; unset: all.
-        bos_ids: special tokens before every text.
+        special: tokens around every text; unset: the tokenizer's own.
+        generate: whether answers are to be written.
 
     Raises:
         UserError: as `questions`, or `folder` cannot be written.
     """
     settings = dataclasses.asdict(task)
+    special = special or special_tokens(tokenizer)
+    how: dict[str, Any] = {"mode": mode, "seq_len": seq_len}
+    how["generate"] = generate and generates(task)
     key = cache_key(
         version=_VERSION,
         rows=rows_hash(rows),
         task={name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT},
         shots=shots,
-        mode=mode,
-        seq_len=seq_len,
         keep=None if keep is None else list(keep),
-        bos_ids=list(bos_ids),
+        special=dataclasses.asdict(special),
         tokenizer=tokenizer.fingerprint,
+        **how,
     )
     place = folder / key
     asked = list(rows) if keep is None else [rows[i] for i in keep]
 
     def make() -> list[Question]:
-        return questions(
-            rows, task, shots, tokenizer, mode=mode, seq_len=seq_len, keep=keep, bos_ids=bos_ids
-        )
+        return questions(rows, task, shots, tokenizer, keep=keep, special=special, **how)
 
     if place.is_dir():
         found = _load_or_remove(place, asked, say)

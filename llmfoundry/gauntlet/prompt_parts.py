@@ -80,7 +80,7 @@ def max_new_tokens(
         task: max_new_tokens and cot_delimiter.
         tokenizer: encodes without special tokens.
         room: tokens that question and answer may have.
-        n_special: tokens that its owner puts before a text, which LLM Foundry counts.
+        n_special: tokens that the tokenizer puts around a text, which LLM Foundry counts.
         lead: what is to be written before an answer.
 
     Raises:
@@ -98,8 +98,10 @@ def max_new_tokens(
         longest += _AFTER_REASONING if task.cot_delimiter else 0
     if longest >= room:
         raise UserError(
-            f"{task.label}: max_new_tokens: {longest}, but max_seq_len leaves {room} for a question"
-            " and its answer; lower max_new_tokens or raise max_seq_len"
+            f"{task.label}: an answer may take {longest} tokens (its max_new_tokens, else by its"
+            f" longest answer), but {room} are left for a question and its answer; write"
+            " eval.icl_generate=false, which scores right answers and writes none, a smaller"
+            " max_new_tokens for the task, or a larger eval.icl_seq_len if the model reads more"
         )
     return longest
 
@@ -116,7 +118,7 @@ def check_answer(row: Row, lengths: Iterable[int], room: int) -> None:
     if max(lengths) > room:
         raise UserError(
             f"{row.place}: an answer has {max(lengths)} tokens, but max_seq_len leaves {room};"
-            " raise max_seq_len or remove the row"
+            " write a larger eval.icl_seq_len if the model reads more, or remove the row"
         )
 
 

@@ -1,9 +1,10 @@
 """From rows to questions in tokens: worked examples, prompt texts, and what is to be scored.
 
-`prompt_cache` calls `questions`. Two modes differ in their prompts' tokens: `foundry` reproduces
-LLM Foundry's (`foundry_prompts`); `native`, here, gives a model what it met in training. There
-context and answer are encoded as one text after `<eos>`, and the worked examples are the same for
-all questions of a task, so that questions share a long prefix, which is tokenised and run once.
+`prompt_cache` calls `questions`. Three modes differ in their prompts' tokens. `native` gives a
+model what it met in training here: context and answer as one text after `<eos>`. `harness` makes of
+the same texts the tokens that lm-evaluation-harness does. In both the worked examples are the same
+for all questions of a task, so that questions share a long prefix, tokenised and run once.
+`foundry` reproduces LLM Foundry's texts and tokens (`foundry_prompts`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from llmfoundry.gauntlet.prompt_parts import (
     right_context,
 )
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
+from llmfoundry.gauntlet.special_tokens import SpecialTokens, special_tokens
 from llmfoundry.gauntlet.tasks import TaskConfig
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ def questions(
     mode: str,
     seq_len: int,
     keep: Sequence[int] | None = None,
-    bos_ids: Sequence[int] = (),
+    special: SpecialTokens | None = None,
+    generate: bool = True,
 ) -> list[Question]:
     """The rows `keep`, in its order, tokenised.
 
@@ -51,11 +54,11 @@ def questions(
         task: its type, delimiters and seed.
         shots: number of worked examples.
         tokenizer: encodes without special tokens.
-        mode: native or foundry.
+        mode: native, harness or foundry.
         seq_len: longest input in tokens.
         keep: indices of the rows to ask; unset: all.
-        bos_ids: special tokens that the tokenizer's owner puts before every text; native prompts
-            begin with `<eos>` where there are none, foundry's with nothing.
+        special: tokens around every text; unset: the tokenizer's own.
+        generate: whether answers are to be written: no prompts, and no room for these, if not.
 
     Raises:
         UserError: too few rows to draw examples from; an answer that does not fit into seq_len.
@@ -63,8 +66,9 @@ def questions(
     asked = range(len(rows)) if keep is None else keep
     if not asked:
         return []
-    make = MODES[mode]
-    return make(rows, task, shots, tokenizer, seq_len=seq_len, keep=asked, bos_ids=bos_ids)
+    special = special or special_tokens(tokenizer)
+    how = {"seq_len": seq_len, "keep": asked, "special": special, "generate": generate}
+    return MODES[mode](rows, task, shots, tokenizer, **how)
 
 
 def native_questions(
@@ -75,19 +79,18 @@ def native_questions(
     *,
     seq_len: int,
     keep: Sequence[int],
-    bos_ids: Sequence[int],
+    special: SpecialTokens,
+    generate: bool,
 ) -> list[Question]:
     """`questions` with joint tokenisation, examples fixed per task, and none cut in the middle.
 
     A question too long for the window loses whole examples from the first, then its start.
     """
     examples = _examples(rows, task, shots)
-    start = tuple(bos_ids) or (tokenizer.eos_id,)
     n_new = 0
-    if generates(task):  # what the delimiter ends in is left to the model: see joint_tokens
-        lead = task.continuation_delimiter[len(task.continuation_delimiter.rstrip()) :]
-        n_new = max_new_tokens(rows, task, tokenizer, room=seq_len - len(start), lead=lead)
-    window = _Window(start, seq_len, n_new, tuple(task.early_stopping_criteria))
+    if generates(task) and generate:
+        n_new = _n_new(rows, task, tokenizer, room=seq_len - len(special.start))
+    window = _Window(special.start, seq_len, n_new, tuple(task.early_stopping_criteria))
     reasoned = reasons(rows)
     done: dict[int, Question] = {}
     waiting = list(dict.fromkeys(keep))
@@ -105,8 +108,57 @@ def native_questions(
     return [done[i] for i in keep]
 
 
+def harness_questions(
+    rows: Sequence[Row],
+    task: TaskConfig,
+    shots: int,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    keep: Sequence[int],
+    special: SpecialTokens,
+    generate: bool,
+) -> list[Question]:
+    """`questions` with native's texts, in the tokens of lm-evaluation-harness's HFLM.
+
+    What the tokenizer puts before a text comes first; where that and the question are nothing, the
+    prefix token. The answer is what the whole has more tokens than the question. What is too long
+    loses its start, of each option on its own. Not followed: what a tokenizer puts behind a text,
+    which in the harness takes the place of the answer's first token; and answers without a token
+    of their own, which stop it: there native's border holds.
+    """
+    examples = _examples(rows, task, shots)
+    n_new = 0
+    if generates(task) and generate:
+        n_new = _n_new(rows, task, tokenizer, room=seq_len)
+    reasoned = reasons(rows)
+    done: dict[int, Question] = {}
+    for i, joints in _encode(rows, task, {i: examples[i] for i in keep}, tokenizer):
+        texts = answers(rows[i], task, reasoned=reasoned)
+        requests, too_long = [], False
+        for joint in joints:
+            first = special.before or (() if joint.stripped else (special.prefix,))
+            lost = min(map(len, joint.wholes)) <= joint.stripped
+            border = joint.border if lost else joint.stripped
+            check_answer(rows[i], [len(whole) - border for whole in joint.wholes], seq_len)
+            for whole, text in zip(joint.wholes, texts, strict=True):
+                tokens = (*first, *whole)
+                requests.append(Request(tokens[-seq_len - 1 : -1], tuple(whole[border:]), text))
+                too_long |= len(tokens) > seq_len + 1
+        prompt = None
+        if n_new:
+            head = (*special.before, *joints[0].head) or (special.prefix,)
+            kept = head[n_new - seq_len :]
+            too_long |= len(kept) < len(head)
+            text = joints[0].text if len(kept) == len(head) else tokenizer.decode(kept)
+            prompt = Prompt(kept, text, tuple(task.early_stopping_criteria), n_new)
+        done[i] = Question(rows[i], tuple(requests), prompt, 0, too_long)
+    return [done[i] for i in keep]
+
+
 MODES: dict[str, Callable[..., list[Question]]] = {
     "native": native_questions,
+    "harness": harness_questions,
     "foundry": foundry_questions,
 }
 """The ways to make prompts; results name the one they were made with."""
@@ -174,6 +226,12 @@ class _Window:
         head = joint.head[cut:]
         text = tokenizer.decode(head) if cut else joint.text
         return Prompt((*self.start, *head), text, self.stops, self.n_new)
+
+
+def _n_new(rows: Sequence[Row], task: TaskConfig, tokenizer: Tokenizer, *, room: int) -> int:
+    """`max_new_tokens`; what the delimiter ends in is left to the model: see joint_tokens."""
+    lead = task.continuation_delimiter[len(task.continuation_delimiter.rstrip()) :]
+    return max_new_tokens(rows, task, tokenizer, room=room, lead=lead)
 
 
 def _examples(rows: Sequence[Row], task: TaskConfig, shots: int) -> list[tuple[int, ...]]:

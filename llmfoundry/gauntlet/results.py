@@ -58,7 +58,8 @@ class TaskResult:
         metrics: every number, the accuracy among them, by name.
         stderrs: the standard errors of those that have one.
         by_category: the same for each category of the rows, with has_categories.
-        mode: how questions became prompts, native or foundry.
+        mode: how questions became prompts: native, harness, foundry, or lm_eval, where
+            lm-evaluation-harness made them itself.
         rows_hash: of the rows' content.
         rows_total: rows of the task, of which n were asked; 0: not known, taken to be n.
         dropped: worked examples left out to fit into the model's window, over all questions.
@@ -130,6 +131,7 @@ class GauntletResult:
         problems: what a reader must know: missing and failed benchmarks, wrong baselines.
         cost: what it took, where that was measured.
         members: names of the tasks behind each category and average, whether they are there or not.
+        asked: how questions became tokens, and what stood before them; "": not known.
     """
 
     tasks: list[TaskResult]
@@ -139,6 +141,7 @@ class GauntletResult:
     problems: list[str] = field(default_factory=list)
     cost: Cost | None = None
     members: dict[str, list[str]] = field(default_factory=dict)
+    asked: str = ""
 
     @property
     def average(self) -> float | None:
@@ -163,7 +166,7 @@ class GauntletResult:
         return {**dataclasses.asdict(self), "average": self.average}
 
     def table(self) -> str:
-        """Tasks, then categories and averages, then problems, for a terminal."""
+        """Tasks, categories and averages, how was asked, then problems, for a terminal."""
         head = ("task", "shots", "n", "accuracy %", "chance %", "majority %", "notes")
         rows = [head, *(_task_cells(task) for task in self.tasks)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -173,6 +176,7 @@ class GauntletResult:
             lines += [""] * bool(scores)
             for name, score in scores.items():
                 lines.append(f"{name:<{width}}  {_number(score, self.stderrs.get(name)):>7}")
+        lines += ["", f"asked: {self.asked}"] if self.asked else []
         return "\n".join([*lines, *(f"! {problem}" for problem in self.problems)])
 
 

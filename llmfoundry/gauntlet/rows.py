@@ -17,6 +17,7 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import Row
 from llmfoundry.gauntlet.sources import RawRow, read_source
+from llmfoundry.gauntlet.task_reader import BROKEN, is_broken
 from llmfoundry.gauntlet.tasks import TaskConfig
 from llmfoundry.recipe.checks import nearest
 
@@ -86,6 +87,11 @@ def _row(raw: RawRow, place: str, task: TaskConfig) -> Row:
     row = _parse(raw) if isinstance(raw, str) else raw
     if task.strip_dataset:  # as LLM Foundry: texts of the row itself, not those in its lists
         row = {k: v.strip() if isinstance(v, str) else v for k, v in row.items()}
+    for name in (*FIELDS[task.icl_task_type], "aliases", "chain_of_thought", "category"):
+        value = row.get(name)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and is_broken(text):
+                raise ValueError(f"field '{name}' is {_short(text)}: it {BROKEN}")
     read = ROW_READERS[task.icl_task_type](row, place)
     if not task.has_categories:
         return read

@@ -125,10 +125,20 @@ def _read_value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
         }
     if kind is float and type(value) is int:
         return float(value)
+    if isinstance(value, str) and is_broken(value):
+        problems.append(f"{where}: {value!r} {BROKEN}")
     if kind is Any or type(value) is kind:
         return value
     problems.append(f"{where}: {value!r} will not do; write {_describe(kind)}")
     return None
+
+
+BROKEN = "holds half a surrogate pair, which is no character; write the character, or remove it"
+
+
+def is_broken(text: str) -> bool:
+    """Whether a text has no UTF-8: JSON and YAML can spell half a surrogate pair."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _describe(kind: Any) -> str:

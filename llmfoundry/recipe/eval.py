@@ -9,7 +9,7 @@ from typing import Annotated
 from llmfoundry.recipe.bounds import LENGTH, PATH, Range, out_of_bounds
 from llmfoundry.recipe.checks import inert, one_of
 
-PROMPTS = ("native", "foundry")
+PROMPTS = ("native", "harness", "foundry")
 ICL_KEYS = (
     "icl_rows",
     "icl_seq_len",
@@ -37,7 +37,9 @@ class EvalConfig:
     """Longest input of a task in tokens; unset: max_seq_len, or what the model reads at most."""
     icl_prompts: str | None = None
     """How rows become tokens. native: question and answer as one text, the same worked examples
-    for all rows. foundry: LLM Foundry's rules, for its numbers; unset: native."""
+    for all rows, after what documents begin with in training. harness: the same texts, as
+    lm-evaluation-harness makes tokens of them. foundry: LLM Foundry's rules, for its numbers;
+    unset: native for a model that was trained here, and its export, harness for others."""
     icl_generate: bool | None = None
     """Write the answers of generation tasks. False: ask whether each token of the right answer is
     the likeliest one, for a hundredth of the cost; unset: true in scripts/eval.py, else false."""

@@ -27,6 +27,7 @@ _COMPARED = {
     "mode": "prompts",
     "metric": "ways of judging",
 }
+_SAME: dict[Any, str] = {"harness": "native"}  # the same texts
 _COUNTED = {
     "ties": "tie",
     "dropped": "dropped example",
@@ -56,6 +57,7 @@ def eval_page(results: Results, *, title: str = "Evaluation") -> str:
         ("Averages and categories", score_charts(results) + score_table(results)),
         ("Tasks", task_table(results)),
         ("Problems", problems(results)),
+        ("How was asked", ways(results)),
         ("Cost", cost_table(results)),
         ("Every metric", metric_tables(results)),
     ]
@@ -146,6 +148,12 @@ def problems(results: Results) -> str:
             heading = f"<p>{escape(name)}</p>" if len(results) > 1 else ""
             parts.append(f'{heading}<ul class="problems">{lines}</ul>')
     return "".join(parts)
+
+
+def ways(results: Results) -> str:
+    """A row for each model that says how questions became its tokens."""
+    rows = [(name, result["asked"]) for name, result in results if result.get("asked")]
+    return table(("", "prompts and special tokens"), rows) if rows else ""
 
 
 def cost_table(results: Results) -> str:
@@ -244,7 +252,8 @@ def _differing(entries: Sequence[Result | None]) -> Iterator[str]:
     """Why models' accuracies on a task do not compare."""
     present = [entry for entry in entries if entry is not None]
     for key, words in _COMPARED.items():
-        if len({entry.get(key) for entry in present} - {None, ""}) > 1:
+        found = {entry.get(key) for entry in present} - {None, ""}
+        if len({_SAME.get(value, value) for value in found}) > 1:
             yield words
 
 

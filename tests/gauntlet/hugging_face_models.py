@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import processors
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from llmfoundry.data.bpe import END_OF_TEXT, train_backend
@@ -65,9 +66,13 @@ def random_model(kind: str, seed: int = 0) -> Any:
     return model
 
 
-def save_tokenizer(folder: Path, *, bos: bool = False) -> None:
-    """Byte-level BPE of at most N_TOKENS tokens; with `bos`, <s> before every text, as Llama's."""
-    backend = train_backend(TEXT, N_TOKENS - 1, progress=False)
+def save_tokenizer(folder: Path, *, bos: bool = False, metaspace: bool = False) -> None:
+    """BPE of at most N_TOKENS tokens, of bytes, or with SentencePiece's marks for spaces.
+
+    With `bos`, <s> before every text, as Llama's.
+    """
+    train = _train_metaspace if metaspace else train_backend
+    backend = train(TEXT, N_TOKENS - 1, progress=False)
     names = {"eos_token": END_OF_TEXT}
     if bos:
         backend.add_special_tokens([BOS])
@@ -78,6 +83,16 @@ def save_tokenizer(folder: Path, *, bos: bool = False) -> None:
         names["bos_token"] = BOS
     loaded = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     loaded.save_pretrained(folder)
+
+
+def _train_metaspace(texts: list[str], size: int, *, progress: bool) -> Backend:
+    backend = Backend(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    special = [END_OF_TEXT, "<unk>"]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=progress)
+    backend.train_from_iterator(texts, trainer)
+    return backend
 
 
 def save_model(folder: Path, kind: str, *, bos: bool = False, **settings: Any) -> Path:

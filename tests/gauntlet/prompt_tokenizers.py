@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from llmfoundry.data.bpe import END_OF_TEXT, byte_alphabet, bytes_backend, train_backend
@@ -67,6 +67,16 @@ def trained_tokenizer(kind: str) -> Tokenizer:
     )
     backend.train_from_iterator(TEXT, trainer)
     return Tokenizer(backend, END_OF_TEXT)
+
+
+def marking_tokenizer(kind: str, before: str = "", after: str = "", eos: str = "</s>") -> Tokenizer:
+    """One of the trained ones that puts <s>, </s> or <sep> around every text."""
+    backend = Backend.from_str(trained_tokenizer(kind)._backend.to_str())
+    backend.add_special_tokens(["<s>", "</s>", "<sep>"])
+    ids = [(name, backend.token_to_id(name)) for name in {before, after} - {""}]
+    parts = [part for part in (before, "$A", after) if part]
+    backend.post_processor = processors.TemplateProcessing(single=parts, special_tokens=ids)
+    return Tokenizer(backend, eos, {"bos_token": "<s>"} if before == "<s>" else None)
 
 
 def _byte_words(pattern: str) -> pre_tokenizers.PreTokenizer:

@@ -6,16 +6,23 @@ import random
 from typing import Any
 
 import pytest
-from prompt_tokenizers import byte_tokenizer, merging_tokenizer, trained_tokenizer
+from prompt_tokenizers import (
+    byte_tokenizer,
+    marking_tokenizer,
+    merging_tokenizer,
+    trained_tokenizer,
+)
 
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.foundry_prompts import sample_examples
 from llmfoundry.gauntlet.prompts import questions
 from llmfoundry.gauntlet.questions import Question, Request, Row
+from llmfoundry.gauntlet.special_tokens import SpecialTokens
 from llmfoundry.gauntlet.tasks import TaskConfig
 
 BYTES = byte_tokenizer()
+BOS = SpecialTokens(start=(), before=(300,), after=(), prefix=300)
 LM, CHOICE, SCHEMA = "language_modeling", "multiple_choice", "schema"
 GENERATION = "generation_task_with_answers"
 KINDS = (LM, CHOICE, SCHEMA, GENERATION)
@@ -124,6 +131,8 @@ def rule_texts(rows: list[Row], index: int, config: TaskConfig, shots: int) -> d
         if text:
             before = config.question_prelimiter + config.example_delimiter
             contexts = [before + c + config.continuation_delimiter.rstrip() for c in contexts]
+        else:
+            contexts = [config.question_prelimiter + c for c in contexts]
     else:
         context = config.question_prelimiter + row.contexts[0] + config.continuation_delimiter
         contexts = [((config.example_delimiter if text else "") + context).rstrip()]
@@ -138,11 +147,17 @@ def rule_request(
     """R5, R6, R7."""
     space = " " if len(tokenizer.encode(" a")) == 1 and answer[0] != " " else ""
     after = tokenizer.encode(space + answer)
-    before = tokenizer.encode(preamble) + tokenizer.encode(context)
+    before = rule_first(preamble, tokenizer) + tokenizer.encode(context)
     while len(before) + len(after) > seq_len:
         before = before[1:]
     whole = before + after
     return Request(tuple(whole[:-1]), tuple(after), answer)
+
+
+def rule_first(preamble: str, tokenizer: Tokenizer) -> list[int]:
+    """The call with special tokens, and what _fix_eos_on_preamble makes of it."""
+    ids = tokenizer._backend.encode(preamble).ids
+    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,6 +182,44 @@ def test_every_row_follows_the_published_rules(
             assert question.row is rows[i] and question.dropped == 0
         if shots == 4:
             assert any(question.truncated for question in asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("before", "after"), [("", "</s>"), ("<s>", "</s>"), ("</s>", ""), ("<s>", "<sep>")]
+)
+@pytest.mark.parametrize("shots", [0, 2])
+def test_tokens_that_a_tokenizer_puts_around_a_text_are_where_llm_foundry_leaves_them(
+    kind: str, before: str, after: str, shots: int
+) -> None:
+    encoder = marking_tokenizer("gpt2", before, after)
+    rows = random_rows(kind, 9)
+    config = task(kind, **LETTERS)
+    for i, question in enumerate(ask(rows, config, shots, encoder)):
+        texts = rule_texts(rows, i, config, shots)
+        expected = [
+            rule_request(texts["preamble"], context, answer, encoder, 9999)
+            for context in texts["contexts"]
+            for answer in texts["answers"]
+        ]
+        assert list(question.requests) == expected
+        if question.prompt is not None:
+            context = encoder.encode(texts["contexts"][0])
+            assert [*question.prompt.tokens] == rule_first(texts["preamble"], encoder) + context
+            whole = [
+                len(encoder._backend.encode(alias)).ids for row in rows for alias in row.aliases
+            ]
+            assert question.prompt.max_new_tokens == max(whole)
+
+
+def test_an_end_of_text_behind_the_examples_is_dropped_unless_it_is_all_there_is() -> None:
+    """Goldens of llmfoundry/eval/datasets at 8c8dd48f, run with this tokenizer."""
+    encoder = marking_tokenizer("gpt2", "", "</s>")
+    rows = [Row((f"q{i}",), ("12",), 0, "f:1", aliases=("12",)) for i in range(2)]
+    for shots, tokens in ((0, [406, 81, 16]), (1, [81, 17, 294, 199, 81, 16])):
+        prompt = ask(rows, task(GENERATION), shots, encoder)[0].prompt
+        assert prompt is not None
+        assert (list(prompt.tokens), prompt.max_new_tokens) == (tokens, 2)
 
 
 @pytest.mark.parametrize("reasons", [False, True])
@@ -259,7 +312,7 @@ def test_schema_has_its_own_order_of_delimiters_and_none_without_examples() -> N
     rows = [Row((f"x{i} ", f"y{i} "), ("went.",), i, "f:1") for i in range(2)]
     config = task(SCHEMA, question_prelimiter="S: ", continuation_delimiter="...\n")
     (question, _) = ask(rows, config)
-    assert [spelled(question, i) for i in (0, 1)] == ["x0 |went.", "y0 |went."]
+    assert [spelled(question, i) for i in (0, 1)] == ["S: x0 |went.", "S: y0 |went."]
     (question, _) = ask(rows, config, 1)
     assert spelled(question, 0) == "S: y1 ...\nwent.S: \nx0 ...|went."
     assert spelled(question, 1) == "S: y1 ...\nwent.S: \ny0 ...|went."
@@ -269,18 +322,18 @@ def test_each_option_keeps_as_much_context_as_fits_and_the_answers_last_token_ta
     None
 ):
     row = Row(("0123456789",), ("x", "yyy"), 0, "f:1")
-    (question,) = ask([row], task(CHOICE), seq_len=8, bos_ids=[300])
+    (question,) = ask([row], task(CHOICE), seq_len=8, special=BOS)
     assert question.truncated
     assert spelled(question, 0) == "3456789|x"  # the special token is the first to go
     assert spelled(question, 1) == "56789|yyy"
-    (question,) = ask([row], task(CHOICE), seq_len=14, bos_ids=[300])
+    (question,) = ask([row], task(CHOICE), seq_len=14, special=BOS)
     assert not question.truncated
     assert question.requests[1].tokens == (300, *BYTES.encode("0123456789yy"))
 
 
 def test_special_tokens_count_in_a_generated_answers_length() -> None:
     rows = [Row(("q",), ("abc",), 0, "f:1", aliases=("abc",))]
-    (question,) = ask(rows, task(GENERATION), bos_ids=[300])
+    (question,) = ask(rows, task(GENERATION), special=BOS)
     assert question.prompt is not None
     assert question.prompt.max_new_tokens == 4
     assert question.prompt.tokens == (300, *BYTES.encode("q"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet import Asking, Gauntlet
 from llmfoundry.gauntlet.own_model import OwnModel
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import Prompt, Request, Row, Score
 from llmfoundry.gauntlet.subset import part_of, row_order
 from llmfoundry.models.decoder import Decoder, Root
 from tests.models.test_decoder import make_config
@@ -227,6 +227,27 @@ def test_answers_are_written_or_only_scored(tmp_path: Path, root: Root) -> None:
     )
     assert written.metric == "InContextLearningGenerationExactMatchAccuracy"
     assert scored.metric == "TeacherForcedGreedyAccuracy"
+
+
+def test_a_model_that_cannot_score_writes_though_answers_were_only_to_be_scored(
+    tmp_path: Path,
+) -> None:
+    class Writer:
+        can_score, tokens_computed = False, 0
+
+        def score(self, requests: Sequence[Request]) -> list[Score]:
+            raise AssertionError
+
+        def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+            return [prompt.text.split()[-1] for prompt in prompts]
+
+    def only(file: dict[str, Any]) -> None:
+        file["icl_tasks"] = [file["icl_tasks"][3]]
+        del file["eval_gauntlet"]
+
+    gauntlet = read(write(tmp_path, only), generate=False, can_score=False)
+    (task,) = gauntlet.run(Writer())[0].tasks
+    assert (task.metric, task.accuracy) == ("InContextLearningGenerationExactMatchAccuracy", 1.0)
 
 
 def test_a_share_asks_the_same_rows_each_time_and_fewer(tmp_path: Path, root: Root) -> None:

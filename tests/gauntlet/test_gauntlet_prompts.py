@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +12,17 @@ from prompt_tokenizers import (
     KINDS,
     CountingTokenizer,
     byte_tokenizer,
+    marking_tokenizer,
     merging_tokenizer,
     trained_tokenizer,
 )
 
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.harness_model import HarnessModel
 from llmfoundry.gauntlet.prompts import questions
-from llmfoundry.gauntlet.questions import Question, Request, Row
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row, Score
+from llmfoundry.gauntlet.special_tokens import SpecialTokens
 from llmfoundry.gauntlet.tasks import TaskConfig
 
 BYTES = byte_tokenizer()
@@ -43,6 +48,25 @@ def ask(
     **keys: Any,
 ) -> list[Question]:
     return questions(rows, config, shots, tokenizer, mode="native", seq_len=seq_len, **keys)
+
+
+def choice_rows(n: int) -> list[Row]:
+    """Questions that end in signs which join with answers, or do not."""
+    signs = ("?", ":", " (", "/", "")
+    words = ["the author", ") water", "12", "\nWhy?", "flowed."]
+    return [
+        Row(
+            (f"Question: What is {i} + the man{signs[i % 5]}",),
+            tuple(words[(i + j) % 5].strip() for j in range(3)),
+            i % 3,
+            f"f:{i}",
+        )
+        for i in range(n)
+    ]
+
+
+def requests_of(asked: list[Question]) -> list[Request]:
+    return [request for question in asked for request in question.requests]
 
 
 def shown(request: Request) -> tuple[str, str]:
@@ -242,8 +266,90 @@ def test_an_answer_without_a_token_is_an_error_that_names_the_row() -> None:
 
 
 def test_a_tokenizers_own_start_replaces_the_end_of_text() -> None:
-    (question,) = ask(rows(1), task(), bos_ids=[300, 301])
+    (question,) = ask(rows(1), task(), special=SpecialTokens((300, 301), (), (), 300))
     assert question.requests[0].tokens == (300, 301, *BYTES.encode("q0 a"))
+
+
+# --- as lm-evaluation-harness asks ---------------------------------------------------------------
+
+
+class Listener:
+    """A subject that keeps what it is asked."""
+
+    can_score, tokens_computed = True, 0
+    heard: Sequence[Request]
+
+    def score(self, requests: Sequence[Request]) -> list[Score]:
+        self.heard = requests
+        return [Score(0.0, True, False, 0.0) for _ in requests]
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("<s>", ""), ("<s>", "</s>")])
+@pytest.mark.parametrize(("delimiter", "seq_len"), [("\nAnswer: ", 999), (":", 999), (" ", 30)])
+def test_harness_prompts_are_the_native_texts_in_the_tokens_of_the_harness(
+    kind: str, before: str, after: str, delimiter: str, seq_len: int
+) -> None:
+    tokenizer = marking_tokenizer(kind, before, after)
+    asked = choice_rows(12)
+    config = task(CHOICE, continuation_delimiter=delimiter)
+    texts = ask(asked, config, 2)  # bytes after <eos>: what native asks, to be read
+    pairs = [BYTES.decode(r.tokens[1:]) + BYTES.decode(r.targets[-1:]) for r in requests_of(texts)]
+    answers = [choice for row in asked for choice in row.choices]
+    listener = Listener()
+    HarnessModel(listener, tokenizer, seq_len=seq_len).loglikelihood(
+        [
+            SimpleNamespace(args=(pair.removesuffix(answer), answer), task_name="t", doc_id=0)
+            for pair, answer in zip(pairs, answers, strict=True)
+        ]
+    )
+    found = questions(asked, config, 2, tokenizer, mode="harness", seq_len=seq_len)
+    assert [(r.tokens, r.targets) for r in requests_of(found)] == [
+        (r.tokens, r.targets) for r in listener.heard
+    ]
+    assert any(question.truncated for question in found) == (seq_len == 30)
+    assert not any(question.dropped for question in found)
+
+
+def test_harness_prompts_begin_with_the_prefix_token_only_where_there_is_no_context() -> None:
+    for before, first in (("", "</s>"), ("<s>", "<s>")):
+        tokenizer = marking_tokenizer("gpt2", before)
+        ids = tokenizer.encode(" the")
+        empty, full = questions(
+            [Row((text,), ("the",), 0, "f:1") for text in ("", "x")],
+            task(),
+            0,
+            tokenizer,
+            mode="harness",
+            seq_len=99,
+        )
+        place = tokenizer._backend.token_to_id(first)
+        assert (empty.requests[0].tokens, empty.requests[0].targets) == ((place,), tuple(ids))
+        assert full.requests[0].tokens == (*[place] * bool(before), *tokenizer.encode("x"))
+
+
+def test_a_harness_prompt_too_long_loses_its_start_and_leaves_room_for_the_answer() -> None:
+    tokenizer = marking_tokenizer("gpt2", "<s>")
+    row = Row(("the answer is the author " * 9,), ("book",), 0, "f:1", aliases=("book",))
+    config = task(GENERATION, max_new_tokens=5)
+    how = {"mode": "harness", "seq_len": 20}
+    (question,) = questions([row], config, 0, tokenizer, **how)  # type: ignore[arg-type]
+    whole = tokenizer._backend.encode(row.contexts[0].rstrip()).ids
+    assert question.prompt is not None and question.truncated
+    assert list(question.prompt.tokens) == whole[-15:]
+
+
+def test_where_nothing_is_written_no_room_is_kept_for_it() -> None:
+    row = Row(("0123456789",), ("12345678",), 0, "f:1", aliases=("12345678",))
+    for mode in ("native", "harness", "foundry"):
+        config = task(GENERATION, max_new_tokens=40)
+        with pytest.raises(UserError, match=r"sums: an answer may take 40 tokens .*icl_generate=f"):
+            questions([row], config, 0, BYTES, mode=mode, seq_len=20)
+        (question,) = questions([row], config, 0, BYTES, mode=mode, seq_len=20, generate=False)
+        assert question.prompt is None and not question.truncated
 
 
 # --- schema ------------------------------------------------------------------------------------
@@ -395,7 +501,7 @@ def test_a_prompt_leaves_room_for_the_answer() -> None:
 
 def test_generation_without_room_for_a_question_is_an_error_that_names_the_task() -> None:
     with pytest.raises(
-        UserError, match=r"sums: max_new_tokens: 34, but max_seq_len leaves 34.*lower"
+        UserError, match=r"sums: an answer may take 34 tokens .* 34 are left.*a smaller max_new_"
     ):
         ask(word_problems(), task(GENERATION, **(SVAMP | {"max_new_tokens": 34})), seq_len=35)
 

@@ -50,6 +50,25 @@ def test_the_four_schemas_become_one_form(tmp_path: Path) -> None:
     assert (plain.aliases, plain.chain_of_thought) == (("b",), "")
 
 
+def test_half_a_character_is_told_with_its_row_and_field_where_it_is_read(tmp_path: Path) -> None:
+    half = "a\ud83d"  # which json.dumps writes, and the standard's readers take
+    told = problems_of(
+        tmp_path,
+        "multiple_choice",
+        {**CHOICE, "choices": ["a", half]},
+        CHOICE,
+        {**CHOICE, "query": half, "elsewhere": half},
+    )
+    assert told[0].startswith(r":1: field 'choices' is 'a\ud83d': it holds half a surrogate pair")
+    assert told[1].startswith(r":3: field 'query' is 'a\ud83d': it holds half a surrogate pair")
+    assert len(told) == 2
+    whole = {**CHOICE, "query": "\U0001f600", "elsewhere": half}
+    assert load(tmp_path, "multiple_choice", whole)[0].contexts == ("\U0001f600",)
+    for name in ("aliases", "chain_of_thought"):
+        value = [half] if name == "aliases" else half
+        assert name in problems_of(tmp_path, GENERATION, {**ANSWER, name: value})[0]
+
+
 def test_stripping_takes_a_rows_own_texts_and_leaves_those_in_lists(tmp_path: Path) -> None:
     """LLM Foundry's strip_data, whose rule is: every field of the row that is a str."""
     (choice,) = load(
@@ -144,7 +163,7 @@ def test_chance_and_majority_come_from_the_rows(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_of_content_and_order_and_not_of_the_place(tmp_path: Path) -> None:
-    rows = load(tmp_path, "multiple_choice", CHOICE, {**CHOICE, "query": "\u2028é\ud800"})
+    rows = load(tmp_path, "multiple_choice", CHOICE, {**CHOICE, "query": "\u2028é"})
     moved = [replace(row, place="elsewhere") for row in rows]
     assert rows_hash(moved) == rows_hash(rows)
     others = [

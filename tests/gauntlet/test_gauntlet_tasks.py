@@ -265,6 +265,10 @@ def test_a_task_of_the_harness_takes_label_and_type_from_its_address(tmp_path: P
         ({"icl_task_type": "multiple_choise"}, "did you mean 'multiple_choice'?"),
         ({"icl_task_type": "code_evaluation"}, "choices: language_modeling, multiple_choice, sch"),
         ({"strip_dataset": 1}, "strip_dataset: 1 will not do; write true or false"),
+        (
+            {"example_delimiter": "a\ud800"},
+            r"(copa): example_delimiter: 'a\ud800' holds half a surrogate pair",
+        ),
         ({"label": "a/b"}, "label: 'a/b' cannot name a metric"),
         ({"max_seq_len": 0}, "max_seq_len: 0 is too small; write 1 or more"),
         ({"choice_by": "chars"}, "choice_by: 'chars' is not a choice; did you mean 'char'?"),

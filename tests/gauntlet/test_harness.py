@@ -17,8 +17,9 @@ import pytest
 import torch
 import transformers
 import yaml
-from hugging_face_models import plain_logprobs, save_model
+from hugging_face_models import plain_logprobs, save_model, save_tokenizer
 
+from llmfoundry.commands.evaluate import evaluate as evaluate_command
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.harness import HarnessResult, HarnessTasks
@@ -26,6 +27,8 @@ from llmfoundry.gauntlet.harness_model import HarnessModel
 from llmfoundry.gauntlet.hugging_face import load_hugging_face
 from llmfoundry.gauntlet.hugging_face_subject import HuggingFaceSubject
 from llmfoundry.gauntlet.questions import Request
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.tasks import EvalRecipe
 
 needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,
@@ -192,6 +195,186 @@ def test_every_kind_of_task_gives_the_harness_own_numbers(
             assert value == pytest.approx(theirs_of[f"{metric},none"], rel=1e-4), metric
             if metric.startswith("acc"):
                 assert error == pytest.approx(theirs_of[f"{metric}_stderr,none"], rel=1e-6)
+
+
+# Rows in the forms of arc_easy, copa, winogrande, lambada and svamp, asked by default prompts.
+SHAPES: dict[str, dict[str, Any]] = {
+    "arc": {
+        "icl_task_type": "multiple_choice",
+        "continuation_delimiter": "\nAnswer: ",
+        "num_fewshot": [2],
+    },
+    "copa": {"icl_task_type": "multiple_choice", "num_fewshot": [0]},
+    "winogrande": {"icl_task_type": "schema", "num_fewshot": [1]},
+    "lambada": {"icl_task_type": "language_modeling", "num_fewshot": [0]},
+    "svamp": {
+        "icl_task_type": "generation_task_with_answers",
+        "num_fewshot": [1],
+        "continuation_delimiter": "\n\nA:",
+        "question_prelimiter": "Q: ",
+        "early_stopping_criteria": ["\n\n", "Q:"],
+        "max_new_tokens": 9,
+        "do_normalization": False,
+    },
+}
+PLACES = ["water", "the city", "a book's author", "Answer: 12 (it)"]
+
+
+def shaped_rows(shape: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for i in range(9):
+        a, b, c = (PLACES[(i + j * j) % 4] for j in range(3))
+        rows.append(
+            {
+                "arc": {
+                    "query": f"Question: Who wrote {a}?",
+                    "choices": [b, c, "x"],
+                    "gold": i % 3,
+                },
+                "copa": {
+                    "query": f"The man turned on {a}, because",
+                    "choices": [f"{b} was dirty.", f"he didn't know {i}."],
+                    "gold": i % 2,
+                },
+                "winogrande": {
+                    "context_options": [f"{a} feared {b} as {a}", f"{a} feared {b} as the {i}"],
+                    "continuation": f"refused {c}.",
+                    "gold": i % 2,
+                },
+                "lambada": {"context": f'{a}, {b}. "{i} is', "continuation": f"{c}"},
+                "svamp": {"context": f"What is {i} + {a}? {b}", "answer": str(i)},
+            }[shape]
+        )
+    return rows
+
+
+def harness_task(shape: str, rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[Any]]:
+    """The same task in the harness's words: prompts as whole texts, without worked examples."""
+    config = SHAPES[shape]
+    (shots,) = config["num_fewshot"]
+    delimiter = config.get("continuation_delimiter", " ")
+    head = config.get("question_prelimiter", "")
+    drawn = random.Random(1234).sample(range(len(rows)), shots + 1) if shots else []
+
+    def context(row: dict[str, Any]) -> str:
+        options = row.get("context_options")
+        return options[row["gold"]] if options else row.get("query", row.get("context"))
+
+    def answer(row: dict[str, Any]) -> str:
+        choices = row.get("choices")
+        return choices[row["gold"]] if choices else row.get("continuation", row.get("answer"))
+
+    docs = []
+    for i, row in enumerate(rows):
+        examples = [rows[j] for j in drawn if j != i][:shots]
+        before = "".join(head + context(e) + delimiter + answer(e) + "\n" for e in examples)
+        options = row.get("context_options", [context(row)])
+        texts = [before + head + text + delimiter.rstrip() for text in options]
+        docs.append({**row, "prompt": texts[0], "prompts": texts, "answer": answer(row)})
+    kinds: dict[str, dict[str, Any]] = {
+        "multiple_choice": {
+            "output_type": "multiple_choice",
+            "doc_to_text": "prompt",
+            "doc_to_choice": "choices",
+            "doc_to_target": "gold",
+        },
+        "schema": {
+            "output_type": "multiple_choice",
+            "doc_to_text": "gold",
+            "doc_to_choice": "prompts",
+            "doc_to_target": "answer",
+        },
+        "language_modeling": {
+            "output_type": "loglikelihood",
+            "doc_to_text": "prompt",
+            "doc_to_target": "{{' '+answer}}",
+        },
+        "generation_task_with_answers": {
+            "output_type": "generate_until",
+            "doc_to_text": "prompt",
+            "doc_to_target": "answer",
+            "generation_kwargs": {
+                "until": config.get("early_stopping_criteria"),
+                "max_gen_toks": config.get("max_new_tokens"),
+                "do_sample": False,
+            },
+        },
+    }
+    metrics = {"multiple_choice": ["acc", "acc_norm"], "generation_task_with_answers": []}
+    kind = config["icl_task_type"]
+    names = metrics.get(kind, ["acc"]) or ["exact_match"]
+    return {**kinds[kind], "metric_list": [{"metric": name} for name in names]}, docs
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    ("kind", "bos", "metaspace"),
+    [("gpt_neox", False, False), ("llama", True, False), ("llama", True, True)],
+    ids=["no-start", "bos", "sentencepiece"],
+)
+def test_default_prompts_give_what_the_harness_gives_end_to_end(
+    kind: str, bos: bool, metaspace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+    monkeypatch.chdir(tmp_path)
+    folder = save_model(tmp_path / "model", kind, bos=bos)
+    save_tokenizer(folder, bos=bos, metaspace=metaspace)
+    for shape in SHAPES:
+        rows = shaped_rows(shape)
+        (tmp_path / f"{shape}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        task, docs = harness_task(shape, rows)
+        (tmp_path / f"{shape}_docs.jsonl").write_text("".join(json.dumps(d) + "\n" for d in docs))
+        where = {"test": str(tmp_path / f"{shape}_docs.jsonl")}
+        kwargs = {"data_files": where, "cache_dir": str(tmp_path / "cache")}
+        task |= {"task": f"their_{shape}", "dataset_path": "json", "dataset_kwargs": kwargs}
+        task |= {"test_split": "test", "num_fewshot": 0}
+        (tmp_path / f"{shape}.yaml").write_text(yaml.safe_dump(task))
+    tasks = [
+        {"label": shape, "dataset_uri": f"{shape}.jsonl", **config}
+        for shape, config in SHAPES.items()
+    ]
+    (tmp_path / "gauntlet.yaml").write_text(yaml.safe_dump({"icl_tasks": tasks}))
+
+    theirs = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(folder), "dtype": "float32"},
+        tasks=[f"their_{shape}" for shape in SHAPES],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        device="cpu",
+        batch_size=4,
+        bootstrap_iters=0,
+    )
+    found = EvalConfig(gauntlet=str(tmp_path / "gauntlet.yaml"))
+    cache = str(tmp_path / "prompts")
+    evaluate_command(
+        EvalRecipe(models=[str(folder)], eval=found, output=str(tmp_path), cache_folder=cache)
+    )
+
+    results = json.loads((tmp_path / "results.json").read_text())
+    asked = "<s> before each text" if bos else "nothing before each text"
+    assert results["gauntlet"]["asked"] == f"harness prompts, {asked}"
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    for shape, config in SHAPES.items():
+        ours = [line for line in lines if line["task"] == shape]
+        ours.sort(key=lambda line: (int(line["row"].split(":")[1]), line["choice"]))
+        name = f"their_{shape}"
+        samples = sorted(theirs["samples"][name], key=lambda sample: sample["doc_id"])
+        answers = [answer for sample in samples for answer in sample["filtered_resps"]]
+        assert len(ours) == len(answers)
+        metrics = theirs["results"][name]
+        prefix = f"metrics/{shape}/{config['num_fewshot'][0]}-shot"
+        if shape == "svamp":
+            assert [line["text"] for line in ours] == answers
+            continue
+        logprobs = [float(answer[0]) for answer in answers]
+        assert [line["logprob"] for line in ours] == pytest.approx(logprobs, abs=1e-4)
+        metric = "InContextLearningLMAccuracy" if shape == "lambada" else "acc"
+        assert results["metrics"][f"{prefix}/{metric}"] == metrics["acc,none"]
+        if "acc_norm,none" in metrics:
+            assert results["metrics"][f"{prefix}/acc_norm"] == metrics["acc_norm,none"]
 
 
 @pytest.fixture(scope="module")

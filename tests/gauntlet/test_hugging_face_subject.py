@@ -28,6 +28,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.hugging_face import HuggingFaceTokenizer, load_hugging_face
 from llmfoundry.gauntlet.hugging_face_subject import HuggingFaceSubject
 from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.gauntlet.special_tokens import special_tokens
 
 CPU = torch.device("cpu")
 
@@ -200,9 +201,10 @@ def test_the_tokenizer_encodes_as_transformers_does(bos: bool, tmp_path: Path) -
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     ours = HuggingFaceTokenizer("here", transformers.AutoTokenizer.from_pretrained(str(tmp_path)))
     text = "Question: What is 12?\n\nAnswer: the author"
-    assert [*ours.bos_ids, *ours.encode(text)] == theirs(text).input_ids
-    assert len(ours.bos_ids) == int(bos)
-    assert ours.prefix_id == (theirs.bos_token_id if bos else theirs.eos_token_id)
+    special = special_tokens(ours)
+    assert [*special.before, *ours.encode(text)] == theirs(text).input_ids
+    assert len(special.before) == int(bos) and special.after == ()
+    assert special.prefix == (theirs.bos_token_id if bos else theirs.eos_token_id)
     assert ours.eos_id == theirs.eos_token_id
     assert ours.decode(ours.encode(text)) == text
     assert ours.fingerprint == Tokenizer.load(tmp_path).fingerprint
@@ -214,7 +216,7 @@ def test_a_folder_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
         str(folder), device=CPU, precision="fp32", batch_tokens=500
     )
     assert subject.seq_len == SEQ_LEN
-    assert tokenizer.bos_ids == ()
+    assert special_tokens(tokenizer).before == ()
     assert_plain(random_model("gpt_neox"), subject)
 
 
