@@ -10,6 +10,7 @@ import torch
 
 from llmfoundry.build.eval_budget import EvalBudget
 from llmfoundry.build.job import Job
+from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.validation import validation_batches
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.gauntlet.gauntlet import Answered, Asking, Gauntlet
@@ -141,6 +142,7 @@ def build_gauntlet(
         validation_texts=job.prepared.validation_texts,
         cache_folder=job.recipe.data.cache_folder,
         note=job.note,
+        fetching=FetchOptions.from_config(job.recipe.data),
     )
 
 
@@ -152,6 +154,7 @@ def read_tasks(
     validation_texts: Callable[[], list[str]] | None,
     cache_folder: str,
     note: Callable[[str], None],
+    fetching: FetchOptions | None = None,
 ) -> Gauntlet | None:
     """The recipe's gauntlet, with what the recipe says of how to ask; None where it names none.
 
@@ -162,6 +165,7 @@ def read_tasks(
         validation_texts: the run's held-out documents; None: there is no run.
         cache_folder: the recipe's.
         note: told what a reader must know.
+        fetching: how rows at an address are asked for; unset: with the environment's rights.
     """
     if config.gauntlet is None:
         return None
@@ -178,6 +182,7 @@ def read_tasks(
         validation_texts=validation_texts,
         cache_folder=Path(cache_folder).expanduser() / "prompts",
         say=note,
+        fetching=fetching,
     )
     for problem in gauntlet.problems:
         note(problem)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.answers import empty_aliases
 from llmfoundry.gauntlet.categories import (
@@ -154,6 +155,7 @@ class Gauntlet:
         validation_texts: Callable[[], list[str]] | None,
         cache_folder: Path,
         say: Callable[[str], None],
+        fetching: FetchOptions | None = None,
     ) -> None:
         """Read, check and tokenise everything.
 
@@ -164,11 +166,12 @@ class Gauntlet:
                 None: the model has no run.
             cache_folder: where prompts are kept for the next time.
             say: told when a cached file is damaged.
+            fetching: how rows at an address are asked for; unset: with the environment's rights.
 
         Raises:
             UserError: every mistake in the file, or the first kind of mistake in a task's rows.
         """
-        self._file, self._asking = read_gauntlet(path), asking
+        self._file, self._asking, self._fetching = read_gauntlet(path), asking, fetching
         self._texts, self._cache, self._say = validation_texts, cache_folder, say
         self._ready: list[_Ready] = []
         self._harness: list[tuple[TaskConfig, int, HarnessTasks]] = []
@@ -281,7 +284,7 @@ class Gauntlet:
 
     def _rows(self, task: TaskConfig) -> list[Row]:
         if not task.dataset_uri.startswith("heldout://"):
-            return load_rows(task, gauntlet_path=self._file.path)
+            return load_rows(task, gauntlet_path=self._file.path, fetching=self._fetching)
         if self._texts is None:
             raise RowsNotFound(
                 f"{self._file.path}: icl_tasks: {task.label}: {task.dataset_uri} is cut from a"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import Row
 from llmfoundry.gauntlet.sources import RawRow, read_source
@@ -32,12 +33,15 @@ FIELDS = {
 """What a row of each task type must have."""
 
 
-def load_rows(task: TaskConfig, *, gauntlet_path: Path) -> list[Row]:
+def load_rows(
+    task: TaskConfig, *, gauntlet_path: Path, fetching: FetchOptions | None = None
+) -> list[Row]:
     """All rows of a task whose dataset_uri is anything but heldout://.
 
     Args:
         task: what to read, and how.
         gauntlet_path: the file that the task is in; relative paths begin beside it.
+        fetching: see `read_source`.
 
     Raises:
         UserError: nothing to read, or the file and line of every row that is not of the task's
@@ -45,7 +49,7 @@ def load_rows(task: TaskConfig, *, gauntlet_path: Path) -> list[Row]:
     """
     rows: list[Row] = []
     problems: list[str] = []
-    for place, raw in read_source(task, gauntlet_path=gauntlet_path):
+    for place, raw in read_source(task, gauntlet_path=gauntlet_path, fetching=fetching):
         try:
             rows.append(_row(raw, place, task))
         except ValueError as error:

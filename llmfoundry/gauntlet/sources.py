@@ -14,6 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
+
+from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.fetch.remote import MissingError, Remote
+from llmfoundry.data.preparation.remote_input import list_url
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.generated.sets import SCHEME, generated_rows
 from llmfoundry.recipe.checks import nearest
@@ -38,12 +43,15 @@ class RowsNotFound(UserError):
     """The rows are not where the task says."""
 
 
-def read_source(task: TaskConfig, *, gauntlet_path: Path) -> Iterator[tuple[str, RawRow]]:
+def read_source(
+    task: TaskConfig, *, gauntlet_path: Path, fetching: FetchOptions | None = None
+) -> Iterator[tuple[str, RawRow]]:
     """Every raw row with its place (file and line), in a fixed order; blank lines are no rows.
 
     Args:
         task: its dataset_uri may be a path, a glob, an address, hf://... or generated://...
         gauntlet_path: the file that the task is in; relative paths begin beside it.
+        fetching: how an address is asked for: credentials, attempts; unset: the environment's.
 
     Raises:
         UserError: nothing can be read there; the line says why and what to do.
@@ -56,7 +64,7 @@ def read_source(task: TaskConfig, *, gauntlet_path: Path) -> Iterator[tuple[str,
         for number, row in enumerate(generated_rows(uri, key=key), start=1):
             yield f"{uri}:{number}", row
     elif "://" in uri:
-        for name, content in _remote_files(uri, key):
+        for name, content in _remote_files(uri, key, fetching or FetchOptions()):
             yield from _lines(name, content)
     else:
         for path in local_files(uri, gauntlet_path, key):
@@ -116,30 +124,36 @@ def _lines(name: str, content: bytes) -> Iterator[tuple[str, str]]:
             yield f"{name}:{number}", line
 
 
-def _remote_files(uri: str, key: str) -> list[tuple[str, bytes]]:
+def _remote_files(uri: str, key: str, fetching: FetchOptions) -> list[tuple[str, bytes]]:
     """Address and content of the file at `uri`, or of those that match its `*`, sorted."""
-    import fsspec
-
     protocol = uri.split("://")[0]
     known = fsspec.available_protocols()
-    if protocol not in known:
+    if protocol not in known and protocol != "oci":
         hint = nearest(protocol, [*known, "heldout", "hf"])
         raise UserError(
             f"{key}: {uri}: unknown protocol {protocol}{hint}; write s3://, https://..."
         )
     try:
-        files, path = fsspec.core.url_to_fs(uri)
-        paths = sorted(files.glob(path)) if "*" in path else [path]
-        found = [(files.unstrip_protocol(p), files.cat_file(p)) for p in paths]
-    except ImportError as error:  # its text names the package of the protocol
-        raise UserError(f"{key}: {uri}: a package is missing: {_reason(error)}") from error
-    except FileNotFoundError as error:
+        urls = [uri]
+        if "*" in uri:
+            urls = [url for url, _, _ in list_url(uri, fetching, key="dataset_uri")[1]]
+        return [(url, _fetched(url, fetching)) for url in urls]
+    except MissingError as error:
         raise RowsNotFound(f"{key}: nothing at {uri}; write the address of a file") from error
-    except Exception as error:  # each store's client has its own errors for network and rights
-        raise UserError(f"{key}: cannot read {uri}: {_reason(error)}") from error
-    if not found:
-        raise RowsNotFound(f"{key}: nothing at {uri}; no file matches it")
-    return found
+    except UserError as error:
+        lines = (f"{key}: cannot read {uri}: {line}" for line in error.problems)
+        raise UserError(*lines) from error
+
+
+def _fetched(url: str, fetching: FetchOptions) -> bytes:
+    folder, _, name = url.rpartition("/")
+    remote = Remote(
+        folder,
+        storage_options=fetching.storage_options,
+        retry=fetching.retry,
+        timeout=fetching.timeout,
+    )
+    return remote.read(name)
 
 
 def _hub_rows(

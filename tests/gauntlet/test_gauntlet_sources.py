@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.rows import load_rows
 from llmfoundry.gauntlet.sources import RowsNotFound, read_source
 from llmfoundry.gauntlet.tasks import TaskConfig
+from tests.data.s3_server import BUCKET, s3_server
 
 KIND = "language_modeling"
 
@@ -141,7 +143,7 @@ def test_an_object_store_is_read_like_files(tmp_path: Path) -> None:
     assert contexts(tmp_path, "memory://bucket/z.jsonl.gz") == ["z"]
     task = TaskConfig("t", "memory://bucket/b.jsonl", KIND, [0])
     ((place, _),) = read_source(task, gauntlet_path=tmp_path / "g.yaml")
-    assert place == "memory:///bucket/b.jsonl:1"
+    assert place == "memory://bucket/b.jsonl:1"
     for uri in ("memory://bucket/c.jsonl", "memory://bucket/*.json"):
         with pytest.raises(RowsNotFound, match="icl_tasks: t: dataset_uri: nothing at memory://"):
             contexts(tmp_path, uri)
@@ -176,12 +178,38 @@ def test_a_network_that_fails_is_told_with_the_reason(tmp_path: Path) -> None:
     assert "onnect" in told
 
 
+def test_a_store_is_asked_with_the_runs_credentials_and_again_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    with s3_server() as (s3, put):
+        put("rows/a.jsonl", lines("a"))
+        put("rows/b.jsonl", lines("b"))
+        options = {"s3": {"key": "id", "secret": "secret", "endpoint_url": s3.url}}
+        fetching = FetchOptions(storage_options=options, retry=3, timeout=10)
+
+        def read(name: str) -> list[str]:
+            task = TaskConfig("t", f"s3://{BUCKET}/rows/{name}", KIND, [0])
+            rows = load_rows(task, gauntlet_path=tmp_path / "g.yaml", fetching=fetching)
+            return [row.contexts[0] for row in rows]
+
+        s3.faults["rows/a.jsonl"] = ("slow down", 2)
+        assert read("a.jsonl") == ["a"]
+        assert read("*.jsonl") == ["a", "b"]
+        with pytest.raises(RowsNotFound, match=r"nothing at s3://"):
+            read("c.jsonl")
+        s3.faults["rows/b.jsonl"] = ("forbidden", -1)
+        with pytest.raises(UserError, match=r"cannot read .*access is refused"):
+            read("b.jsonl")
+
+
 def test_a_missing_package_and_an_unknown_protocol_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     (told,) = problems_of(tmp_path, "gs://bucket/t.jsonl")
-    assert "gs://bucket/t.jsonl: a package is missing: " in told
+    assert "cannot read gs://bucket/t.jsonl: gs://bucket: gs:// needs the package" in told
     assert "gcsfs" in told
     (told,) = problems_of(tmp_path, "s3n3://bucket/t.jsonl")
     assert "unknown protocol s3n3; did you mean 's3" in told

@@ -34,6 +34,10 @@ class DamagedError(Exception):
     """A file that is not what its index says."""
 
 
+class MissingError(UserError):
+    """There is no such file, folder or bucket."""
+
+
 class CancelledError(Exception):
     """The download is not wanted any more."""
 
@@ -196,7 +200,8 @@ class Remote:
             timeout=self._timeout,
             bucket=self._backend.bucket,
         )
-        return UserError(f"{self.url}/{name}: {line}")
+        kind = MissingError if remote_errors.is_missing(error) else UserError
+        return kind(f"{self.url}/{name}: {line}")
 
 
 def _within(seconds: float, call: Callable[[], bytes]) -> bytes:

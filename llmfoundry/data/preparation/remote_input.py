@@ -13,38 +13,47 @@ from typing import Any
 
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.file_spec import FetchOptions
-from llmfoundry.data.fetch.remote import Remote
+from llmfoundry.data.fetch.remote import MissingError, Remote
 from llmfoundry.data.fetch.remote_backends import Backend, resolve
 from llmfoundry.errors import UserError
 
 _BUFFER = 8 << 20  # bytes of a request
 
 
-def list_url(url: str, options: FetchOptions) -> tuple[bool, list[tuple[str, int, str]]]:
+def list_url(
+    url: str, options: FetchOptions, *, key: str = "data.paths"
+) -> tuple[bool, list[tuple[str, int, str]]]:
     """What a URL of a file, a folder or a glob names.
+
+    Args:
+        url: see above.
+        options: how it is asked for.
+        key: what the recipe calls it.
 
     Returns:
         Whether it is one file; and of each file, sorted by name, its URL, size and version.
 
     Raises:
-        UserError: there is nothing, or it cannot be reached.
+        MissingError: there is nothing.
+        UserError: it cannot be reached.
     """
     backend = resolve(url.rstrip("/"), options.storage_options, options.timeout)
     try:
         found = _find(backend)
     except Exception as error:  # the libraries behind fsspec agree on no exceptions
         line = remote_errors.explain(error, kind=backend.kind, attempts=1, timeout=options.timeout)
-        raise UserError(f"data.paths: {url}: {line}") from error
+        kind = MissingError if remote_errors.is_missing(error) else UserError
+        raise kind(f"{key}: {url}: {line}") from error
     found = {name: entry for name, entry in found.items() if entry["type"] == "file"}
     if not found:
-        raise UserError(f"data.paths: {url}: no file is there; correct the URL")
+        raise MissingError(f"{key}: {url}: no file is there; correct the URL")
     base, root = url.rstrip("/"), backend.root
     if glob.has_magic(url):
         base, root = _before_magic(base), _before_magic(root)
     for name, entry in found.items():
         if entry.get("size") is None:  # it would be read as empty
             raise UserError(
-                f"data.paths: {url}: its server does not say how long {name} is; copy it here"
+                f"{key}: {url}: its server does not say how long {name} is; copy it here"
             )
     files = [
         (base + name.removeprefix(root), int(entry["size"]), _version(entry))
