@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llmfoundry.build.data import Data, build_loader, learning_corpus, mixture_lines, open_data
 from llmfoundry.build.evaluate import build_evaluate, eval_rows
 from llmfoundry.build.job import Job, attention_refusal, build_root, experts_refusal, filled
-from llmfoundry.build.start import fill_weights, find_start, run_identity
+from llmfoundry.build.start import Start, fill_weights, find_start, run_identity
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
 from llmfoundry.errors import UserError, enough_memory
@@ -46,6 +46,7 @@ from llmfoundry.train.callbacks import (
     RuntimeEstimator,
     SpeedMonitor,
 )
+from llmfoundry.train.checkpoint import batch_of
 from llmfoundry.train.checkpointer import Checkpointer
 from llmfoundry.train.early_stopper import EarlyStopper
 from llmfoundry.train.optim import build_optimizer, freeze
@@ -104,7 +105,7 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         autocast=job.autocast,
         bytes_per_token=data.bytes_per_token,
         tracker=tracker,
-        checkpointer=build_checkpointer(written, job, tracker),
+        checkpointer=build_checkpointer(written, job, tracker, start),
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
         callbacks=build_callbacks(job, state.get("callbacks", {})),
@@ -202,21 +203,27 @@ def build_clock(recipe: TrainRecipe, data: Data) -> Clock:
     )
 
 
-def build_checkpointer(written: TrainRecipe, job: Job, tracker: Tracker) -> Checkpointer:
+def build_checkpointer(
+    written: TrainRecipe, job: Job, tracker: Tracker, start: Start
+) -> Checkpointer:
     """The writer of checkpoints, each with the recipe as written and the tokenizer."""
+    folder = Path(job.recipe.save_folder)
+    found = None if job.recipe.save_overwrite else start.checkpoint
+    own = found is not None and found.parent == folder / "checkpoints"
 
     def extras(folder: Path) -> None:
         write_whole(folder / "recipe.yaml", to_yaml(written))
         job.tokenizer.save(folder / "tokenizer")
 
     return Checkpointer(
-        Path(job.recipe.save_folder),
+        folder,
         job.world,
         extras=extras,
         keep=job.recipe.save_num_checkpoints_to_keep,
         background=job.recipe.save_async,
         max_failures=job.recipe.save_max_failures,
         warn=tracker.console.warn,
+        saved=batch_of(found) if found is not None and own else None,
     )
 
 

@@ -57,6 +57,7 @@ class Checkpointer:
         background: bool,
         max_failures: int,
         warn: Callable[[str], None],
+        saved: int | None = None,
     ) -> None:
         """Prepare to write.
 
@@ -68,6 +69,7 @@ class Checkpointer:
             background: return from `save` once weights are copied, not once they are written.
             max_failures: so many failed saves in a row end the run.
             warn: told of a save that failed, at once.
+            saved: the batch whose checkpoint in this folder the run goes on from; None: none.
         """
         self._folder, self._world, self._extras = run_folder, world, extras
         self._keep, self._background = keep, background
@@ -76,7 +78,7 @@ class Checkpointer:
         self._group = host_group(world)
         self._thread: threading.Thread | None = None
         self._began = time.time()
-        self._saved: int | None = None  # the newest batch that this process knows to be saved
+        self._saved = saved  # the newest batch that this process knows to be saved
         self._failures = 0  # in a row
         self._problem = ""  # the last one's
 
@@ -131,6 +133,15 @@ class Checkpointer:
         self._write(0, folder, {"model": get_model_state_dict(model)}, state, last=True)
         return folder
 
+    def tidy(self) -> None:
+        """Remove what the newest checkpoint makes needless; a start may find it half done."""
+        if self._saved is None or not self._world.is_main:
+            return
+        try:
+            self._prune(self._saved)
+        except OSError as error:
+            self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
+
     def wait(self) -> None:
         """Wait for a save under way."""
         if self._thread is not None:
@@ -165,11 +176,7 @@ class Checkpointer:
                 raise UserError(f"{self._problem}{self._advice()}") from error
             return
         self._saved, self._failures = batch, 0
-        if self._world.is_main:
-            try:
-                self._prune(batch)
-            except OSError as error:
-                self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
+        self.tidy()
 
     def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
         self._failures += 1

@@ -105,6 +105,7 @@ class Trainer:
             UserError: a loss or a gradient was not finite; the weights are those before it.
         """
         try:
+            self.checkpointer.tidy()
             for callback in self.callbacks:
                 callback.on_start(self)
             if self.recipe.eval_first and self.batch == 0:
