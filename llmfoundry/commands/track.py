@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from llmfoundry.build.job import filled
+from llmfoundry.build.run_lock import only_run
 from llmfoundry.errors import UserError
+from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.track import TrackRecipe
@@ -17,7 +21,8 @@ def track(recipe: TrackRecipe) -> None:
     """Compare and send, for as long as it takes.
 
     Raises:
-        UserError: the folder has no record of a run, or a store did not get it all.
+        UserError: the folder has no record of a run, the run is under way, or a store did not get
+            it all.
     """
     assert recipe.run is not None
     folder = find_file(recipe.run, "run")
@@ -31,4 +36,6 @@ def track(recipe: TrackRecipe) -> None:
     else:
         written.logger = recipe.logger
     console = Console()
-    send_record(filled(written), folder, note=console.note, warn=console.warn)
+    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    with only_run(folder, alone, note=console.note):  # a run under way sends its record itself
+        send_record(filled(written), folder, note=console.note, warn=console.warn)

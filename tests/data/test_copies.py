@@ -15,7 +15,7 @@ import pytest
 
 from llmfoundry.data.fetch import copies, remote, remote_errors
 from llmfoundry.data.fetch.copies import COPIES, some_of
-from llmfoundry.data.fetch.remote_backends import public
+from llmfoundry.data.fetch.remote_backends import without_secrets
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTokens
@@ -263,7 +263,7 @@ def test_copies_that_may_only_be_read_are_read(
     ],
 )
 def test_what_is_secret_in_a_url_is_not_shown(url: str, shown: str) -> None:
-    assert public(url) == shown
+    assert without_secrets(url) == shown
 
 
 def test_what_is_secret_in_a_librarys_error_is_not_shown() -> None:

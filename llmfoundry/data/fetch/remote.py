@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.http_part import http_part
-from llmfoundry.data.fetch.remote_backends import public, resolve
+from llmfoundry.data.fetch.remote_backends import resolve, without_secrets
 from llmfoundry.errors import UserError
 
 _PART = 16 << 20  # bytes of a request: at 100 MB/s its overhead is below a tenth
@@ -66,7 +66,7 @@ class Remote:
         Raises:
             UserError: the protocol is not known, or its package or a setting is missing.
         """
-        self.url = public(url).rstrip("/")
+        self.url = without_secrets(url).rstrip("/")
         self._backend = resolve(url.rstrip("/"), storage_options, timeout)
         self._retry = retry
         self._timeout = timeout
@@ -77,7 +77,8 @@ class Remote:
     @property
     def identity(self) -> str:
         """What tells this folder from any other, also from one of another endpoint; no secrets."""
-        return f"{self.url} {public(self._backend.options.get('endpoint_url') or '')}".rstrip()
+        endpoint = self._backend.options.get("endpoint_url") or ""
+        return f"{self.url} {without_secrets(endpoint)}".rstrip()
 
     def read(self, name: str, *, once: bool = False) -> bytes:
         """A whole file of unknown size; `once`: what fails is not tried again.

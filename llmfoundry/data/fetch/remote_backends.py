@@ -58,7 +58,7 @@ class Backend:
         return _file_system(self.protocol, json.dumps(self.options, sort_keys=True))
 
 
-def public(url: str) -> str:
+def without_secrets(url: str) -> str:
     """A URL without what is secret in it: user and password, and what follows a question mark."""
     scheme, separator, path = url.partition("://")
     kind = _ALIASES.get(scheme, scheme)
