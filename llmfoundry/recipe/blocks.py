@@ -24,7 +24,7 @@ class AttentionOverride:
     """A token sees itself and so many tokens before it; -1: all."""
     nope: bool | None = None
     """With rope: true this layer does not rotate."""
-    reuse_kv_layer_idx: Annotated[int | None, Range(-(2**20), -1)] = None
+    reuse_kv_layer_idx: Annotated[int | None, Range(-(2**20))] = None
     """Take keys and values of the layer so many places up, a negative number: rotated if that layer
     rotates. The window is this layer's own."""
     attn_temperature_tuning: TemperatureConfig | None = None
@@ -134,7 +134,7 @@ class BlockOverridesConfig:
         """
         found: list[int] = []
         for index, name in enumerate(names):
-            above = index + (self._kind(name).reuse_kv_layer_idx or 0)
+            above = index + min(0, self._kind(name).reuse_kv_layer_idx or 0)
             found.append(found[above] if 0 <= above < index else above)
         return found
 

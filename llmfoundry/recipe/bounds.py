@@ -127,7 +127,7 @@ def out_of_bounds(key: str, section: Any) -> Generator[str, None, bool]:
 def _problem(value: Any, rules: tuple[Any, ...]) -> str | None:
     if isinstance(value, str):
         if _NO_TEXT.search(value):
-            return f"{value!r} has a NUL character or half of a pair; write text"
+            return "has a NUL character or half of a surrogate pair; write text"
         texts = (rule.problem(value) for rule in rules if isinstance(rule, TextRule))
         return next(texts, None)
     if isinstance(value, bool) or not isinstance(value, int | float):

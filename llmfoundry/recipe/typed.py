@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -39,7 +40,7 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
         problems: receives what is wrong; the fields concerned keep their defaults.
         key: dotted prefix of the section, with its last dot.
     """
-    hints = keys(schema)
+    hints = keys(schema)  # type: ignore[arg-type]
     names = {f.name.rstrip("_"): f.name for f in dataclasses.fields(schema)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     for name, value in values.items():
@@ -159,6 +160,7 @@ def flat(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
             yield dotted, value
 
 
+@functools.cache
 def keys(schema: type) -> dict[str, Any]:
     """The keys of a section and their types, as users write them."""
     hints = typing.get_type_hints(schema)

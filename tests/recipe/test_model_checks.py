@@ -144,3 +144,16 @@ def test_keys_of_another_kind_of_layer_can_be_reused_but_not_of_none() -> None:
     assert recipe.model.layers()[2] == LayerConfig(8, True, 1)
     with pytest.raises(UserError, match="-1 from layer 0 is before the first"):
         overridden("[{name: same}, {name: near}, {name: far}]", **{"model.n_layers": 3})
+
+
+def test_layers_that_reuse_keys_upwards_are_lines_and_no_traceback() -> None:
+    kinds = "overrides: {up: {attn_config: {reuse_kv_layer_idx: 5}},"
+    kinds += " back: {attn_config: {reuse_kv_layer_idx: -1}}}"
+    order = "order: [{name: up}, {name: back}]"
+    with pytest.raises(UserError) as error:
+        checked(
+            TrainRecipe,
+            None,
+            ["run_name=x", "model.n_layers=2", f"model.block_overrides={{{order}, {kinds}}}"],
+        )
+    assert any("5; write a negative number" in line for line in error.value.problems)
