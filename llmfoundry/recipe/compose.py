@@ -7,6 +7,7 @@ error can name file and line.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from llmfoundry.recipe.defaults import Source, parts
 from llmfoundry.recipe.grammar import DEFAULT, split
 from llmfoundry.recipe.paths import group_options, search_folders, show
 from llmfoundry.recipe.typed import to_dict
+
+_MOST_TEXT = 1 << 20  # characters, as of a recipe's file
+_NAMED = re.compile(r"\$\{(\.*[A-Za-z_][\w.\[\]]*)\}")
 
 
 @dataclass
@@ -59,6 +63,7 @@ class Composed:
             UserError: an interpolation leads back to itself.
         """
         pending: dict[str, str] = {}
+        self._check_growth()
         try:
             values = self._resolve(self.config, "", pending)
         except RecursionError:
@@ -69,6 +74,33 @@ class Composed:
                 " ${oc.env:NAME} there, and set the variable NAME"
             )
         return _without(values, pending), pending
+
+    def _check_growth(self) -> None:
+        """Before anything is replaced: interpolations that double each other have no end.
+
+        Raises:
+            UserError: what they make is too long.
+        """
+        sizes: dict[tuple[str, ...], int] = {}
+        raw = self.raw()
+
+        def size(place: tuple[str, ...], value: Any) -> int:
+            if place not in sizes:
+                sizes[place] = 1  # of one that leads back to itself, which is told later
+                named = _NAMED.findall(value) if isinstance(value, str) else []
+                parts = [(*place, name) for name in _names(value)]
+                parts += [_named_place(name, place) for name in named]
+                found = [(part, _at(raw, part)) for part in parts]
+                sizes[place] = len(str(value)) if not _names(value) else 1
+                sizes[place] += sum(size(part, at) for part, at in found if at is not None)
+            return sizes[place]
+
+        for key, value in raw.items():
+            if size((key,), value) > _MOST_TEXT:
+                raise UserError(
+                    f"{self.where(key)}{key}: its interpolations make more than {_MOST_TEXT:,}"
+                    " characters; write the text out"
+                )
 
     def _resolve(self, node: Any, key: str, pending: dict[str, str]) -> Any:
         if not isinstance(node, DictConfig | ListConfig):
@@ -84,6 +116,31 @@ class Composed:
             except OmegaConfBaseException as error:
                 pending[dotted] = _explain(error, dotted, self.where(dotted))
         return list(plain.values()) if is_list else plain
+
+
+def _names(value: Any) -> list[str]:
+    """The names of what a section or a list holds."""
+    if isinstance(value, dict):
+        return [str(name) for name in value]
+    return [str(i) for i in range(len(value))] if isinstance(value, list) else []
+
+
+def _named_place(name: str, place: tuple[str, ...]) -> tuple[str, ...]:
+    """Where `${name}`, written at `place`, leads: a dot in front is the section that it is in."""
+    plain = name.lstrip(".")
+    up = len(name) - len(plain)
+    parts = tuple(part for part in re.split(r"[.\[\]]+", plain) if part)
+    return (*place[:-up], *parts) if up else parts
+
+
+def _at(raw: Any, place: tuple[str, ...]) -> Any:
+    """What is at a place; None where there is nothing."""
+    for name in place:
+        if isinstance(raw, list):
+            raw = raw[int(name)] if name.isdecimal() and int(name) < len(raw) else None
+        else:
+            raw = raw.get(name) if isinstance(raw, dict) else None
+    return raw
 
 
 def compose(schema: type, recipe: Path | None, overrides: Sequence[str] = ()) -> Composed:

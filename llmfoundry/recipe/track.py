@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
+from llmfoundry.recipe.bounds import PATH, out_of_bounds
 from llmfoundry.recipe.logger import LoggerConfig
 
 
@@ -12,13 +14,14 @@ from llmfoundry.recipe.logger import LoggerConfig
 class TrackRecipe:
     """Send what a run's metrics.jsonl has to MLflow, TensorBoard and W&B, where it is not there."""
 
-    run: str | None = None
+    run: Annotated[str | None, PATH] = None
     """The run's folder; the run has ended, as a run that goes on sends its values itself."""
     logger: LoggerConfig | None = None
     """Where to (group logger/); unset: where the run's own recipe says."""
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
+        yield from out_of_bounds("", self)
         if self.run is None:
             yield "run: is required; write run=runs/NAME, a run's folder"
         if self.logger is not None:

@@ -25,6 +25,7 @@ from llmfoundry.recipe.load import load
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.prepare import PrepareRecipe
 from llmfoundry.recipe.tasks import ConvertRecipe, EvalRecipe, GenerateRecipe
+from llmfoundry.recipe.track import TrackRecipe
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import keys, options, section_of, to_dict
 
@@ -36,12 +37,14 @@ SCRIPTS: dict[str, type] = {
     "generate": GenerateRecipe,
     "convert": ConvertRecipe,
     "fetch_eval_data": FetchRecipe,
+    "track": TrackRecipe,
 }
 SOUND = {  # what the scripts without a recipe's file need
     "eval": ["checkpoint=runs/x"],
     "generate": ["checkpoint=runs/x"],
     "convert": ["checkpoint=runs/x", "to=hf", "output=out"],
     "fetch_eval_data": ["from_hub=true"],
+    "track": ["run=runs/x"],
 }
 RECIPES = sorted(YAMLS.glob("*.yaml"))
 FILES = [*RECIPES, *sorted(YAMLS.glob("*/*.yaml"))]

@@ -458,3 +458,16 @@ def test_the_front_needs_no_heavy_library() -> None:
     )
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert got.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("shape", ["'${%s}${%s}'", "{a: '${%s}', b: '${%s}'}"])
+def test_interpolations_that_double_each_other_are_one_line(
+    front: Front, tmp_path: Path, shape: str
+) -> None:
+    names = [f"data.storage_options.x{n}" for n in range(40)]
+    lines = [f"    x{n}: {shape % (names[n + 1], names[n + 1])}" for n in range(39)]
+    recipe = tmp_path / "doubling.yaml"
+    recipe.write_text("data:\n  storage_options:\n" + "\n".join([*lines, "    x39: lol\n"]))
+    outcome = front(recipe)
+    assert outcome.status == 2 and len(outcome.errors) == 1
+    assert "data: its interpolations make more than 1,048,576 characters" in outcome.errors[0]
