@@ -206,9 +206,8 @@ def test_tokens_that_a_tokenizer_puts_around_a_text_are_where_llm_foundry_leaves
         if question.prompt is not None:
             context = encoder.encode(texts["contexts"][0])
             assert [*question.prompt.tokens] == rule_first(texts["preamble"], encoder) + context
-            whole = [
-                len(encoder._backend.encode(alias)).ids for row in rows for alias in row.aliases
-            ]
+            aliases = [alias for row in rows for alias in row.aliases]
+            whole = [len(encoder._backend.encode(alias).ids) for alias in aliases]
             assert question.prompt.max_new_tokens == max(whole)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gauntlet_stand_ins import ByteTokenizer
 from generated_solvers import SOLVERS, gold, options, parsed, question
 
 from llmfoundry.data.bpe import END_OF_TEXT, train_backend
+from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.continuations import heldout_rows
 from llmfoundry.gauntlet.generate import read_recipe
@@ -185,18 +185,11 @@ def test_a_wrong_address_is_told(query: str, message: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> ByteTokenizer:
+def tokenizer() -> Tokenizer:
     """A BPE of 4,096 tokens, of which the recipes' own are not smaller; words are GPT-4's."""
     bpe = train_backend(stdlib_texts(40), 4096, progress=False)
 
-    class Trained(ByteTokenizer):
-        vocab_size = bpe.get_vocab_size()
-        eos_id = bpe.token_to_id(END_OF_TEXT)
-
-        def encode(self, text: str) -> list[int]:
-            return bpe.encode(text, add_special_tokens=False).ids
-
-    return Trained()
+    return Tokenizer(bpe, END_OF_TEXT)
 
 
 def rows_of(task: TaskConfig) -> list[Row]:
@@ -259,7 +252,7 @@ def test_long_context_tasks_are_as_long_as_their_names_say() -> None:
 
 
 def test_the_easy_gauntlet_is_cheap_and_short_enough_for_any_model(
-    tokenizer: ByteTokenizer,
+    tokenizer: Tokenizer,
 ) -> None:
     """Tokens with what questions share run once, and without."""
     alone = shared = 0
@@ -276,7 +269,7 @@ def test_the_easy_gauntlet_is_cheap_and_short_enough_for_any_model(
 
 
 def test_answers_have_the_tokens_in_worked_examples_that_they_are_scored_with(
-    tokenizer: ByteTokenizer,
+    tokenizer: Tokenizer,
 ) -> None:
     """A bracket at a line's end has not: it makes one token with the line end."""
     assert len(tokenizer.encode("x = [1]\n")) == len(tokenizer.encode("x = [1]")), "what it is for"
