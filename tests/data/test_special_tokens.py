@@ -198,11 +198,12 @@ def test_the_gauntlet_asks_a_run_as_it_was_trained(
     monkeypatch.setattr(evaluate, "read_tasks", lambda config, asking, **more: asked.append(asking))
     for kind, (_, form, (start, _)) in KINDS.items():
         job = MagicMock(tokenizer=Tokenizer.load(saved[kind]))
-        evaluate.build_gauntlet(job, MagicMock(), generate=False)
-        before = list(asked[-1].bos_ids)
-        assert (before or [2]) == start and bool(before) == (form.find("$A") > 0)
+        job.recipe.data = DataConfig()
+        evaluate.build_gauntlet(job, MagicMock(), generate=False, is_trained=True)
+        special = asked[-1].special
+        assert list(special.start) == start and bool(special.before) == (form.find("$A") > 0)
         exported = HuggingFaceTokenizer(kind, AutoTokenizer.from_pretrained(saved[kind]))
-        assert exported.bos_ids == asked[-1].bos_ids
+        assert exported.bos_ids == special.before
 
 
 def test_ids_before_the_tokenizer_was_followed_are_another_tokenizers(
@@ -237,7 +238,8 @@ def test_special_tokens_in_a_text_are_read_where_that_is_asked(
 def test_token_shards_of_the_other_reading_are_refused(
     saved: dict[str, Path], source: Path
 ) -> None:
-    from llmfoundry.data.sources import Reading, open_source, read_index
+    from llmfoundry.data.shard_index import read_index
+    from llmfoundry.data.sources import Reading, open_source
 
     choose = ("tokenizer=huggingface", f"tokenizer.path={saved['Llama 3']}")
     prepare_data(recipe(source, *choose))
