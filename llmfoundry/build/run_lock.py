@@ -40,8 +40,10 @@ def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iter
         UserError: another process holds it, or it cannot be written; on every process.
     """
     held: list[LockedFile] = []  # of the main process
+    made: list[Path] = []  # folders, the innermost first
 
     def take() -> None:
+        made.extend(path for path in (folder, *folder.parents) if not path.exists())
         held.extend(_take(folder, note))
 
     from_main(world, take)
@@ -51,7 +53,8 @@ def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iter
         for locked in held:
             with suppress(OSError):
                 locked.path.unlink()
-                folder.rmdir()  # of a run that was refused there is no trace
+                for path in dict.fromkeys([folder, *made]):
+                    path.rmdir()  # of a run that was refused there is no trace
             locked.release()
 
 
