@@ -53,7 +53,10 @@ def test_the_same_command_again_finds_the_run_complete(whole: Path) -> None:
     assert (whole / "runs" / "whole" / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    "background",
+    [False, pytest.param(True, marks=pytest.mark.slow)],  # tests/train/test_kills.py has dozens
+)
 def test_after_kill_9_the_losses_are_bit_for_bit_those_of_the_whole_run(
     whole: Path, long: dict[int, float], background: bool
 ) -> None:
@@ -106,7 +109,12 @@ def damage(run_folder: Path, kind: str) -> str:
     return f"its file {weights.name} is missing"
 
 
-@pytest.mark.parametrize("kind", ["torn", "short", "flipped", "missing"])
+SLOW = pytest.mark.slow  # thirty kinds of damage are in tests/train/test_resuming.py
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=SLOW) for k in ("short", "missing", "torn")] + ["flipped"]
+)
 def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_used(
     whole: Path, kind: str
 ) -> None:

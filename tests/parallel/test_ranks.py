@@ -83,6 +83,7 @@ def test_four_shards_go_on_as_two_and_then_as_one(alone: Path) -> None:
     assert found == pytest.approx(expected, rel=0, abs=EXACT)
 
 
+@pytest.mark.slow  # tests/train/test_kills.py has it, from any moment
 def test_a_resume_on_the_same_processes_is_bit_for_bit(alone: Path) -> None:
     whole = run_layout(alone, "fsdp-2", "sharded-whole")
     folder = alone / "runs" / "sharded-resumed"
@@ -100,7 +101,7 @@ def test_bf16_shards_stay_near_one_process(alone: Path) -> None:
 
 def test_torchrun_restarts_after_a_process_died_and_the_losses_are_the_same(alone: Path) -> None:
     name, folder = "restarted", alone / "runs" / "restarted"
-    arguments = ("tiny.yaml", f"run_name={name}", *EIGHT_STEPS, "max_duration=40ba")
+    arguments = ("tiny.yaml", f"run_name={name}", *EIGHT_STEPS, "max_duration=120ba")
     run("train.py", *arguments, "run_name=unharmed", cwd=alone, processes=2)
     start = command("train.py", *arguments, processes=2)
     start.insert(start.index("--standalone"), "--max-restarts=1")

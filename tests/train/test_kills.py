@@ -32,6 +32,7 @@ def test_a_dozen_kills_leave_the_losses_and_weights_as_they_were(modes: tuple[st
     assert "6 points, " in strike("--kills", "6", "--modes", *modes)
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_in_each_phase_is_followed_and_changes_nothing() -> None:
     strike("--kills", "0", "--requests", "5", "--modes", "asynchronous")
 
