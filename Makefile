@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness check bench bench-moe bench-eval bench-data ui clean
+.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,7 +16,7 @@ train: $(VENV)/.train ## train yamls/quickstart.yaml on real text: minutes on a 
 	$(BIN)/python scripts/train.py yamls/quickstart.yaml
 
 test: $(VENV)/.dev ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.dev ## run the tests that CI has no time for
 	$(BIN)/python -m pytest -m slow
@@ -33,6 +33,10 @@ bench: $(VENV)/.bench ## speed and memory beside a bare loop and the Hugging Fac
 bench-moe: $(VENV)/.bench ## mixtures of experts: the layer beside a dense one, a model beside transformers' DBRX
 	$(BIN)/python scripts/bench.py --moe
 
+bench-finetune: $(VENV)/.bench ## fine-tuning beside TRL's SFTTrainer, padded and packed, full and LoRA; memory beside the estimate
+	$(BIN)/python -m llmfoundry.bench.finetune
+	$(BIN)/python -m llmfoundry.bench.finetune_memory
+
 bench-eval: $(VENV)/.eval ## the gauntlet's scoring beside lm-evaluation-harness and padding to the maximum
 	$(BIN)/python -m llmfoundry.bench.evaluators
 
@@ -47,6 +51,9 @@ test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evalu
 
 ui: $(VENV)/.ui ## open MLflow on the runs of this folder
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
+
+wheel: $(VENV)/.train ## build dist/*.whl, which carries recipes, gauntlets and the console command
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## delete .venv and caches of tools; runs/ stays
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,20 +16,30 @@ import psutil
 import torch
 
 from llmfoundry.errors import UserError
+from llmfoundry.estimate_trained import ALL, Kept, kept_by_blocks, weigh
 from llmfoundry.models.counts import expert_parameter_count, parameter_count
-from llmfoundry.ops.cross_entropy import CHUNK_LOGITS, MIN_CHUNK
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.quantized import is_quantized, value_count
+from llmfoundry.ops.logits import chunk_tokens
 from llmfoundry.ops.moe_compress import packed_width
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.paths import YAMLS, show
+from llmfoundry.recipe.paths import YAMLS, recipe_name
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.recipe.train import TrainRecipe
 
 GIB = 2**30
+CPU = torch.device("cpu")
+HEAP = 1.5
+"""What activations take of a CPU's heap over their own size: tensors of other sizes come and go
+between those that stay, and freed memory is kept (`ops/host_memory.py`). Measured by
+`bench/finetune_memory.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
+FRAMEWORK = GIB // 2  # PyTorch and all else that is imported, before there is a model
 WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
 MOMENTS = {"adamw": 2, "decoupled_adamw": 2, "decoupled_lionw": 1, "muon": 2}  # a weight's, at most
@@ -45,9 +56,10 @@ class Estimate:
     Attributes:
         parameters: of the whole model.
         weights: weights, gradients and the optimizer's moments, of this process's shard.
-        gathered: weights of one block and of embedding and head, gathered from other shards.
+        gathered: weights of one block and of embedding and head, gathered from other shards, and
+            of those in 4 bits the matrix that is at work.
         per_row: what the backward pass keeps of one row, and the loss's gradient.
-        fixed: logits of one chunk, and the framework.
+        fixed: logits of one chunk, and FRAMEWORK.
     """
 
     parameters: int
@@ -61,8 +73,24 @@ class Estimate:
         return self.weights + self.gathered + self.fixed + rows * self.per_row
 
 
-def estimate(recipe: TrainRecipe, world_size: int) -> Estimate:
-    """What a filled recipe needs on each of `world_size` processes."""
+def estimate(
+    recipe: TrainRecipe,
+    world_size: int,
+    *,
+    sketch: Decoder | None = None,
+    device: torch.device = CPU,
+) -> Estimate:
+    """What a filled recipe needs on each of `world_size` processes.
+
+    Args:
+        recipe: filled.
+        world_size: processes of the run.
+        sketch: of fine-tuning: the model on the meta device, frozen and quantised as it will be;
+            None: all parameters train.
+        device: where it computes.
+    """
+    if sketch is not None:
+        return _estimate_part(recipe, world_size, sketch, device)
     model = recipe.model
     assert model.vocab_size is not None
     parameters = parameter_count(model)
@@ -70,14 +98,38 @@ def estimate(recipe: TrainRecipe, world_size: int) -> Estimate:
     shard = degrees(recipe.parallel, world_size)[1]
     embedding = model.vocab_size * model.d_model * (1 if model.tie_word_embeddings else 2)
     block = (parameters - embedding) // model.n_layers
-    chunk = max(MIN_CHUNK, CHUNK_LOGITS // model.vocab_size) * model.vocab_size
     return Estimate(
         parameters=parameters,
         weights=width * (2 + MOMENTS[recipe.optimizer.name]) * parameters // shard
         + expert_copies(recipe, shard),
         gathered=8 * (embedding + block) if shard > 1 else 4 * embedding,
         per_row=row_bytes(recipe),
-        fixed=3 * 4 * chunk + GIB // 2,
+        fixed=_chunk_bytes(model.vocab_size) + FRAMEWORK,
+    )
+
+
+def _chunk_bytes(vocab_size: int) -> int:
+    """Of the logits of a chunk of tokens, three times."""
+    return 3 * 4 * chunk_tokens(vocab_size) * vocab_size
+
+
+def _estimate_part(
+    recipe: TrainRecipe, world_size: int, sketch: Decoder, device: torch.device
+) -> Estimate:
+    """Of a model of which a part trains: gradients and moments of that alone."""
+    held, shard = weigh(sketch, device), degrees(recipe.parallel, world_size)[1]
+    low = 4 if recipe.precision == "fp32" else 2
+    copies = expert_copies(recipe, shard) if held.trains_experts else 0
+    gathered = 2 * (held.ends + held.block) if shard > 1 else held.trained_ends
+    per_row = row_bytes(recipe, kept_by_blocks(sketch))
+    assert recipe.model.vocab_size is not None
+    return Estimate(
+        parameters=held.parameters,
+        weights=(held.frozen + (2 + MOMENTS[recipe.optimizer.name]) * held.trained) // shard
+        + copies,
+        gathered=gathered + low * held.dequantized,
+        per_row=round((HEAP if device.type == "cpu" else 1) * per_row),
+        fixed=_chunk_bytes(recipe.model.vocab_size) + FRAMEWORK,
     )
 
 
@@ -91,18 +143,28 @@ def expert_copies(recipe: TrainRecipe, shard: int) -> int:
     return copies
 
 
-def row_bytes(recipe: TrainRecipe) -> int:
-    """Bytes that the backward pass keeps of one row of max_seq_len."""
+def row_bytes(recipe: TrainRecipe, kept: Sequence[Kept] | None = None) -> int:
+    """Bytes that the backward pass keeps of one row of max_seq_len; all blocks all, or as `kept`.
+
+    Of blocks that are behind the first weight that trains, nothing.
+    """
     stream = recipe.model.d_model * (2 if recipe.precision == "bf16" else 4)
-    block = block_bytes(recipe)
-    blocks = recipe.model.n_layers * block
-    if recipe.parallel.activation_checkpointing:  # inputs of all blocks, and one computed again
-        blocks = recipe.model.n_layers * stream * recipe.max_seq_len + block
+    n_layers = recipe.model.n_layers
+    if kept is None:
+        block = block_bytes(recipe)
+        blocks = n_layers * block
+    else:
+        reached = [one for one in kept if one.anything]
+        each = {one: block_bytes(recipe, one) for one in set(reached)}
+        n_layers, block = len(reached), max(each.values(), default=0)
+        blocks = sum(each[one] for one in reached)
+    if recipe.parallel.activation_checkpointing:  # inputs of these blocks, and one computed again
+        blocks = n_layers * stream * recipe.max_seq_len + block
     passing = expert_rows(recipe.model, width=stream // recipe.model.d_model)
     return blocks + (5 * 4 * recipe.model.d_model + passing) * recipe.max_seq_len
 
 
-def block_bytes(recipe: TrainRecipe) -> int:
+def block_bytes(recipe: TrainRecipe, kept: Kept = ALL) -> int:
     """Bytes that the backward pass keeps of one row in one block.
 
     Counted tensor by tensor from the block's forward pass: the inputs of norms and of the
@@ -113,8 +175,9 @@ def block_bytes(recipe: TrainRecipe) -> int:
     assert model.head_dim and attn.kv_n_heads and hidden, "the recipe was not filled"
     q, kv = model.n_heads * model.head_dim, attn.kv_n_heads * model.head_dim
     cast = 2 if recipe.precision == "amp_bf16" else 0  # a bf16 copy of each product's fp32 input
-    norms = 2 * d * (4 + 4) + 2 * d * cast  # input, output (fp32), and the cast copy
-    attention = low * (q + 2 * kv) + low * q * 2
+    inputs = kept.qkv + kept.up
+    norms = 2 * d * 4 + inputs * d * (4 + cast)  # input, output (fp32), and the cast copy
+    attention = low * (q + 2 * kv) + low * q * (1 + kept.out)
     if attn.rope:
         attention += low * (q + kv) + 4 * model.head_dim
     if attn.clip_qkv is not None:
@@ -125,13 +188,14 @@ def block_bytes(recipe: TrainRecipe) -> int:
         attention += 3 * 4 * model.n_heads * recipe.max_seq_len  # logits, capped and their softmax
     dropped = 2 * d * (4 + 1) if model.resid_pdrop else 0  # what was kept, and which
     gated = model.ffn_config.ffn_type == "mptglu"
-    ffn = low * hidden * (4 if gated else 2)
+    ffn = low * hidden * ((3 if gated else 1) + kept.down)
     if model.ffn_config.ffn_type == "dmoe":
-        ffn = expert_bytes(model, low)
-    return (norms + attention + dropped + ffn) * recipe.max_seq_len
+        ffn = expert_bytes(model, low, kept)
+    added = low * kept.added
+    return (norms + attention + dropped + ffn + added) * recipe.max_seq_len
 
 
-def expert_bytes(model: ModelConfig, low: int) -> int:
+def expert_bytes(model: ModelConfig, low: int, kept: Kept = ALL) -> int:
     """Bytes that the backward pass of a mixture keeps of one token, in values of `low` bytes."""
     ffn, d, top_k = model.ffn_config, model.d_model, model.ffn_config.moe_top_k
     assert ffn.ffn_hidden_size and ffn.moe_num_experts and top_k, "the recipe was not filled"
@@ -139,7 +203,7 @@ def expert_bytes(model: ModelConfig, low: int) -> int:
     router = 4 * 3 * ffn.moe_num_experts + top_k * (3 * 8 + 3 * 4)
     shared = low * (ffn.shared_expert_hidden_size or 0) * 2 * projections
     if ffn.moe_impl == "grouped_mm":  # its input and the pre-activations
-        width = low * d + top_k * projections * low * ffn.ffn_hidden_size
+        width = low * d * kept.up + top_k * projections * low * ffn.ffn_hidden_size
         if ffn.moe_compress_activations:
             packed = top_k * projections * packed_width(ffn.ffn_hidden_size)
             width = low * d + packed_width(d) + packed  # the router keeps its input as it is
@@ -186,7 +250,12 @@ def guess_vocab_size(config: TokenizerConfig) -> int:
 
 
 def choose_microbatch(
-    recipe: TrainRecipe, *, world_size: int, available: int, device: torch.device
+    recipe: TrainRecipe,
+    *,
+    world_size: int,
+    available: int,
+    device: torch.device,
+    sketch: Decoder | None = None,
 ) -> int:
     """Rows that a process computes at a time.
 
@@ -198,12 +267,13 @@ def choose_microbatch(
         world_size: processes of the run.
         available: bytes for this process.
         device: where it computes.
+        sketch: of fine-tuning, as `estimate` takes it.
 
     Raises:
         UserError: the recipe cannot fit; says what it needs, what there is and what fits.
     """
     rows = rows_per_process(recipe, world_size)
-    need = estimate(recipe, world_size)
+    need = estimate(recipe, world_size, sketch=sketch, device=device)
     asked = recipe.device_train_microbatch_size
     most = rows
     if device.type == "cpu":
@@ -215,6 +285,8 @@ def choose_microbatch(
     for candidate in candidates:
         if need.total(candidate) <= USABLE * available:
             return candidate
+    if sketch is not None:
+        raise UserError(_does_not_fit_frozen(recipe, need, candidates[-1], available, sketch))
     raise UserError(_does_not_fit(recipe, need, candidates[-1], world_size, available))
 
 
@@ -244,6 +316,28 @@ def _does_not_fit(
     )
 
 
+def _does_not_fit_frozen(
+    recipe: TrainRecipe, need: Estimate, rows: int, available: int, sketch: Decoder
+) -> str:
+    """For fine-tuning: what makes it smaller is an adapter, 4 bits, or more processes."""
+    frozen = not all(p.requires_grad for p in sketch.parameters())
+    if is_quantized(sketch):
+        hint = "write a smaller max_seq_len, parallel.activation_checkpointing: true"
+    elif frozen and isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none":
+        hint = "write model.quantize: nf4"
+    else:
+        small = value_count(sketch) * 4.2 / 8 + need.fixed + rows * need.per_row
+        fits = " and model.quantize: nf4" if small <= USABLE * available else ""
+        hint = f"write adapter.name: lora{fits}"
+    return (
+        f"model.pretrained: {need.parameters / 1e6:,.0f}M parameters need about"
+        f" {need.total(rows) / GIB:.1f} GiB a process at a microbatch of {rows} (weights, gradients"
+        f" and optimizer {need.weights / GIB:.1f}, activations {rows * need.per_row / GIB:.1f});"
+        f" {available / GIB:.1f} GiB are free; {hint}, or spread it with"
+        " parallel.data_parallel_shard_degree"
+    )
+
+
 def largest_fitting_recipe(world_size: int, available: int) -> str | None:
     """The shipped recipe of most parameters that fits at a microbatch of one row."""
     best: tuple[int, Path] | None = None
@@ -256,11 +350,13 @@ def largest_fitting_recipe(world_size: int, available: int) -> str | None:
             continue
         if need.total(1) <= USABLE * available and (best is None or need.parameters > best[0]):
             best = (need.parameters, path)
-    return show(best[1]) if best else None
+    return recipe_name(best[1]) if best else None
 
 
 def with_guessed_vocabulary(recipe: TrainRecipe) -> TrainRecipe:
     """A filled copy whose vocabulary is guessed, to estimate before any text is read."""
+    if recipe.model.vocab_size is not None:
+        return recipe
     model = dataclasses.replace(recipe.model)
     model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
     return dataclasses.replace(recipe, model=model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,23 @@ def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None
     """Write a file at once (`whole_file`); text as UTF-8."""
     with whole_file(path, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def open_to_all(path: Path) -> None:
+    """Give a file, or every file of a folder, the rights of any new file there (umask).
+
+    Some libraries make theirs through temporary files, which only their owner may read.
+    """
+    folder = path if path.is_dir() else path.parent
+    probe = folder / f"{uuid4().hex}.partial"  # umask() would change it for other threads
+    try:
+        probe.touch(exist_ok=False)
+        mode = stat.S_IMODE(probe.stat().st_mode)
+    finally:
+        probe.unlink(missing_ok=True)
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file() and not file.is_symlink():
+            file.chmod(mode)
 
 
 def write_json(path: Path, value: Any, *, sync: bool = False) -> None:

@@ -12,8 +12,10 @@ import argparse
 
 from llmfoundry.bench.compare import compare
 from llmfoundry.bench.compare_moe import compare_moe
+from llmfoundry.terminal import outlast_readers
 
 if __name__ == "__main__":
+    outlast_readers()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--moe", action="store_true", help="mixtures of experts")
     parser.add_argument("--rounds", type=int, default=3)

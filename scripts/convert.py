@@ -1,7 +1,7 @@
 """Turn a checkpoint into a Hugging Face folder, or a Hugging Face model into a checkpoint.
 
-python scripts/convert.py checkpoint=runs/quickstart to=hf output=exported/quickstart
-python scripts/convert.py checkpoint=runs/mpt-125m to=hf output=exported/mpt-125m dtype=bf16
+python scripts/convert.py runs/quickstart to=hf output=exported/quickstart
+python scripts/convert.py runs/mpt-125m to=hf output=exported/mpt-125m dtype=bf16
 python scripts/convert.py from=hf checkpoint=HUB_ID_OR_FOLDER output=runs/imported
 """
 

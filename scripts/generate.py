@@ -1,8 +1,9 @@
-"""Continue a prompt with a checkpoint's model.
+"""Continue a prompt with a checkpoint's model, or answer a message.
 
-python scripts/generate.py checkpoint=runs/quickstart prompt="def "
-python scripts/generate.py checkpoint=runs/quickstart prompt="import " temperature=0
-python scripts/generate.py checkpoint=runs/quickstart prompt="class A:" max_new_tokens=40 top_p=0.9
+python scripts/generate.py runs/quickstart prompt="def __init__(self"
+python scripts/generate.py runs/quickstart prompt="def __init__(self" temperature=0.3
+python scripts/generate.py runs/quickstart prompt="class Reader:" max_new_tokens=40
+python scripts/generate.py runs/quickstart-sft message="Reverse: d a c" temperature=0
 """
 
 from llmfoundry.recipe.load import run

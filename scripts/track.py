@@ -1,8 +1,8 @@
 """Send what a run that has ended logged to MLflow, TensorBoard or W&B, where they lack it.
 
-    python scripts/track.py run=runs/quickstart                                    its own stores
-    python scripts/track.py run=runs/quickstart logger.tracking_uri=http://HOST:5000     another
-    python scripts/track.py run=runs/quickstart logger.tensorboard=true logger.mlflow=false
+    python scripts/track.py runs/quickstart                                    its own stores
+    python scripts/track.py runs/quickstart logger.tracking_uri=http://HOST:5000     another
+    python scripts/track.py runs/quickstart logger.tensorboard=true logger.mlflow=false
 
 metrics.jsonl is compared with each store value by value; what is there is not sent again. For a run
 whose store was locked or away when it ended, that was killed, or whose folder was moved.

@@ -13,13 +13,20 @@ import torch
 
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import check_workers, choose_microbatch, estimate, row_bytes
+from llmfoundry.estimate_trained import kept_by_blocks
+from llmfoundry.models.adapters.adapt import add_adapter, init_adapter
+from llmfoundry.models.adapters.plan import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import narrow_frozen, place, quantize_frozen, quantized_shapes
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.parallel.launch import World, relaunch
+from llmfoundry.recipe.adapter import AdapterConfig
 from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.train import TrainRecipe
+from tests.selection import slow_but
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mpt": {},
@@ -49,10 +56,11 @@ def make_recipe(name: str, precision: str) -> TrainRecipe:
     return recipe
 
 
-def kept_bytes(recipe: TrainRecipe, rows: int) -> int:
+def kept_bytes(recipe: TrainRecipe, rows: int, model: Decoder | None = None) -> int:
     """Bytes of distinct storages that autograd saves in a forward pass, weights left out."""
-    model = Decoder(recipe.model)
-    model.init_weights(1)
+    if model is None:
+        model = Decoder(recipe.model)
+        model.init_weights(1)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -156,3 +164,82 @@ def test_more_processes_than_a_machine_can_run_are_not_started(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     relaunch(ParallelConfig(nproc_per_node=32))
     assert len(started) == 1
+
+
+def make_sketch(name: str, precision: str, what: str) -> tuple[TrainRecipe, Decoder]:
+    """A recipe, and its model as it would be fine-tuned: `lora`, `down`, `qlora` or `freeze`."""
+    recipe = make_recipe(name, precision)
+    model = Decoder(recipe.model)
+    model.init_weights(1)
+    if what == "freeze":
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(not key.startswith(("wte", "wpe", "blocks.0.", "blocks.1.")))
+        return recipe, model
+    adapter = AdapterConfig(name="lora", r=8)
+    if what == "down":
+        adapter.target_modules = ["down_proj"]
+    adapter.fill()
+    add_adapter(model, plan_adapter(model, adapter, split_qkv=False))
+    init_adapter(model, 1)
+    if precision == "amp_bf16":
+        narrow_frozen(model, torch.bfloat16)
+    if what == "qlora":
+        values = {key: value.detach().clone() for key, value in model.named_parameters()}
+        quantize_frozen(model, double=True)
+        for key in (key for key, _ in quantized_shapes(model)):
+            place(model, key, values[key])
+    return recipe, model
+
+
+@pytest.mark.parametrize("precision", slow_but(["fp32"], ["fp32", "amp_bf16"]))
+@pytest.mark.parametrize("what", slow_but(["lora", "qlora"], ["lora", "down", "qlora", "freeze"]))
+@pytest.mark.parametrize("name", ["mpt", "llama"])
+def test_frozen_layers_keep_what_the_estimate_says(name: str, what: str, precision: str) -> None:
+    recipe, model = make_sketch(name, precision, what)
+    measured = (kept_bytes(recipe, 6, model) - kept_bytes(recipe, 2, model)) / 4
+    assert row_bytes(recipe, kept_by_blocks(model)) == pytest.approx(measured, rel=0.25)
+
+
+def test_gradients_and_moments_are_of_what_trains_alone() -> None:
+    recipe, model = make_sketch("llama", "amp_bf16", "qlora")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    matrices = sum(height * width for _, (height, width) in quantized_shapes(model))
+    rest = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    narrow = sum(2 * p.numel() for n, p in rest.items() if n.startswith(("wte", "wpe", "lm_head")))
+    vectors = sum(4 * p.numel() for p in rest.values() if p.ndim == 1 and p.is_floating_point())
+    expected = 16 * trained + narrow + vectors + matrices * (4 + 8 / 64 + 32 / 64 / 256) / 8
+    need = estimate(recipe, 1, sketch=model)
+    assert need.weights == pytest.approx(expected, rel=2e-3)
+    assert need.parameters == sum(p.numel() for p in Decoder(recipe.model).parameters()) + trained
+
+
+@pytest.mark.parametrize(
+    ("adapter", "quantize", "said"),
+    [
+        ("none", "none", "write adapter.name: lora and model.quantize: nf4, or spread it with"),
+        ("lora", "none", "write model.quantize: nf4, or spread it with"),
+        ("lora", "nf4", "write a smaller max_seq_len, parallel.activation_checkpointing: true"),
+    ],
+)
+def test_a_model_too_large_to_fine_tune_is_told_what_fits(
+    adapter: str, quantize: str, said: str
+) -> None:
+    recipe = FinetuneRecipe(max_seq_len=256, global_train_batch_size=4, precision="amp_bf16")
+    recipe.adapter.name = adapter
+    recipe.fill()
+    config = ModelConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50368)
+    config.fill(max_seq_len=256)
+    recipe.model = config  # type: ignore[assignment]
+    with torch.device("meta"):
+        model = Decoder(config)
+    if adapter == "lora":
+        add_adapter(model, plan_adapter(model, recipe.adapter, split_qkv=False))
+        narrow_frozen(model, torch.bfloat16)
+    if quantize == "nf4":
+        quantize_frozen(model, double=True)
+    small = {"none": 8 * 2**30, "lora": 8 * 2**30, "nf4": 2**30}
+    room = small["nf4" if quantize == "nf4" else adapter]
+    with pytest.raises(UserError) as raised:
+        choose_microbatch(recipe, world_size=1, available=room, device=GPU, sketch=model)
+    (line,) = raised.value.problems
+    assert line.startswith("model.pretrained: 6,6") and said in line

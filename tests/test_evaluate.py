@@ -83,6 +83,7 @@ def assert_close(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> No
         assert {**a, "logprob": 0, "best_logprob": 0} == {**b, "logprob": 0, "best_logprob": 0}
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_in_tokens_and_trains_as_without(folder: Path) -> None:
     metrics = [
         json.loads(line) for line in (folder / "runs/asked/metrics.jsonl").read_text().splitlines()
@@ -102,15 +103,16 @@ def test_a_run_and_its_export_have_the_same_rows_side_by_side(folder: Path) -> N
     first, second = lines(folder / "both/1"), lines(folder / "both/2")
     assert len(first) == 40 * 3 + 30 + 6
     page = (folder / "both/gauntlet.html").read_text()
-    assert "asked ba0000012" in page and ">hf<" in page
+    assert "asked ba0000012" in page and "</b> hf <" in page
     asked = [json.loads((folder / f"both/{n}/results.json").read_text()) for n in (1, 2, 3, 4)]
     ways = ["native prompts, <|endoftext|> before each text"] * 3
     assert [result["gauntlet"]["asked"] for result in asked] == [
         *ways,
         "harness prompts, nothing before each text",
     ]
-    assert done.stdout.count(f"asked: {ways[0]}") == 3 and "How was asked" in page
-    assert "not comparable" not in page, "the same texts"
+    assert done.stdout.count(f"asked: {ways[0]}") == 3 and "How they were asked" in page
+    assert "comparable" not in page, "the same texts"
+    assert 'href="../runs/asked/report.html"' in page and 'href="2/gauntlet.html"' in page
     assert_close(first, lines(folder / "both/3"))  # exported, and imported again
     differing = zip(first, lines(folder / "both/4"), strict=True)
     assert max(abs(a["logprob"] - b["logprob"]) for a, b in differing) > 0.01
@@ -133,6 +135,7 @@ def test_results_name_what_was_asked_and_what_it_took(folder: Path) -> None:
     assert results["cost"]["tokens_computed"] > 0 and results["cost"]["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_budget_chooses_the_rows_once_for_a_run(folder: Path) -> None:
     name, tight = "run_name=tight", "eval.icl_max_fraction=0.0001"
     done = run("train.py", "tiny.yaml", name, *ICL, tight, "max_duration=6ba", cwd=folder)
@@ -148,6 +151,45 @@ def test_a_budget_chooses_the_rows_once_for_a_run(folder: Path) -> None:
     assert [task["n"] for task in last["tasks"]] == counts[0]
 
 
+CHAT = [
+    {
+        "label": "asked",
+        "icl_task_type": "generation_task_with_answers",
+        "num_fewshot": [0],
+        "dataset_uri": "instructions://sort",
+    },
+    {**TASKS[0], "label": "chosen", "num_fewshot": [2]},
+    {**TASKS[2], "label": "answered", "num_fewshot": [1]},
+]
+
+
+@pytest.mark.slow
+def test_two_processes_ask_by_a_chat_template_as_one_does(folder: Path) -> None:
+    """Conversations, choices and written answers: the same rows, verdicts and scores."""
+    names = [{"name": t["label"], "num_fewshot": t["num_fewshot"][0]} for t in CHAT]  # type: ignore[index]
+    categories = {"categories": [{"name": "all", "benchmarks": names}]}
+    file = {"icl_tasks": CHAT, "eval_gauntlet": categories}
+    (folder / "chat.yaml").write_text(yaml.safe_dump(file))
+    words = ["checkpoint=runs/asked", "eval.gauntlet=chat.yaml", "eval.icl_chat_template=zephyr"]
+    words += ["eval.icl_rows=9", "eval.icl_system_instruction=Be brief."]
+    found = []
+    for processes in (1, 2):
+        output = f"chat-{processes}"
+        run("eval.py", *words, f"output={output}", cwd=folder, processes=processes)
+        found.append(json.loads((folder / output / "results.json").read_text())["gauntlet"])
+    one, two = (lines(folder / f"chat-{n}") for n in (1, 2))
+    assert len(one) == len(two) > 9 * 3
+    for a, b in zip(one, two, strict=True):
+        for name in ("logprob", "best_logprob"):
+            assert a.get(name) == pytest.approx(b.get(name), abs=1e-4)
+        assert {**a, "logprob": 0, "best_logprob": 0} == {**b, "logprob": 0, "best_logprob": 0}
+    how = "every question by the chat template, worked examples as turns, a system message"
+    assert all(how in each["asked"] for each in found)
+    scores = [[(t["label"], t["n"], t["accuracy"]) for t in each["tasks"]] for each in found]
+    assert scores[0] == scores[1] and len(scores[0]) == 3
+
+
+@pytest.mark.slow
 def test_metrics_go_to_mlflow_as_a_run_of_their_own(folder: Path) -> None:
     where = ("eval.gauntlet=gauntlet.yaml", "logger.tracking_uri=sqlite:///eval.db")
     run("eval.py", "checkpoint=runs/asked", *where, "output=logged", cwd=folder)
@@ -188,6 +230,38 @@ def test_a_task_of_the_harness_is_a_member_of_a_gauntlet(folder: Path) -> None:
     assert 0 <= theirs["accuracy"] <= 1 and theirs["metric"].split(",")[0] == "acc"
 
 
+HELDOUT = {
+    "label": "next",
+    "icl_task_type": "multiple_choice",
+    "num_fewshot": [0],
+    "dataset_uri": "heldout://continuations?rows=8&context_chars=40&piece_chars=12",
+}
+
+
+def test_a_model_without_a_run_is_asked_about_the_held_out_text_of_the_run_beside_it(
+    folder: Path,
+) -> None:
+    (folder / "next.yaml").write_text(yaml.safe_dump({"icl_tasks": [HELDOUT]}))
+    kept = ("run_name=kept", "eval.gauntlet=next.yaml", "max_duration=2ba")
+    run("train.py", "tiny.yaml", *kept, cwd=folder)
+    models = "models=[hf,runs/kept]"  # without a gauntlet: the run's
+    run("eval.py", models, "output=next", "precision=fp32", cwd=folder)
+    first, second = (json.loads((folder / f"next/{n}/results.json").read_text()) for n in (1, 2))
+    ours, theirs = second["gauntlet"]["tasks"][0], first["gauntlet"]["tasks"][0]
+    assert ours["n"] == theirs["n"] > 0 and ours["rows_hash"] == theirs["rows_hash"]
+
+
+def test_every_model_is_checked_before_the_first_is_asked(folder: Path) -> None:
+    shutil.copytree(folder / "others", folder / "mute")
+    (folder / "mute/tokenizer.json").unlink()
+    shutil.copytree(folder / "others", folder / "empty")
+    (folder / "empty/model.safetensors").unlink()
+    models = "models=[runs/asked,mute,empty]"
+    done = run("eval.py", models, "eval.gauntlet=gauntlet.yaml", cwd=folder, status=2)
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["mute", "empty"]
+    assert "accuracy" not in done.stdout and not (folder / "runs/asked/eval/ba0000012").exists()
+
+
 @pytest.fixture
 def server() -> Iterator[str]:
     """Completes "say 5:" with " 5", as an OpenAI-compatible server does."""
@@ -211,6 +285,7 @@ def server() -> Iterator[str]:
     httpd.shutdown()
 
 
+@pytest.mark.slow
 def test_an_endpoint_writes_answers_and_scores_nothing(folder: Path, server: str) -> None:
     only = {"icl_tasks": [TASKS[2]]}
     (folder / "say.yaml").write_text(yaml.safe_dump(only))

@@ -1,47 +1,256 @@
-"""README and Makefile: what they name exists, and the commands they print parse."""
+"""Every README: each command line in it runs, each path in it exists.
+
+CI composes every line in this process, which takes seconds; the slow test runs them, as a newcomer
+would: in a folder of their own, with an empty home, shortened by what this file adds.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tiny import ENV, ROOT
 
-README = (ROOT / "README.md").read_text()
-PAGES = README + (ROOT / "llmfoundry/data/README.md").read_text()
-COMMANDS = sorted(set(re.findall(r"^\s*(python scripts/\w+\.py[^#\n|`]*)", PAGES, re.MULTILINE)))
-MAKE = sorted(set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE)))
+READMES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for pattern in ("*.md", "yamls/**/*.md", "llmfoundry/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
+}
+README = READMES["README.md"]
+
+# Lines that are not run, and why; each must still be in some README.
+NOT_RUN = {
+    r"git clone <this repository>": "the address is the reader's",
+    r"make (check|test)$": "they run this test",
+    r"pip install 'llmfoundry-recipes\[": "from a package index; the extras are compared below",
+    r"ray start ": "machines of a cluster",
+    r"RAY_ADDRESS=\S+ python scripts/prepare_data.py RECIPE": "a Ray cluster and a shared folder",
+}
+# Lines that are composed and checked, and not run, and why.
+COMPOSED = {
+    r"s3://": "a bucket",
+    r"data=dbrx-mix": "streams of shards in DATA_ROOT",
+    r"fetch_eval_data.py from_foundry=": "a clone of LLM Foundry",
+    r"eval=v0.3$": "rows of benchmarks, which are fetched first",
+}
+# Lines of which a shrunk or local form is run: what takes its place, and why.
+LOCAL = {
+    r"^make train$": ("python scripts/train.py yamls/quickstart.yaml", "it installs first"),
+    r"hf:gpt2\]\" eval=v0.3": ('hf:runs/quickstart/hf]" eval=generated', "the hub; their rows"),
+    r"^torchrun --nproc-per-node 8": (f"{sys.executable} -m torch.distributed.run --standalone"
+                                      " --nproc-per-node 2", "8 GPUs"),
+    r"^srun --nodes 4 --ntasks-per-node 8 ": ("", "Slurm"),
+}  # fmt: skip
+SMALL = "model.n_layers=1 model.d_model=64 model.n_heads=2 tokenizer.vocab_size=512"
+SHORT = {  # what is added to a line, by the first pattern that it matches
+    r"scripts/train.py yamls/mpt-125m": f"max_duration=2ba max_seq_len=128 {SMALL} tokenizer=train"
+    " global_train_batch_size=4 data=stdlib eval=off",
+    r"scripts/train.py .*dbrx-tiny": "max_duration=2ba model.n_layers=1 eval=validation"
+    " eval.validation_rows=2",
+    r"(scripts/train.py|llmfoundry train) .*data=files": f"max_duration=2ba {SMALL}"
+    " eval=validation",
+    r"(scripts/train.py|llmfoundry train) .*eval=off": f"max_duration=2ba {SMALL}",
+    r"(scripts/train.py|llmfoundry train) ": f"max_duration=2ba {SMALL} eval.icl_rows=2"
+    " eval.validation_rows=2",
+    r"scripts/finetune.py ": "max_duration=2ba data.rows=400 eval.icl_rows=1",
+    r"scripts/eval.py .*eval=": "eval.icl_rows=2",
+    r"scripts/inspect_data.py yamls/quickstart": SMALL,  # as the run of its name that is there
+    r"scripts/prepare_data.py ": "data=files data.paths=[README.md] tokenizer=bytes",
+    r"scripts/chat.py ": "max_new_tokens=4",
+    r"scripts/generate.py ": "max_new_tokens=4",
+}
+AS_IT_IS = {  # quick, beside the runs that are shortened
+    r"--help",
+    r"scripts/convert.py",
+    r"scripts/track.py",
+    r"(scripts/eval.py|llmfoundry eval) (checkpoint=)?runs/quickstart$",
+}
 
 
-def test_the_readme_names_commands_and_targets() -> None:
-    assert len(COMMANDS) >= 5 and {"train", "test"} <= set(MAKE)
+def lines_of(text: str) -> Iterator[str]:
+    """The command lines of a README's bash blocks, comments left out."""
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line := re.sub(r"\s+#.*", "", line).strip():
+                yield line
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_readme_is_understood(command: str, tmp_path: Path) -> None:
-    for name in ("scripts", "yamls", "README.md"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    shutil.copy(ROOT / "yamls" / "quickstart.yaml", tmp_path / "my.yaml")
-    words = shlex.split(command)[1:]
-    if "-m" in words:  # a sweep: its first point
-        words = [re.sub(r"(=[^,\[]+),.*", r"\1", word) for word in words if word != "-m"]
-    done = subprocess.run(
-        [sys.executable, *words, "--cfg", "job"],
-        cwd=tmp_path,
-        env=ENV,
+LINES = list(dict.fromkeys(line for text in READMES.values() for line in lines_of(text)))
+
+
+def first(table: Iterable[str], line: str) -> str | None:
+    """The first pattern of a table that a line matches."""
+    return next((pattern for pattern in table if re.search(pattern, line)), None)
+
+
+RUN = [line for line in LINES if not first(NOT_RUN, line)]
+CALLS = [line for line in RUN if re.search(r"scripts/\w+\.py|^llmfoundry (?!cp|ls)", line)]
+
+
+def command_of(line: str) -> list[str]:
+    """The words of a line from its script on: `[scripts/train.py, …]`."""
+    words = shlex.split(re.sub(r"^llmfoundry (\w+)", r"python scripts/\1.py", line))
+    start = next(n for n, word in enumerate(words) if word.startswith("scripts/"))
+    return words[start:]
+
+
+def prepare_folder(folder: Path) -> Path:
+    """A folder that looks like the repository to who only reads it."""
+    folder.mkdir(exist_ok=True)
+    for name in ("scripts", "yamls", "eval", "README.md"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def test_the_readme_is_short_and_has_commands() -> None:
+    assert len(README.encode()) < 8192
+    assert len(LINES) > 40 and len(CALLS) > 30
+
+
+@pytest.mark.parametrize("table", [NOT_RUN, COMPOSED, LOCAL, SHORT])
+def test_every_exception_is_of_a_line_that_is_there(table: dict[str, object]) -> None:
+    assert {pattern for line in LINES if (pattern := first(table, line))} == {*table}
+
+
+def test_every_line_is_a_call_that_the_tests_understand() -> None:
+    known = r"^(python|llmfoundry|torchrun|srun|make|cp) "
+    assert [line for line in RUN if not re.search(known, line)] == []
+    for line in RUN:
+        is_covered = [first(t, line) for t in (COMPOSED, LOCAL, SHORT, AS_IT_IS)]
+        assert any(is_covered) or re.match(r"cp |llmfoundry cp |python scripts/train.py my", line)
+
+
+def test_every_line_composes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(prepare_folder(tmp_path / "here"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copy(ROOT / "yamls" / "quickstart.yaml", "my.yaml")
+    for line in CALLS:
+        script, *words = command_of(line)
+        if "-m" in words:  # a sweep: its first point
+            words = [re.sub(r"(=[^,\[]+),.*", r"\1", word) for word in words if word != "-m"]
+        flags = [] if "--help" in words else ["--cfg", "job"]
+        monkeypatch.setattr(sys, "argv", [script, *words, *flags])
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            pytest.fail(f"{line}: exit status {end.code}: {capsys.readouterr().err}")
+        assert capsys.readouterr().out.count("\n") >= 2, line
+
+
+def call(line: str, cwd: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line in a shell, as a newcomer does: `python` and `llmfoundry` are this project's."""
+    path = f"{home.parent / 'bin'}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=cwd,
+        env=ENV | {"HOME": str(home), "PATH": path, "PYTHONPATH": str(ROOT)},
+        input="Reverse: d a c\n",
         capture_output=True,
         text=True,
+        timeout=280,
     )
-    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", MAKE)
+def shortened(line: str) -> str:
+    """A line as it is run here."""
+    for pattern, (instead, _) in LOCAL.items():
+        line = re.sub(pattern, lambda _, text=instead: text, line)
+    if first(COMPOSED, line):
+        return f"{line} --cfg job"
+    return f"{line} {SHORT.get(first(SHORT, line) or '', '')}"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Makes folders in which the runs that the READMEs talk of are there, shrunk."""
+    place = tmp_path_factory.mktemp("readme")
+    home, bin_folder = place / "home", place / "bin"
+    for folder in (home, bin_folder):
+        folder.mkdir()
+    for name, words in (("python", ""), ("llmfoundry", "-m llmfoundry ")):
+        (bin_folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
+        (bin_folder / name).chmod(0o755)
+    base = prepare_folder(place / "base")
+    for line in (
+        "make train",
+        "python scripts/convert.py runs/quickstart to=hf output=runs/quickstart/hf",
+        "python scripts/finetune.py yamls/finetune/quickstart-sft.yaml",
+    ):
+        done = call(shortened(line), base, home)
+        assert done.returncode == 0, line + done.stdout[-2000:] + done.stderr[-2000:]
+    shutil.copy(ROOT / "yamls" / "quickstart.yaml", base / "my.yaml")
+
+    def copy(folder: Path) -> Path:
+        shutil.copytree(base, folder, symlinks=True)
+        return folder
+
+    copy.home = home  # type: ignore[attr-defined]
+    return copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", RUN)
+def test_a_line_runs(line: str, trained: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = trained(tmp_path / "here")
+    if "to=hf" in line:
+        shutil.rmtree(folder / "runs/quickstart/hf")
+    if " my.yaml" in line and "cp " in line:
+        (folder / "my.yaml").unlink()
+    done = call(shortened(line), folder, trained.home)  # type: ignore[attr-defined]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+
+
+def test_extras_that_a_readme_names_are_there() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = {
+        name
+        for text in READMES.values()
+        for names in re.findall(r"llmfoundry-recipes\[([\w,]+)\]|`\[(\w+)\]`", text)
+        for name in ",".join(names).split(",")
+        if name
+    }
+    assert len(extras) > 8
+    for name in extras:
+        assert re.search(rf"^{name} = \[", project, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_links_lead_to_what_is_there(page: str) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", READMES[page]):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if anchor:
+            text = (file / "README.md" if file.is_dir() else file).read_text()
+            heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads}
+
+
+ELSEWHERE = {"eval/local_data"}  # fetched, not shipped
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_paths_that_a_readme_names_exist(page: str) -> None:
+    tops = "llmfoundry|scripts|yamls|eval|tests|constraints|pyproject"
+    text = re.sub(r"```.*?```", "", READMES[page], flags=re.DOTALL)
+    for path in re.findall(rf"`((?:{tops})[\w.\-/]*[/.][\w.\-/]*)`", text):
+        if path not in ELSEWHERE and not path.startswith("eval."):  # a recipe's key
+            assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)", str(READMES)))))
 def test_a_make_target_exists(target: str) -> None:
     assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
@@ -52,8 +261,9 @@ def test_make_help_lists_every_target() -> None:
     assert {"help", "install", "train", "test", "check", "bench", "ui", "clean"} <= listed
 
 
-def test_every_path_in_the_readmes_tree_exists() -> None:
-    tree = README.split("## The tree", 1)[1].split("```text\n", 1)[1].split("```", 1)[0]
+def test_every_path_in_the_tree_exists() -> None:
+    page = READMES["llmfoundry/README.md"]
+    tree = page.split("## The tree", 1)[1].split("```text\n", 1)[1].split("```", 1)[0]
     folders: list[str] = []
     for line in filter(str.strip, tree.splitlines()):
         name = line.strip().split()[0]

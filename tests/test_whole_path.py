@@ -76,6 +76,7 @@ def test_after_kill_9_the_losses_are_bit_for_bit_those_of_the_whole_run(
     assert losses(folder) == long
 
 
+@pytest.mark.slow
 def test_a_line_shows_the_mean_loss_since_the_last_also_across_a_resume(whole: Path) -> None:
     every = losses(whole / "runs" / "whole")
     arguments = ("train.py", "tiny.yaml", "run_name=sparse", "log_interval=5ba")
@@ -154,6 +155,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert losses(folder) == long
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_not_overwritten(whole: Path) -> None:
     done = run("train.py", "tiny.yaml", "run_name=whole", "autoresume=false", cwd=whole, status=2)
     assert done.stderr.startswith("save_folder: runs/whole holds checkpoints")
@@ -162,6 +164,7 @@ def test_a_folder_of_another_run_is_not_overwritten(whole: Path) -> None:
     assert "model.d_model: 64, but checkpoint" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_refused_recipe_with_save_overwrite_deletes_nothing(whole: Path) -> None:
     shutil.copytree(whole / "runs" / "whole", whole / "runs" / "precious")
     arguments = ("run_name=precious", "save_overwrite=true")
@@ -173,6 +176,7 @@ def test_a_refused_recipe_with_save_overwrite_deletes_nothing(whole: Path) -> No
     assert sorted(f.name for f in folder.iterdir()) == ["ba0000002"]
 
 
+@pytest.mark.slow
 def test_weights_alone_start_another_run(whole: Path) -> None:
     arguments = ("load_path=runs/whole", "load_weights_only=true", "run_name=tuned")
     run("train.py", "tiny.yaml", *arguments, "max_duration=2ba", cwd=whole)
@@ -181,6 +185,7 @@ def test_weights_alone_start_another_run(whole: Path) -> None:
     assert tuned[1] < first[1] - 0.1  # the same rows, seen by trained weights
 
 
+@pytest.mark.slow
 def test_only_the_newest_checkpoints_are_kept(whole: Path) -> None:
     arguments = ("run_name=kept", "save_interval=2ba", "save_num_checkpoints_to_keep=2")
     run("train.py", "tiny.yaml", *arguments, cwd=whole)
@@ -256,5 +261,5 @@ def test_a_recipe_that_cannot_fit_says_what_does(whole: Path) -> None:
     big = ("model.d_model=65536", "model.n_layers=96", "model.n_heads=512")
     done = run("train.py", "tiny.yaml", "run_name=big", *big, cwd=whole, status=2)
     assert "needs about" in done.stderr and "GiB are free" in done.stderr
-    assert re.search(r"the largest shipped recipe that fits is \S*mpt-\w+.yaml", done.stderr)
+    assert re.search(r"the largest shipped recipe that fits is \w+-\w+", done.stderr)
     assert not (whole / "runs" / "big").exists() or not os.listdir(whole / "runs" / "big")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -44,6 +45,30 @@ def write_recipe(folder: Path) -> Path:
     }
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def write_finetune(folder: Path, train_base: Callable[..., object]) -> Path:
+    """finetune.yaml in `folder`, beside tiny.yaml: low-rank adapters on runs/base in 4 bits.
+
+    `train_base` gets the run's name and overrides, and trains it: a small mixture of experts.
+    """
+    train_base(
+        "base",
+        "max_duration=1ba",
+        "model.ffn_config={ffn_type: dmoe, mlp_type: glu, ffn_act_fn: silu, ffn_hidden_size: 16,"
+        " moe_num_experts: 4, moe_top_k: 2}",
+    )
+    model = {"pretrained": "runs/base", "quantize": "nf4"}
+    return finetune_recipe(folder, model=model, adapter={"name": "lora", "r": 4})
+
+
+def finetune_recipe(folder: Path, name: str = "finetune.yaml", **changes: object) -> Path:
+    """A recipe of scripts/finetune.py in `folder`: tiny.yaml's sections, but for `changes`."""
+    trained = yaml.safe_load((folder / "tiny.yaml").read_text())
+    kept = {key: value for key, value in trained.items() if key not in ("model", "tokenizer")}
+    path = folder / name
+    path.write_text(yaml.safe_dump(kept | changes))
     return path
 
 

@@ -72,8 +72,25 @@ def ours(recipe: Path, precision: str, steps: int, run_name: str) -> list[str]:
     return [*train, f"max_duration={steps}ba", f"precision={precision}", f"run_name={run_name}"]
 
 
+@dataclass(frozen=True)
+class Timed:
+    """What was seen of a process that prints a line a step.
+
+    Attributes:
+        ends: seconds from the command to the end of each step.
+        cpu_ends: CPU-seconds of all its threads until then.
+        memory: peak resident set, bytes.
+        said: all that it printed.
+    """
+
+    ends: list[float]
+    cpu_ends: list[float]
+    memory: int
+    said: str
+
+
 def measure(command: Sequence[str], folder: Path, *, warm_up: int) -> Measured:
-    """Time the lines that the process prints, one a step, as they come.
+    """The speed of the median step of a process that trains on whole rows.
 
     Args:
         command: what to run.
@@ -82,6 +99,23 @@ def measure(command: Sequence[str], folder: Path, *, warm_up: int) -> Measured:
 
     Raises:
         RuntimeError: the process failed, or took too few steps to count any.
+    """
+    run = timed(command, folder, least=warm_up + 2)
+    size = SIZE.search(run.said)
+    return Measured(
+        tokens_per_second=ROWS * SEQ / _median_step(run.ends[warm_up:]),
+        tokens_per_cpu_second=ROWS * SEQ / _median_step(run.cpu_ends[warm_up:]),
+        first_step=run.ends[0],
+        memory=run.memory,
+        parameters=int(size[1].replace(",", "")) if size else None,
+    )
+
+
+def timed(command: Sequence[str], folder: Path, *, least: int) -> Timed:
+    """Time the lines that a process prints, one a step, as they come.
+
+    Raises:
+        RuntimeError: the process failed, or printed fewer than `least`.
     """
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -101,17 +135,10 @@ def measure(command: Sequence[str], folder: Path, *, warm_up: int) -> Measured:
             times.append(time.perf_counter() - started)
             cpu_times.append(sum(watched.cpu_times()[:2]))  # user and system
     _, status, usage = os.wait4(process.pid, 0)
-    if status != 0 or len(times) <= warm_up + 1:
+    if status != 0 or len(times) < least:
         raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(said[-30:])}")
     unit = 1 if sys.platform == "darwin" else 1024
-    size = SIZE.search("".join(said))
-    return Measured(
-        tokens_per_second=ROWS * SEQ / _median_step(times[warm_up:]),
-        tokens_per_cpu_second=ROWS * SEQ / _median_step(cpu_times[warm_up:]),
-        first_step=times[0],
-        memory=usage.ru_maxrss * unit,
-        parameters=int(size[1].replace(",", "")) if size else None,
-    )
+    return Timed(times, cpu_times, usage.ru_maxrss * unit, "".join(said))
 
 
 def _median_step(ends: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry.build.job import from_main
+from llmfoundry.build.supervised import open_supervised, open_validation_rows
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.loader import ONLY, Loader
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
@@ -99,7 +100,7 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
     """
     config = recipe.data
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
-    if all(source.name not in CORPORA for source in streams.values()):
+    if all(source.name == "shards" and not source.is_supervised for source in streams.values()):
         _refuse_filters(config)
     opening = _Opening(recipe, tokenizer, world)
     opened = [opening.stream(name, source) for name, source in streams.items()]
@@ -140,7 +141,7 @@ def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Da
     config = recipe.data
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
     opening = _Opening(recipe, tokenizer, world)
-    corpora = {name: source for name, source in streams.items() if source.name in CORPORA}
+    corpora = {name: source for name, source in streams.items() if source.is_read_whole}
     opened = [opening.stream(name, source) for name, source in corpora.items()]
     return Data((), (), 0, _held_out(opening, opened, config), math.nan, "")
 
@@ -228,13 +229,11 @@ def learning_corpus(config: DataConfig) -> DataConfig:
     Raises:
         UserError: there is none, or they cannot be read as one.
     """
-    if not config.streams:
-        corpora = [config] if config.name in CORPORA else []
-    else:
-        corpora = [config.alone(s) for s in config.streams.values() if s.name in CORPORA]
+    sources = [config.alone(s) for s in config.streams.values()] or [config]
+    corpora = [s for s in sources if s.name in CORPORA and not s.is_supervised]
     if not corpora:
         raise UserError(
-            "tokenizer.name: train learns from documents, and data has shards alone; write"
+            "tokenizer.name: train learns from documents, and data has none; write"
             " tokenizer=huggingface tokenizer.path=FOLDER"
         )
     first = corpora[0]
@@ -256,14 +255,20 @@ class _Opening:
         self._recipe, self._config = recipe, recipe.data
         self._tokenizer, self._world = tokenizer, world
         self._options = FetchOptions.from_config(recipe.data)
-        self.silent: list[str] = []  # a line for each store that gave no index; of process 0
+        self.silent: list[str] = []  # lines: each store that gave no index, held-out rows
 
     def stream(self, name: str, source: SourceConfig) -> _Opened:
         """One to train on."""
+        if source.is_supervised:
+            return self._supervised(name, source)
         return self._corpus(name, source) if source.name in CORPORA else self._shards(name, source)
 
     def held_out(self, config: StreamConfig) -> HeldOut:
-        """Shards to measure on."""
+        """Shards, or supervised rows, to measure on."""
+        if config.is_supervised:
+            rows, lines = open_validation_rows(config, self._recipe, self._tokenizer)
+            self.silent += lines
+            return rows
         key, folder = "data.validation", open_folder(config, self._options)
         index = from_main(self._world, lambda: self._read_index(key, folder))
         source = open_source("validation", key, folder, index, self._reading(config))
@@ -279,6 +284,12 @@ class _Opening:
         if folder.silence:
             self.silent.append(f"{key}: {folder.silence}")
         return index
+
+    def _supervised(self, name: str, source: SourceConfig) -> _Opened:
+        found = open_supervised(name, source, self._recipe, self._tokenizer)
+        stream = OrderedStream(found.source, self._order(found.source.sizes))
+        validation: list[HeldOut] = [] if found.validation is None else [found.validation]
+        return _Opened(stream, found.bytes_per_token, found.notes, validation)
 
     def _corpus(self, name: str, source: SourceConfig) -> _Opened:
         config = self._config if name == ONLY else self._config.alone(source)

@@ -19,7 +19,7 @@ from llmfoundry.files import write_json
 from llmfoundry.gauntlet.gauntlet import Gauntlet
 from llmfoundry.gauntlet.questions import Subject
 from llmfoundry.parallel.launch import World
-from llmfoundry.track.report import read_json
+from llmfoundry.track.pages.report import read_json
 
 PROBE = 0.02  # of the rows; twice, for the first time has much that comes only once
 CAUTION = 0.8  # of what the probe allows: it is short

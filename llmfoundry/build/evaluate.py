@@ -5,20 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmfoundry.build.eval_budget import EvalBudget
 from llmfoundry.build.job import Job
+from llmfoundry.build.objective import build_objective
+from llmfoundry.data.chat_template import ChatTemplate
 from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.data.validation import validation_batches
 from llmfoundry.errors import UserError, enough_memory
+from llmfoundry.gauntlet.chat_prompts import Chat
 from llmfoundry.gauntlet.gauntlet import Answered, Asking, Gauntlet
 from llmfoundry.gauntlet.own_model import OwnModel
 from llmfoundry.gauntlet.results import GauntletResult
+from llmfoundry.models.adapters.virtual import longest_document
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.train.answers import validate_answers
 from llmfoundry.train.validation import validate
 
 Record = Callable[[int, GauntletResult, list[Answered]], None]
@@ -82,9 +89,8 @@ def build_evaluate(
 
 def _check_positions(job: Job, config: EvalConfig) -> None:
     """ALiBi and rotary positions go on beyond max_seq_len, learned ones do not."""
-    longest = job.recipe.model.max_seq_len
-    assert longest is not None, "the recipe was filled"
-    if job.recipe.model.learned_pos_emb and (config.icl_seq_len or 0) > longest:
+    longest = longest_document(job.root.model)
+    if longest is not None and (config.icl_seq_len or 0) > longest:
         raise UserError(
             f"eval.icl_seq_len: {config.icl_seq_len}, but the model's learned positions end at"
             f" {longest} (model.max_seq_len); write {longest} or less, or remove it"
@@ -97,6 +103,8 @@ def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], di
     padding = job.recipe.model.vocab_size or 0
     token_bytes = torch.nn.functional.pad(token_bytes, (0, padding - len(token_bytes)))
 
+    objective = build_objective(job)
+
     def measure() -> dict[str, float]:
         batches = validation_batches(
             job.prepared.validation,
@@ -108,9 +116,10 @@ def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], di
             max_rows=config.validation_rows,
             attend_across_documents=job.recipe.data.attend_across_documents,
         )
-        return validate(
-            job.root, batches, token_bytes, device=job.world.device, autocast=job.autocast
-        )
+        how: dict[str, Any] = {"device": job.world.device, "autocast": job.autocast}
+        if objective is not None:
+            return validate_answers(job.root, batches, token_bytes, objective, **how)
+        return validate(job.root, batches, token_bytes, **how)
 
     return measure
 
@@ -178,6 +187,7 @@ def read_tasks(
             rows=config.icl_rows,
             generate=generate if config.icl_generate is None else config.icl_generate,
             allow_missing=bool(config.icl_allow_missing),
+            chat=choose_chat(config, asking.tokenizer, asking.chat),
         ),
         validation_texts=validation_texts,
         cache_folder=Path(cache_folder).expanduser() / "prompts",
@@ -187,3 +197,44 @@ def read_tasks(
     for problem in gauntlet.problems:
         note(problem)
     return gauntlet
+
+
+def choose_chat(config: EvalConfig, tokenizer: Tokenizer, given: Chat | None) -> Chat | None:
+    """How questions become conversations; None where none does.
+
+    Args:
+        config: what is measured.
+        tokenizer: the model's, which may have a template.
+        given: a model's own way, of which the recipe changes parts.
+
+    Raises:
+        UserError: the recipe asks for a template that there is not.
+    """
+    choice = config.icl_chat_template
+    if choice == "none":
+        return None
+    if given is not None and (choice not in (None, "tokenizer") or config.icl_gen_prefix):
+        key = "icl_gen_prefix" if config.icl_gen_prefix else "icl_chat_template"
+        raise UserError(
+            f"eval.{key}: the model's server has a template of its own, and begins answers as it"
+            " likes; write icl_chat_template: tokenizer for every question, and no icl_gen_prefix"
+        )
+    chat = given or _own_chat(choice, tokenizer)
+    if chat is None:
+        return None
+    return dataclasses.replace(
+        chat,
+        every_task=choice is not None,
+        multiturn=config.icl_fewshot_as_multiturn is not False,
+        system=config.icl_system_instruction or "",
+        prefix=config.icl_gen_prefix or "",
+    )
+
+
+def _own_chat(choice: str | None, tokenizer: Tokenizer) -> Chat | None:
+    if choice is not None and choice != "tokenizer":
+        return Chat(tokenizer.chat_by(choice, key="eval.icl_chat_template"))
+    if choice is None and not tokenizer.has_chat:
+        return None
+    template: ChatTemplate = tokenizer.chat
+    return Chat(template)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,14 @@ from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.data.validation import HeldOut
 from llmfoundry.models.attention import attention_rules
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops import moe
+from llmfoundry.ops import moe, processor
 from llmfoundry.ops.attention import refusal
 from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.hf_model import HFModelConfig
 from llmfoundry.recipe.train import TrainRecipe
 
 Made = TypeVar("Made")
+Recipe = TypeVar("Recipe", bound=TrainRecipe)
 
 
 class Held(Protocol):
@@ -71,7 +73,7 @@ def from_main(world: World, make: Callable[[], Made]) -> Made:
     return made
 
 
-def filled(written: TrainRecipe) -> TrainRecipe:
+def filled(written: Recipe) -> Recipe:
     """A copy with derived values."""
     recipe = copy.deepcopy(written)
     recipe.fill()
@@ -80,8 +82,27 @@ def filled(written: TrainRecipe) -> TrainRecipe:
 
 def build_root(recipe: TrainRecipe) -> Root:
     """The model on the meta device, in the dtype of its weights: shapes without memory."""
+    if isinstance(recipe.model, HFModelConfig):
+        from llmfoundry.models.hf_causal_lm import HFCausalLM  # transformers takes seconds
+
+        held = cast(Decoder, HFCausalLM(recipe.model))  # of which it keeps the contract
+        return Root(held).to(weight_dtype(recipe.precision))
     with torch.device("meta"):
         return Root(Decoder(recipe.model)).to(weight_dtype(recipe.precision))
+
+
+def served_precision(precision: str, device: torch.device, note: Callable[[str], None]) -> str:
+    """The precision that is computed in here: fp32 for amp_bf16 on a CPU that would emulate it.
+
+    Both keep fp32 weights, so a run may go on in one from the other. `note` is told.
+    """
+    if precision != "amp_bf16" or device.type != "cpu" or processor.HAS_BF16:
+        return precision
+    note(
+        "precision: fp32 in place of amp_bf16; this processor has no bfloat16 instructions, and"
+        " takes up to 100 times as long without"
+    )
+    return "fp32"
 
 
 def weight_dtype(precision: str) -> torch.dtype:
@@ -101,6 +122,8 @@ def product_dtype(precision: str) -> torch.dtype:
 def attention_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
     """Why the backend that a filled recipe names cannot serve all its layers; None: it can."""
     model, dtype = recipe.model, product_dtype(recipe.precision)
+    if isinstance(model, HFModelConfig):
+        return None  # transformers says so itself
     for rules in attention_rules(model, model.layers(), device).values():
         impl = model.attn_config.attn_impl
         reason = refusal(impl, rules, device, dtype, head_dim=model.head_dim)

@@ -5,18 +5,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llmfoundry.build.job import Job, attention_refusal, build_root, filled, from_main
+from llmfoundry.build.adapter import (
+    FOLDER,
+    begin_adapter,
+    check_base,
+    choose_trained,
+    has_adapter,
+    hold_frozen,
+)
+from llmfoundry.build.job import (
+    Job,
+    attention_refusal,
+    build_root,
+    filled,
+    from_main,
+    served_precision,
+)
+from llmfoundry.build.pretrained import open_pretrained, read_model
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.models.decoder import Root
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import quantization
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.load import load
+from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.train import TrainRecipe
@@ -26,6 +44,7 @@ from llmfoundry.train.checkpoint import (
     find_damage,
     has_commit,
     list_checkpoints,
+    load_adapter,
     load_training_state,
     load_weights,
     read_state,
@@ -88,10 +107,11 @@ def fill_weights(
     loader: Loader,
     *,
     total: int,
+    fill: Callable[[Decoder], None] | None = None,
 ) -> dict[str, Any]:
     """Initialise, or load a checkpoint; the state that the run goes on with (Trainer._save's).
 
-    `total` is the run's length in batches.
+    `total` is the run's length in batches; `fill` writes pretrained weights, where a run has some.
 
     Raises:
         UserError: the checkpoint belongs to another model, to another order of samples, or to a
@@ -99,7 +119,11 @@ def fill_weights(
     """
     folder, model, distributed = start.checkpoint, job.root.model, job.world.size > 1
     if folder is None:
-        model.init_weights(job.recipe.seed)
+        if fill is None:
+            model.init_weights(job.recipe.seed)
+        else:
+            fill(model)
+            begin_adapter(model, job.recipe, job.tokenizer)
         return dict(ANEW)
     state = read_state(folder)
     if "order" not in state and not start.weights_only:
@@ -126,6 +150,10 @@ def fill_weights(
             f"max_duration: {job.recipe.max_duration} is {total} batches, but {folder} has done"
             f" {state['batch']} already; write a longer one, or another run_name"
         )
+    if has_adapter(job.recipe):  # whose checkpoints do not hold the base
+        assert fill is not None
+        fill(model)
+        check_base(model, folder / FOLDER, "model.pretrained")
     loader.resume(state["order"], state["batch"])
     load_training_state(folder, model, optimizer, distributed=distributed)
     for line in _changes(job.recipe, folder, state):
@@ -139,13 +167,16 @@ def _unrecorded(folder: Path) -> dict[str, Any]:
 
     A setting that did not exist then has its default, which is what was trained.
     """
-    model = filled(load(TrainRecipe, folder / "recipe.yaml")).model
+    written = load_run(folder / "recipe.yaml")
+    if isinstance(written, FinetuneRecipe):  # of which none is that old
+        return {}
+    model = filled(written).model
     return {**model_identity(model), "precision": WIDE, "optimizer.disable_grad": []}
 
 
 def _changes(recipe: TrainRecipe, folder: Path, state: dict[str, Any]) -> Iterator[str]:
     """A line for every setting of the training that is no longer the checkpoint's."""
-    written = filled(load(TrainRecipe, folder / "recipe.yaml")).training_settings()
+    written = filled(load_run(folder / "recipe.yaml")).training_settings()
     then = {**written, **state.get("settings", {})}  # the recipe's values may come from outside
     for key, value in recipe.training_settings().items():
         if then.get(key) != value:
@@ -169,7 +200,17 @@ def run_identity(job: Job) -> dict[str, Any]:
         "optimizer.name": recipe.optimizer.name,
         "optimizer.disable_grad": recipe.optimizer.disable_grad,
         **model_identity(recipe.model),
+        **_finetuning_identity(recipe),
+        **(quantization(job.root.model) if has_adapter(recipe) else {}),
     }
+
+
+def _finetuning_identity(recipe: TrainRecipe) -> dict[str, Any]:
+    """What a fine-tuned run may not change beside: which parameters there are, and which train."""
+    if not isinstance(recipe, FinetuneRecipe):
+        return {}
+    adapter = flat(dataclasses.asdict(recipe.adapter), "adapter")
+    return {**dict(adapter), "freeze": recipe.freeze, "preference.name": recipe.preference.name}
 
 
 def model_identity(config: ModelConfig) -> dict[str, Any]:
@@ -199,9 +240,21 @@ class Loaded:
 def load_checkpoint(
     path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
 ) -> Loaded:
+    """What `open_checkpoint` opens, with its weights."""
+    loaded, fill = open_checkpoint(path, world, note=note, precision=precision)
+    fill()
+    return loaded
+
+
+def open_checkpoint(
+    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
+) -> tuple[Loaded, Callable[[], None]]:
     """The model, tokenizer and recipe at `path`: a run's folder or one checkpoint's.
 
     Attention that was trained with a backend that this device lacks is served by another here.
+
+    Returns:
+        The model without its weights, and a function that loads them.
 
     Args:
         path: where to look.
@@ -216,10 +269,12 @@ def load_checkpoint(
     folder = find_checkpoint(find_file(path, "checkpoint"), note=note)
     if folder is None:
         raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
-    written = load(TrainRecipe, folder / "recipe.yaml")
+    written = load_run(folder / "recipe.yaml")
     require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
     recipe = filled(written)
-    recipe.precision = precision or recipe.precision
+    if isinstance(recipe, FinetuneRecipe):
+        recipe.model = read_model(folder)  # type: ignore[assignment]
+    recipe.precision = served_precision(precision or recipe.precision, world.device, note)
     reason = attention_refusal(recipe, world.device)
     if reason is not None:
         recipe.model.attn_config.attn_impl = "auto"
@@ -236,6 +291,27 @@ def load_checkpoint(
                 " variable that the recipe names to that"
             )
     root = build_root(recipe)
+    fill = partial(_fill_loaded, root, written, recipe, folder, world, note)
+    return Loaded(folder, recipe, root.eval(), tokenizer, state), fill
+
+
+def _fill_loaded(
+    root: Root,
+    written: TrainRecipe,
+    recipe: TrainRecipe,
+    folder: Path,
+    world: World,
+    note: Callable[[str], None],
+) -> None:
+    """Weights of a checkpoint, or of an adapter's base and the adapter."""
+    if not has_adapter(recipe):
+        root.to_empty(device=world.device)
+        load_weights(folder, root.model)
+        return
+    assert isinstance(written, FinetuneRecipe)
+    choose_trained(root.model, recipe, lambda line: None, checkpoint=folder)
+    hold_frozen(root.model, recipe, written, lambda line: None)
     root.to_empty(device=world.device)
-    load_weights(folder, root.model)
-    return Loaded(folder, recipe, root.eval(), tokenizer, state)
+    open_pretrained(written.model, world, note=note).fill(root.model)
+    check_base(root.model, folder / FOLDER, "model.pretrained")
+    load_adapter(folder, root.model)

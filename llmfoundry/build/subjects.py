@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmfoundry.build.job import served_precision
 from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.chat_template import ChatTemplate
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.chat_prompts import RAW, Chat
 from llmfoundry.gauntlet.endpoint import Endpoint
 from llmfoundry.gauntlet.gauntlet import Asking
 from llmfoundry.gauntlet.questions import Subject
@@ -22,17 +25,15 @@ ENDPOINT_BYTES = 1 << 20  # of a prompt: the server knows what it reads at most,
 
 @dataclass(frozen=True)
 class Outside:
-    """A subject, and how it is asked.
+    """How a model is asked, and what loads it.
 
     Attributes:
-        subject: who is asked.
         asking: its tokenizer and longest input.
-        notes: what it has to say about itself, after it was asked.
+        load: who is asked, and what it has to say about itself after that.
     """
 
-    subject: Subject
     asking: Asking
-    notes: Callable[[], list[str]]
+    load: Callable[[], tuple[Subject, list[str]]]
 
 
 def is_outside(model: str) -> bool:
@@ -58,8 +59,22 @@ def check_outside(model: str, seq_len: int | None) -> None:
     load_config(model.removeprefix(HUGGING_FACE), seq_len)
 
 
-def open_outside(model: str, recipe: EvalRecipe, world: World) -> Outside:
-    """The model that a name stands for; see EvalRecipe.models.
+def open_outside(
+    model: str,
+    recipe: EvalRecipe,
+    world: World,
+    *,
+    seq_len: int | None,
+    note: Callable[[str], None],
+) -> Outside:
+    """The model that a name stands for, but for its weights; see EvalRecipe.models.
+
+    Args:
+        model: the name.
+        recipe: how it is computed.
+        world: this process.
+        seq_len: longest question in tokens; unset: what the model reads at most.
+        note: told what the model is computed in, if that is not what was asked.
 
     Raises:
         UserError: there is no such model, or it cannot be used.
@@ -67,20 +82,21 @@ def open_outside(model: str, recipe: EvalRecipe, world: World) -> Outside:
     if model.startswith((CHAT, *COMPLETIONS)):
         return _endpoint(model)
     import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
-    from llmfoundry.gauntlet.hugging_face import document_start, load_hugging_face
+    from llmfoundry.gauntlet.hugging_face import document_start, open_hugging_face
 
     rows = recipe.device_eval_batch_size
-    seq_len = recipe.eval.icl_seq_len if recipe.eval is not None else None
-    subject, tokenizer = load_hugging_face(
-        model.removeprefix(HUGGING_FACE),
-        device=world.device,
-        precision=recipe.precision or "fp32",
-        batch_tokens=rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS,
-        seq_len=seq_len,
-    )
-    start = document_start(subject.model.config)
-    asking = Asking.by_training(tokenizer, subject.seq_len, start)
-    return Outside(subject, asking, lambda: subject.notes)
+    opened = open_hugging_face(model.removeprefix(HUGGING_FACE), seq_len=seq_len)
+
+    def load() -> tuple[Subject, list[str]]:
+        subject = opened.load(
+            device=world.device,
+            precision=served_precision(recipe.precision or "fp32", world.device, note),
+            batch_tokens=rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS,
+        )
+        return subject, subject.notes
+
+    start = document_start(opened.config)
+    return Outside(Asking.by_training(opened.tokenizer, opened.seq_len, start), load)
 
 
 def _address(model: str) -> tuple[str, str]:
@@ -104,4 +120,6 @@ def _endpoint(model: str) -> Outside:
 
     subject = Endpoint(address, name, chat=model.startswith(CHAT), spell=spell)
     asking = Asking.by_training(tokenizer, ENDPOINT_BYTES, None)
-    return Outside(subject, replace(asking, unit="bytes", can_score=subject.can_score), list)
+    chat = Chat(ChatTemplate(RAW, {})) if subject.chat else None
+    asking = replace(asking, unit="bytes", can_score=subject.can_score, chat=chat)
+    return Outside(asking, lambda: (subject, []))

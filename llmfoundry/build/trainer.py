@@ -11,9 +11,26 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from llmfoundry.build.adapter import (
+    adapter_writer,
+    choose_trained,
+    hold_frozen,
+    lora_plus_ratio,
+)
 from llmfoundry.build.data import Data, build_loader, learning_corpus, mixture_lines, open_data
 from llmfoundry.build.evaluate import build_evaluate, eval_rows
-from llmfoundry.build.job import Job, attention_refusal, build_root, experts_refusal, filled
+from llmfoundry.build.job import (
+    Job,
+    attention_refusal,
+    build_root,
+    experts_refusal,
+    filled,
+    served_precision,
+)
+from llmfoundry.build.objective import build_objective
+from llmfoundry.build.pretrained import Pretrained, fit_vocabulary, write_model
+from llmfoundry.build.reference import open_reference, with_places
+from llmfoundry.build.samples import build_samples
 from llmfoundry.build.start import Start, fill_weights, find_start, run_identity
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
@@ -27,15 +44,21 @@ from llmfoundry.estimate import (
 from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.results import GauntletResult
-from llmfoundry.models.counts import active_parameter_count, flops_per_token, peak_flops
-from llmfoundry.models.decoder import Root
+from llmfoundry.models.counts import (
+    active_parameter_count,
+    peak_flops,
+    trained_flops_per_token,
+)
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import value_count
 from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
 from llmfoundry.recipe.duration import Clock, Duration
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.tokenizer import PRETRAINED
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_yaml
-from llmfoundry.serve.generate import stream_tokens
 from llmfoundry.track.loggers import Tracker
 from llmfoundry.train.callbacks import (
     Callback,
@@ -51,46 +74,56 @@ from llmfoundry.train.checkpointer import Checkpointer
 from llmfoundry.train.early_stopper import EarlyStopper
 from llmfoundry.train.optim import build_optimizer, freeze
 from llmfoundry.train.optimizer_monitor import OptimizerMonitor
+from llmfoundry.train.step import CROSS_ENTROPY
 from llmfoundry.train.trainer import Trainer
 
 
-def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple[Trainer, Job]:
+def build_trainer(
+    written: TrainRecipe,
+    world: World,
+    tracker: Tracker,
+    *,
+    recipe: TrainRecipe | None = None,
+    pretrained: Pretrained | None = None,
+) -> tuple[Trainer, Job]:
     """All parts of a run: a trainer ready to `fit`, and what its parts share.
 
     Args:
-        written: the recipe as it was written; derived values are filled in a copy.
+        written: the recipe as it was written.
         world: this process.
         tracker: what tells the user.
+        recipe: of fine-tuning: filled, with the pretrained model's shape; None: `written`, filled.
+        pretrained: the model that fine-tuning begins with.
 
     Raises:
         UserError: the recipe asks for what cannot be had; nothing has been trained.
     """
-    recipe = filled(written)
-    fit = partial(
-        choose_microbatch,
-        world_size=world.size,
-        available=memory_of_process(world),
-        device=world.device,
-    )
+    recipe = filled(written) if recipe is None else recipe
+    recipe.precision = served_precision(recipe.precision, world.device, tracker.note)
+    fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
     fit(with_guessed_vocabulary(recipe))
     check_workers(recipe.data, world)
     check_kernels(recipe, world.device)
     start = find_start(recipe, world, tracker.note)
-    tokenizer = make_tokenizer(recipe, world)
-    data = open_data(recipe, tokenizer, world)
-    for line in data.summary.splitlines():
-        tracker.note(line)
-    recipe.model.fill(vocab_size=tokenizer.vocab_size)
-    check_vocabulary(recipe, tokenizer)
+    tokenizer = make_tokenizer(recipe, world, pretrained)
+    data = _open_data(recipe, tokenizer, world, tracker.note)
+    settle_vocabulary(recipe, written, tokenizer)
     microbatch = fit(recipe)
     mesh = build_mesh(recipe.parallel, world)
-    root = build_model(recipe, world, mesh)
+    root = build_model(
+        recipe, world, mesh, tracker.note, written=written, checkpoint=start.checkpoint
+    )
     job = Job(recipe, world, tokenizer, data, root, microbatch, tracker.note)
-    optimizer = build_optimizer(root.model, recipe.optimizer)
+    optimizer = build_optimizer(
+        root.model, recipe.optimizer, lora_plus_ratio=lora_plus_ratio(recipe)
+    )
     identity = run_identity(job)
     clock = build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
-    state = fill_weights(job, start, optimizer, identity, loader, total=clock.total)
+    fill = None if pretrained is None else pretrained.fill
+    reference = open_reference(job, data, start, fill)
+    state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
+    identity |= reference.begin()
     for line in mixture_lines(loader, clock.total):
         tracker.note(line)
     trainer = Trainer(
@@ -108,22 +141,59 @@ def build_trainer(written: TrainRecipe, world: World, tracker: Tracker) -> tuple
         checkpointer=build_checkpointer(written, job, tracker, start),
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
+        objective=build_objective(job) or CROSS_ENTROPY,
         callbacks=build_callbacks(job, state.get("callbacks", {})),
         first_batch=state["batch"],
         window=tuple(state["window"]),
     )
-    if recipe.save_overwrite and world.is_main:  # only now that nothing can be refused any more
-        shutil.rmtree(Path(recipe.save_folder) / "checkpoints", ignore_errors=True)
-    tracker.start(
-        trainer.first_batch,
-        total=trainer.clock.total,
-        facts=banner(job, loader, trainer.clock, trainer.first_batch),
-    )
+    _open_record(trainer, job, tracker)
     return trainer, job
 
 
-def make_tokenizer(recipe: TrainRecipe, world: World) -> Tokenizer:
+def _memory_fit(
+    recipe: TrainRecipe, world: World, trained: Decoder | None
+) -> Callable[[TrainRecipe], int]:
+    """What chooses the microbatch by this process's memory; `trained`: of fine-tuning, on meta."""
+    return partial(
+        choose_microbatch,
+        world_size=world.size,
+        available=memory_of_process(world),
+        device=world.device,
+        sketch=trained,
+    )
+
+
+def _open_data(
+    recipe: TrainRecipe, tokenizer: Tokenizer, world: World, note: Callable[[str], None]
+) -> Data:
+    """The recipe's rows, of which `note` is told."""
+    data = with_places(open_data(recipe, tokenizer, world), recipe)
+    for line in data.summary.splitlines():
+        note(line)
+    return data
+
+
+def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
+    """Begin to record, now that nothing can be refused any more."""
+    if job.recipe.save_overwrite and job.world.is_main:
+        shutil.rmtree(Path(job.recipe.save_folder) / "checkpoints", ignore_errors=True)
+    first, clock = trainer.first_batch, trainer.clock
+    tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))
+
+
+def make_tokenizer(
+    recipe: TrainRecipe, world: World, pretrained: Pretrained | None = None
+) -> Tokenizer:
     """The recipe's tokenizer; `train` learns from the recipe's corpora."""
+    if recipe.tokenizer.name == PRETRAINED:
+        assert pretrained is not None, "checked by the recipe"
+        tokenizer, rows = pretrained.tokenizer, pretrained.config.vocab_size
+        tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
+        if recipe.tokenizer.chat_template is not None:
+            assert rows is not None, "the model is there"
+            room = rows - tokenizer.vocab_size
+            tokenizer.use_chat_template(recipe.tokenizer.chat_template, room=room)
+        return tokenizer
     learns = recipe.tokenizer.name == "train"
     data = learning_corpus(recipe.data) if learns else recipe.data
     return build_tokenizer(recipe.tokenizer, data, progress=world.is_main)
@@ -133,9 +203,22 @@ def make_tokenizer(recipe: TrainRecipe, world: World) -> Tokenizer:
     "model: its weights ran out of memory; write a smaller one, or spread it with"
     " parallel.data_parallel_shard_degree"
 )
-def build_model(recipe: TrainRecipe, world: World, mesh: DeviceMesh | None) -> Root:
-    """The model in its shards, with memory and without weights. The order matters."""
+def build_model(
+    recipe: TrainRecipe,
+    world: World,
+    mesh: DeviceMesh | None,
+    note: Callable[[str], None],
+    *,
+    written: TrainRecipe,
+    checkpoint: Path | None = None,
+) -> Root:
+    """The model in its shards, with memory and without weights. The order matters.
+
+    `checkpoint` is what the run goes on from; `written` the recipe as it was written.
+    """
     root = build_root(recipe)
+    choose_trained(root.model, recipe, note, checkpoint=checkpoint)  # first: it adds parameters
+    hold_frozen(root.model, recipe, written, note)
     freeze(root.model, recipe.optimizer)
     wrap_blocks(  # before FSDP and DDP, whose hooks stay outside of it
         root,
@@ -144,6 +227,15 @@ def build_model(recipe: TrainRecipe, world: World, mesh: DeviceMesh | None) -> R
     )
     materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
     return root
+
+
+def sketch(recipe: TrainRecipe, written: TrainRecipe) -> Decoder:
+    """The model that is to be fine-tuned on the meta device, to count what it takes."""
+    root = build_root(recipe)
+    choose_trained(root.model, recipe, lambda line: None)
+    hold_frozen(root.model, recipe, written, lambda line: None)
+    freeze(root.model, recipe.optimizer)
+    return root.model
 
 
 def build_measure(
@@ -181,6 +273,14 @@ def memory_of_process(world: World) -> int:
     return free if world.device.type == "cuda" else free // world.size
 
 
+def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer) -> None:
+    """The embedding has a row for every token: as many as the tokenizer says, or as written."""
+    if isinstance(written, FinetuneRecipe):
+        fit_vocabulary(recipe.model, tokenizer, written.model)
+    recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    check_vocabulary(recipe, tokenizer)
+
+
 def check_vocabulary(recipe: TrainRecipe, tokenizer: Tokenizer) -> None:
     """The embedding must have a row for every token."""
     size = recipe.model.vocab_size
@@ -211,9 +311,14 @@ def build_checkpointer(
     found = None if job.recipe.save_overwrite else start.checkpoint
     own = found is not None and found.parent == folder / "checkpoints"
 
+    write_adapter = adapter_writer(written, job)
+
     def extras(folder: Path) -> None:
         write_whole(folder / "recipe.yaml", to_yaml(written))
         job.tokenizer.save(folder / "tokenizer")
+        if isinstance(written, FinetuneRecipe):
+            write_model(folder, job.recipe.model)
+            write_adapter(folder)
 
     return Checkpointer(
         folder,
@@ -223,6 +328,7 @@ def build_checkpointer(
         background=job.recipe.save_async,
         max_failures=job.recipe.save_max_failures,
         warn=tracker.console.warn,
+        note=tracker.note,
         saved=batch_of(found) if found is not None and own else None,
     )
 
@@ -237,7 +343,7 @@ def build_callbacks(job: Job, state: dict[str, Any]) -> list[Callback]:
     config = job.recipe.callbacks
     callbacks: list[Callback] = []
     if config.speed_monitor:
-        flops = flops_per_token(job.recipe.model, job.recipe.max_seq_len)
+        flops = trained_flops_per_token(job.root.model, job.recipe.max_seq_len)
         peak = peak_flops(job.world.device)
         callbacks.append(
             SpeedMonitor(window=config.speed_window, flops_per_token=flops, peak_flops=peak)
@@ -250,8 +356,8 @@ def build_callbacks(job: Job, state: dict[str, Any]) -> list[Callback]:
         callbacks.append(MemoryMonitor())
     if config.runtime_estimator:
         callbacks.append(RuntimeEstimator())
-    if config.generate.prompts:
-        callbacks.append(GenerateSamples(config.generate, build_generate(job)))
+    if config.generate.prompts or config.generate.from_validation:
+        callbacks.append(GenerateSamples(config.generate, build_samples(job)))
     if config.early_stopper.metric is not None:
         callbacks.append(EarlyStopper(config.early_stopper))
     if config.gc_interval > 0:
@@ -261,31 +367,10 @@ def build_callbacks(job: Job, state: dict[str, Any]) -> list[Callback]:
     return callbacks
 
 
-def build_generate(job: Job) -> Callable[[str], str]:
-    """A function that continues a prompt as callbacks.generate says."""
-    config = job.recipe.callbacks.generate
-
-    def continue_text(prompt: str) -> str:
-        tokens = stream_tokens(
-            job.root,
-            job.tokenizer.eos_id,
-            job.tokenizer.encode_prompt(prompt),
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            seed=job.recipe.seed,
-            device=job.world.device,
-            autocast=job.autocast,
-            n_tokens=job.tokenizer.vocab_size,
-        )
-        return job.tokenizer.decode(list(tokens))
-
-    return continue_text
-
-
 def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tuple[str, str]]:
     """What a run is, for the top of its console."""
     recipe, world = job.recipe, job.world
-    parameters = sum(p.numel() for p in job.root.parameters())
+    parameters = value_count(job.root)
     size = f"{parameters:,} parameters"
     if recipe.model.ffn_config.ffn_type == "dmoe":
         size += f", of which a token meets {active_parameter_count(recipe.model):,}"

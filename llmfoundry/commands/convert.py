@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from llmfoundry.build.adapter import export_adapter
+from llmfoundry.build.fill import fill_model
 from llmfoundry.build.job import build_root, filled
 from llmfoundry.build.start import Loaded, load_checkpoint, model_identity
+from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.card import CardInfo
-from llmfoundry.export.hf import from_hf, hf_folder, to_hf
+from llmfoundry.export.hf import to_hf, whole_or_nothing
+from llmfoundry.export.read import HFFolder, hf_folder, open_hf
 from llmfoundry.gauntlet.special_tokens import DOCUMENT_START
 from llmfoundry.masking import public
+from llmfoundry.models.adapters.virtual import virtual_of
+from llmfoundry.models.quantized import is_quantized
 from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.hf_model import HFModelConfig
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.tasks import ConvertRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import as_written, to_yaml
-from llmfoundry.track.metrics import read_metrics
+from llmfoundry.recipe.typed import as_written, flat, to_yaml
 from llmfoundry.train.checkpointer import Checkpointer
+
+# What tells one training from another, where the recipe has it.
+_TOLD = (
+    "max_duration",
+    "max_seq_len",
+    "global_train_batch_size",
+    "precision",
+    "optimizer.name",
+    "optimizer.lr",
+    "schedule.name",
+    "preference.name",
+    "adapter.name",
+    "seed",
+)
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
@@ -32,21 +50,31 @@ ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 def convert(recipe: ConvertRecipe) -> None:
     """Convert a checked recipe's checkpoint, on the CPU."""
     recipe.fill()
-    if recipe.to is not None:
+    if recipe.to == "peft":
+        _export_adapter(recipe)
+    elif recipe.to is not None:
         _export(recipe)
     else:
         _import(recipe)
 
 
 def _export(recipe: ConvertRecipe) -> None:
-    assert recipe.checkpoint and recipe.output and recipe.dtype
+    assert recipe.checkpoint and recipe.output
     loaded = load_checkpoint(recipe.checkpoint, ALONE, note=print)
     output = Path(recipe.output).expanduser()
+    if virtual_of(loaded.root.model) is not None:
+        raise UserError(
+            f"to: {loaded.folder} has virtual tokens, which cannot be merged into weights; write"
+            " to=peft, which gives them as an adapter of the base"
+        )
+    if isinstance(loaded.recipe.model, HFModelConfig):
+        _export_class(loaded, output, recipe)
+        return
     architecture = to_hf(
         loaded.root.model,
         loaded.folder / "tokenizer",
         output,
-        dtype=recipe.dtype,
+        dtype=recipe.dtype or ("bf16" if is_quantized(loaded.root.model) else "fp32"),
         card=_card(loaded),
         architecture=recipe.architecture,
         start=loaded.tokenizer.document_start if loaded.is_trained else None,
@@ -54,35 +82,46 @@ def _export(recipe: ConvertRecipe) -> None:
     print(f"{show(loaded.folder)} is {architecture} in {show(output)}")
 
 
+def _export_adapter(recipe: ConvertRecipe) -> None:
+    assert recipe.checkpoint and recipe.output and recipe.adapter_experts
+    loaded = load_checkpoint(recipe.checkpoint, ALONE, note=print)
+    output = Path(recipe.output).expanduser()
+    with whole_or_nothing(output) as folder:
+        architecture = export_adapter(
+            loaded, folder, architecture=recipe.architecture, experts=recipe.adapter_experts
+        )
+    print(f"{show(loaded.folder)} is an adapter of {architecture} in {show(output)}")
+
+
+def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
+    """A model of transformers' own class, which is what it stays."""
+    from llmfoundry.export.hf_class import save_class
+    from llmfoundry.models.adapters.hugging_face import merge_peft
+    from llmfoundry.models.hf_causal_lm import HFCausalLM
+
+    if recipe.architecture is not None:
+        raise UserError("architecture: has no effect on a model of transformers' class; remove it")
+    model: object = loaded.root.model
+    assert isinstance(model, HFCausalLM)
+    merge_peft(model)
+    tokenizer = loaded.folder / "tokenizer"
+    name = save_class(model, tokenizer, output, dtype=recipe.dtype or "fp32", card=_card(loaded))
+    print(f"{show(loaded.folder)} is {name} in {show(output)}")
+
+
 def _card(loaded: Loaded) -> CardInfo:
     """What the model card says of the run."""
     recipe, batch = loaded.recipe, int(loaded.state["batch"])
-    data = as_written(recipe)["data"]
+    written = as_written(recipe)
     tokens = batch * recipe.global_train_batch_size * recipe.max_seq_len
+    data, settings = written["data"], dict(flat(written))
     return CardInfo(
         name=str(recipe.run_name),
-        recipe=public((loaded.folder / "recipe.yaml").read_text()),
-        data=", ".join([data["dataset"] or data["name"], *data["paths"]]),
+        data=public(", ".join([data["dataset"] or data["name"], *data["paths"]])),
+        settings={key: str(settings[key]) for key in _TOLD if settings.get(key) is not None},
         trained=f"{batch:,} batches, {tokens:,} tokens",
-        scores=_scores(loaded, batch),
+        scores=card_scores(loaded.folder, batch),
     )
-
-
-def _scores(loaded: Loaded, batch: int) -> dict[str, float]:
-    """The run's last measurements of these weights, or scripts/eval.py's."""
-    run_folder = loaded.folder.parents[1]
-    results = run_folder / "eval" / loaded.folder.name / "results.json"
-    if results.exists():
-        return json.loads(results.read_text())["metrics"]
-    metrics = run_folder / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.exists() else []
-    here = [row for row in rows if row["time/batch"] == batch]
-    return {
-        key: value
-        for row in here
-        for key, value in row.items()
-        if key.startswith(("metrics/eval/", "icl/")) or "-shot" in key
-    }
 
 
 def _import(recipe: ConvertRecipe) -> None:
@@ -90,21 +129,22 @@ def _import(recipe: ConvertRecipe) -> None:
     output = Path(recipe.output).expanduser()
     if output.exists() and any(output.iterdir()):
         raise UserError(f"output: {output} is not empty; write another folder")
-    config, weights = from_hf(recipe.checkpoint)
     folder = hf_folder(recipe.checkpoint)
     tokenizer = Tokenizer.load(folder)
     is_trained = DOCUMENT_START in json.loads((folder / "config.json").read_text())
-    written = TrainRecipe(
-        run_name=output.name,
-        save_folder=str(output),
-        max_seq_len=config.max_seq_len or 2048,
-        precision=_precision(weights),
-        model=config,
-        tokenizer=TokenizerConfig(name="huggingface", path=str(output / "tokenizer")),
-    )
-    root = build_root(filled(written))
-    root.to_empty(device=ALONE.device)
-    root.model.load_state_dict(weights)
+    with open_hf(folder) as opened:
+        config = opened.config
+        written = TrainRecipe(
+            run_name=output.name,
+            save_folder=str(output),
+            max_seq_len=config.max_seq_len or 2048,
+            precision=_precision(opened),
+            model=config,
+            tokenizer=TokenizerConfig(name="huggingface", path=str(output / "tokenizer")),
+        )
+        root = build_root(filled(written))
+        root.to_empty(device=ALONE.device)
+        fill_model(root.model, opened.tensors())
 
     def extras(folder: Path) -> None:
         (folder / "recipe.yaml").write_text(to_yaml(written))
@@ -120,8 +160,7 @@ def _import(recipe: ConvertRecipe) -> None:
     print(f"{public(recipe.checkpoint)} is {show(writer.save_weights(root.model, state))}")
 
 
-def _precision(weights: Mapping[str, Tensor]) -> str:
+def _precision(opened: HFFolder) -> str:
     """amp_bf16 where most of the numbers are stored in bf16; otherwise fp32, which keeps them."""
-    total = sum(weight.numel() for weight in weights.values())
-    rounded = sum(w.numel() for w in weights.values() if w.dtype == torch.bfloat16)
-    return "amp_bf16" if 2 * rounded > total else "fp32"
+    numbers = opened.weights.numbers_by_dtype()
+    return "amp_bf16" if 2 * numbers.get(torch.bfloat16, 0) > sum(numbers.values()) else "fp32"

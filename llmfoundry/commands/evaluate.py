@@ -1,7 +1,8 @@
 """`scripts/eval.py`: examine checkpoints, Hugging Face models and endpoints, side by side.
 
-One model after another; each has a folder with results.json and rows.jsonl, and one page shows
-them all.
+All but the weights is read of every model first, and its questions made, so that a mistake costs
+nothing; then they are asked one after another. Each has a folder with results.json and rows.jsonl,
+and one page shows them all.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ import dataclasses
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmfoundry.build.data import Data, no_held_out, open_held_out
 from llmfoundry.build.evaluate import build_evaluate, eval_rows, read_tasks
 from llmfoundry.build.job import Job
-from llmfoundry.build.start import Loaded, load_checkpoint
-from llmfoundry.build.subjects import Outside, check_outside, is_outside, open_outside
+from llmfoundry.build.start import Loaded, open_checkpoint
+from llmfoundry.build.subjects import check_outside, is_outside, open_outside
 from llmfoundry.build.trainer import memory_of_process
+from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch
 from llmfoundry.files import whole_file, write_json
-from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
+from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.masking import OPTIONS, public, public_texts
 from llmfoundry.parallel.launch import World, join, relaunch
@@ -37,11 +41,12 @@ from llmfoundry.recipe.tasks import EvalRecipe
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import keys, missing, require
 from llmfoundry.track.console import Console
-from llmfoundry.track.eval_page import write_eval_page
 from llmfoundry.track.eval_session import log_evaluation
+from llmfoundry.track.pages.eval_page import write_eval_page
 from llmfoundry.train.checkpoint import list_checkpoints
 
-PAGE = "gauntlet.html"
+PAGE, REPORT = "gauntlet.html", "report.html"
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -55,6 +60,7 @@ class Examined:
         answers: what the gauntlet asked, and what was answered.
         batch: of a checkpoint; 0 elsewhere.
         logger: where metrics go as well; None: nowhere.
+        report: the page of its run, if it has one.
     """
 
     name: str
@@ -63,6 +69,13 @@ class Examined:
     answers: list[Answered]
     batch: int = 0
     logger: LoggerConfig | None = None
+    report: Path | None = None
+
+    def pages(self) -> dict[str, Path]:
+        """What a page about it links to, in words."""
+        answers = {"answers": self.folder / PAGE} if self.answers else {}
+        there = self.report is not None and self.report.exists()
+        return {**answers, **({"run": self.report} if self.report and there else {})}
 
     def write(self) -> None:
         """results.json, rows.jsonl and the page, and the loggers'; of the main process."""
@@ -74,26 +87,26 @@ class Examined:
                 for part in self.answers:  # a server may answer half a surrogate pair
                     lines = (f"{line}\n" for line in part.lines())
                     file.writelines(line.encode(errors="backslashreplace") for line in lines)
-            write_eval_page(self.folder / PAGE, [(self.name, self.results["gauntlet"])])
+            report = {key: to for key, to in self.pages().items() if key == "run"}
+            alone = [(self.name, self.results["gauntlet"])]
+            write_eval_page(self.folder / PAGE, alone, links=[report])
 
 
 def evaluate(recipe: EvalRecipe) -> None:
     """Print each model's table, and write results.json, rows.jsonl and the page.
 
     Raises:
-        UserError: a model is not there, found before the first is asked; or the gauntlet or its
-            rows cannot be used, found before anything runs for the model that it concerns. What was
-            found out about models before it is kept.
+        UserError: a model is not there, or the gauntlet or its rows cannot be used with one of
+            them; found before the first is asked.
         SystemExit: 1, where tasks were asked and not one of them has a score.
     """
-    _check_models(recipe)
+    check_models(recipe)
     relaunch(ParallelConfig())
     with join(ParallelConfig()) as world:
         console = Console(is_main=world.is_main)
-        examined: list[Examined] = []
-        for model in recipe.all_models():
-            look = _outside if is_outside(model) else _checkpoint
-            found = look(recipe, model, world, console)
+        waiting, examined = _ready(recipe, world, console), list[Examined]()
+        while waiting:
+            found = waiting.popleft()()  # and its weights are let go
             if world.is_main:
                 found.write()
                 if found.logger is not None:
@@ -114,7 +127,7 @@ def _nothing_was_found(examined: Sequence[Examined]) -> bool:
     return bool(results) and all(task["accuracy"] is None for task in tasks)
 
 
-def _check_models(recipe: EvalRecipe) -> None:
+def check_models(recipe: EvalRecipe) -> None:
     """Every model that is not there, at once."""
     problems: list[str] = []
     for model in recipe.all_models():
@@ -126,12 +139,13 @@ def _check_models(recipe: EvalRecipe) -> None:
                         f"{model}: holds no checkpoint; write a run's folder, or a checkpoint's"
                     )
                 continue
-            if recipe.eval is None or recipe.eval.gauntlet is None:
+            has_run = recipe.eval is None and not all(map(is_outside, recipe.all_models()))
+            if not has_run and (recipe.eval is None or recipe.eval.gauntlet is None):
                 raise UserError(
                     f"eval: {model} has no run that says what to measure; write eval=v0.3, another"
                     " choice of yamls/eval, or eval.gauntlet=FILE"
                 )
-            check_outside(model, recipe.eval.icl_seq_len)
+            check_outside(model, None if recipe.eval is None else recipe.eval.icl_seq_len)
         except UserError as error:
             problems += error.problems
     if problems:
@@ -148,24 +162,98 @@ def _tell(console: Console, found: Examined) -> None:
 
 def _compare(recipe: EvalRecipe, examined: Sequence[Examined], console: Console) -> None:
     """A page with all of them."""
-    parts = [(e.name, e.results["gauntlet"]) for e in examined if e.results["gauntlet"]]
+    asked = [found for found in examined if found.results["gauntlet"]]
+    parts = [(found.name, found.results["gauntlet"]) for found in asked]
     if len(parts) < 2:
         return
     folder = Path(recipe.output).expanduser() if recipe.output else Path("runs")
     folder.mkdir(parents=True, exist_ok=True)
-    write_eval_page(folder / PAGE, parts)
+    write_eval_page(folder / PAGE, parts, links=[found.pages() for found in asked])
     console.finish([("models", str(len(parts))), ("side by side", show(folder / PAGE))])
 
 
-def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -> Examined:
-    """One of our own, measured as its run would."""
-    loaded = load_checkpoint(path, world, note=console.note, precision=recipe.precision)
+@dataclass(frozen=True)
+class _Run:
+    """One of our own, of which all is read but the weights.
+
+    Attributes:
+        name: as the user wrote it.
+        loaded: the checkpoint.
+        recipe: its run's, as it is measured here.
+        config: what is measured.
+        held_out: its run's text.
+        rows: of max_seq_len evaluated at a time.
+        fill: loads the weights.
+    """
+
+    name: str
+    loaded: Loaded
+    recipe: TrainRecipe
+    config: EvalConfig
+    held_out: Data
+    rows: int
+    fill: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Host:
+    """The run beside which models from elsewhere are asked the same: gauntlet, and text.
+
+    Attributes:
+        config: what is measured of the run.
+        texts: its held-out documents; None: it has none of its own.
+        fetching: how its rows at an address are asked for.
+    """
+
+    config: EvalConfig
+    texts: Callable[[], list[str]] | None
+    fetching: FetchOptions
+
+
+def _ready(recipe: EvalRecipe, world: World, console: Console) -> deque[Callable[[], Examined]]:
+    """What asks each model, in their order; see `evaluate` for what is raised."""
+    models, problems = recipe.all_models(), list[str]()
+    own = [model for model in models if not is_outside(model)]
+    opened = [_try(partial(_open_run, recipe, model, world, console), problems) for model in own]
+    runs = {run.name: run for run in opened if run is not None}
+    host, waiting = _host(runs), deque[Callable[[], Examined]]()
+    for model in models if not problems else ():
+        read = partial(_outside, recipe, model, host, world, console)
+        if model in runs:
+            read = partial(_own, recipe, runs[model], world, console)
+        ask = _try(read, problems)
+        waiting.extend([ask] if ask is not None else [])
+    if problems:
+        raise UserError(*problems)
+    return waiting
+
+
+def _try(read: Callable[[], Found], problems: list[str]) -> Found | None:
+    """What `read` gives, or None and its problems added to those of others."""
+    try:
+        return read()
+    except UserError as error:
+        problems.extend(line for line in error.problems if line not in problems)
+    return None
+
+
+def _host(runs: Mapping[str, _Run]) -> _Host | None:
+    """The first run that was trained here, else the first; None without any."""
+    trained = [run for run in runs.values() if "order" in run.loaded.state]
+    if not runs:
+        return None
+    run = (trained or list(runs.values()))[0]
+    texts = run.held_out.validation_texts if trained else None
+    return _Host(run.config, texts, FetchOptions.from_config(run.recipe.data))
+
+
+def _open_run(recipe: EvalRecipe, path: str, world: World, console: Console) -> _Run:
+    loaded, fill = open_checkpoint(path, world, note=console.note, precision=recipe.precision)
     if recipe.eval is None:
         require(loaded.recipe, "eval")
     config = dataclasses.replace(recipe.eval or loaded.recipe.eval, icl_max_fraction=None)
     run = dataclasses.replace(
         loaded.recipe,
-        precision=recipe.precision or loaded.recipe.precision,
         device_eval_batch_size=recipe.device_eval_batch_size,
         global_train_batch_size=world.size * 8,  # rows that a process evaluates at a time, at most
     )
@@ -173,7 +261,15 @@ def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -
         run, world_size=world.size, available=memory_of_process(world), device=world.device
     )
     held_out = _held_out(loaded, run, config, world, console)
-    job = Job(run, world, loaded.tokenizer, held_out, loaded.root, rows, console.note)
+    return _Run(path, loaded, run, config, held_out, rows, fill)
+
+
+def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Callable[[], Examined]:
+    """What asks one of our own, measured as its run would."""
+    loaded = run.loaded
+    job = Job(
+        run.recipe, world, loaded.tokenizer, run.held_out, loaded.root, run.rows, console.note
+    )
     found: dict[str, Any] = {"gauntlet": {}}
     answered: list[Answered] = []
 
@@ -184,19 +280,24 @@ def _checkpoint(recipe: EvalRecipe, path: str, world: World, console: Console) -
 
     measure = build_evaluate(
         job,
-        config,
-        rows=eval_rows(run, rows),
+        run.config,
+        rows=eval_rows(run.recipe, run.rows),
         record=record,
         generate=True,
         is_trained=loaded.is_trained,
     )
-    batch = int(loaded.state["batch"])
-    metrics = measure(batch)
-    folder = _folder(recipe, path, loaded.folder.parents[1] / "eval" / loaded.folder.name)
-    results = {"checkpoint": show(loaded.folder), "time/batch": batch, "metrics": metrics, **found}
-    name = f"{loaded.folder.parents[1].name} {loaded.folder.name}"
+    run_folder, batch = loaded.folder.parents[1], int(loaded.state["batch"])
+    folder = _folder(recipe, run.name, run_folder / "eval" / loaded.folder.name)
     logger = recipe.logger or _logger(loaded, console)
-    return Examined(name, folder, results, answered, batch, logger)
+
+    def ask() -> Examined:
+        run.fill()
+        metrics = measure(batch)
+        results = {"checkpoint": show(loaded.folder), "time/batch": batch, "metrics": metrics}
+        name, report = f"{run_folder.name} {loaded.folder.name}", run_folder / REPORT
+        return Examined(name, folder, {**results, **found}, answered, batch, logger, report)
+
+    return ask
 
 
 def _held_out(
@@ -224,41 +325,47 @@ def _logger(loaded: Loaded, console: Console) -> LoggerConfig | None:
     return logger if logger.mlflow and not lines else None
 
 
-def _outside(recipe: EvalRecipe, model: str, world: World, console: Console) -> Examined:
-    """A Hugging Face model or an endpoint: the gauntlet alone."""
-    assert recipe.eval is not None, "checked before"
-    outside = open_outside(model, recipe, world)
-    gauntlet = _tasks(recipe.eval, outside, recipe, console.note)
-    started = time.perf_counter()
-    result, answers = gauntlet.run(outside.subject)
-    console.table(result.table())
-    for note in outside.notes():
-        console.note(f"{model}: {note}")
-    results = {
-        "model": model,
-        "seconds": time.perf_counter() - started,
-        "metrics": result.metrics(),
-        "gauntlet": result.to_json(),
-    }
-    name = public(model)
-    plain = re.sub(r"[^\w.-]+", "_", name).strip("_")
-    folder = _folder(recipe, model, Path("runs") / plain / "eval")
-    return Examined(name, folder, results, answers, logger=recipe.logger)
-
-
-def _tasks(
-    config: EvalConfig, outside: Outside, recipe: EvalRecipe, note: Callable[[str], None]
-) -> Gauntlet:
+def _outside(
+    recipe: EvalRecipe, model: str, host: _Host | None, world: World, console: Console
+) -> Callable[[], Examined]:
+    """What asks a Hugging Face model or an endpoint: the gauntlet alone."""
+    config = recipe.eval if recipe.eval is not None or host is None else host.config
+    assert config is not None, "checked before"
+    if config.gauntlet is None:
+        raise UserError(
+            f"eval: {model} can only be asked a gauntlet, and the run beside it was asked none;"
+            " write eval=v0.3, another choice of yamls/eval, or eval.gauntlet=FILE"
+        )
+    outside = open_outside(model, recipe, world, seq_len=config.icl_seq_len, note=console.note)
     gauntlet = read_tasks(
         config,
         outside.asking,
         generate=True,
-        validation_texts=None,
+        validation_texts=None if host is None else host.texts,
         cache_folder=recipe.cache_folder,
-        note=note,
+        note=console.note,
+        fetching=None if host is None else host.fetching,
     )
-    assert gauntlet is not None
-    return gauntlet
+    assert gauntlet is not None, "checked before"
+    plain = re.sub(r"[^\w.-]+", "_", public(model)).strip("_")
+    folder = _folder(recipe, model, Path("runs") / plain / "eval")
+
+    def ask() -> Examined:
+        subject, notes = outside.load()
+        started = time.perf_counter()
+        result, answers = gauntlet.run(subject)
+        console.table(result.table())
+        for note in notes:
+            console.note(f"{model}: {note}")
+        results = {
+            "model": model,
+            "seconds": time.perf_counter() - started,
+            "metrics": result.metrics(),
+            "gauntlet": result.to_json(),
+        }
+        return Examined(public(model), folder, results, answers, logger=recipe.logger)
+
+    return ask
 
 
 def _folder(recipe: EvalRecipe, model: str, default: Path) -> Path:

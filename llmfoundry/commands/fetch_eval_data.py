@@ -17,7 +17,9 @@ from llmfoundry.gauntlet.fetch_table import (
 )
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.fetch import FetchRecipe
-from llmfoundry.recipe.paths import ROOT, find_file, show
+from llmfoundry.recipe.paths import IS_REPOSITORY, ROOT, find_file, show
+
+_LOCAL_DATA = (ROOT if IS_REPOSITORY else Path()) / "eval" / "local_data"
 
 
 def fetch_eval_data(recipe: FetchRecipe) -> None:
@@ -29,7 +31,7 @@ def fetch_eval_data(recipe: FetchRecipe) -> None:
     recipe.fill()
     table = read_table(find_file(recipe.table, "table"))
     wanted, unknown = _wanted(recipe, table)
-    output = Path(recipe.output).expanduser() if recipe.output else ROOT / "eval" / "local_data"
+    output = Path(recipe.output).expanduser() if recipe.output else _LOCAL_DATA
     missing = list(unknown)
     there = 0
     for outcome in fetch((table[name] for name in wanted), output=output, route=_route(recipe)):

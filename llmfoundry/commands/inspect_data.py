@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +21,41 @@ import torch
 
 from llmfoundry.build.data import Data, build_loader, build_phases, open_data
 from llmfoundry.build.job import filled
+from llmfoundry.build.pretrained import resolve
 from llmfoundry.build.trainer import build_clock, make_tokenizer
 from llmfoundry.data.loader import Loader
+from llmfoundry.data.rows import Row
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.duration import Clock
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.inspect import InspectRecipe
 from llmfoundry.track.console import printable
 from llmfoundry.train.checkpoint import find_damage, list_checkpoints, read_state
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 _SHOWN = 80  # characters of a row's text
+
+
+@dataclass(frozen=True)
+class PartFacts:
+    """Tokens of a document that weigh alike.
+
+    Attributes:
+        document: its number in the row, from 0.
+        side: of the document: 1 chosen or desirable, -1 rejected or undesirable, 0 neither.
+        weight: of each token as a label; 0: it is context.
+        tokens: how many they are.
+        text: of them.
+    """
+
+    document: int
+    side: int
+    weight: float
+    tokens: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -46,6 +71,8 @@ class RowFacts:
             document of its group.
         documents: tokens of each document in it.
         text: of its tokens.
+        parts: of supervised rows: what is learned and what is not, in order.
+        padding: tokens that fill the row up.
     """
 
     slot: int
@@ -55,6 +82,8 @@ class RowFacts:
     where: str
     documents: list[int]
     text: str
+    parts: list[PartFacts] = field(default_factory=list)
+    padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,13 +133,20 @@ def inspect_data(written: InspectRecipe) -> None:
     """
     recipe = filled(written)
     assert isinstance(recipe, InspectRecipe)
-    tokenizer = make_tokenizer(recipe, ALONE)
+    pretrained = None
+    if isinstance(written, FinetuneRecipe):
+        resolved, pretrained = resolve(written, ALONE, note=print)
+        assert isinstance(resolved, InspectRecipe)
+        recipe = resolved
+    tokenizer = make_tokenizer(recipe, ALONE, pretrained)
     data = open_data(recipe, tokenizer, ALONE)
     clock = build_clock(recipe, data)
     step = step_of(recipe, clock)
     loader = build_loader(recipe, data, clock, tokenizer, ALONE)
     note = _go_on(recipe, loader, step)
-    rows = [] if step == clock.total else _rows(loader, tokenizer, step, recipe.n)
+    rows = (
+        [] if step == clock.total else _rows(loader, tokenizer, step, recipe.n, recipe.max_seq_len)
+    )
     streams = _streams(loader, step, clock, recipe.max_seq_len)
     phases = _phases(recipe, data, clock, step)
     loader.close()
@@ -123,6 +159,8 @@ def inspect_data(written: InspectRecipe) -> None:
         return
     print(public("\n".join([*data.summary.splitlines(), *note])))
     print("\n".join(_page(clock, step, rows, streams, phases)))
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print("\n".join(line for row in rows for line in learned_lines(row, colour=colour)))
 
 
 def step_of(recipe: InspectRecipe, clock: Clock) -> int:
@@ -152,7 +190,7 @@ def _go_on(recipe: InspectRecipe, loader: Loader, step: int) -> list[str]:
     return []
 
 
-def _rows(loader: Loader, tokenizer: Tokenizer, step: int, n: int) -> list[RowFacts]:
+def _rows(loader: Loader, tokenizer: Tokenizer, step: int, n: int, seq_len: int) -> list[RowFacts]:
     """The first `n` rows of the step."""
     sources, samples = loader.mixture.plan(step, 0, min(n, loader.mixture.batch_size))
     found = []
@@ -169,8 +207,27 @@ def _rows(loader: Loader, tokenizer: Tokenizer, step: int, n: int) -> list[RowFa
                 where=stream.where(place),
                 documents=row.lengths,
                 text=_text(tokenizer, row.ids[: sum(row.lengths)]),
+                parts=_parts(tokenizer, row),
+                padding=seq_len - sum(row.lengths),
             )
         )
+    return found
+
+
+def _parts(tokenizer: Tokenizer, row: Row) -> list[PartFacts]:
+    """The documents of a supervised row, cut where learned tokens begin and end."""
+    if row.weights is None:
+        return []
+    found, begin = [], 0
+    for number, length in enumerate(row.lengths):
+        weights = row.weights[begin : begin + length]
+        cuts = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), length]
+        for start, stop in pairwise(cuts):
+            ids = row.ids[begin + start : begin + stop]
+            side = row.sides[number] if row.sides is not None else 0
+            weight = round(float(weights[start]), 6)
+            found.append(PartFacts(number, side, weight, stop - start, _text(tokenizer, ids)))
+        begin += length
     return found
 
 
@@ -246,6 +303,41 @@ def _page(
         cells.append(["", "end", f"{clock.total:,}", *[""] * len(streams)])
         lines += ["", *_table(head, cells, left=(0, 1))]
     return lines
+
+
+_SIDES = {0: "", 1: ", chosen", -1: ", rejected"}
+
+
+def learned_lines(row: RowFacts, *, colour: bool) -> list[str]:
+    """The text of a supervised row, what is learned of it marked, its documents apart.
+
+    Args:
+        row: to show.
+        colour: learned text is green and context grey; otherwise learned text stands in {+ +}.
+    """
+    if not row.parts:
+        return []
+    lines = ["", f"slot {row.slot}: {row.where}"]
+    for number, length in enumerate(row.documents):
+        parts = [part for part in row.parts if part.document == number]
+        learned = sum(part.tokens for part in parts if part.weight)
+        lines.append(
+            f"---- document {number + 1} of {len(row.documents)}{_SIDES[parts[0].side]}:"
+            f" {length:,} tokens, {learned:,} learned ----"
+        )
+        lines += "".join(_marked(part, colour=colour) for part in parts).split("\n")
+    if row.padding:
+        lines.append(f"---- {row.padding:,} tokens of padding ----")
+    return lines
+
+
+def _marked(part: PartFacts, *, colour: bool) -> str:
+    text = "\n".join(printable(line) for line in part.text.split("\n"))
+    if colour:
+        code = "32" if part.weight else "90"
+        return "\n".join(f"\x1b[{code}m{line}\x1b[0m" for line in text.split("\n"))
+    weight = "" if part.weight in (0, 1) else f"({part.weight:g})"
+    return f"{{+{weight}{text}+}}" if part.weight else text
 
 
 def _shown(text: str) -> str:

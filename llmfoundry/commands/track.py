@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from llmfoundry.build.job import filled
 from llmfoundry.build.run_lock import only_run
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.load import load
+from llmfoundry.recipe.finetune import load_run
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.track import TrackRecipe
-from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import require
 from llmfoundry.track.console import Console
 from llmfoundry.track.loggers import send_record
@@ -24,13 +25,8 @@ def track(recipe: TrackRecipe) -> None:
         UserError: the folder has no record of a run, the run is under way, or a store did not get
             it all.
     """
-    assert recipe.run is not None
-    folder = find_file(recipe.run, "run")
-    if not (folder / "recipe.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
-        raise UserError(
-            f"run: {folder} has no recipe.yaml or no metrics.jsonl; write a run's folder"
-        )
-    written = load(TrainRecipe, folder / "recipe.yaml")
+    folder = run_with_record(recipe)
+    written = load_run(folder / "recipe.yaml")
     if recipe.logger is None:
         require(written, "logger")
     else:
@@ -39,3 +35,18 @@ def track(recipe: TrackRecipe) -> None:
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     with only_run(folder, alone, note=console.note):  # a run under way sends its record itself
         send_record(filled(written), folder, note=console.note, warn=console.warn)
+
+
+def run_with_record(recipe: TrackRecipe) -> Path:
+    """The run's folder.
+
+    Raises:
+        UserError: it has no record of a run.
+    """
+    assert recipe.run is not None
+    folder = find_file(recipe.run, "run")
+    if not (folder / "recipe.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
+        raise UserError(
+            f"run: {folder} has no recipe.yaml or no metrics.jsonl; write a run's folder"
+        )
+    return folder

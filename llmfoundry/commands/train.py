@@ -1,4 +1,4 @@
-"""`scripts/train.py`: train a recipe, or go on with it."""
+"""`scripts/train.py` and `scripts/finetune.py`: train a recipe, or go on with it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import gzip
 from pathlib import Path
 
 from llmfoundry.build.job import Job, filled, from_main
+from llmfoundry.build.pretrained import resolve
 from llmfoundry.build.run_lock import only_run
 from llmfoundry.build.trainer import build_trainer
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World, join, relaunch
 from llmfoundry.parallel.mesh import set_deterministic
+from llmfoundry.recipe.called import as_called
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.paths import show
+from llmfoundry.recipe.source import TEXT
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.track.loggers import Tracker
+from llmfoundry.track.pages.before_after import changes, console_lines
+from llmfoundry.track.pages.report import metric_rows, read_evaluations
 from llmfoundry.train.checkpoint import list_checkpoints
 from llmfoundry.train.trainer import Trainer
 
@@ -33,12 +39,18 @@ def train(recipe: TrainRecipe) -> None:
 
 
 def _train(written: TrainRecipe, world: World) -> None:
-    recipe = filled(written)
+    recipe, pretrained = filled(written), None
+    notes: list[str] = []
+    if isinstance(written, FinetuneRecipe):
+        recipe, pretrained = resolve(written, world, note=notes.append)
+        notes.append(f"model.pretrained: {pretrained.summary}")
     folder = Path(recipe.save_folder)
     tracker = Tracker(recipe, folder, is_main=world.is_main)
     status, final = "failed", {}
     try:
-        trainer, job = build_trainer(written, world, tracker)
+        for line in notes:
+            tracker.note(line)
+        trainer, job = build_trainer(written, world, tracker, recipe=recipe, pretrained=pretrained)
         from_main(world, lambda: _write_what_it_is(written, job, folder))
         stopped_by = trainer.fit()
         status = "killed" if stopped_by else "finished"
@@ -74,19 +86,31 @@ def _results(trainer: Trainer, job: Job, folder: Path) -> list[tuple[str, str]]:
         rows.append(("held-out text", f"{bits:.3f} bits per byte{_beside_gzip(job)}"))
     checkpoints = list_checkpoints(folder)
     name = show(folder)
+    rows += console_lines(changes(read_evaluations(folder), metric_rows(folder)))
     return [
         *rows,
         ("report", f"{name}/report.html"),
         ("checkpoint", show(checkpoints[0]) if checkpoints else "none"),
-        ("next", f"python scripts/generate.py checkpoint={name} prompt='def __init__(self'"),
-        ("", f"python scripts/eval.py checkpoint={name}"),
-        ("", f"python scripts/convert.py checkpoint={name} to=hf output={name}/hf"),
+        ("next", as_called(_try_it(job, name))),
+        ("", as_called(f"python scripts/eval.py {name}")),
+        ("", as_called(f"python scripts/convert.py {name} to=hf output={name}/hf")),
     ]
+
+
+def _try_it(job: Job, name: str) -> str:
+    """How to see what the model writes."""
+    if job.tokenizer.has_chat:
+        return f"python scripts/chat.py {name}"
+    return f"python scripts/generate.py {name} prompt='def __init__(self'"
 
 
 def _beside_gzip(job: Job) -> str:
     """What gzip -9 needs for the same text in one piece, as a yardstick."""
+    if any(form != TEXT for _, form in job.recipe.data.formats()):
+        return ""  # of supervised rows only answers are measured
     if job.recipe.eval.validation_rows is not None or job.prepared.validation.n_bytes > GZIP_LIMIT:
         return ""
     text = "".join(job.prepared.validation_texts()).encode()
+    if not text:  # prompts and answers, whose texts are not kept
+        return ""
     return f" (gzip -9: {8 * len(gzip.compress(text, 9)) / len(text):.3f})"

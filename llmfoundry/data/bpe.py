@@ -11,6 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from llmfoundry.terminal import is_watched
+
 END_OF_TEXT = "<|endoftext|>"
 
 # GPT-4's words: digits in groups of at most three, letters with one leading character, line ends
@@ -49,7 +51,7 @@ def train_backend(texts: list[str], vocab_size: int, *, progress: bool) -> Token
         min_frequency=2,
         special_tokens=[_special(END_OF_TEXT)],
         initial_alphabet=byte_alphabet(),
-        show_progress=progress,
+        show_progress=progress and is_watched(),  # its bars know no log file
     )
     backend.train_from_iterator(texts, trainer, length=len(texts))
     return backend

@@ -23,6 +23,7 @@ from llmfoundry.data.bpe import (
     tiktoken_backend,
     train_backend,
 )
+from llmfoundry.data.chat_template import NAMED, ChatTemplate, chosen_templates, template_of
 from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.split import make_split, training_sample
@@ -76,7 +77,7 @@ class Tokenizer:
         others = tuple(i for i in self.eos_ids if i != eos_id)
         self.document_start = self.bos_ids or (eos_id,)
         self.document_end = others if eos_id in self.document_start else (*others, eos_id)
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size: int = _vocab_size(backend)
         self.byte_level = "ByteLevel" in json.dumps(_part(backend, "decoder"))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,7 +93,8 @@ class Tokenizer:
     @split_special_tokens.setter
     def split_special_tokens(self, value: bool) -> None:
         self._backend.encode_special_tokens = value
-        self.__dict__.pop("fingerprint", None)
+        for name in ("fingerprint", "_reading"):
+            self.__dict__.pop(name, None)
 
     @property
     def bos_id(self) -> int | None:
@@ -135,6 +137,114 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of a document to be continued."""
         return [*self.document_start, *self.encode(text)]
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """How messages become a text; `encode_chat` makes ids of that.
+
+        Raises:
+            UserError: it has no chat template, or one that is not a template.
+        """
+        template = self._config.get("chat_template")
+        if template is None:
+            raise UserError(
+                "tokenizer.chat_template: the tokenizer has none; write zephyr, which fits any"
+                " tokenizer, chatml, llama3 or mpt, or a Jinja file"
+            )
+        text, tools = chosen_templates(template)
+        return ChatTemplate(text, self._special_tokens(), tools=tools)
+
+    def chat_by(self, choice: str, *, key: str = "tokenizer.chat_template") -> ChatTemplate:
+        """A named template or a file's, with this tokenizer's special tokens and none added.
+
+        Raises:
+            UserError: there is no such template, or it needs tokens that the tokenizer lacks; the
+                line begins with `key`.
+        """
+        text = template_of(choice, key=key)
+        missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
+        if missing:
+            raise UserError(
+                f"{key}: {choice} needs the tokens {' '.join(missing)}, which the tokenizer does"
+                " not have; write zephyr, whose marks are plain text"
+            )
+        return ChatTemplate(text, self._special_tokens())
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether it has a chat template."""
+        return self._config.get("chat_template") is not None
+
+    def use_chat_template(self, choice: str, *, room: int | None = None) -> list[str]:
+        """Take over a named template or a file's; the special tokens added for it.
+
+        Args:
+            choice: chatml, llama3, zephyr or mpt; or a Jinja file.
+            room: tokens that the model's embedding can still take up; None: any number.
+
+        Raises:
+            UserError: there is no such template, or no room for its tokens.
+        """
+        text = template_of(choice)
+        missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
+        if room is not None and len(missing) > room:
+            raise UserError(
+                f"tokenizer.chat_template: {choice} needs the tokens {' '.join(missing)}, which the"
+                " tokenizer does not have; write zephyr, whose marks are plain text, or"
+                " model.resize_embeddings: true, which adds them"
+            )
+        ChatTemplate(text, self._special_tokens())  # is one, or an error before any change
+        if missing:
+            from tokenizers import AddedToken
+
+            tokens = [AddedToken(token, special=True, normalized=False) for token in missing]
+            self._backend.add_special_tokens(tokens)
+            self.vocab_size = _vocab_size(self._backend)
+        self._config = {**self._config, "chat_template": text}
+        for name in ("chat", "fingerprint", "_reading"):
+            self.__dict__.pop(name, None)
+        return missing
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The ids of a rendered conversation: special tokens are read, and none added."""
+        return self._reading.encode(text, add_special_tokens=False).ids
+
+    def encode_chat_batch(self, texts: list[str]) -> list[list[int]]:
+        """`encode_chat` of each text, on all cores."""
+        found = self._reading.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    def encode_chat_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode_chat`, and of each id the characters that it stands for: from, to."""
+        found = self._reading.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The texts that `encode_chat` reads as one token each."""
+        tokens = self._backend.get_added_tokens_decoder().values()
+        return [token.content for token in tokens if token.special]
+
+    @cached_property
+    def _reading(self) -> Backend:
+        """A backend that reads special tokens; a copy, as others may encode at the same time."""
+        if not self.split_special_tokens:
+            return self._backend
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(self._backend.to_str())
+        backend.encode_special_tokens = False
+        return backend
+
+    def _special_tokens(self) -> dict[str, str]:
+        """What templates may name, as transformers hands it to them: bos_token and others."""
+        found = {"eos_token": self.eos, "pad_token": self.eos}
+        for name in ("bos", "unk", "sep", "pad", "cls", "mask"):
+            token = self._config.get(f"{name}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                found[f"{name}_token"] = token
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
@@ -200,6 +310,10 @@ def _unpickled(definition: str, eos: str, config: dict[str, Any], split: bool) -
     return tokenizer
 
 
+def _vocab_size(backend: Backend) -> int:
+    return max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+
 def _added(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What a tokenizer's post-processor puts before a text and behind it."""
     whole = backend.encode("a")
@@ -223,6 +337,8 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool
     config = _filled(config)
     tokenizer = _KINDS[config.name](config, data, progress)
     tokenizer.split_special_tokens = config.split_special_tokens
+    if config.chat_template is not None:
+        tokenizer.use_chat_template(config.chat_template)
     return tokenizer
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,8 +29,8 @@ class HeldOut(Protocol):
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
         """Rows of T tokens that each have a label; with `partial` the last may be short."""
 
-    def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
-        """A row's ids and the lengths of its documents, as in `Row`."""
+    def row(self, row: int, seq_len: int) -> tuple[Any, ...]:
+        """A row's ids and the lengths of its documents, and what else a `Row` may have."""
 
     def texts(self) -> list[str]:
         """The documents."""
@@ -73,8 +73,8 @@ class MDSRows:
 
     def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
         """A sample's ids and the lengths of its documents."""
-        ids, lengths, _ = self._source.cut(row, seq_len)
-        return ids, lengths
+        found = self._source.cut(row, seq_len)
+        return found.ids, found.lengths
 
     def texts(self) -> list[str]:
         """The samples, as their tokens spell them."""
@@ -96,8 +96,8 @@ class MDSDocuments:
 
     def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
         """A row's ids and the lengths of its documents."""
-        ids, lengths, _ = self._packed(seq_len)[row]
-        return ids, lengths
+        found = self._packed(seq_len)[row]
+        return found.ids, found.lengths
 
     def texts(self) -> list[str]:
         """The documents."""
@@ -115,20 +115,20 @@ class Chain:
     """Several, one after another; a row holds text of one of them."""
 
     def __init__(self, parts: Sequence[HeldOut]) -> None:
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
 
     @property
     def n_bytes(self) -> int:
         """Of all."""
-        return sum(part.n_bytes for part in self._parts)
+        return sum(part.n_bytes for part in self.parts)
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
         """Of all."""
-        return sum(part.n_rows(seq_len, partial=partial) for part in self._parts)
+        return sum(part.n_rows(seq_len, partial=partial) for part in self.parts)
 
-    def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
-        """A row's ids and the lengths of its documents."""
-        for part in self._parts:
+    def row(self, row: int, seq_len: int) -> tuple[Any, ...]:
+        """A row of one of them."""
+        for part in self.parts:
             n_rows = part.n_rows(seq_len, partial=True)
             if row < n_rows:
                 return part.row(row, seq_len)
@@ -137,7 +137,7 @@ class Chain:
 
     def texts(self) -> list[str]:
         """Of all."""
-        return [text for part in self._parts for text in part.texts()]
+        return [text for part in self.parts for text in part.texts()]
 
 
 def validation_batches(

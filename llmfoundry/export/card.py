@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmfoundry.export.settings import OWN
-from llmfoundry.models.counts import active_parameter_count
+from llmfoundry.files import write_whole
+from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 
 _LOAD = """\
@@ -24,23 +25,40 @@ print(tokenizer.decode(model.generate(tokens, max_new_tokens=64)[0]))
 
 
 @dataclass(frozen=True)
+class CardScore:
+    """A measured result.
+
+    Attributes:
+        name: in words.
+        value: as it is read.
+        stderr: its standard error, as it is read; empty: not known.
+        chance: what guessing gets, as it is read; empty: nobody knows, or it has no meaning.
+    """
+
+    name: str
+    value: str
+    stderr: str = ""
+    chance: str = ""
+
+
+@dataclass(frozen=True)
 class CardInfo:
     """What the card says beyond what the model itself shows.
 
     Attributes:
         name: the model's name, its title.
-        recipe: the run's recipe, YAML.
         data: what text it was trained on, a line.
+        settings: of the training that tell it from others, by recipe key.
         trained: how long, a line such as `20000 batches, 2.6e9 tokens`.
-        scores: measured results, by metric name.
+        scores: measured results.
         prompt: an example to continue.
     """
 
     name: str
-    recipe: str
     data: str
+    settings: Mapping[str, str] = field(default_factory=dict)
     trained: str = ""
-    scores: Mapping[str, float] = field(default_factory=dict)
+    scores: Sequence[CardScore] = ()
     prompt: str = "Once upon a time"
 
 
@@ -66,15 +84,16 @@ def write_card(
         remarks: lines about what is different in transformers.
     """
     lines = [*_lines(card, model, architecture, dtype), *_list("In transformers", remarks)]
-    lines += _recipe(card, unkept)
-    path.write_text("\n".join(lines) + "\n")
+    lines += [*_training(card), *_list("Settings that config.json does not keep", unkept)]
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Iterator[str]:
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
-    yield from ("tags:", "- llmfoundry", "---", "", f"# {card.name}", "")
-    parameters = sum(p.numel() for p in model.parameters())
+    yield "license: unknown # yours to choose, as the texts it was trained on allow"
+    yield from ("tags:", "- llmfoundry", "---", "", f"# {_cell(card.name)}", "")
     config = model.config
+    parameters = parameter_count(config)
     active = active_parameter_count(config)
     share = "" if active == parameters else f", of which a token visits {active:,}"
     wide = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads"
@@ -86,16 +105,19 @@ def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Ite
         "Context": f"{config.max_seq_len:,} tokens",
         "Data": card.data,
         "Trained": card.trained,
+        "Licence": "not chosen; write it here and above (`license:`)",
     }
     yield from ("| | |", "|---|---|")
-    yield from (f"| {name} | {value} |" for name, value in rows.items() if value)
+    yield from (f"| {name} | {_cell(value)} |" for name, value in rows.items() if value)
     yield from ("", "## How to load", "", "```python")
     first = "import llmfoundry.hf  # registers the model's class\n" if architecture == OWN else ""
     prompt = card.prompt.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     yield _LOAD.format(first=first, name=card.name, prompt=prompt) + "```"
     if card.scores:
-        yield from ("", "## Scores", "", "| metric | value |", "|---|---|")
-        yield from (f"| {name} | {value:.4f} |" for name, value in card.scores.items())
+        yield from ("", "## Scores", "", "| | score | ± standard error | chance |")
+        yield "|---|---:|---:|---:|"
+        for score in card.scores:
+            yield f"| {_cell(score.name)} | {score.value} | {score.stderr} | {score.chance} |"
 
 
 def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
@@ -104,8 +126,13 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield from (f"- {line}" for line in lines)
 
 
-def _recipe(card: CardInfo, unkept: Sequence[str]) -> Iterator[str]:
-    yield from ("", "## Recipe", "", "```yaml", card.recipe.rstrip(), "```")
-    if unkept:
-        yield from ("", "Settings of the recipe that config.json does not keep:", "")
-        yield from (f"- {line}" for line in unkept)
+def _training(card: CardInfo) -> Iterator[str]:
+    if card.settings:
+        yield from ("", "## Training", "", "| recipe key | |", "|---|---|")
+        yield from (f"| `{key}` | {_cell(value)} |" for key, value in card.settings.items())
+
+
+def _cell(text: str) -> str:
+    """Text that is one cell, or one heading, whatever it says."""
+    line = " ".join(text.split())
+    return line.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

@@ -14,6 +14,7 @@ import re
 import string
 from collections.abc import Iterable, Sequence
 
+from llmfoundry.data.instructions import checks
 from llmfoundry.gauntlet.questions import Row
 from llmfoundry.gauntlet.tasks import TaskConfig
 
@@ -50,12 +51,19 @@ def final_answer(text: str, task: TaskConfig) -> str:
 
 
 def is_right(text: str, row: Row, task: TaskConfig) -> bool:
-    """Whether a text answers the row's question: it begins with an alias that is not empty."""
+    """Whether a text answers the row's question: it begins with an alias that is not empty.
+
+    A row with checks of its own must meet all of them instead, to its last character.
+    """
+    if row.checks:
+        return checks.is_right(cut(text, task.early_stopping_criteria), row.checks)
     return bool(_matches(final_answer(text, task), row, task))
 
 
 def runs_on(text: str, row: Row, task: TaskConfig) -> bool:
     """Whether a text is right only as the start of a longer word or number: "30" where 3 is."""
+    if row.checks:
+        return False
     answer = final_answer(text, task)
     matches = _matches(answer, row, task)
     return bool(matches) and all(_GOES_ON.match(answer, len(alias)) for alias in matches)
@@ -66,7 +74,7 @@ def empty_aliases(rows: Iterable[Row], task: TaskConfig) -> list[str]:
     notes = []
     for row in rows:
         empty = [alias for alias in _aliases(row) if not _clean(alias, task)]
-        if not empty:
+        if not empty or row.checks:
             continue
         names = ", ".join(map(repr, empty))
         only = "" if len(empty) < len(_aliases(row)) else "; it has no other, so none is right"

@@ -203,7 +203,10 @@ class Endpoint:
         if prompt.stops:
             body["stop"] = list(prompt.stops[:MAX_STOPS])
         if self.chat:
-            body["messages"] = [{"role": "user", "content": prompt.text}]
+            plain = [{"role": "user", "content": prompt.text}]
+            body["messages"] = [dict(m) for m in prompt.messages] or plain
+            if prompt.tools:
+                body["tools"] = [dict(tool) for tool in prompt.tools]
         else:
             body["prompt"] = prompt.text
         path = "/chat/completions" if self.chat else "/completions"
@@ -216,6 +219,8 @@ class Endpoint:
         """The continuation in a reply; what a model may leave out, a message's content, is ''."""
         with suppress(KeyError, IndexError, TypeError):
             choice = reply["choices"][0]
+            if self.chat and "tool_calls" in choice["message"] and choice["message"]["tool_calls"]:
+                return json.dumps(choice["message"]["tool_calls"][0]["function"])
             text = choice["message"]["content"] if self.chat else choice["text"]
             if text is None or isinstance(text, str):
                 return text or ""

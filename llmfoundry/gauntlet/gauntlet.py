@@ -22,6 +22,7 @@ from llmfoundry.gauntlet.categories import (
     missing_benchmarks,
     wrong_baselines,
 )
+from llmfoundry.gauntlet.chat_prompts import Chat
 from llmfoundry.gauntlet.continuations import heldout_rows
 from llmfoundry.gauntlet.harness import PREFIX, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.prompt_cache import cached_questions
@@ -52,6 +53,7 @@ class Asking:
         allow_missing: tasks without rows are left out, and said to be.
         unit: what a token of `tokenizer` is: the model's own, or bytes of a model behind a server.
         can_score: the model gives log-probabilities; one that does not writes answers in any case.
+        chat: how conversations are put, and whether all tasks are; None: there is no template.
     """
 
     tokenizer: Tokenizer
@@ -63,6 +65,7 @@ class Asking:
     allow_missing: bool = False
     unit: str = "tokens"
     can_score: bool = True
+    chat: Chat | None = None
 
     @classmethod
     def by_training(cls, tokenizer: Tokenizer, seq_len: int, start: Sequence[int] | None) -> Asking:
@@ -81,7 +84,8 @@ class Asking:
         special = self.special or special_tokens(self.tokenizer)
         before = special.start if self.prompts == "native" else special.before
         text = self.tokenizer.decode(before) if before else "nothing"
-        return f"{self.prompts} prompts, {text} before each text"
+        said = f"{self.prompts} prompts, {text} before each text"
+        return said if self.chat is None else f"{said}; {self.chat.describe()}"
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,8 @@ class Gauntlet:
     ) -> list[TaskResult]:
         """Results of a task of lm-evaluation-harness, under the name that the file gives it."""
         asking = self._asking
-        found = harness.run(subject, asking.tokenizer, seq_len=asking.seq_len)
+        chat = asking.chat if asking.chat is not None and asking.chat.every_task else None
+        found = harness.run(subject, asking.tokenizer, seq_len=asking.seq_len, chat=chat)
         alone = len(found) == 1
         return [_from_harness(part, task.label if alone else part.label, shots) for part in found]
 
@@ -278,6 +283,7 @@ class Gauntlet:
                 keep=sorted(order),
                 special=asking.special,
                 generate=asking.generate or not asking.can_score,
+                chat=asking.chat,
             )
             asked = [asked[places[index]] for index in order]
             yield _Ready(task, _sized(self._blank(task, shots, rows), asked), asked)

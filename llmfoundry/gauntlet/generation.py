@@ -22,6 +22,7 @@ from llmfoundry.gauntlet.answers import cut
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.gauntlet.score import Autocast
 from llmfoundry.gauntlet.tree import common_prefix
+from llmfoundry.models.adapters.virtual import longest_document
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.attention_plan import autocast_dtype
@@ -68,15 +69,18 @@ class _Model:
     world_size: int
 
     @property
+    def model(self) -> Decoder:
+        return cast(Root, getattr(self.root, "module", self.root)).model
+
+    @property
     def config(self) -> ModelConfig:
-        return cast(Root, getattr(self.root, "module", self.root)).model.config
+        return self.model.config
 
     def cache(self, rows: int, length: int) -> KVCache:
         """An empty cache, in the dtype that keys and values will have."""
         with self.autocast():
             dtype = autocast_dtype(self.device.type, next(self.root.parameters()).dtype)
-        shape = {"batch": rows, "max_len": length}
-        return KVCache(self.config, **shape, device=self.device, dtype=dtype)
+        return self.model.new_cache(batch=rows, max_len=length, device=self.device, dtype=dtype)
 
     def read(self, tokens: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Add tokens (B, T) to the cache.
@@ -180,7 +184,7 @@ def generate_texts(
         FloatingPointError: logits were not finite, so that nothing is the likeliest; on every rank.
     """
     model = _Model(root, tokenizer, device, autocast, world_size)
-    _check_lengths(model.config, prompts)
+    _check_lengths(longest_document(model.model), prompts)
     found: list[tuple[int, str, bool]] = []
     was_training = root.training
     root.eval()
@@ -206,11 +210,9 @@ def generate_texts(
     return [text for _, text, _ in sorted(found)]
 
 
-def _check_lengths(config: ModelConfig, prompts: Sequence[Prompt]) -> None:
-    """ALiBi and rotary positions go on beyond max_seq_len, learned ones do not."""
-    longest = config.max_seq_len
-    assert longest is not None, "the recipe was not filled"
-    if not config.learned_pos_emb:
+def _check_lengths(longest: int | None, prompts: Sequence[Prompt]) -> None:
+    """ALiBi and rotary positions go on beyond max_seq_len, learned ones end at `longest`."""
+    if longest is None:
         return
     too_long = [p for p in prompts if len(p.tokens) + p.max_new_tokens - 1 > longest]
     if too_long:

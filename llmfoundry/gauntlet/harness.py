@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.chat_prompts import Chat
 from llmfoundry.gauntlet.harness_model import PREFIX, HarnessModel, import_harness
 from llmfoundry.gauntlet.questions import RefusedError, Subject
 from llmfoundry.recipe.checks import nearest
@@ -103,6 +104,7 @@ class HarnessTasks:
         tokenizer: Tokenizer,
         *,
         seq_len: int,
+        chat: Chat | None = None,
     ) -> list[HarnessResult]:
         """Examine a model; all processes call it, and all get all results.
 
@@ -110,11 +112,12 @@ class HarnessTasks:
             subject: the model.
             tokenizer: its tokenizer.
             seq_len: longest input in tokens; longer ones lose their start, as in the harness.
+            chat: the template that questions are put by, and how; None: by none.
 
         Raises:
             UserError: an answer cannot fit into seq_len.
         """
-        model = HarnessModel(subject, tokenizer, seq_len=seq_len)
+        model = HarnessModel(subject, tokenizer, seq_len=seq_len, chat=chat)
         results: list[HarnessResult] = []
         with _own_seeds():
             for name, loaded in self._loaded.items():
@@ -193,7 +196,12 @@ def _evaluate(
     model.truncated.clear()
     try:
         found = evaluator.evaluate(
-            lm=model, task_dict=loaded, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
+            lm=model,
+            task_dict=loaded,
+            limit=limit,
+            bootstrap_iters=_BOOTSTRAPS,
+            log_samples=False,
+            **model.chat_arguments(),
         )
     except (FloatingPointError, RefusedError) as error:  # the model's fault: the others go on
         return [HarnessResult(name, max(shots.values()), 0, failure=str(error))]

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import Prompt, Refusal, RefusedError, Request, Subject
+from llmfoundry.gauntlet.chat_prompts import Chat, prompt_text
+from llmfoundry.gauntlet.questions import Prompt, Refusal, RefusedError, Request, Row, Subject
 from llmfoundry.gauntlet.special_tokens import special_tokens
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 PREFIX = "lm_eval:"  # of a dataset_uri
 Said = TypeVar("Said")
 MAX_GEN_TOKS = 256  # where a task does not say; the harness's default
+_NOTHING = Row(("",), ("",), 0, "")  # a question without tools
 
 
 class HarnessModel:
@@ -36,19 +39,53 @@ class HarnessModel:
     truncated: Counter[str]
     """By task: texts whose start was cut off."""
 
-    def __init__(self, subject: Subject, tokenizer: Tokenizer, *, seq_len: int) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        chat: Chat | None = None,
+    ) -> None:
         """Wrap a model.
 
         Args:
             subject: the model.
             tokenizer: its tokenizer.
             seq_len: longest input in tokens.
+            chat: the template that questions are put by, and how; None: by none.
         """
+        self._chat = chat
         self._subject, self._tokenizer, self._seq_len = subject, tokenizer, seq_len
         special = special_tokens(tokenizer)
         self._before, self._prefix_id = special.before, special.prefix
         self._prefix = tokenizer.decode([self._prefix_id])
         self.truncated = Counter()
+
+    def chat_arguments(self) -> dict[str, Any]:
+        """Of the harness's evaluator: whether and how questions become conversations."""
+        if self._chat is None:
+            return {}
+        return {
+            "apply_chat_template": True,
+            "fewshot_as_multiturn": self._chat.multiturn,
+            "system_instruction": self._chat.system or None,
+        }
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness knows a template's prompts by."""
+        return "" if self._chat is None else self._chat.template.fingerprint
+
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Messages as a text; the last of them is gone on with where no answer is to begin."""
+        assert self._chat is not None, "asked for without a template"
+        messages, chat = list(chat_history), replace(self._chat, prefix="")
+        if not add_generation_prompt:
+            chat = replace(chat, prefix=messages.pop()["content"])
+        return prompt_text(messages, _NOTHING, chat)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Log-probability of each continuation, and whether it is the greedy one.
@@ -160,7 +197,10 @@ class HarnessModel:
             for text, has in zip(texts, spelled, strict=True)
         ]
         distinct = list(dict.fromkeys(plain))
-        tokens = dict(zip(distinct, self._tokenizer.encode_batch(distinct), strict=True))
+        encode = self._tokenizer.encode_batch
+        if self._chat is not None:  # a template spells special tokens
+            encode = self._tokenizer.encode_chat_batch
+        tokens = dict(zip(distinct, encode(distinct), strict=True))
         return [
             [*([self._prefix_id] if has else self._before), *tokens[text]]
             for text, has in zip(plain, spelled, strict=True)

@@ -7,6 +7,7 @@ checked first: weights that a folder lacks would be random numbers, and their sc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from llmfoundry.gauntlet.special_tokens import DOCUMENT_START
 DEFAULT_SEQ_LEN = 2048
 """For configs and tokenizers that tell no longest input, as in lm-evaluation-harness."""
 _SEQ_LENS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
+_WEIGHTS = ("*.safetensors", "*.bin")
 _UNSET = 10**9  # transformers writes 1e30 as a tokenizer's model_max_length where none is known
 
 
@@ -48,9 +50,81 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{name}: its tokenizer names no end-of-text token; add"
                 ' "eos_token" to its tokenizer_config.json'
             )
-        super().__init__(
-            loaded.backend_tokenizer, loaded.eos_token, {"bos_token": loaded.bos_token}
+        names = ("bos_token", "chat_template", "pad_token", "unk_token")
+        kept = {key: getattr(loaded, key, None) for key in names}
+        super().__init__(loaded.backend_tokenizer, loaded.eos_token, kept)
+
+
+@dataclass(frozen=True)
+class OpenedHuggingFace:
+    """A model that is there, of which all is read but the weights.
+
+    Attributes:
+        name: a folder, or an id on the hub.
+        config: its config.json, as transformers reads it.
+        tokenizer: its own.
+        seq_len: longest input in tokens.
+        trust_remote_code: run Python files that the folder brings along.
+    """
+
+    name: str
+    config: Any
+    tokenizer: HuggingFaceTokenizer
+    seq_len: int
+    trust_remote_code: bool
+
+    def load(
+        self, *, device: torch.device, precision: str, batch_tokens: int
+    ) -> HuggingFaceSubject:
+        """The model with its weights; see `load_hugging_face`.
+
+        Raises:
+            UserError: they cannot be read, or some are missing.
+        """
+        import transformers  # seconds
+
+        model, report = _load(
+            self.name,
+            "weights",
+            transformers.AutoModelForCausalLM.from_pretrained,
+            config=self.config,
+            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+            output_loading_info=True,
+            trust_remote_code=self.trust_remote_code,
         )
+        _check_weights(self.name, report["missing_keys"])
+        return HuggingFaceSubject(
+            model.to(device),
+            self.tokenizer,
+            seq_len=self.seq_len,
+            batch_tokens=batch_tokens,
+            autocast=precision == "amp_bf16",
+        )
+
+
+def open_hugging_face(
+    name: str, *, seq_len: int | None = None, trust_remote_code: bool = False
+) -> OpenedHuggingFace:
+    """A model's settings and tokenizer; see `load_hugging_face`.
+
+    Raises:
+        UserError: there is no such model, its folder lacks weights or a tokenizer, or it reads less
+            than seq_len.
+    """
+    import transformers  # seconds
+
+    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    config = load_config(name, seq_len, **remote)
+    folder = Path(name).expanduser()
+    name = str(folder)
+    loaded = _load(name, "tokenizer", transformers.AutoTokenizer.from_pretrained, **remote)
+    tokenizer = HuggingFaceTokenizer(name, loaded)
+    if folder.is_dir() and not any(any(folder.glob(kind)) for kind in _WEIGHTS):
+        raise UserError(
+            f"{name}: holds no weights ({', '.join(_WEIGHTS)}); copy or download them again"
+        )
+    longest = seq_len or _config_length(config) or _tokenizer_length(loaded)
+    return OpenedHuggingFace(name, config, tokenizer, longest, trust_remote_code)
 
 
 def load_hugging_face(
@@ -76,31 +150,9 @@ def load_hugging_face(
         UserError: there is no such model, it cannot be read, weights or a tokenizer are missing,
             or it reads less than seq_len.
     """
-    import transformers  # seconds
-
-    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    config = load_config(name, seq_len, **remote)
-    name = str(Path(name).expanduser())
-    loaded = _load(name, "tokenizer", transformers.AutoTokenizer.from_pretrained, **remote)
-    tokenizer = HuggingFaceTokenizer(name, loaded)
-    model, report = _load(
-        name,
-        "weights",
-        transformers.AutoModelForCausalLM.from_pretrained,
-        config=config,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        output_loading_info=True,
-        **remote,
-    )
-    _check_weights(name, report["missing_keys"])
-    subject = HuggingFaceSubject(
-        model.to(device),
-        tokenizer,
-        seq_len=seq_len or _config_length(config) or _tokenizer_length(loaded),
-        batch_tokens=batch_tokens,
-        autocast=precision == "amp_bf16",
-    )
-    return subject, tokenizer
+    opened = open_hugging_face(name, seq_len=seq_len, trust_remote_code=trust_remote_code)
+    subject = opened.load(device=device, precision=precision, batch_tokens=batch_tokens)
+    return subject, opened.tokenizer
 
 
 def load_config(name: str, seq_len: int | None, *, trust_remote_code: bool = False) -> Any:

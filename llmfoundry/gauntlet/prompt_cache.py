@@ -17,6 +17,7 @@ import numpy as np
 from filelock import FileLock
 
 from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.gauntlet.chat_prompts import Chat, uses_chat
 from llmfoundry.gauntlet.prompt_parts import generates
 from llmfoundry.gauntlet.prompts import questions
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
@@ -58,6 +59,7 @@ def cached_questions(
     keep: Sequence[int] | None = None,
     special: SpecialTokens | None = None,
     generate: bool = True,
+    chat: Chat | None = None,
 ) -> list[Question]:
     """What `questions` gives, from `folder` if it is there, else made and put there.
 
@@ -75,6 +77,7 @@ def cached_questions(
         keep: indices of the rows to ask; unset: all.
         special: tokens around every text; unset: the tokenizer's own.
         generate: whether answers are to be written.
+        chat: how conversations are put.
 
     Raises:
         UserError: as `questions`, or `folder` cannot be written.
@@ -83,6 +86,7 @@ def cached_questions(
     special = special or special_tokens(tokenizer)
     how: dict[str, Any] = {"mode": mode, "seq_len": seq_len}
     how["generate"] = generate and generates(task)
+    spoken = {"chat": chat.facts()} if chat is not None and uses_chat(rows, chat) else {}
     key = cache_key(
         version=_VERSION,
         rows=rows_hash(rows),
@@ -92,12 +96,13 @@ def cached_questions(
         special=dataclasses.asdict(special),
         tokenizer=tokenizer.fingerprint,
         **how,
+        **spoken,
     )
     place = folder / key
     asked = list(rows) if keep is None else [rows[i] for i in keep]
 
     def make() -> list[Question]:
-        return questions(rows, task, shots, tokenizer, keep=keep, special=special, **how)
+        return questions(rows, task, shots, tokenizer, keep=keep, special=special, chat=chat, **how)
 
     if place.is_dir():
         found = _load_or_remove(place, asked, say)
@@ -122,7 +127,9 @@ def save_questions(file: Path, asked: Sequence[Question]) -> None:
     prompts = [question.prompt for question in asked if question.prompt is not None]
     texts = {
         "requests": [request.text for request in requests],
-        "prompts": [[prompt.text, prompt.stops] for prompt in prompts],
+        "prompts": [
+            [prompt.text, prompt.stops, prompt.messages, prompt.tools] for prompt in prompts
+        ],
     }
     arrays = {
         "n_requests": [len(question.requests) for question in asked],
@@ -166,8 +173,9 @@ def load_questions(file: Path, rows: Sequence[Row]) -> list[Question]:
             requests.append(Request(tokens, targets, text))
         prompt = None
         if n_new:
-            text, stops = next(prompts)
-            prompt = Prompt(next(sequences), text, tuple(stops), n_new)
+            text, stops, *spoken = next(prompts)
+            said = (tuple(part) for part in spoken)  # none in a file of before there were chats
+            prompt = Prompt(next(sequences), text, tuple(stops), n_new, *said)
         result.append(Question(row, tuple(requests), prompt, dropped, bool(truncated)))
     return result
 

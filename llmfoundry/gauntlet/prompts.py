@@ -11,10 +11,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.chat_prompts import (
+    Chat,
+    chat_joints,
+    check_chat,
+    conversation,
+    uses_chat,
+)
 from llmfoundry.gauntlet.foundry_prompts import foundry_questions
 from llmfoundry.gauntlet.joint_tokens import Joint, encode_joint
 from llmfoundry.gauntlet.prompt_parts import (
@@ -34,6 +41,8 @@ from llmfoundry.gauntlet.tasks import TaskConfig
 if TYPE_CHECKING:
     from llmfoundry.data.tokenizer import Tokenizer
 
+_TOO_MANY = 8  # tokens that an answer in a conversation may have beyond the longest right one
+
 
 def questions(
     rows: Sequence[Row],
@@ -46,6 +55,7 @@ def questions(
     keep: Sequence[int] | None = None,
     special: SpecialTokens | None = None,
     generate: bool = True,
+    chat: Chat | None = None,
 ) -> list[Question]:
     """The rows `keep`, in its order, tokenised.
 
@@ -59,6 +69,7 @@ def questions(
         keep: indices of the rows to ask; unset: all.
         special: tokens around every text; unset: the tokenizer's own.
         generate: whether answers are to be written: no prompts, and no room for these, if not.
+        chat: how conversations are put; None: there is no template.
 
     Raises:
         UserError: too few rows to draw examples from; an answer that does not fit into seq_len.
@@ -67,7 +78,11 @@ def questions(
     if not asked:
         return []
     special = special or special_tokens(tokenizer)
-    how = {"seq_len": seq_len, "keep": asked, "special": special, "generate": generate}
+    how: dict[str, Any] = {"seq_len": seq_len, "keep": asked}
+    how |= {"special": special, "generate": generate}
+    if uses_chat(rows, chat):
+        check_chat(rows, task, shots, mode, chat)
+        how["chat"] = chat
     return MODES[mode](rows, task, shots, tokenizer, **how)
 
 
@@ -81,16 +96,19 @@ def native_questions(
     keep: Sequence[int],
     special: SpecialTokens,
     generate: bool,
+    chat: Chat | None = None,
 ) -> list[Question]:
     """`questions` with joint tokenisation, examples fixed per task, and none cut in the middle.
 
-    A question too long for the window loses whole examples from the first, then its start.
+    A question too long for the window loses whole examples from the first, then its start. A chat
+    template writes itself what comes before a conversation.
     """
     examples = _examples(rows, task, shots)
+    start = special.start if chat is None else ()
     n_new = 0
     if generates(task) and generate:
-        n_new = _n_new(rows, task, tokenizer, room=seq_len - len(special.start))
-    window = _Window(special.start, seq_len, n_new, tuple(task.early_stopping_criteria))
+        n_new = _n_new(rows, task, tokenizer, room=seq_len - len(start), chat=chat)
+    window = _Window(start, seq_len, n_new, _stops(task, chat))
     reasoned = reasons(rows)
     done: dict[int, Question] = {}
     waiting = list(dict.fromkeys(keep))
@@ -99,13 +117,13 @@ def native_questions(
             break
         kept = {i: examples[i][dropped:] for i in waiting}
         waiting = []
-        for i, joints in _encode(rows, task, kept, tokenizer):
+        for i, joints in _encode(rows, task, kept, tokenizer, chat):
             if window.overflow(joints) and dropped < shots:
                 waiting.append(i)
             else:
                 texts = answers(rows[i], task, reasoned=reasoned)
                 done[i] = window.question(rows[i], joints, texts, dropped, tokenizer)
-    return [done[i] for i in keep]
+    return [_spoken(done[i], rows, task, examples[i], chat) for i in keep]
 
 
 def harness_questions(
@@ -118,6 +136,7 @@ def harness_questions(
     keep: Sequence[int],
     special: SpecialTokens,
     generate: bool,
+    chat: Chat | None = None,
 ) -> list[Question]:
     """`questions` with native's texts, in the tokens of lm-evaluation-harness's HFLM.
 
@@ -130,14 +149,16 @@ def harness_questions(
     examples = _examples(rows, task, shots)
     n_new = 0
     if generates(task) and generate:
-        n_new = _n_new(rows, task, tokenizer, room=seq_len)
+        n_new = _n_new(rows, task, tokenizer, room=seq_len, chat=chat)
+    stops, spelled = _stops(task, chat), tokenizer.decode([special.prefix])
     reasoned = reasons(rows)
     done: dict[int, Question] = {}
-    for i, joints in _encode(rows, task, {i: examples[i] for i in keep}, tokenizer):
+    for i, joints in _encode(rows, task, {i: examples[i] for i in keep}, tokenizer, chat):
         texts = answers(rows[i], task, reasoned=reasoned)
         requests, too_long = [], False
         for joint in joints:
-            first = special.before or (() if joint.stripped else (special.prefix,))
+            before = _before(joint, special, spelled, chat)
+            first = before or (() if joint.stripped else (special.prefix,))
             lost = min(map(len, joint.wholes)) <= joint.stripped
             border = joint.border if lost else joint.stripped
             check_answer(rows[i], [len(whole) - border for whole in joint.wholes], seq_len)
@@ -147,13 +168,13 @@ def harness_questions(
                 too_long |= len(tokens) > seq_len + 1
         prompt = None
         if n_new:
-            head = (*special.before, *joints[0].head) or (special.prefix,)
+            head = (*before, *joints[0].head) or (special.prefix,)
             kept = head[n_new - seq_len :]
             too_long |= len(kept) < len(head)
             text = joints[0].text if len(kept) == len(head) else tokenizer.decode(kept)
-            prompt = Prompt(kept, text, tuple(task.early_stopping_criteria), n_new)
+            prompt = Prompt(kept, text, stops, n_new)
         done[i] = Question(rows[i], tuple(requests), prompt, 0, too_long)
-    return [done[i] for i in keep]
+    return [_spoken(done[i], rows, task, examples[i], chat) for i in keep]
 
 
 MODES: dict[str, Callable[..., list[Question]]] = {
@@ -228,8 +249,54 @@ class _Window:
         return Prompt((*self.start, *head), text, self.stops, self.n_new)
 
 
-def _n_new(rows: Sequence[Row], task: TaskConfig, tokenizer: Tokenizer, *, room: int) -> int:
-    """`max_new_tokens`; what the delimiter ends in is left to the model: see joint_tokens."""
+def _stops(task: TaskConfig, chat: Chat | None) -> tuple[str, ...]:
+    """Texts before which an answer ends, the end of its turn among them."""
+    turn = "" if chat is None else chat.end_of_turn
+    stops = (*task.early_stopping_criteria, turn)
+    return tuple(dict.fromkeys(stop for stop in stops if stop))
+
+
+def _before(
+    joint: Joint, special: SpecialTokens, spelled: str, chat: Chat | None
+) -> tuple[int, ...]:
+    """What the tokenizer puts before a text, but where a chat template has written it already."""
+    if chat is not None and spelled and joint.text.startswith(spelled):
+        return ()
+    return special.before
+
+
+def _spoken(
+    question: Question,
+    rows: Sequence[Row],
+    task: TaskConfig,
+    examples: Sequence[int],
+    chat: Chat | None,
+) -> Question:
+    """The question with its prompt's messages, for a server that has a template of its own."""
+    if chat is None or question.prompt is None:
+        return question
+    row, its = question.row, [rows[j] for j in examples[question.dropped :]]
+    messages = conversation(row, row.contexts[0], its, task, chat, reasoned=reasons(rows))
+    prompt = replace(question.prompt, messages=tuple(messages), tools=row.tools)
+    return replace(question, prompt=prompt)
+
+
+def _n_new(
+    rows: Sequence[Row],
+    task: TaskConfig,
+    tokenizer: Tokenizer,
+    *,
+    room: int,
+    chat: Chat | None = None,
+) -> int:
+    """`max_new_tokens`; what the delimiter ends in is left to the model: see joint_tokens.
+
+    In a conversation there is room for the end of the turn, and for a few tokens too many: what
+    goes on after a right answer shows.
+    """
+    if chat is not None:
+        end = len(tokenizer.encode_chat(chat.end_of_turn)) + _TOO_MANY
+        return max_new_tokens(rows, task, tokenizer, room=room, n_special=end)
     lead = task.continuation_delimiter[len(task.continuation_delimiter.rstrip()) :]
     return max_new_tokens(rows, task, tokenizer, room=room, lead=lead)
 
@@ -260,8 +327,12 @@ def _encode(
     task: TaskConfig,
     examples: Mapping[int, tuple[int, ...]],
     tokenizer: Tokenizer,
+    chat: Chat | None = None,
 ) -> Iterator[tuple[int, list[Joint]]]:
     """Each row of `examples` under each context; those with the same examples together."""
+    if chat is not None:
+        yield from chat_joints(rows, task, examples, tokenizer, chat)
+        return
     reasoned = reasons(rows)
     together: dict[tuple[int, ...], list[int]] = {}
     for i, its in examples.items():

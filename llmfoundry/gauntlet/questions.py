@@ -6,9 +6,9 @@ A task's file becomes rows (`rows`), rows become questions (`prompts`), a `Subje
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Row:
         category: of a task with has_categories.
         aliases: all answers that count as right in generation, the first of which is choices[0].
         chain_of_thought: reasoning before the answer, in worked examples of generation.
+        messages: a conversation up to the answer; empty: the question is a text.
+        reply: the right answer as a message; empty: not given.
+        tools: functions that the model may call, in a conversation.
+        checks: what makes a written answer right, for `data.instructions.checks`; empty: that it
+            begins with an alias.
     """
 
     contexts: tuple[str, ...]
@@ -32,6 +37,10 @@ class Row:
     category: str | None = None
     aliases: tuple[str, ...] = ()
     chain_of_thought: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    reply: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    checks: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def n_options(self) -> int:
@@ -64,12 +73,17 @@ class Prompt:
         text: the same, for models behind an endpoint that takes text.
         stops: the continuation ends before the first of these texts.
         max_new_tokens: and after so many tokens.
+        messages: the conversation that `text` renders, for models behind a server of their own
+            template; empty: none.
+        tools: what may be called there.
     """
 
     tokens: tuple[int, ...]
     text: str
     stops: tuple[str, ...]
     max_new_tokens: int
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

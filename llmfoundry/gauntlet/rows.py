@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.instructions import checks
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import Row
 from llmfoundry.gauntlet.sources import RawRow, read_source
@@ -65,6 +66,9 @@ def load_rows(
     return rows
 
 
+_OF_CONVERSATIONS = ("messages", "reply", "tools", "checks")  # newer than kept hashes
+
+
 def chance(rows: Sequence[Row]) -> float:
     """Accuracy of guessing: the mean of 1/options; 0 where the answer is written freely."""
     return sum(1 / row.n_options for row in rows if row.n_options > 1) / len(rows)
@@ -82,6 +86,7 @@ def rows_hash(rows: Sequence[Row]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         content = {name: getattr(row, name) for name in names}
+        content = {n: v for n, v in content.items() if v or n not in _OF_CONVERSATIONS}
         digest.update(json.dumps(content, separators=(",", ":")).encode("ascii") + b"\n")
     return digest.hexdigest()
 
@@ -96,6 +101,9 @@ def _row(raw: RawRow, place: str, task: TaskConfig) -> Row:
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and is_broken(text):
                 raise ValueError(f"field '{name}' is {_short(text)}: it {BROKEN}")
+    for name in _OF_CONVERSATIONS:
+        if is_broken(json.dumps(row.get(name), ensure_ascii=False)):
+            raise ValueError(f"field '{name}' {BROKEN}")
     read = ROW_READERS[task.icl_task_type](row, place)
     if not task.has_categories:
         return read
@@ -131,11 +139,58 @@ def _schema(row: Mapping[str, Any], place: str) -> Row:
 
 
 def _generation(row: Mapping[str, Any], place: str) -> Row:
-    context, answer = _text(row, "context"), _filled(row, "answer", "the text to generate")
+    messages = _messages(row)
+    context = str(messages[-1]["content"]) if messages else _text(row, "context")
+    answer = _filled(row, "answer", "the text to generate")
     given = _texts(row, "aliases") if row.get("aliases") is not None else ()
     thought = _text(row, "chain_of_thought") if row.get("chain_of_thought") is not None else ""
     aliases = tuple(dict.fromkeys([answer, *given]))
-    return Row((context,), (answer,), 0, place, aliases=aliases, chain_of_thought=thought)
+    if "checks" in row:
+        for problem in checks.problems(row["checks"]):
+            raise ValueError(problem)
+    return Row(
+        (context,),
+        (answer,),
+        0,
+        place,
+        aliases=aliases,
+        chain_of_thought=thought,
+        messages=messages,
+        reply=_mapping(row, "reply"),
+        tools=tuple(_mappings(row, "tools")),
+        checks=tuple(row.get("checks", ())),
+    )
+
+
+def _messages(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """A conversation in place of a context; empty: there is none."""
+    messages = _mappings(row, "messages")
+    for message in messages:
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(
+                f"field 'messages' holds {_short(message)}; write role and content of each"
+            )
+    if messages and (
+        messages[-1]["role"] != "user" or not isinstance(messages[-1]["content"], str)
+    ):
+        raise ValueError("field 'messages': the last is not a text of the user, which is answered")
+    if messages and "context" in row:
+        raise ValueError("has 'messages' and 'context'; write one of them")
+    return tuple(messages)
+
+
+def _mappings(row: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    value = row.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(part, Mapping) for part in value):
+        raise ValueError(f"field '{name}' is {_short(value)}; write a list of mappings")
+    return value
+
+
+def _mapping(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = row.get(name, {})
+    if not isinstance(value, Mapping):
+        raise ValueError(f"field '{name}' is {_short(value)}; write a mapping")
+    return value
 
 
 ROW_READERS: dict[str, Callable[[Mapping[str, Any], str], Row]] = {

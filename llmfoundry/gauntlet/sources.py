@@ -20,6 +20,7 @@ from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.fetch.remote import MissingError, Remote
 from llmfoundry.data.preparation.remote_input import list_url
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.generated import chats
 from llmfoundry.gauntlet.generated.sets import SCHEME, generated_rows
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.paths import ROOT, nearest_path, show
@@ -62,6 +63,9 @@ def read_source(
         yield from _hub_rows(task, gauntlet_path, key)
     elif uri.startswith(SCHEME):
         for number, row in enumerate(generated_rows(uri, key=key), start=1):
+            yield f"{uri}:{number}", row
+    elif uri.startswith(chats.SCHEME):
+        for number, row in enumerate(chats.chat_rows(uri, key=key), start=1):
             yield f"{uri}:{number}", row
     elif "://" in uri:
         for name, content in _remote_files(uri, key, fetching or FetchOptions()):
@@ -129,7 +133,7 @@ def _remote_files(uri: str, key: str, fetching: FetchOptions) -> list[tuple[str,
     protocol = uri.split("://")[0]
     known = fsspec.available_protocols()
     if protocol not in known and protocol != "oci":
-        hint = nearest(protocol, [*known, "heldout", "hf"])
+        hint = nearest(protocol, [*known, "heldout", "hf", "generated", "instructions"])
         raise UserError(
             f"{key}: {uri}: unknown protocol {protocol}{hint}; write s3://, https://..."
         )

@@ -61,6 +61,7 @@ class TaskConfig:
     """A .jsonl file or a glob of them, relative to the gauntlet file or to the repository; an
     address that fsspec reads (s3://..., https://...); hf://owner/name, a data set on the Hugging
     Face hub; generated://NAME?level=2&rows=100&seed=1, rows that are made here;
+    instructions://NAME?rows=50&seed=1, likewise, conversations;
     heldout://continuations, pieces of the run's own held-out text."""
     icl_task_type: str
     """language_modeling, multiple_choice, schema or generation_task_with_answers."""

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry.models import init
+from llmfoundry.models.adapters.low_rank import head_operands
+from llmfoundry.models.adapters.virtual import VirtualTokens
 from llmfoundry.models.attention import (
     Attention,
     Context,
@@ -22,6 +24,7 @@ from llmfoundry.models.attention import (
     attention_rules,
 )
 from llmfoundry.models.ffn import FFNS
+from llmfoundry.models.linear import Embedding, Linear
 from llmfoundry.models.moe import MoE, Routed, Routing, over_layers
 from llmfoundry.models.norm import NORMS
 from llmfoundry.models.positions import (
@@ -32,9 +35,12 @@ from llmfoundry.models.positions import (
     rotary_table,
 )
 from llmfoundry.ops.attention import plan
-from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy
+from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.log_probs import linear_log_probs
+from llmfoundry.ops.logits import cap
 from llmfoundry.ops.matmul import linear
+from llmfoundry.ops.virtual import Widened, in_front
 from llmfoundry.recipe.blocks import LayerConfig
 from llmfoundry.recipe.model import ModelConfig
 
@@ -104,14 +110,20 @@ class Decoder(nn.Module):
 
     Args:
         config: filled (`ModelConfig.fill`), with vocab_size and max_seq_len.
+
+    Attributes:
+        virtual: what its adapter puts in front of every document; None: nothing.
     """
+
+    virtual: VirtualTokens | None = None
+    prompt_embeddings: nn.Parameter
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.vocab_size and config.max_seq_len and config.head_dim, "fill the recipe"
         self.config = config
         self.layers = config.layers()
-        self.wte = nn.Embedding(config.vocab_size, config.d_model)
+        self.wte = Embedding(config.vocab_size, config.d_model)
         if config.learned_pos_emb:
             self.wpe = nn.Embedding(config.max_seq_len, config.d_model)
         reused = {layer.kv_from for i, layer in enumerate(self.layers) if layer.kv_from != i}
@@ -121,12 +133,30 @@ class Decoder(nn.Module):
         norm = NORMS[config.norm_type]
         self.norm_f = norm(config.d_model, eps=config.norm_eps, bias=not config.no_bias)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
+
+    def vocabulary(self) -> set[str]:
+        """Names of what has a row for each token."""
+        tied = self.config.tie_word_embeddings
+        return {"wte.weight"} if tied else {"wte.weight", "lm_head.weight"}
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """(V, D): of tokens, without its adapter."""
+        return self.wte.weight
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, D): the output head, or the embedding that it is tied to."""
+        """(V, D): the output head, or the embedding that it is tied to; without its adapter."""
         return self.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def _head_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states (..., D) and (V, D), or wider ones where the head is adapted."""
+        # transformers puts a plain nn.Linear in its place where it adds rows
+        lora = None if self.config.tie_word_embeddings else getattr(self.lm_head, "lora", None)
+        if lora is None or not lora.on:
+            return hidden, self.head_weight
+        return head_operands(self.lm_head, hidden, lora)
 
     @property
     def logit_scale(self) -> float:
@@ -153,12 +183,14 @@ class Decoder(nn.Module):
         self, tokens: Tensor, layout: Layout | None = None, cache: KVCache | None = None
     ) -> tuple[Tensor, Routing | None]:
         """As `forward`, and what the routers did; None without experts, or in evaluation."""
-        past = cache.length if cache is not None else 0
+        past = cache.front + cache.length if cache is not None else 0
+        wide = self._widened(tokens, layout) if not past else None
+        layout, width = (layout, tokens.shape[1]) if wide is None else (wide.layout, wide.width)
         if layout is None:
-            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
+            positions = torch.arange(past, past + width, device=tokens.device)[None]
         else:
             positions = layout.positions
-        x = self._embed(tokens, positions)
+        x = self._embed(tokens, positions, wide)
         contexts = self._contexts(layout, positions, past, cache, x.dtype)
         shared: dict[int, KeysValues] = {}
         routed: list[Routed] = []
@@ -174,7 +206,9 @@ class Decoder(nn.Module):
             if how is not None:
                 routed.append(how)
         if cache is not None:
+            cache.front += width - tokens.shape[1]
             cache.length += tokens.shape[1]
+        x = x if wide is None else wide.back(x)
         return self.norm_f(x), over_layers(routed, self.config.ffn_config) if routed else None
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -182,29 +216,63 @@ class Decoder(nn.Module):
 
         In autocast's dtype where it is on, else in that of the hidden states.
         """
-        weight = self.head_weight
+        hidden, weight = self._head_operands(hidden)
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
         logits = linear(hidden, weight)
         return cap(logits, self.logit_scale, self.config.final_logit_softcapping)
 
-    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Sum of the cross-entropy of hidden states (..., D) over labels (...), in nats."""
+    def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum of the cross-entropy of hidden states (..., D) over labels (...), in nats.
+
+        `weights` (...) are what each label counts; None: 1.
+        """
+        hidden, weight = self._head_operands(hidden)
         return linear_cross_entropy(
             hidden,
-            self.head_weight,
+            weight,
+            labels,
+            scale=self.logit_scale,
+            softcap=self.config.final_logit_softcapping,
+            weights=weights,
+        )
+
+    def log_probs(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """(...) fp32: log-probability of each of labels (...) by hidden states (..., D); 0: none.
+
+        With gradients it takes a product over the head more than `loss`, and no more memory.
+        """
+        hidden, weight = self._head_operands(hidden)
+        return linear_log_probs(
+            hidden,
+            weight,
             labels,
             scale=self.logit_scale,
             softcap=self.config.final_logit_softcapping,
         )
 
+    def new_cache(
+        self, *, batch: int, max_len: int, device: torch.device, dtype: torch.dtype
+    ) -> KVCache:
+        """An empty cache of keys and values, for `batch` rows of at most `max_len` tokens."""
+        max_len += 0 if self.virtual is None else self.virtual.count
+        return KVCache(self.config, batch=batch, max_len=max_len, device=device, dtype=dtype)
+
     def init_weights(self, seed: int) -> None:
         """Fill all weights; the same numbers on every layout of processes."""
         init.init_weights(self, self.config, seed)
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings (B, T, D) of tokens (B, T) at positions (B or 1, T)."""
+    def _widened(self, tokens: Tensor, layout: Layout | None) -> Widened | None:
+        """The batch with virtual tokens in it; None: the model has none."""
+        if self.virtual is None or not self.virtual.on:
+            return None
+        return in_front(layout, tokens.shape, self.virtual.count, tokens.device)
+
+    def _embed(self, tokens: Tensor, positions: Tensor, wide: Widened | None) -> Tensor:
+        """Embeddings (B, W, D) of tokens (B, T) at positions (B or 1, W); W is T, or wider."""
         x = self.wte(tokens)
+        if wide is not None:
+            x = wide.spread(self.prompt_embeddings, x)
         if self.config.learned_pos_emb:
             x = x + self.wpe(positions)
         if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):

@@ -20,6 +20,8 @@ from llmfoundry.recipe.model import ModelConfig
 Named = Iterator[tuple[str, Tensor]]
 Stacked = tuple[Tensor, Tensor | None, Tensor]  # w1, v1 and w2, each (E, f, D)
 Get = Callable[[str], Tensor]
+Read = Callable[[], Tensor]
+Reads = tuple[Read, Read | None, Read]  # the same, read when called
 DENSE = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 
 
@@ -93,36 +95,38 @@ def experts_to_theirs(names: ExpertNames, config: ModelConfig, ours: Mapping[str
             yield here.shared[1], down
 
 
-def experts_to_ours(names: ExpertNames, config: ModelConfig, get: Get) -> dict[str, Tensor]:
-    """Our state of the feed-forward layers; `get` reads one of their tensors.
+def experts_to_ours(names: ExpertNames, config: ModelConfig, get: Get) -> Named:
+    """Our state of the feed-forward layers, one at a time; `get` reads one of their tensors.
 
     Raises:
         UserError: a tensor is missing or has another shape than config.json makes it.
     """
-    state: dict[str, Tensor] = {}
     for block in range(config.n_layers):
         here, at = names.of(block), f"blocks.{block}.ffn."
         stacks = zip(DENSE, FORMS[names.form][1](here, config, get), strict=True)
-        for name, stack in ((name, stack) for name, stack in stacks if stack is not None):
-            whole = stack.flatten(0, 1)
-            if is_mixture(config):
-                state[f"{at}experts.{name}"] = whole
-                if not config.no_bias:  # which their experts do not have
-                    wide = stack.shape[0] * stack.shape[2 if name == "w2" else 1]
-                    state[f"{at}experts.{name}_bias"] = whole.new_zeros(wide)
-            else:
-                flipped = whole.T.contiguous() if name == "w2" else whole
-                state[f"{at}{DENSE[name]}.weight"] = flipped
+        for name, read in ((name, read) for name, read in stacks if read is not None):
+            yield from _feed_forward(name, read(), at, config)
         router = get(here.router)
         if is_mixture(config):  # of one expert any router gives it all of the weight
-            state[f"{at}router.weight"] = router
+            yield f"{at}router.weight", router
         if here.shared and _has_shared(config):
             hidden = config.ffn_config.shared_expert_hidden_size
             both = _shaped(here.shared[0], (2 * (hidden or 0), config.d_model), get)
             parts = (*both.chunk(2), get(here.shared[1]))
             for name, part in zip(DENSE.values(), parts, strict=True):
-                state[f"{at}shared.{name}.weight"] = part.contiguous()
-    return state
+                yield f"{at}shared.{name}.weight", part.contiguous()
+
+
+def _feed_forward(name: str, stack: Tensor, at: str, config: ModelConfig) -> Named:
+    """Ours of one of `DENSE` (E, f, D): of a mixture's experts, or of the one that is the layer."""
+    whole = stack.flatten(0, 1)
+    if not is_mixture(config):
+        yield f"{at}{DENSE[name]}.weight", whole.T.contiguous() if name == "w2" else whole
+        return
+    yield f"{at}experts.{name}", whole
+    if not config.no_bias:  # which their experts do not have
+        wide = stack.shape[0] * stack.shape[2 if name == "w2" else 1]
+        yield f"{at}experts.{name}_bias", whole.new_zeros(wide)
 
 
 def _count(config: ModelConfig) -> int:
@@ -155,30 +159,45 @@ def _write_joint(here: ExpertNames, stacks: Stacked) -> Named:
     yield here.down, w2.transpose(1, 2)
 
 
-def _read_stacked(here: ExpertNames, config: ModelConfig, get: Get) -> Stacked:
+def _read_stacked(here: ExpertNames, config: ModelConfig, get: Get) -> Reads:
     count, hidden, width = _shape(config)
 
     def read(name: str) -> Tensor:
         return _shaped(name, (count * hidden, width), get).unflatten(0, (count, hidden))
 
     gated = not is_mixture(config) or config.ffn_config.mlp_type == "glu"
-    return read(here.gate), read(here.up) if gated else None, read(here.down)
+    up = (lambda: read(here.up)) if gated else None
+    return lambda: read(here.gate), up, lambda: read(here.down)
 
 
-def _read_each(here: ExpertNames, config: ModelConfig, get: Get) -> Stacked:
+def _read_each(here: ExpertNames, config: ModelConfig, get: Get) -> Reads:
     count, hidden, width = _shape(config)
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        return torch.stack([_shaped(name.format(e=e), shape, get) for e in range(count)])
+        first = _shaped(name.format(e=0), shape, get)
+        stack = first.new_empty(count, *shape)  # filled one by one: all mapped together are twice
+        for e in range(count):
+            stack[e] = _shaped(name.format(e=e), shape, get)
+        return stack
 
-    gate, up = (read(name, (hidden, width)) for name in (here.gate, here.up))
-    return gate, up, read(here.down, (width, hidden)).transpose(1, 2)
+    return (
+        lambda: read(here.gate, (hidden, width)),
+        lambda: read(here.up, (hidden, width)),
+        lambda: read(here.down, (width, hidden)).transpose(1, 2),
+    )
 
 
-def _read_joint(here: ExpertNames, config: ModelConfig, get: Get) -> Stacked:
+def _read_joint(here: ExpertNames, config: ModelConfig, get: Get) -> Reads:
     count, hidden, width = _shape(config)
-    gate, up = _shaped(here.gate, (count, 2 * hidden, width), get).chunk(2, dim=1)
-    return gate, up, _shaped(here.down, (count, width, hidden), get).transpose(1, 2)
+
+    def half(index: int) -> Tensor:
+        return _shaped(here.gate, (count, 2 * hidden, width), get).chunk(2, dim=1)[index]
+
+    return (
+        lambda: half(0),
+        lambda: half(1),
+        lambda: _shaped(here.down, (count, width, hidden), get).transpose(1, 2),
+    )
 
 
 def _shape(config: ModelConfig) -> tuple[int, int, int]:
@@ -200,7 +219,7 @@ FORMS: dict[
     str,
     tuple[
         Callable[[ExpertNames, Stacked], Named],
-        Callable[[ExpertNames, ModelConfig, Get], Stacked],
+        Callable[[ExpertNames, ModelConfig, Get], Reads],
     ],
 ] = {
     "stacked": (_write_stacked, _read_stacked),

@@ -98,7 +98,7 @@ def to_theirs(
     """
     ours = _Watched(ours, ours.__getitem__)
     like = ours["wte.weight"]
-    for rule, layer, theirs in _layers(weights, config):
+    for rule, layer, theirs in layers(weights, config):
         if layer == "lm_head" and config.tie_word_embeddings:
             if weights.own_head:
                 yield theirs[0], like
@@ -163,8 +163,10 @@ def to_ours(
     get: Callable[[str], Tensor],
     *,
     biased: Mapping[str, bool],
-) -> dict[str, Tensor]:
-    """The decoder's state from their tensors, read one by one.
+) -> Iterator[tuple[str, Tensor]]:
+    """The decoder's state from their tensors, read one by one, each once it is asked for.
+
+    What is wrong may be found late: `export/read.py` goes through shapes alone beforehand.
 
     Args:
         weights: their architecture's map.
@@ -185,35 +187,47 @@ def to_ours(
             raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
         return file[name]
 
-    state: dict[str, Tensor] = {}
+    filled = set()
+    for name, tensor in _ours_of_theirs(weights, config, file, read, shapes.keys(), biased):
+        check_shape(name, tensor, shapes[name])
+        filled.add(name)
+        yield name, tensor
+    _refuse_unread(weights, file)
+    assert filled == shapes.keys(), filled ^ shapes.keys()
+
+
+def _ours_of_theirs(
+    weights: WeightMap,
+    config: ModelConfig,
+    file: _Watched,
+    read: Callable[[str], Tensor],
+    ours: Collection[str],
+    biased: Mapping[str, bool],
+) -> Iterator[tuple[str, Tensor]]:
+    """Those of our tensors that the map knows."""
     if weights.experts:
-        state = hf_experts.experts_to_ours(hf_experts.present(weights.experts, names), config, read)
-    for rule, layer, theirs in _layers(weights, config):
-        if f"{layer}.weight" not in shapes:
+        experts = hf_experts.present(weights.experts, file)
+        yield from hf_experts.experts_to_ours(experts, config, read)
+    for rule, layer, theirs in layers(weights, config):
+        if f"{layer}.weight" not in ours:
             continue
         _check_biases(theirs, file, biased=biased[rule.bias])
         parts = [read(name).T if rule.transposed else read(name) for name in theirs]
         if rule.heads:
             parts = [_same(theirs, parts)]
-        weight = _computed(rule, config, _joined(rule, parts, config), back=True)
-        state[f"{layer}.weight"] = weight
-        if f"{layer}.bias" in shapes:
+        yield f"{layer}.weight", _computed(rule, config, _joined(rule, parts, config), back=True)
+        if f"{layer}.bias" in ours:
             biases = _read_biases(theirs[: len(parts)], parts, file)
-            state[f"{layer}.bias"] = _joined(rule, biases, config)
-    _refuse_unread(weights, file)
-    check_shapes(state, shapes)
-    assert state.keys() == shapes.keys(), state.keys() ^ shapes.keys()
-    return state
+            yield f"{layer}.bias", _joined(rule, biases, config)
 
 
-def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise a UserError where a tensor is not as the settings make it."""
-    for name, tensor in state.items():
-        if tensor.shape != shapes[name]:
-            raise UserError(
-                f"config.json: makes {name} {tuple(shapes[name])}, but the file's tensor is"
-                f" {tuple(tensor.shape)}; the two belong to different models"
-            )
+def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
+    """Raise a UserError where a tensor of ours is not as the settings make it."""
+    if tensor.shape != shape:
+        raise UserError(
+            f"config.json: makes {name} {tuple(shape)}, but the file's tensor is"
+            f" {tuple(tensor.shape)}; the two belong to different models"
+        )
 
 
 def _check_biases(theirs: tuple[str, ...], file: Mapping[str, Tensor], *, biased: bool) -> None:
@@ -239,14 +253,14 @@ def bias_names(
     """Biases among `names`: those of queries, keys and values, or all the others."""
     known = {
         _bias_name(name)
-        for rule, _, theirs in _layers(weights, config)
+        for rule, _, theirs in layers(weights, config)
         for name in theirs
         if rule.ours.endswith(("Wqkv", "Wq")) == qkv
     }
     return sorted(known & set(names))
 
 
-def _layers(weights: WeightMap, config: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
+def layers(weights: WeightMap, config: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
     """Each rule with our layer and their weights, block by block."""
     heads = {"q": config.n_heads, "k": config.attn_config.kv_n_heads or 1, "": 1}
     for rule in weights.rules:
@@ -263,11 +277,11 @@ def _rows(rule: Rule, tensor: Tensor, parts: int, config: ModelConfig) -> tuple[
     kv_width = config.attn_config.kv_n_heads * config.head_dim
     q, k, v = tensor.split((config.n_heads * config.head_dim, kv_width, kv_width))
     if rule.interleaved:
-        q, k = (_swap_pairs(part, 2, config.head_dim // 2) for part in (q, k))
+        q, k = (swap_pairs(part, 2, config.head_dim // 2) for part in (q, k))
     return q, k, v
 
 
-def _swap_pairs(rows: Tensor, outer: int, inner: int) -> Tensor:
+def swap_pairs(rows: Tensor, outer: int, inner: int) -> Tensor:
     """Rows (heads * outer * inner, …) with outer and inner exchanged within each head."""
     return rows.unflatten(0, (-1, outer, inner)).transpose(1, 2).flatten(0, 2)
 
@@ -290,7 +304,7 @@ def _joined(rule: Rule, parts: list[Tensor], config: ModelConfig) -> Tensor:
         return parts[0].contiguous()
     if rule.interleaved:
         assert config.head_dim is not None
-        pairs = [_swap_pairs(part, config.head_dim // 2, 2) for part in parts[:2]]
+        pairs = [swap_pairs(part, config.head_dim // 2, 2) for part in parts[:2]]
         parts = [*pairs, *parts[2:]]
     return torch.cat(parts)
 

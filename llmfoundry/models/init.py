@@ -23,6 +23,7 @@ ROUTER = "router.weight"
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 STACKED_HEADS = ("attn.Wqkv.weight", "attn.Wq.weight")
 EXPERTS = ("experts.w1", "experts.v1")  # stacked by expert, each (outputs, inputs)
+_ROWS = 4096  # of a table that are added up at a time
 TRANSPOSED_EXPERTS = ("experts.w2",)  # each (inputs, outputs)
 
 
@@ -58,7 +59,7 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
         elif parameter.ndim > 1:
             law = weight_law(name, parameter, config)
         if law is not None:
-            _draw(parameter, law, seed, name)
+            draw(parameter, law, seed, name)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
@@ -169,7 +170,8 @@ STDS: dict[str, Callable[[ModelConfig, int, int], float]] = {
 UNIFORM = ("default_", "kaiming_uniform_", "xavier_uniform_")
 
 
-def _draw(parameter: Tensor, law: Law, seed: int, name: str) -> None:
+def draw(parameter: Tensor, law: Law, seed: int, name: str) -> None:
+    """Fill a parameter, whole or sharded, from a law; the numbers follow from seed and name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big"))
     # in fp32 whatever the parameter's dtype, which rounds it
@@ -179,10 +181,34 @@ def _draw(parameter: Tensor, law: Law, seed: int, name: str) -> None:
         whole.uniform_(law.mean - half, law.mean + half, generator=generator)
     else:
         whole.normal_(law.mean, law.std, generator=generator)
+    assign(parameter, whole)
+
+
+@torch.no_grad()
+def grown(table: Tensor, rows: int) -> Tensor:
+    """A table (V, ...) with as many rows more as `rows` needs, each the mean of those it has.
+
+    New tokens then begin as likely as the others are on average (Hewitt, 2021, "Initializing new
+    word embeddings for pretrained language models").
+    """
+    more = rows - len(table)
+    if more <= 0:
+        return table
+    sums = [part.sum(0, dtype=torch.float64) for part in table.split(_ROWS)]
+    mean = torch.stack(sums).sum(0) / len(table)
+    return torch.cat([table, mean.to(table.dtype).expand(more, *table.shape[1:])])
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, whole: Tensor) -> None:
+    """Write a value that every rank has into a parameter, whole or sharded."""
     if isinstance(parameter, DTensor):
-        # every rank has drawn the same numbers, so nothing needs to be sent
+        # every rank has the same numbers, so nothing needs to be sent
         local = distribute_tensor(
-            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+            whole.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,
         )
         parameter.copy_(local)
     else:

@@ -8,17 +8,20 @@ All of it is sums over rows, which microbatches and processes can add up.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmfoundry.models.adapters.low_rank import LowRank, adapted
 from llmfoundry.models.ffn import FFN
+from llmfoundry.models.linear import Linear, whole
 from llmfoundry.ops.activations import to_text
+from llmfoundry.ops.autocast import has_autocast, without_autocast
 from llmfoundry.ops.moe import mixture
-from llmfoundry.ops.moe_experts import Experts
+from llmfoundry.ops.moe_experts import Experts, LowRankExperts
+from llmfoundry.ops.nf4 import Packing, dequantize
 from llmfoundry.recipe.model import FFNConfig, ModelConfig
 
 
@@ -30,12 +33,14 @@ class Routed(NamedTuple):
         z: (), the mean squared logsumexp of the logits, times B.
         load: (E,), choices that fell on each expert; B * T * k in all.
         probability: (E,), the router's probabilities, summed over tokens; B * T in all.
+        tokens: (), how many were routed: B * T less padding, which is left out of all of this.
     """
 
     balance: Tensor
     z: Tensor
     load: Tensor
     probability: Tensor
+    tokens: Tensor
 
 
 class Routing(NamedTuple):
@@ -46,11 +51,13 @@ class Routing(NamedTuple):
             weighted and averaged over layers.
         load: (L, E).
         probability: (L, E).
+        tokens: (L,).
     """
 
     losses: dict[str, Tensor]
     load: Tensor
     probability: Tensor
+    tokens: Tensor
 
 
 def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
@@ -59,16 +66,17 @@ def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
     With the mean over layers the balancing loss is megablocks' batched_load_balancing_loss, its
     weight at perfect balance; tests/models/test_moe.py has the formula.
     """
-    balance, z, load, probability = (torch.stack(part) for part in zip(*layers, strict=True))
+    parts = (torch.stack(part) for part in zip(*layers, strict=True))
+    balance, z, load, probability, tokens = parts
     losses = {}
     if ffn.moe_loss_weight is not None:
         losses["lbl"] = ffn.moe_loss_weight * balance.mean()
     if ffn.moe_zloss_weight is not None:
         losses["z"] = ffn.moe_zloss_weight * z.mean()
-    return Routing(losses, load, probability)
+    return Routing(losses, load, probability, tokens)
 
 
-class Router(nn.Linear):
+class Router(Linear):
     """Logits (N, E) of tokens (N, D), in fp32 whatever autocast or the weights' precision.
 
     bfloat16's 8 bits would send some per cent of the tokens to other experts.
@@ -93,6 +101,14 @@ class Router(nn.Linear):
         if self.jitter and self.training:
             noise = torch.rand(x.shape, dtype=_wide(x), device=x.device)
             x = x * (1 - self.jitter + 2 * self.jitter * noise)
+        logits = self.base(x)
+        if self.lora is None or not self.lora.on:
+            return logits
+        with without_autocast(x):
+            return adapted(self, x.to(logits.dtype), logits, self.lora)
+
+    def base(self, x: Tensor) -> Tensor:
+        """Logits without an adapter."""
         return WideLinear.apply(x, self.weight)
 
 
@@ -107,14 +123,14 @@ class WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """Logits (N, E)."""
         ctx.save_for_backward(x, weight)
-        with _without_autocast(x):
+        with without_autocast(x):
             return F.linear(x.to(_wide(x)), weight.to(_wide(x)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of x and W, in their dtypes."""
         (x, weight), (grad,) = ctx.saved_tensors, grads
-        with _without_autocast(x):
+        with without_autocast(x):
             dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
             return dx, (grad.T @ x.to(grad.dtype)).to(weight.dtype)
 
@@ -123,23 +139,24 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _has_autocast(x: Tensor) -> bool:
-    """Whether autocast is on; the meta device has none that could be asked for."""
-    device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    return torch.autocast(x.device.type, enabled=False) if _has_autocast(x) else nullcontext()
-
-
 class Stacks(nn.Module):
     """The weights of all experts, in the shapes of DBRX and megablocks: expert after expert.
 
     w1 (the gate; of an MLP the up projection), v1 (the up projection beside a gate) and w2 (the
     down projection, not transposed) are (E * f, D), so that FSDP cuts them into even rows whatever
     the number of experts. Biases are vectors: (E * f,), and w2's (E * D,).
+
+    Adapters stand beside them, stacked alike: `w1_lora_A` (E * r, in), `w1_lora_B` (E * out, r); a
+    pair that all experts share has no E; PiSSA's start is `w1_lora_A_init` and `w1_lora_B_init`.
+
+    Attributes:
+        lora: the adapters by the weight's name.
+        packing: how one expert's frozen matrix lies in bytes (`models/quantized.py`): each weight
+            then is uint8 (E * packing.nbytes,); None: they are not quantised.
     """
+
+    MATRICES = ("w1", "v1", "w2")
+    packing: Packing | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -147,6 +164,7 @@ class Stacks(nn.Module):
         assert ffn.ffn_hidden_size and ffn.moe_num_experts, "the recipe was not filled"
         self.n, self.f = ffn.moe_num_experts, ffn.ffn_hidden_size
         self.activation = to_text(*ffn.activation)
+        self.lora: dict[str, LowRank] = {}
         outputs = {"w1": self.f, "v1": self.f, "w2": self.d}
         for name, width in outputs.items():
             if name == "v1" and ffn.mlp_type != "glu":
@@ -162,10 +180,45 @@ class Stacks(nn.Module):
             parameter = getattr(self, name, None)
             return None if parameter is None else parameter.view(self.n, *shape)
 
-        w1, v1, w2 = (view(name, self.f, self.d) for name in ("w1", "v1", "w2"))
+        shape = (self.f, self.d) if self.packing is None else (self.packing.nbytes,)
+        w1, v1, w2 = (view(name, *shape) for name in self.MATRICES)
         assert w1 is not None and w2 is not None
         b1, bv, b2 = view("w1_bias", self.f), view("v1_bias", self.f), view("w2_bias", self.d)
-        return Experts(w1, v1, w2, b1, bv, b2, self.activation)
+        low = LowRankExperts(*(f for name in self.MATRICES for f in self.factors(name)))
+        return Experts(w1, v1, w2, b1, bv, b2, self.activation, low, self.packing)
+
+    def dense(self, name: str) -> Tensor | None:
+        """The frozen or trained weight `name` (E, f, D), without adapters; None: there is none.
+
+        A quantised one in fp32, without gradient.
+        """
+        weight = getattr(self, name, None)
+        if weight is None or self.packing is None:
+            return None if weight is None else weight.view(self.n, self.f, self.d)
+        shape, parts = (self.f, self.d), whole(weight).view(self.n, -1)
+        each = (dequantize(p, shape, torch.float32, double=self.packing.double) for p in parts)
+        return torch.stack(list(each))
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """What is added to `name`: a (E, R, in) and b (E, out, R), the scale in b."""
+        lora = self.lora.get(name)
+        if lora is None or not lora.on:
+            return None, None
+        pairs = [(f"{name}_lora_A", f"{name}_lora_B", lora.scaling)]
+        if lora.init == "pissa":
+            pairs.append((f"{name}_lora_A_init", f"{name}_lora_B_init", -lora.scaling))
+        count = len(getattr(self, f"{name}_lora_A")) // lora.r  # of experts, or 1: it is shared
+        split = [
+            (self._by_expert(a, count), self._by_expert(b, count) * scale) for a, b, scale in pairs
+        ]
+        if len(split) == 1:
+            return split[0]
+        return torch.cat([a for a, _ in split], 1), torch.cat([b for _, b in split], 2)
+
+    def _by_expert(self, name: str, count: int) -> Tensor:
+        """(E, rows, columns) of the factor `name`, of `count` experts: a shared one is repeated."""
+        factor = getattr(self, name)
+        return factor.view(count, -1, factor.shape[1]).expand(self.n, -1, -1)
 
 
 class MoE(nn.Module):
@@ -193,12 +246,12 @@ class MoE(nn.Module):
         Args:
             x: tokens of B rows.
             real: (N,) int64, flat places b * T + t of tokens that are no padding; the others come
-                back as zeros, and no expert sees them. None: all. Not while training.
+                back as zeros, and no expert sees them. None: all.
         """
         ffn, tokens = self.config, x.flatten(0, 1)
         if real is not None:
             tokens = tokens.index_select(0, real)
-        if _has_autocast(x):  # once, so that the router and the experts keep the same copy
+        if has_autocast(x):  # once, so that the router and the experts keep the same copy
             tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
         logits = self.router(tokens)
         scores = logits.softmax(-1)
@@ -210,9 +263,8 @@ class MoE(nn.Module):
         if self.shared is not None:
             y = y + self.shared(tokens)
         if real is not None:
-            assert not self.training, "rows of training have no padding"
             y = y.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, real, y)
-        routed = self._routed(logits, scores, experts, len(x)) if self.training else None
+        routed = self._routed(logits, scores, experts, x.shape, real) if self.training else None
         return y.view(x.shape), routed
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,22 +285,37 @@ class MoE(nn.Module):
             experts = _in_turn(chosen, scores.shape[1])
         return weights, experts
 
-    def _routed(self, logits: Tensor, scores: Tensor, experts: Tensor, rows: int) -> Routed:
+    def _routed(
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        experts: Tensor,
+        shape: tuple[int, ...],
+        real: Tensor | None,
+    ) -> Routed:
         """E / (T k) * sum over e of load_e * mean score_e, over the T tokens of each group.
 
         A group is a row or, as in megablocks, the microbatch. Loads have no gradient.
         """
-        n_experts, top_k = scores.shape[1], experts.shape[1]
+        rows, (n_experts, top_k) = shape[0], (scores.shape[1], experts.shape[1])
         groups = rows if self.config.moe_lbl_scope != "microbatch" else 1
         number = torch.arange(n_experts, device=experts.device)
         # compared and summed: one_hot and bincount would wait for the device
-        load = (experts.view(groups, -1, 1) == number).sum(1).to(scores.dtype)
-        mean = scores.view(groups, -1, n_experts).mean(1)
-        choices = experts.numel() / groups
-        balance = n_experts / choices * (load * mean).sum() * (rows / groups)
+        chosen = (experts[:, :, None] == number).sum(1).to(scores.dtype)
+        if real is None:
+            load = chosen.view(groups, -1, n_experts).sum(1)
+            sums = scores.view(groups, -1, n_experts).sum(1)
+            tokens = load.new_full((groups, 1), len(scores) / groups)
+        else:
+            group = real // shape[1] if groups > 1 else torch.zeros_like(real)
+            empty = scores.new_zeros(groups, n_experts)
+            load, sums = (empty.index_add(0, group, part) for part in (chosen, scores))
+            tokens = load.sum(1, keepdim=True) / top_k
+        mean = sums / tokens.clamp(min=1)
+        share = load / (tokens.clamp(min=1) * top_k)
+        balance = n_experts * (share * mean).sum() * (rows / groups)
         z = logits.logsumexp(-1).square().mean() * rows
-        tokens = choices / top_k
-        return Routed(balance, z, load.sum(0), mean.detach().sum(0) * tokens)
+        return Routed(balance, z, load.sum(0), sums.detach().sum(0), tokens.sum())
 
 
 def _in_turn(chosen: Tensor, n_experts: int) -> Tensor:
@@ -261,7 +328,8 @@ def move_biases(module: nn.Module, load: Tensor, held: Tensor) -> None:
     """One step of every router's bias, towards experts of less than mean load (Wang et al., 2024).
 
     Args:
-        module: whose blocks have routers with biases; others are left alone.
+        module: whose blocks have routers with biases; others are left alone, and so are those
+            of frozen routers.
         load: (L, E), of the global batch: the same on every process.
         held: 1: leave all as it is (the step was not taken); else 0.
     """
@@ -269,4 +337,5 @@ def move_biases(module: nn.Module, load: Tensor, held: Tensor) -> None:
     if routers:
         taken = (load.mean(1, keepdim=True) - load).sign() * (1 - held)
         for router, steps in zip(routers, taken, strict=True):
-            router.bias_steps += steps.to(router.bias_steps.dtype)
+            if router.weight.requires_grad:
+                router.bias_steps += steps.to(router.bias_steps.dtype)

@@ -19,14 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from llmfoundry.ops.processor import HAS_BF16
+
 SHORTEST, LONGEST = 128, 2048  # tokens of a row; beyond, PyTorch's kernel is as fast
 KEPT = 512  # tokens of a row, up to which weights are kept: at most 640 bytes a token and head
 VALUES = 1 << 20  # logits at a time: with what comes of them, they stay in the cache
-# the processor's instructions, by a function that PyTorch does not promise, and a library for them
-HAS_BF16 = (
-    getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    and torch.backends.mkldnn.is_available()
-)
 
 
 def serves(dtype: torch.dtype, queries: int, dropout: float) -> bool:

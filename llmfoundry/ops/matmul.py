@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 VENDORS = ("AuthenticAMD", "HygonGenuine")
+NARROW = 64  # features of a side, below which MKL is up to twice as fast: adapters of low rank
 WORTH = 1 << 26  # multiply-adds of a product without gradients: oneDNN compiles for each new shape
 
 
@@ -34,6 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Differentiable x W^T + bias, (..., N), of x (..., K), W (N, K) and bias (N,): `F.linear`."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not _is_fast(x):
         return F.linear(x, weight, bias)
+    if min(weight.shape) < NARROW:
+        return F.linear(x, weight, bias)
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not x.numel() or not (differentiable or x.numel() * len(weight) >= WORTH):
         return F.linear(x, weight, bias)
@@ -48,8 +51,9 @@ def is_compiled(dtype: torch.dtype) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
+        # a frozen weight does not ask for its input again
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.shape, ctx.has_bias = x.shape, bias is not None
         y = mm(x.reshape(-1, x.shape[-1]), weight.T)
         if bias is not None:
             y += bias
@@ -60,7 +64,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, wants = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad
-        dx = mm(rows, weight).view(x.shape) if wants[0] else None
+        dx = mm(rows, weight).view(ctx.shape) if wants[0] else None
         dw = mm(rows.T, x.reshape(-1, x.shape[-1])) if wants[1] else None
         return dx, dw, rows.sum(0) if ctx.has_bias and wants[2] else None
 

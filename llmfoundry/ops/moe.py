@@ -7,17 +7,19 @@ whatever their load; y_t is the sum over its choices of weight * expert(x_t).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.moe_experts import Experts
+from llmfoundry.ops.moe_experts import Experts, LowRankExperts
 from llmfoundry.ops.moe_grouped import grouped
 from llmfoundry.ops.moe_megablocks import megablocks, missing
 from llmfoundry.ops.moe_routing import route
 
+RANKS = 8  # an adapter's rank on an accelerator is a multiple of it: 16 bytes of bfloat16
 ROW_BYTES = 16  # grouped_mm's strides on an accelerator are multiples of it
 
 
@@ -46,12 +48,16 @@ def mixture(
     assert impl == "grouped_mm" or not compress, f"{impl} has no 8-bit storage"
     device = x.device.type
     multiply = partial(grouped, compress=True) if compress else IMPLS[impl]
+    if w.packing is not None and impl != "grouped_mm":
+        w = w.dense(x.shape[1], x.dtype)
+    if device not in ("cpu", "meta"):
+        w = replace(w, low=_whole_strides(w.low))
     if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast to ask for
         return multiply(x, weights, experts, w)
     dtype = torch.get_autocast_dtype(device)  # grouped_mm does not know of it
     x = x.to(dtype)
     if device != "cpu" or impl != "grouped_mm":  # which casts an expert at a time there
-        w = w.map(lambda stacked: stacked.to(dtype))
+        w = w.map(lambda stacked: stacked.to(dtype) if stacked.is_floating_point() else stacked)
     with torch.autocast(device, enabled=False):
         return multiply(x, weights, experts, w)
 
@@ -91,7 +97,8 @@ def reference(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     segments = x[order // top_k].split(counts)
     # unbind, not w1[e]: the gradient of an index is as large as the whole stack
-    stacks = [[None] * len(counts) if t is None else t.unbind(0) for t in w.tensors()]
+    every = (*w.tensors(), *w.low)
+    stacks = [[None] * len(counts) if t is None else t.unbind(0) for t in every]
     function = w.act.function
     parts = zip(segments, *stacks, strict=True)
     rows = torch.cat([_expert(*part, act=function) for part in parts])
@@ -107,13 +114,29 @@ def _expert(
     b1: Tensor | None,
     bv: Tensor | None,
     b2: Tensor | None,
-    *,
+    *low: Tensor | None,
     act: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    h = act(F.linear(x, w1, b1))
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, place: int) -> Tensor:
+        y, a, b = F.linear(x, weight, bias), *low[place : place + 2]
+        return y if a is None or b is None else y + F.linear(F.linear(x, a), b)
+
+    h = act(product(x, w1, b1, 0))
     if v1 is not None:
-        h = h * F.linear(x, v1, bv)
-    return F.linear(h, w2.T, b2)
+        h = h * product(x, v1, bv, 2)
+    return product(h, w2.T, b2, 4)
+
+
+def _whole_strides(low: LowRankExperts) -> LowRankExperts:
+    """The same adapters, of a rank that grouped_mm takes in every dtype: zeros are added."""
+
+    def padded(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if a is None or b is None or a.shape[1] % RANKS == 0:
+            return a, b
+        more = -a.shape[1] % RANKS
+        return F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+
+    return LowRankExperts(*padded(*low[0:2]), *padded(*low[2:4]), *padded(*low[4:6]))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from llmfoundry.ops.activations import Activation
 from llmfoundry.ops.matmul import is_compiled, mm
 from llmfoundry.ops.moe_compress import pack, packed_width, unpack
-from llmfoundry.ops.moe_experts import Experts, Gradients, Kept
+from llmfoundry.ops.moe_experts import Experts, Gradients, Kept, LowRankExperts
 from llmfoundry.ops.moe_routing import Routing
 
 BLOCK_VALUES = 1 << 18  # of an elementwise step: its operands stay cached, its threads busy
@@ -39,12 +39,12 @@ def forward(
         x: (T, d).
         weights: (T, k), fp32 or wider.
         routing: the N = T * k rows, sorted.
-        w: the experts, in x's dtype or a wider one: each is cast when its turn comes, so that no
-            copy of them all is written to memory, or kept there.
+        w: the experts, in x's dtype, a wider one or 4 bits: each is cast when its turn comes, so
+            that no copy of them all is written to memory, or kept there.
         keep: a backward pass will come.
         compress: keep them in 8 bits.
     """
-    n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.w1.shape[1]
+    n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.hidden(x.shape[1])
     exact, packed = keep and not compress, keep and compress
     width = f if exact else packed_width(f) if packed else 0
     dtype = torch.int8 if packed else x.dtype
@@ -54,14 +54,18 @@ def forward(
     y_rows = x.new_empty(n_rows, x.shape[1])
     for e, _, rows in _segments(routing, x.dtype):
         x_e = x.index_select(0, tokens[rows])
-        one = _expert(w, e, x.dtype)
+        one = w.one(e, x.shape[1], x.dtype)
         a = _linear(x_e, one.w1, one.b1, gate[rows] if exact else None)
         b = None if one.v1 is None else _linear(x_e, one.v1, one.bv, up[rows] if exact else None)
+        _add_product(a, x_e, one.low.w1_a, one.low.w1_b)
+        _add_product(b, x_e, one.low.v1_a, one.low.v1_b)
         if packed:
             _pack(a, gate[rows])
             if b is not None:
                 _pack(b, up[rows])
-        y = mm(_glu(a, b, w.act), one.w2, out=y_rows[rows])
+        h = _glu(a, b, w.act)
+        y = mm(h, one.w2, out=y_rows[rows])
+        _add_product(y, h, one.low.w2_a, one.low.w2_b)
         if one.b2 is not None:
             y += one.b2
     return _sum_choices(y_rows, routing, weights), Kept(gate, up)
@@ -82,19 +86,21 @@ def backward(
     The router's weight is left out of all that is f wide. It is a factor of x and of grad where
     they meet those rows in the experts' gradients, and of the rows whose sum is the gradient of x.
     """
-    n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.w1.shape[1]
+    n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.hidden(x.shape[1])
     tokens = _tokens(routing, weights.shape[1], n_rows)
     row_weights = _row_weights(weights.to(x.dtype), routing, n_rows)
     grad_rows, inner = x.new_empty(n_rows, x.shape[1]), x.new_empty(n_rows)
     grads = tuple(None if p is None or frozen else torch.empty_like(p) for p in w.tensors())
-    _zero_unused(grads, routing)
+    low = w.low.map(torch.empty_like)
+    _zero_unused((*grads, *low), routing)
     for e, count, rows in _segments(routing, x.dtype):
-        one = _expert(w, e, x.dtype)
+        one = w.one(e, x.shape[1], x.dtype)
         g = grad.index_select(0, tokens[rows])
         g[count:] = 0
         a = _restored(kept.gate[rows], f, x.dtype)
         b = None if one.v1 is None else _restored(kept.up[rows], f, x.dtype)
         dh = mm(g, one.w2.T)
+        _add_gradient(dh, g, one.low.w2_a, one.low.w2_b)
         h, da = _glu_backward(dh, a, b, w.act, inner[rows])
         db = dh  # its memory
         if one.b2 is not None:
@@ -102,22 +108,27 @@ def backward(
         dx = mm(da, one.w1, out=grad_rows[rows])
         if one.v1 is not None:
             dx += mm(db, one.v1)
+        _add_gradient(dx, da, one.low.w1_a, one.low.w1_b)
+        _add_gradient(dx, db, one.low.v1_a, one.low.v1_b)
+        if frozen and not any(t is not None for t in w.low):
+            continue
+        x_e = x.index_select(0, tokens[rows])
+        x_e *= row_weights[rows]
+        g *= row_weights[rows]
+        _adapter_gradients(low.of(e), one.low, x_e, g, h, da, db)
         if not frozen:
-            x_e = x.index_select(0, tokens[rows])
             mine = tuple(None if p is None else p[e] for p in grads)
             _expert_gradients(mine, row_weights[rows], x_e, g, h, da, db)
     grad_weights = inner.to(weights.dtype).index_select(0, routing.inverse).view_as(weights)
-    return Gradients(_sum_choices(grad_rows, routing, weights), grad_weights, grads)
+    return Gradients(_sum_choices(grad_rows, routing, weights), grad_weights, grads, low)
 
 
 def _expert_gradients(
     grads: tuple[Tensor | None, ...], weights: Tensor,
     x: Tensor, g: Tensor, h: Tensor, da: Tensor, db: Tensor,
 ) -> None:  # fmt: skip
-    """Fill one expert's gradients, in the order of `Experts.tensors`; x and g become weighted."""
+    """Fill one expert's gradients, in the order of `Experts.tensors`; x and g are weighted."""
     w1, v1, w2, b1, bv, b2 = grads
-    x *= weights
-    g *= weights
     for weight, left, right in ((w1, da, x), (w2, h, g), (v1, db, x)):
         if weight is not None and weight.dtype == x.dtype:
             mm(left.T, right, out=weight)
@@ -128,6 +139,30 @@ def _expert_gradients(
             bias.copy_((rows * weights).sum(0, dtype=_wide(rows.dtype)))
     if b2 is not None:
         b2.copy_(g.sum(0, dtype=_wide(g.dtype)))
+
+
+def _add_product(y: Tensor | None, x: Tensor, a: Tensor | None, b: Tensor | None) -> None:
+    """Add (x a^T) b^T to y, of an adapter's a (r, in) and b (out, r), where there is one."""
+    if y is not None and a is not None and b is not None:
+        y += mm(mm(x, a.T), b.T)
+
+
+def _add_gradient(dx: Tensor, dy: Tensor, a: Tensor | None, b: Tensor | None) -> None:
+    """Add dy b a to dx, the gradient of an adapter's rows."""
+    if a is not None and b is not None:
+        dx += mm(mm(dy, b), a)
+
+
+def _adapter_gradients(
+    grads: LowRankExperts, low: LowRankExperts,
+    x: Tensor, g: Tensor, h: Tensor, da: Tensor, db: Tensor,
+) -> None:  # fmt: skip
+    """Fill the gradients of one expert's adapters; x and g are weighted."""
+    pairs = ((x, da, *low[0:2], *grads[0:2]), (x, db, *low[2:4], *grads[2:4]))
+    for rows, dy, a, b, grad_a, grad_b in (*pairs, (h, g, *low[4:6], *grads[4:6])):
+        if a is not None and b is not None and grad_a is not None and grad_b is not None:
+            grad_a.copy_(mm(mm(dy, b).T, rows))
+            grad_b.copy_(mm(dy.T, mm(rows, a.T)))
 
 
 def _zero_unused(grads: tuple[Tensor | None, ...], routing: Routing) -> None:
@@ -234,11 +269,6 @@ def _restored(kept: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     for block in _blocks(restored, PACK_VALUES):
         restored[block] = unpack(kept[block], width, dtype)
     return restored
-
-
-def _expert(w: Experts, e: int, dtype: torch.dtype) -> Experts:
-    """One expert, without the first dimension."""
-    return w.map(lambda stacked: stacked[e].to(dtype))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from llmfoundry.ops.activations import Activation, from_text
+from llmfoundry.ops.nf4 import Packing, dequantize
+
+
+class LowRankExperts(NamedTuple):
+    """What adapters add to each expert's weights, their scale in b; None where there is no adapter.
+
+    The product of a row x with w1 becomes x w1^T + (x a^T) b^T; v1's is alike. Of w2, which is not
+    transposed, h w2 becomes h w2 + (h a^T) b^T. No sum of a weight and b a is ever built.
+
+    Attributes:
+        w1_a, w1_b: (E, r, d) and (E, f, r).
+        v1_a, v1_b: (E, r, d) and (E, f, r).
+        w2_a, w2_b: (E, r, f) and (E, d, r).
+    """
+
+    w1_a: Tensor | None = None
+    w1_b: Tensor | None = None
+    v1_a: Tensor | None = None
+    v1_b: Tensor | None = None
+    w2_a: Tensor | None = None
+    w2_b: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LowRankExperts:
+        """The same with every tensor changed."""
+        return LowRankExperts(*(None if t is None else change(t) for t in self))
+
+    def of(self, e: int) -> LowRankExperts:
+        """One expert's, without the first dimension."""
+        return self.map(lambda stacked: stacked[e])
+
+
+NO_ADAPTERS = LowRankExperts()
 
 
 @dataclass(frozen=True)
 class Experts:
     """E feed-forward layers: act(x w1^T) w2, or with a gate (act(x w1^T) * x v1^T) w2.
 
-    Weights are stacked as megablocks and DBRX store them, w2 not transposed.
+    Weights are stacked as megablocks and DBRX store them, w2 not transposed. Frozen ones may be
+    quantised, expert by expert: then each is uint8 (E, packing.nbytes), and has no gradient.
 
     Attributes:
         w1: (E, f, d), the gate; of an MLP the up projection.
@@ -25,6 +60,8 @@ class Experts:
         bv: (E, f) or None.
         b2: (E, d) or None.
         activation: name and arguments, as `activations.to_text` writes them.
+        low: their adapters.
+        packing: of one expert's matrix in its bytes; None: they are not quantised.
     """
 
     w1: Tensor
@@ -34,6 +71,8 @@ class Experts:
     bv: Tensor | None = None
     b2: Tensor | None = None
     activation: str = "silu"
+    low: LowRankExperts = NO_ADAPTERS
+    packing: Packing | None = None
 
     @property
     def act(self) -> Activation:
@@ -52,8 +91,43 @@ class Experts:
 
         biases = (maybe(self.b1), maybe(self.bv), maybe(self.b2))
         return Experts(
-            change(self.w1), maybe(self.v1), change(self.w2), *biases, activation=self.activation
+            change(self.w1),
+            maybe(self.v1),
+            change(self.w2),
+            *biases,
+            activation=self.activation,
+            low=self.low.map(change),
+            packing=self.packing,
         )
+
+    def hidden(self, d: int) -> int:
+        """f, with tokens of width d."""
+        return self.w1.shape[1] if self.packing is None else self.packing.values // d
+
+    def matrix(self, stacked: Tensor, d: int, dtype: torch.dtype) -> Tensor:
+        """w1, v1 or w2 in `dtype`: of all experts (E, f, d), or of one that was picked (f, d)."""
+        if self.packing is None:
+            return stacked.to(dtype)
+        shape, double = (self.hidden(d), d), self.packing.double
+        if stacked.ndim == 1:
+            return dequantize(stacked, shape, dtype, double=double)
+        out = torch.empty(len(stacked), *shape, dtype=dtype, device=stacked.device)
+        for one, data in zip(out, stacked, strict=True):
+            one.copy_(dequantize(data, shape, dtype, double=double))
+        return out
+
+    def one(self, e: int, d: int, dtype: torch.dtype) -> Experts:
+        """One expert in `dtype`, its matrices (f, d), all without the first dimension."""
+        return self.map(lambda stacked: stacked[e]).dense(d, dtype)
+
+    def dense(self, d: int, dtype: torch.dtype) -> Experts:
+        """The same in `dtype`, not quantised."""
+
+        def change(tensor: Tensor) -> Tensor:
+            is_bytes = not tensor.is_floating_point()
+            return self.matrix(tensor, d, dtype) if is_bytes else tensor.to(dtype)
+
+        return dataclasses.replace(self.map(change), packing=None)
 
 
 class Kept(NamedTuple):
@@ -76,8 +150,10 @@ class Gradients(NamedTuple):
         x: (T, d).
         weights: (T, k).
         experts: in the order of `Experts.tensors`; None where a weight is absent or frozen.
+        low: of the adapters; None where there is none.
     """
 
     x: Tensor
     weights: Tensor
     experts: tuple[Tensor | None, ...]
+    low: LowRankExperts = NO_ADAPTERS

@@ -36,6 +36,7 @@ def megablocks(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tenso
     from megablocks import ops
 
     assert w.b1 is None and w.bv is None and w.b2 is None, "megablocks' experts have no biases"
+    assert not any(t is not None for t in w.low), "refused before: they have no adapters"
     top_k = experts.shape[1]
     order, _, ends = route(experts, w.w1.shape[0])
     by_expert = experts.flatten().to(torch.int32)[order]

@@ -46,15 +46,15 @@ def wrap_blocks(root: Root, *, checkpointing: bool, compile_mode: str | None) ->
         block.forward = _while_training(block, forward)
 
 
-def _plain(block: nn.Module, *inputs: Any) -> Any:
-    return type(block).forward(block, *inputs)
+def _plain(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+    return type(block).forward(block, *inputs, **named)
 
 
 def _while_training(block: nn.Module, wrapped: Forward) -> Forward:
-    def forward(*inputs: Any) -> Any:
+    def forward(*inputs: Any, **named: Any) -> Any:
         if block.training and torch.is_grad_enabled():
-            return wrapped(block, *inputs)
-        return _plain(block, *inputs)
+            return wrapped(block, *inputs, **named)
+        return _plain(block, *inputs, **named)
 
     return forward
 
@@ -62,8 +62,10 @@ def _while_training(block: nn.Module, wrapped: Forward) -> Forward:
 def _checkpointed(forward: Forward) -> Forward:
     """Keep the inputs; the random state is kept too, so that dropout falls on the same elements."""
 
-    def wrapped(block: nn.Module, *inputs: Any) -> Any:
-        return checkpoint(forward, block, *inputs, use_reentrant=False, preserve_rng_state=True)
+    def wrapped(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+        return checkpoint(
+            forward, block, *inputs, use_reentrant=False, preserve_rng_state=True, **named
+        )
 
     return wrapped
 

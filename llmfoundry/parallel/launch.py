@@ -23,6 +23,7 @@ from llmfoundry.ops.host_memory import keep_memory
 from llmfoundry.parallel.lost_ranks import explain
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.terminal import is_watched
 
 
 @dataclass(frozen=True)
@@ -49,21 +50,33 @@ def relaunch(config: ParallelConfig) -> None:
     """
     if "RANK" in os.environ or slurm_environment():
         return
-    wanted = config.nproc_per_node or max(1, torch.cuda.device_count())
+    wanted = wanted_processes(config)
     if wanted == 1:
         return
+    if is_watched():
+        print(f"starting {wanted} processes ...", file=sys.stderr, flush=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
+    keep_children()
+    os.execv(sys.executable, [*torchrun, f"--nproc-per-node={wanted}", *sys.argv])
+
+
+def wanted_processes(config: ParallelConfig) -> int:
+    """How many processes of this machine a run has that no launcher has started.
+
+    Raises:
+        UserError: more than the machine can have.
+    """
+    wanted = config.nproc_per_node or max(1, torch.cuda.device_count())
     gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
     most = gpus or max(16, 4 * cores)
-    if wanted > most:
+    if wanted > most and wanted > 1:
         there = f"{gpus} GPUs" if gpus else f"{cores} cores"
         raise UserError(
             f"parallel.nproc_per_node: {wanted} processes, but this machine has {there};"
             f" write at most {most}"
         )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
-    keep_children()
-    os.execv(sys.executable, [*torchrun, f"--nproc-per-node={wanted}", *sys.argv])
+    return wanted
 
 
 def slurm_environment() -> dict[str, str]:

@@ -7,9 +7,11 @@ so the sum is the exact gradient of the global mean.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +70,11 @@ def materialize(
 
 
 def _fully_shard(root: Root, mesh: DeviceMesh, config: ParallelConfig, precision: str) -> None:
-    """Each block its own unit; embeddings, final norm and head stay with the root."""
+    """Each block its own unit; embeddings, final norm and head stay with the root.
+
+    Frozen parameters may be of any dtype beside those that train, which have one: FSDP gathers
+    bytes of 4-bit weights as they are, and reduces gradients only where there are some.
+    """
     policy = MixedPrecisionPolicy(
         # under bf16 the shards are bfloat16 already, and gradients come back as such
         param_dtype=torch.bfloat16 if precision == "amp_bf16" else None,
@@ -87,6 +93,11 @@ def _fully_shard(root: Root, mesh: DeviceMesh, config: ParallelConfig, precision
             module.set_gradient_divide_factor(1.0)
 
 
+# torch 2.13 renamed it, and warns of the old name
+_NEW = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW else "broadcast_buffers": False}
+
+
 def replicate(root: Root, mesh: DeviceMesh | None) -> nn.Module:
     """Around filled weights: DDP where the mesh has replicas only; `root` itself elsewhere."""
     if mesh is None or mesh[SHARD].size() > 1:
@@ -96,10 +107,10 @@ def replicate(root: Root, mesh: DeviceMesh | None) -> nn.Module:
         root,
         process_group=group,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # routers' biases move alike on every process
+        **_OWN_BUFFERS,  # routers' biases move alike on every process
         init_sync=False,  # weights are a function of (seed, name), or read by every rank
     )
-    if any(p.dtype == torch.bfloat16 for p in root.parameters()):
+    if any(p.dtype == torch.bfloat16 and p.requires_grad for p in root.parameters()):
         # DDP reads annotations, and cannot read those that are strings: hence the lambda
         module.register_comm_hook(group, lambda group, bucket: _mean_in_fp32(group, bucket))
     return module

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import FRACTION, POSITIVE, TOKENS, Range, out_of_bounds
-from llmfoundry.recipe.checks import divides, fill, inert, one_of
+from llmfoundry.recipe.bounds import FRACTION, POSITIVE, TOKENS, Range, choice, out_of_bounds
+from llmfoundry.recipe.checks import divides, fill, inert
 
 ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
 NORM_TYPES = ("layernorm", "rmsnorm", "low_precision_layernorm", "low_precision_rmsnorm")
@@ -34,7 +34,7 @@ CANNOT = {  # what a backend cannot do, whatever the device: setting -> why, and
 class RopeConfig:
     """How rotary frequencies are stretched beyond the length that they were trained for."""
 
-    type: str = "no_scaling"
+    type: Annotated[str, choice(ROPE_TYPES)] = "no_scaling"
     """no_scaling; linear: positions / factor (Chen et al., 2023); dynamic: theta grows with rows
     longer than max_seq_len (NTK-aware); llama3: low frequencies / factor, high ones kept."""
     factor: Annotated[float | None, Range(1)] = None
@@ -48,8 +48,7 @@ class RopeConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, are missing, or have no effect."""
-        yield from one_of(f"{key}type", self.type, ROPE_TYPES)
-        if self.type not in ROPE_TYPES:
+        if (yield from out_of_bounds(key, self)):
             return
         wanted = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(self.type, ("factor",))
         for name in ("factor", *LLAMA3_KEYS):
@@ -57,7 +56,6 @@ class RopeConfig:
                 yield from inert(key, self, [name], f"with type: {self.type}")
             elif getattr(self, name) is None:
                 yield f"{key}{name}: type: {self.type} needs it; write a number"
-        yield from out_of_bounds(key, self)
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and not low < high:
             yield f"{key}high_freq_factor: {high} must be greater than low_freq_factor ({low})"
@@ -97,9 +95,9 @@ class TemperatureConfig:
 class AttentionConfig:
     """Attention: kinds of heads, positions, numerical guards."""
 
-    attn_type: str = "multihead_attention"
+    attn_type: Annotated[str, choice(ATTN_TYPES)] = "multihead_attention"
     """multihead_attention, multiquery_attention (one key-value head), grouped_query_attention."""
-    attn_impl: str = "auto"
+    attn_impl: Annotated[str, choice(ATTN_IMPLS)] = "auto"
     """auto: the fastest that the device and the other settings allow. sdpa: PyTorch's fused
     attention. On CUDA alone: flex (FlexAttention), varlen (PyTorch's variable-length kernel), flash
     (the flash-attn package). torch: plain matmul and softmax, the slow reference."""
@@ -117,7 +115,7 @@ class AttentionConfig:
     """Normalise the whole query and key width before positions are applied."""
     qk_gn: bool = False
     """Normalise each query and key head by itself before positions are applied."""
-    norm_type: str | None = None
+    norm_type: Annotated[str | None, choice(NORM_TYPES)] = None
     """Only with qk_ln or qk_gn: the kind of that norm; unset: model.norm_type."""
     norm_eps: Annotated[float | None, POSITIVE] = None
     """Only with qk_ln or qk_gn: added to the variance under its root; unset: model.norm_eps."""
@@ -142,8 +140,6 @@ class AttentionConfig:
         """Lines for values that cannot be, or have no effect."""
         if (yield from out_of_bounds(key, self)):
             return
-        yield from one_of(f"{key}attn_type", self.attn_type, ATTN_TYPES)
-        yield from one_of(f"{key}attn_impl", self.attn_impl, ATTN_IMPLS)
         for name, why in CANNOT.get(self.attn_impl, {}).items():
             if getattr(self, name):
                 yield f"{key}attn_impl: {self.attn_impl} cannot serve {name}: {why}"
@@ -158,8 +154,6 @@ class AttentionConfig:
             yield f"{key}qk_gn: and qk_ln exclude each other; set one of them to false"
         if not (self.qk_ln or self.qk_gn):
             yield from inert(key, self, ["norm_type", "norm_eps"], "without qk_ln or qk_gn")
-        elif self.norm_type is not None:
-            yield from one_of(f"{key}norm_type", self.norm_type, NORM_TYPES)
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
         yield from self.attn_temperature_tuning.check(f"{key}attn_temperature_tuning.")
         yield from self._check_positions(key)

@@ -1,8 +1,9 @@
-"""What the numbers and paths of a recipe may be, declared in the types of its fields.
+"""What the numbers, paths and choices of a recipe may be, declared in the types of its fields.
 
 `lr: Annotated[float, Range(above=0)]` is all that a section writes: its `check` begins with
-`out_of_bounds`, which looks at every field. Where a field declares nothing, a number is finite and
-fits its machine type, so that no value can hang a check, overflow or eat a machine.
+`out_of_bounds`, which looks at every field, and `--help` lists a field's choices. Where a field
+declares nothing, a number is finite and fits its machine type, so that no value can hang a check,
+overflow or eat a machine.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import math
 import os
 import re
 import typing
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from llmfoundry.recipe.checks import not_a_choice
 
 MOST_INT = 2**63 - 1
 MOST_FLOAT = 3e38  # what fp32 holds
@@ -48,6 +51,8 @@ class Range:
             return f"{value} is too small; write {self.least} or more"
         if self.above is not None and value <= self.above:
             return f"{value} must be greater than {self.above}"
+        if self.below is not None and value >= self.below:
+            return f"{value} must be less than {self.below}"
         widest = MOST_INT if isinstance(value, int) else MOST_FLOAT
         most = widest if self.most is None else self.most
         if value > most or value < -widest:
@@ -69,6 +74,7 @@ TOKENS = Range(1, 2**24, LENGTH)
 WIDTH = Range(1, 2**22, "no device holds a wider matrix")
 NEW_TOKENS = Range(1, 2**20, "keys and values of each are kept in memory")
 TEMPERATURE = Range(0, 1e6)
+TOP_P = Range(above=0, most=1, why="it is a probability")
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,48 @@ class TextRule:
 
     problem: Callable[[str], str | None]
     """Why a text has not, and what to write; None where it has."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Marks a text that is one of a few."""
+
+    options: tuple[str, ...]
+    other: str = ""
+    """What else the field takes, for people: `a number of rows`."""
+    form: re.Pattern[str] | None = None
+    """Of other texts that it takes."""
+    reasons: Mapping[str, str] | None = None
+    """Of texts that others' recipes have: why it is not taken, and what to write."""
+
+    def problem(self, value: str) -> str | None:
+        """Why `value` is none of them, and what to write; None where it is."""
+        if value in self.options or (self.form is not None and self.form.fullmatch(value)):
+            return None
+        if self.reasons is not None and value in self.reasons:
+            return f"{value} {self.reasons[value]}"
+        return not_a_choice(value, [*self.options], other=self.other)
+
+    def listed(self) -> str:
+        """All of them, for people."""
+        return ", ".join(self.options) + (f", or {self.other}" if self.other else "")
+
+
+def choice(
+    options: Iterable[str],
+    other: str = "",
+    form: re.Pattern[str] | None = None,
+    *,
+    reasons: Mapping[str, str] | None = None,
+) -> Choice:
+    """A `Choice` of the names in a table."""
+    return Choice(tuple(options), other, form, reasons)
+
+
+ANY_TEXT = re.compile(".*", re.DOTALL)
+CHAT_TEMPLATES = ("chatml", "llama3", "zephyr", "mpt")
+CHAT_TEMPLATE = choice(CHAT_TEMPLATES, "a Jinja file", ANY_TEXT)
+AUTO_ROWS = choice(("auto",), "a number of rows")
 
 
 def _path_problem(value: str) -> str | None:
@@ -115,8 +163,11 @@ def out_of_bounds(key: str, section: Any) -> Generator[str, None, bool]:
     computes with them.
     """
     found = False
-    for name, rules in _rules(section.__class__).items():
-        for dotted, value in _leaves(name, getattr(section, name)):
+    for name, rules in rules_of(section.__class__).items():
+        given = getattr(section, name)
+        if isinstance(given, dict):  # the long form of a choice, which its section checks
+            rules = tuple(rule for rule in rules if not isinstance(rule, Choice))
+        for dotted, value in _leaves(name, given):
             problem = _problem(value, rules)
             if problem is not None:
                 found = True
@@ -128,8 +179,8 @@ def _problem(value: Any, rules: tuple[Any, ...]) -> str | None:
     if isinstance(value, str):
         if _NO_TEXT.search(value):
             return "has a NUL character or half of a surrogate pair; write text"
-        texts = (rule.problem(value) for rule in rules if isinstance(rule, TextRule))
-        return next(texts, None)
+        texts = (rule.problem(value) for rule in rules if isinstance(rule, TextRule | Choice))
+        return next((problem for problem in texts if problem is not None), None)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return next((rule for rule in rules if isinstance(rule, Range)), ANY).problem(value)
@@ -149,7 +200,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def _rules(schema: type[Any]) -> dict[str, tuple[Any, ...]]:
+def rules_of(schema: type[Any]) -> dict[str, tuple[Any, ...]]:
     """What the types of a section's fields declare."""
     hints = typing.get_type_hints(schema, include_extras=True)
     return {

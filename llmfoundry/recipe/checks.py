@@ -2,24 +2,65 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from llmfoundry.recipe.others import VALUES
+
+LONGEST_NAME = 100  # of what is compared with names
+
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """The clause `; did you mean 'x'?` for the closest option, or an empty string."""
-    match = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
-    return f"; did you mean '{match[0]}'?" if match else ""
+    """The clause `; did you mean 'x'?` for an option that is really near, or an empty string.
+
+    Near is what at most two slips of the finger make of the name, one of a short name; else the
+    only option that holds the name as whole words, as max_seq_len holds seq_len.
+    """
+    found = nearest_option(name, options)
+    return f"; did you mean '{found}'?" if found is not None else ""
+
+
+def nearest_option(name: str, options: Iterable[str]) -> str | None:
+    """What `nearest` names."""
+    options = list(options)
+    for meant in VALUES.get(name.lower(), "").split():
+        if meant in options:
+            return meant
+    slips = {option: _slips(name, option) for option in options}
+    close = [n for n in options if slips[n] <= min(2, max(len(n), len(name)) // 3)]
+    if close:
+        return min(close, key=lambda option: slips[option])
+    holding = [option for option in options if f"_{name}_" in f"_{option}_"]
+    return holding[0] if len(holding) == 1 and len(name) > 2 else None
+
+
+def _slips(left: str, right: str) -> int:
+    """Letters inserted, left out, replaced or swapped with their neighbour (Damerau, 1964)."""
+    if abs(len(left) - len(right)) > 2 or len(left) > LONGEST_NAME:
+        return LONGEST_NAME
+    before, row = [], list(range(len(right) + 1))
+    for i, a in enumerate(left, 1):
+        before, above, row = row, before, [i]
+        for j, b in enumerate(right, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == right[j - 2] and b == left[i - 2]:
+                cost = min(cost, above[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
 
 
 def one_of(key: str, value: str, options: Iterable[str]) -> Iterator[str]:
     """`value` must be one of `options`."""
     options = list(options)
     if value not in options:
-        hint = nearest(str(value), options)
-        yield f"{key}: {value!r} is not a choice{hint} (choices: {', '.join(options)})"
+        yield f"{key}: {not_a_choice(value, options)}"
+
+
+def not_a_choice(value: Any, options: list[str], *, other: str = "") -> str:
+    """Why `value` is none of `options`, and what they are; `other` is what else may be written."""
+    listed = ", ".join(options) + (f", or {other}" if other else "")
+    return f"{value!r} is not a choice{nearest(str(value), options)} (choices: {listed})"
 
 
 def at_least(key: str, value: float | None, low: float) -> Iterator[str]:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from llmfoundry.recipe.bounds import FRACTION, PATH, PROCESSES, Range, out_of_bounds
-from llmfoundry.recipe.checks import inert, nearest, one_of
+from llmfoundry.recipe.bounds import FRACTION, PATH, PROCESSES, Range, choice, out_of_bounds
+from llmfoundry.recipe.checks import inert, nearest
 from llmfoundry.recipe.duration import check_duration
 from llmfoundry.recipe.filter import FilterConfig
-from llmfoundry.recipe.source import CORPORA, SOURCES, SourceConfig, StreamConfig
+from llmfoundry.recipe.source import COMPARED, CORPORA, SOURCES, SourceConfig, StreamConfig
+from llmfoundry.recipe.supervised import SupervisedConfig
 
 BATCHING = ("stratified", "per_stream")
 DEDUPLICATION = ("none", "exact", "minhash")
@@ -35,17 +36,23 @@ class PhaseConfig:
 class DataConfig(SourceConfig):
     """One source, or a mixture of several, in an order that no number of machines changes."""
 
+    name: Annotated[str, choice((*SOURCES, "mixture"))] = "python_stdlib"
+    """python_stdlib: sources of the running Python, tests left out. files, huggingface: documents.
+    shards: MDS or token shards. instructions: generated chats with exact answers. mixture: several
+    of these, below data.streams."""
     streams: dict[str, StreamConfig] = field(default_factory=dict)
     """Only for mixture: the sources by a name of their own."""
     phases: list[PhaseConfig] = field(default_factory=list)
     """Only for mixture: other proportions from some points of the run on, in their order."""
-    batching_method: str = "stratified"
+    batching_method: Annotated[str, choice(BATCHING)] = "stratified"
     """Only for mixture. stratified: every batch has every stream's part, to within one row.
     per_stream: a batch is of one stream."""
     validation_fraction: Annotated[float, FRACTION] = 0.02
-    """Share of a corpus' documents held out, chosen by their content's hash, so it never moves."""
+    """Share of a corpus' documents held out, chosen by their content's hash, so it never moves; of
+    a corpus of one document, its end."""
     validation: StreamConfig | None = None
-    """Held-out shards, where the text comes from shards: remote, local, split."""
+    """Held-out text of its own: shards, where the text comes from shards (remote, local, split).
+    For supervised rows any source; its format is theirs. Nothing else is held out then."""
     attend_across_documents: bool = False
     """Let packed documents see each other. Off: each attends to itself alone."""
     shuffle: bool = True
@@ -53,20 +60,24 @@ class DataConfig(SourceConfig):
     shuffle_block_size: Annotated[int, Range(1, 2**32)] = 1 << 18
     """Rows that are shuffled among each other, from shards in random order: larger mixes better,
     smaller needs fewer shards at a time. 262144 is Streaming's."""
-    packing_ratio: Annotated[float | str, Range(above=0, most=2**20)] = "auto"
+    packing_ratio: Annotated[
+        float | str, Range(above=0, most=2**20), choice(("auto",), "a number of documents")
+    ] = "auto"
     """Only matters for text that is tokenised while training: documents that are joined to fill a
     row, on average; auto: as many as the first documents say."""
+    supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How rows of prompts and answers become tokens and labels."""
     eos_token_id: Annotated[int | None, TOKEN_ID] = None
     """Only for MDS tokens: the id that ends each document of a row. Unset: the tokenizer's."""
     bos_token_id: Annotated[int | None, TOKEN_ID] = None
     """Only for MDS tokens: the id that begins each document; in place of eos_token_id."""
-    token_encoding_type: str = "int64"
+    token_encoding_type: Annotated[str, choice(TOKEN_TYPES)] = "int64"
     """Only matters for MDS columns of bytes: the integers that they hold."""
     allow_changed: list[str] = field(default_factory=list)
     """Streams (or `data`) whose shards may differ from those the resumed run began with."""
     filter: FilterConfig = field(default_factory=FilterConfig)
     """Which documents of a corpus to leave out."""
-    deduplicate: str = "none"
+    deduplicate: Annotated[str, choice(DEDUPLICATION)] = "none"
     """Leave out documents of a corpus that repeat another: none, exact, or minhash (nearly equal;
     extra: filters)."""
     max_row_size: str = "1gb"
@@ -98,7 +109,6 @@ class DataConfig(SourceConfig):
     def check(self, key: str = "data.") -> Iterator[str]:
         """Lines for values that cannot be, contradict each other, or have no effect."""
         yield from out_of_bounds(key, self)
-        yield from one_of(f"{key}name", self.name, (*SOURCES, "mixture"))
         if self.name not in (*SOURCES, "mixture"):
             return
         yield from self._check_source(key)
@@ -111,13 +121,12 @@ class DataConfig(SourceConfig):
             yield from self._check_validation(f"{key}validation.", self.validation)
         yield from self._check_order(key)
         yield from self._check_fetching(key)
+        yield from self._check_supervised(key)
         yield from self.filter.check(f"{key}filter.")
-        yield from one_of(f"{key}deduplicate", self.deduplicate, DEDUPLICATION)
 
     def _check_mixture(self, key: str) -> Iterator[str]:
         if not self.streams:
             yield f"{key}streams: mixture needs it; write a name and its source for each"
-        yield from one_of(f"{key}batching_method", self.batching_method, BATCHING)
         for name, stream in self.streams.items():
             yield from stream.check(f"{key}streams.{name}.")
         shared = {n: s.proportion for n, s in self.streams.items() if s.proportion is not None}
@@ -144,7 +153,9 @@ class DataConfig(SourceConfig):
     def _check_validation(self, key: str, validation: StreamConfig) -> Iterator[str]:
         yield from validation.check(key)
         yield from inert(key, validation, ["proportion", "repeat", "choose"], "on held-out text")
-        if validation.name != "shards":
+        if self._is_supervised_alone():
+            return
+        if validation.name != "shards" and not validation.is_supervised:
             yield f"{key}name: {validation.name}; held-out text of its own can be shards alone"
         if self.name in CORPORA:
             yield (
@@ -152,13 +163,39 @@ class DataConfig(SourceConfig):
                 " data.validation_fraction; remove it"
             )
 
+    def _is_supervised_alone(self) -> bool:
+        return not self.streams and self.is_supervised
+
+    def _check_supervised(self, key: str) -> Iterator[str]:
+        yield from self.supervised.check(f"{key}supervised.")
+        sources: list[SourceConfig] = [*self.streams.values()] if self.streams else [self]
+        is_any = any(source.is_supervised for source in sources)
+        if not is_any and self.supervised != SupervisedConfig():
+            yield f"{key}supervised: has no effect on text; write {key}format, or remove it"
+        if all(source.format in COMPARED for source in sources):
+            responses = self.supervised.target_responses
+            if responses != SupervisedConfig().target_responses:
+                yield (
+                    f"{key}supervised.target_responses: {responses} has no effect on answers that"
+                    " are compared, the last of each row; remove it"
+                )
+        if is_any and self.attend_across_documents and self.supervised.packing != "off":
+            yield (
+                f"{key}attend_across_documents: true lets answers see other rows that are packed"
+                f" with theirs; remove it, or write {key}supervised.packing: off"
+            )
+        if is_any and all(source.is_supervised for source in sources):
+            if self.filter != FilterConfig():
+                yield f"{key}filter: has no effect on supervised rows; remove it"
+            if self.deduplicate != "none":
+                yield (
+                    f"{key}deduplicate: has no effect on supervised rows; write"
+                    f" {key}supervised.drop_duplicates: true"
+                )
+
     def _check_order(self, key: str) -> Iterator[str]:
-        ratio = self.packing_ratio
-        if isinstance(ratio, str) and ratio != "auto":
-            yield f"{key}packing_ratio: {ratio!r}; write auto or a number of documents"
         if self.eos_token_id is not None and self.bos_token_id is not None:
             yield f"{key}bos_token_id: and eos_token_id exclude each other; remove one"
-        yield from one_of(f"{key}token_encoding_type", self.token_encoding_type, TOKEN_TYPES)
         known = [*self.streams, "data"]
         for name in self.allow_changed:
             if name not in known:
@@ -170,12 +207,19 @@ class DataConfig(SourceConfig):
             if text is not None and _SIZE.fullmatch(text.strip()) is None:
                 yield f"{key}{name}: {text!r} is not a size; write a number and kb, mb, gb or tb"
 
+    def formats(self) -> Iterator[tuple[str, str]]:
+        """The key of each source's format, and its format."""
+        if not self.streams:
+            yield "data.format", self.format
+        for name, stream in self.streams.items():
+            yield f"data.streams.{name}.format", stream.format
+
     def holds_out(self) -> bool:
         """Whether there is held-out text: a corpus' own part, or shards of it."""
         if self.validation is not None:
             return True
         sources: list[SourceConfig] = [*self.streams.values()] if self.streams else [self]
-        return self.validation_fraction > 0 and any(s.name != "shards" for s in sources)
+        return self.validation_fraction > 0 and any(s.is_read_whole for s in sources)
 
     def alone(self, stream: SourceConfig) -> DataConfig:
         """The data section in which `stream` is the only source."""
@@ -187,6 +231,16 @@ class DataConfig(SourceConfig):
         super().fill()
         for stream in self.streams.values():
             stream.fill()
+        if self.validation is not None:
+            self._fill_validation(self.validation)
+
+    def _fill_validation(self, validation: StreamConfig) -> None:
+        """Held-out rows have the format of those to train on, unless they name one."""
+        if self._is_supervised_alone() and not validation.is_supervised:
+            validation.format = self.format
+            validation.columns = validation.columns or dict(self.columns)
+            validation.preprocess = validation.preprocess or self.preprocess
+        validation.fill()
 
 
 def n_bytes(size: str) -> int:

@@ -6,8 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import LENGTH, PATH, Range, out_of_bounds
-from llmfoundry.recipe.checks import inert, one_of
+from llmfoundry.recipe.bounds import (
+    ANY_TEXT,
+    CHAT_TEMPLATES,
+    LENGTH,
+    PATH,
+    Range,
+    choice,
+    out_of_bounds,
+)
+from llmfoundry.recipe.checks import inert
 
 PROMPTS = ("native", "harness", "foundry")
 ICL_KEYS = (
@@ -17,6 +25,10 @@ ICL_KEYS = (
     "icl_generate",
     "icl_allow_missing",
     "icl_max_fraction",
+    "icl_chat_template",
+    "icl_fewshot_as_multiturn",
+    "icl_system_instruction",
+    "icl_gen_prefix",
 )
 
 
@@ -35,7 +47,7 @@ class EvalConfig:
     it has its share of; unset: all of them."""
     icl_seq_len: Annotated[int | None, Range(2, 2**24, LENGTH)] = None
     """Longest input of a task in tokens; unset: max_seq_len, or what the model reads at most."""
-    icl_prompts: str | None = None
+    icl_prompts: Annotated[str | None, choice(PROMPTS)] = None
     """How rows become tokens. native: question and answer as one text, the same worked examples
     for all rows, after what documents begin with in training. harness: the same texts, as
     lm-evaluation-harness makes tokens of them. foundry: LLM Foundry's rules, for its numbers;
@@ -50,11 +62,24 @@ class EvalConfig:
     """Share of a training run's wall time that tasks may take, such as 0.02: the first evaluation
     finds how many rows that allows, and all later ones ask the same; unset: all rows."""
 
+    icl_chat_template: Annotated[
+        str | None, PATH, choice(("none", "tokenizer", *CHAT_TEMPLATES), "a Jinja file", ANY_TEXT)
+    ] = None
+    """The chat template that questions are put by. tokenizer: every question, by the tokenizer's
+    own; chatml, llama3, zephyr, mpt or a Jinja file: by that one. none: no question. Unset: tasks
+    whose rows are conversations by the tokenizer's own, all others as plain text, so that a model's
+    scores compare with those of the base model that it came from."""
+    icl_fewshot_as_multiturn: bool | None = None
+    """Only with icl_chat_template: worked examples are turns of the conversation. False: they stand
+    in one message with the question; true there."""
+    icl_system_instruction: str | None = None
+    """Only in conversations: the system's message, before a task's own; unset: none."""
+    icl_gen_prefix: str | None = None
+    """Only in conversations: what every answer begins with, written for the model; unset: none."""
+
     def check(self, key: str = "eval.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        if self.icl_prompts is not None:
-            yield from one_of(f"{key}icl_prompts", self.icl_prompts, PROMPTS)
         if self.icl_max_fraction is not None and not 0 < self.icl_max_fraction < 1:
             yield (
                 f"{key}icl_max_fraction: {self.icl_max_fraction}; write a share of the wall time"
@@ -62,5 +87,19 @@ class EvalConfig:
             )
         if not self.validation and self.validation_rows is not None:
             yield f"{key}validation_rows: has no effect with validation: false; remove it"
+        if self.icl_chat_template == "none":
+            spoken = ["icl_system_instruction", "icl_gen_prefix", "icl_fewshot_as_multiturn"]
+            yield from inert(key, self, spoken, "with icl_chat_template: none")
+        elif self.icl_chat_template is None:
+            alone = ["icl_fewshot_as_multiturn"]
+            yield from inert(key, self, alone, "without icl_chat_template")
+        elif self.icl_prompts == "foundry":
+            yield (
+                f"{key}icl_chat_template: has no effect with icl_prompts: foundry, which has no"
+                " conversations; write native or harness"
+            )
+        for name in ("icl_system_instruction", "icl_gen_prefix"):
+            if getattr(self, name) is not None and not getattr(self, name).strip():
+                yield f"{key}{name}: is empty; write a text, or remove it"
         if self.gauntlet is None:
             yield from inert(key, self, list(ICL_KEYS), "without a gauntlet")

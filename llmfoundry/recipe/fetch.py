@@ -23,7 +23,8 @@ class FetchRecipe:
     from_hub: bool = False
     """Take rows from the Hugging Face hub; some tasks differ there, which is said for each."""
     output: Annotated[str | None, PATH] = None
-    """Folder to fill; unset: eval/local_data of the repository, where shipped gauntlets look."""
+    """Folder to fill; unset: eval/local_data of the repository, or of the working folder where only
+    the wheel is installed: there shipped gauntlets look."""
     table: Annotated[str, PATH] = "eval/fetch.yaml"
     """What is known of each file: rows, checksum, data set on the hub."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from llmfoundry.recipe import moe
-from llmfoundry.recipe.bounds import POSITIVE, WIDTH, Range, out_of_bounds
+from llmfoundry.recipe.bounds import POSITIVE, WIDTH, Range, choice, out_of_bounds
 from llmfoundry.recipe.checks import one_of
 
 FFN_TYPES = ("mptmlp", "mptglu", "dmoe")
@@ -46,10 +46,10 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the argum
 class FFNConfig:
     """The feed-forward layer."""
 
-    ffn_type: str = "mptmlp"
+    ffn_type: Annotated[str, choice(FFN_TYPES, reasons=moe.OTHER_NAMES)] = "mptmlp"
     """mptmlp: down(act(up x)). mptglu: down(act(gate x) * up x) (Shazeer, 2020). dmoe: a dropless
     mixture of such layers (Gale et al., 2022), of which a router chooses a few for each token."""
-    ffn_act_fn: str | dict[str, Any] = "gelu"
+    ffn_act_fn: Annotated[str | dict[str, Any], choice(ACTIVATIONS)] = "gelu"
     """An elementwise function of torch.nn.functional, gelu_tanh, quick_gelu or relu2 (squared);
     with arguments as {name: leaky_relu, negative_slope: 0.1}."""
     ffn_hidden_size: Annotated[int | None, WIDTH] = None
@@ -58,7 +58,7 @@ class FFNConfig:
     """Only for dmoe, required there: experts of a layer."""
     moe_top_k: Annotated[int | None, Range(1, 2**16)] = None
     """Only for dmoe: experts that a token visits; 1 there."""
-    mlp_type: str | None = None
+    mlp_type: Annotated[str | None, choice(moe.MLP_TYPES)] = None
     """Only for dmoe: the kind of each expert, mlp (as mptmlp; the default there) or glu."""
     moe_normalize_expert_weights: Annotated[float | None, POSITIVE] = None
     """Only for dmoe: divide a token's expert weights by their p-norm, for this p; 1 makes their sum
@@ -66,13 +66,13 @@ class FFNConfig:
     moe_jitter_eps: float | None = None
     """Only for dmoe: while training the router's input is multiplied by random numbers from
     1 - this to 1 + this (Fedus et al., 2021); unset: not."""
-    moe_balancing: str | None = None
+    moe_balancing: Annotated[str | None, choice(moe.BALANCING)] = None
     """Only for dmoe: what keeps experts equally loaded. loss: the load-balancing loss (Shazeer et
     al., 2017; the default there). bias: a number added to each expert's score where experts are
     chosen, moved after every step (Wang et al., 2024). none: nothing."""
     moe_loss_weight: Annotated[float | None, POSITIVE] = None
     """Only with moe_balancing: loss, its weight, which is its value at perfect balance; 0.01."""
-    moe_lbl_scope: str | None = None
+    moe_lbl_scope: Annotated[str | None, choice(moe.SCOPES)] = None
     """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the default
     there: the same whatever the microbatch) or of each microbatch, as megablocks does."""
     moe_bias_update_rate: Annotated[float | None, POSITIVE] = None
@@ -87,7 +87,7 @@ class FFNConfig:
     """Only for dmoe, to measure speed: experts in turn, with the weights of those chosen."""
     moe_force_balance: bool | None = None
     """Only for dmoe, to measure speed: experts in turn, each with its own weight."""
-    moe_impl: str | None = None
+    moe_impl: Annotated[str | None, choice(moe.IMPLS)] = None
     """Only for dmoe: who multiplies. grouped_mm (the default there): one operator for all experts.
     torch: one expert after another, the slow reference. megablocks: that package, on CUDA."""
     moe_compress_activations: bool | None = None
@@ -113,11 +113,7 @@ class FFNConfig:
         """Lines for values that cannot be."""
         if (yield from out_of_bounds(key, self)):
             return
-        if self.ffn_type in moe.OTHER_NAMES:
-            yield f"{key}ffn_type: {self.ffn_type} is {moe.OTHER_NAMES[self.ffn_type]}; write dmoe"
-        else:
-            yield from one_of(f"{key}ffn_type", self.ffn_type, FFN_TYPES)
-            yield from moe.check(key, self)
+        yield from moe.check(key, self)
         yield from self._check_activation(f"{key}ffn_act_fn")
 
     def _check_activation(self, key: str) -> Iterator[str]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import POSITIVE, out_of_bounds
-from llmfoundry.recipe.checks import above, fill, inert, one_of
+from llmfoundry.recipe.bounds import POSITIVE, choice, out_of_bounds
+from llmfoundry.recipe.checks import above, fill, inert
 
 INITS = (
     "default_",
@@ -27,15 +27,15 @@ NONLINEARITIES = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
 class InitConfig:
     """How weights start."""
 
-    name: str = "kaiming_normal_"
+    name: Annotated[str, choice(INITS)] = "kaiming_normal_"
     """kaiming_normal_, kaiming_uniform_ (He et al., 2015); xavier_normal_, xavier_uniform_ (Glorot
     and Bengio, 2010); baseline_: normal with init_std; small_init_: normal with sqrt(2 / (5 d))
     (Nguyen and Salazar, 2019); neox_init_: the same, residual projections divided by
     n_layers / sqrt(10) (GPT-NeoX-20B); default_: what PyTorch's layers do by themselves."""
-    fan_mode: str | None = None
+    fan_mode: Annotated[str | None, choice(FAN_MODES)] = None
     """Only for kaiming: fan_in (the default there) keeps the forward pass's variance, fan_out the
     backward pass's."""
-    init_nonlinearity: str | None = None
+    init_nonlinearity: Annotated[str | None, choice(NONLINEARITIES)] = None
     """Only for kaiming: whose gain; relu there."""
     init_gain: float | None = None
     """For xavier the gain, 1 there; for kaiming with leaky_relu its negative slope, 0 there."""
@@ -55,7 +55,6 @@ class InitConfig:
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        yield from one_of(f"{key}name", self.name, INITS)
         kaiming, xavier = self.name.startswith("kaiming"), self.name.startswith("xavier")
         if self.name != "baseline_":
             yield from inert(key, self, ["init_std"], "without name: baseline_")
@@ -71,10 +70,6 @@ class InitConfig:
         if self.name == "default_":
             why = f"with name: {self.name}"
             yield from inert(key, self, ["init_div_is_residual"], why)
-        if self.fan_mode is not None:
-            yield from one_of(f"{key}fan_mode", self.fan_mode, FAN_MODES)
-        if self.init_nonlinearity is not None:
-            yield from one_of(f"{key}init_nonlinearity", self.init_nonlinearity, NONLINEARITIES)
         if xavier:
             yield from above(f"{key}init_gain", self.init_gain, 0)
         yield from self._check_embeddings(key)

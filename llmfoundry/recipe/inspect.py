@@ -1,4 +1,4 @@
-"""The recipe of scripts/inspect_data.py: a training recipe, and the moment to look at."""
+"""The recipes of scripts/inspect_data.py: a training recipe, and the moment to look at."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from llmfoundry.recipe.argv import CommandLine
 from llmfoundry.recipe.bounds import Range
 from llmfoundry.recipe.duration import check_duration
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.paths import find_recipe
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.yamlfile import read
 
 
 @dataclass
@@ -27,3 +31,23 @@ class InspectRecipe(TrainRecipe):
         """Every problem of the recipe, a line each."""
         yield from check_duration("at", self.at)
         yield from super().check()
+
+
+@dataclass
+class InspectFinetuneRecipe(FinetuneRecipe, InspectRecipe):
+    """What a fine-tuning run reads at some time: every key of its recipe, and these."""
+
+
+def inspected(command: CommandLine) -> type[InspectRecipe]:
+    """The kind of recipe that a command line names: fine-tuning's has model.pretrained.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    if any(word.lstrip("+").startswith("model.pretrained=") for word in command.overrides):
+        return InspectFinetuneRecipe
+    if command.recipe is None:
+        return InspectRecipe
+    model = read(find_recipe(command.recipe)).get("model")
+    is_finetuned = isinstance(model, dict) and "pretrained" in model
+    return InspectFinetuneRecipe if is_finetuned else InspectRecipe

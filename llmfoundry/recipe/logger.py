@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import NEW_TOKENS, TEMPERATURE, Range, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert, one_of
+from llmfoundry.recipe.bounds import NEW_TOKENS, TEMPERATURE, TOP_P, Range, choice, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert
 from llmfoundry.recipe.duration import check_duration
 
 WANDB_MODES = ("online", "offline")
 STOP_MODES = ("min", "max")
+DEFAULT_TOP_P = 0.9  # the last tenth, of thousands of tokens, is where small models' garbage lies
 
 
 @dataclass
@@ -28,7 +29,7 @@ class LoggerConfig:
     """Write TensorBoard event files to save_folder/tensorboard (extra tensorboard)."""
     wandb: bool = False
     """Record in Weights & Biases (extra wandb)."""
-    wandb_mode: str | None = None
+    wandb_mode: Annotated[str | None, choice(WANDB_MODES)] = None
     """online (needs a login), or offline: kept in save_folder/wandb, for `wandb sync`; online."""
     wandb_project: str | None = None
     """Weights & Biases' project; llmfoundry."""
@@ -45,8 +46,6 @@ class LoggerConfig:
         if not self.wandb:
             names = ["wandb_mode", "wandb_project", "wandb_entity"]
             yield from inert(key, self, names, "without wandb: true")
-        if self.wandb_mode is not None:
-            yield from one_of(f"{key}wandb_mode", self.wandb_mode, WANDB_MODES)
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -63,17 +62,29 @@ class GenerateConfig:
 
     prompts: list[str] = field(default_factory=list)
     """Texts to continue; none: no samples."""
+    from_validation: Annotated[int, Range(0, 1000, "each is written at every interval")] = 0
+    """Validation rows, from the first, whose prompts are answered, the right answer beside it; of
+    fine-tuning runs."""
     interval: str = "0.25dur"
     """How often."""
     max_new_tokens: Annotated[int, NEW_TOKENS] = 64
     """Length of a continuation, in tokens, unless end-of-text comes first."""
     temperature: Annotated[float, TEMPERATURE] = 0.8
     """0 takes the likeliest token; more is more random."""
+    top_p: Annotated[float | None, TOP_P] = None
+    """Draw from the likeliest tokens that together reach this probability, 1 from all; 0.9."""
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
         yield from check_duration(f"{key}interval", self.interval)
+        if self.temperature == 0:
+            yield from inert(key, self, ["top_p"], f"with {key}temperature: 0")
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.temperature > 0:
+            fill(self, top_p=DEFAULT_TOP_P)
 
 
 @dataclass
@@ -83,7 +94,7 @@ class EarlyStopperConfig:
     metric: str | None = None
     """A metric's name as metrics.jsonl has it, such as
     metrics/eval/LanguageCrossEntropy; unset: never stop."""
-    mode: str | None = None
+    mode: Annotated[str | None, choice(STOP_MODES)] = None
     """min: smaller is better; max: greater is. min for losses, perplexity and bits per byte, max
     for all else."""
     patience: Annotated[int | None, Range(1)] = None
@@ -96,8 +107,6 @@ class EarlyStopperConfig:
         if self.metric is None:
             names = ["mode", "patience", "min_delta"]
             yield from inert(key, self, names, f"without {key}metric")
-        if self.mode is not None:
-            yield from one_of(f"{key}mode", self.mode, STOP_MODES)
         yield from out_of_bounds(key, self)
 
     def fill(self) -> None:
@@ -141,3 +150,4 @@ class CallbacksConfig:
     def fill(self) -> None:
         """Write derived values in place."""
         self.early_stopper.fill()
+        self.generate.fill()

@@ -12,14 +12,8 @@ from typing import Annotated
 
 from llmfoundry.recipe.attention import NORM_TYPES, AttentionConfig
 from llmfoundry.recipe.blocks import BlockOverridesConfig, LayerConfig, layers
-from llmfoundry.recipe.bounds import (
-    FRACTION,
-    POSITIVE,
-    TOKENS,
-    Range,
-    out_of_bounds,
-)
-from llmfoundry.recipe.checks import divides, fill, inert, one_of
+from llmfoundry.recipe.bounds import FRACTION, POSITIVE, TOKENS, Range, choice, out_of_bounds
+from llmfoundry.recipe.checks import divides, fill, inert
 from llmfoundry.recipe.ffn import FFNConfig
 from llmfoundry.recipe.init import InitConfig
 
@@ -30,7 +24,7 @@ __all__ = ["AttentionConfig", "FFNConfig", "InitConfig", "ModelConfig"]
 class ModelConfig:
     """A decoder-only transformer; MPT, GPT-2, Llama and Starcoder2 shapes are settings of it."""
 
-    name: str = "mpt_causal_lm"
+    name: Annotated[str, choice(("mpt_causal_lm",))] = "mpt_causal_lm"
     """The model family; mpt_causal_lm is the project's own decoder."""
     d_model: Annotated[int, Range(1, 2**20, "no device holds a wider matrix")] = 2048
     """Width of the residual stream."""
@@ -52,14 +46,16 @@ class ModelConfig:
     """Drop the biases of linear layers and norms."""
     attention_bias: bool | None = None
     """Biases of the query, key and value projections; unset: not no_bias."""
-    norm_type: str = "layernorm"
+    norm_type: Annotated[str, choice(NORM_TYPES)] = "layernorm"
     """layernorm or rmsnorm, computed in fp32; low_precision_layernorm, low_precision_rmsnorm: in
     the precision of the matrix products."""
     norm_eps: Annotated[float, POSITIVE] = 1e-5
     """Added to the variance under the norm's root."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head."""
-    logit_scale: Annotated[float | str | None, POSITIVE] = None
+    logit_scale: Annotated[
+        float | str | None, POSITIVE, choice(("inv_sqrt_d_model",), "a number")
+    ] = None
     """Factor on the logits: a number, or inv_sqrt_d_model for 1 / sqrt(d_model); unset: none."""
     final_logit_softcapping: Annotated[float | None, POSITIVE] = None
     """Logits become c * tanh(logits / c) (Gemma 2), after logit_scale; unset: no cap."""
@@ -82,12 +78,8 @@ class ModelConfig:
         """Lines for values that cannot be, contradict each other, or have no effect."""
         if (yield from out_of_bounds(key, self)):
             return
-        yield from one_of(f"{key}name", self.name, ("mpt_causal_lm",))
-        yield from one_of(f"{key}norm_type", self.norm_type, NORM_TYPES)
         if not 0 < self.embedding_fraction <= 1:
             yield f"{key}embedding_fraction: {self.embedding_fraction}; write a number in (0, 1]"
-        if isinstance(self.logit_scale, str):
-            yield from one_of(f"{key}logit_scale", self.logit_scale, ("inv_sqrt_d_model",))
         if self.head_dim is None:
             yield from divides(f"{key}n_heads", self.n_heads, f"{key}d_model", self.d_model)
         yield from self._check_positions(key)

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from llmfoundry.recipe.checks import fill, inert, one_of
+from llmfoundry.recipe.checks import fill, inert
 
 if TYPE_CHECKING:
     from llmfoundry.recipe.ffn import FFNConfig
 
 OTHER_NAMES = {  # LLM Foundry's, of which each is something else
-    "torch_dmoe": "LLM Foundry's name of a mixture without a balancing loss",
-    "mb_dmoe": "LLM Foundry's name of megablocks' mixture",
-    "mb_moe": "LLM Foundry's name of a mixture that drops tokens, which dmoe never does",
+    "torch_dmoe": "is LLM Foundry's name of a mixture without a balancing loss; write dmoe",
+    "mb_dmoe": "is LLM Foundry's name of megablocks' mixture; write dmoe",
+    "mb_moe": "is LLM Foundry's name of a mixture that drops tokens, which dmoe never does; write"
+    " dmoe",
 }
 MLP_TYPES = ("mlp", "glu")
 BALANCING = ("loss", "bias", "none")
@@ -50,9 +51,6 @@ def check(key: str, ffn: FFNConfig) -> Iterator[str]:
         return
     yield from _check_router(key, ffn)
     yield from _check_balancing(key, ffn)
-    for name, options in (("mlp_type", MLP_TYPES), ("moe_impl", IMPLS)):
-        if getattr(ffn, name) is not None:
-            yield from one_of(f"{key}{name}", getattr(ffn, name), options)
     if ffn.moe_impl not in (None, "grouped_mm"):
         yield from inert(key, ffn, ["moe_compress_activations"], f"with moe_impl: {ffn.moe_impl}")
 
@@ -77,15 +75,12 @@ def _check_router(key: str, ffn: FFNConfig) -> Iterator[str]:
 
 def _check_balancing(key: str, ffn: FFNConfig) -> Iterator[str]:
     chosen = ffn.moe_balancing or "loss"
-    yield from one_of(f"{key}moe_balancing", chosen, BALANCING)
     if chosen != "loss":
         why = f"with moe_balancing: {chosen}"
         yield from inert(key, ffn, ["moe_loss_weight", "moe_lbl_scope"], why)
     if chosen != "bias":
         why = "without moe_balancing: bias"
         yield from inert(key, ffn, ["moe_bias_update_rate"], why)
-    if ffn.moe_lbl_scope is not None:
-        yield from one_of(f"{key}moe_lbl_scope", ffn.moe_lbl_scope, SCOPES)
 
 
 def fill_defaults(ffn: FFNConfig) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import POSITIVE, Range, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert, one_of
+from llmfoundry.recipe.bounds import POSITIVE, Range, choice, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert
 
 OPTIMIZERS = ("decoupled_adamw", "adamw", "decoupled_lionw", "muon")
 CLIPPING_TYPES = ("norm", "value", "adaptive")
@@ -46,7 +46,7 @@ class ParamGroupConfig:
 class OptimizerConfig:
     """How gradients become updates."""
 
-    name: str = "decoupled_adamw"
+    name: Annotated[str, choice(OPTIMIZERS)] = "decoupled_adamw"
     """decoupled_adamw: weights shrink by weight_decay * lr / (first lr) (Composer). adamw: by
     weight_decay * lr (Loshchilov and Hutter, 2019). Both run PyTorch's fused kernel.
     decoupled_lionw: the sign of a running mean (Chen et al., 2023), decay as decoupled_adamw. muon:
@@ -70,7 +70,6 @@ class OptimizerConfig:
 
     def check(self, key: str = "optimizer.") -> Iterator[str]:
         """Lines for values that cannot be."""
-        yield from one_of(f"{key}name", self.name, OPTIMIZERS)
         yield from out_of_bounds(key, self)
         yield from check_betas(f"{key}betas", self.betas)
         if self.name == "decoupled_lionw":
@@ -114,7 +113,7 @@ def check_regex(key: str, pattern: str) -> Iterator[str]:
 class GradientClippingConfig:
     """A bound on the gradient, applied once for all parameters before the optimizer."""
 
-    clipping_type: str = "norm"
+    clipping_type: Annotated[str, choice(CLIPPING_TYPES)] = "norm"
     """norm: scale the gradient so that its global L2 norm is at most clipping_threshold. value:
     clamp each of its elements to [-clipping_threshold, clipping_threshold]. adaptive: scale each
     row of a gradient so that its norm is at most clipping_threshold times its weights' norm (Brock
@@ -124,5 +123,4 @@ class GradientClippingConfig:
 
     def check(self, key: str = "gradient_clipping.") -> Iterator[str]:
         """Lines for values that cannot be."""
-        yield from one_of(f"{key}clipping_type", self.clipping_type, CLIPPING_TYPES)
         yield from out_of_bounds(key, self)

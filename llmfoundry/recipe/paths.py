@@ -1,7 +1,8 @@
 """Where recipes, groups and the files that a recipe names are found; every room may use it.
 
 A relative path is meant from the working folder or from the repository's root, in this order, so
-that `eval/gauntlets/generated.yaml` in a shipped recipe works from anywhere.
+that `eval/gauntlets/generated.yaml` in a shipped recipe works from anywhere. A wheel carries what
+the repository has beside the package in a folder of the package.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from pathlib import Path
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.typed import keys, section_of
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The repository: the folder that holds llmfoundry/, yamls/ and eval/."""
+_PACKED = Path(__file__).resolve().parents[1] / "shipped"  # setup.py fills it in a wheel
+IS_REPOSITORY = not _PACKED.is_dir()
+ROOT = Path(__file__).resolve().parents[2] if IS_REPOSITORY else _PACKED
+"""The folder that holds yamls/, eval/ and scripts/: the repository, or the wheel's copy."""
 YAMLS = ROOT / "yamls"
 """The shipped recipes, and below them one folder a group."""
+_SUFFIXES = (".yaml", ".yml")
 
 
 def find_file(path: str | Path, key: str) -> Path:
@@ -35,28 +39,63 @@ def find_file(path: str | Path, key: str) -> Path:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """The recipe at `path`.
+    """The recipe at `path`: a file, or the name of a shipped one, `quickstart`.
 
     Raises:
-        UserError: there is none; names the nearest path.
+        UserError: there is none; names the nearest path. Or a file beside could be meant as well.
     """
     given = Path(os.path.expanduser(path))
     if os.path.isfile(given):
         return given
     if os.path.isfile(given / "recipe.yaml"):
         raise UserError(f"{path} is a folder; did you mean {given / 'recipe.yaml'}?")
+    if (found := _shipped_recipe(given)) is not None:
+        beside = given.with_name(f"{given.name}.yaml")
+        if given.suffix not in _SUFFIXES and beside.is_file() and not beside.samefile(found):
+            name = found.relative_to(ROOT)
+            raise UserError(
+                f"{path} can be {beside} or the shipped recipe; write {beside} or {name}"
+            )
+        return found
     what = f"{path} is a folder, no recipe" if os.path.isdir(given) else f"no recipe at {path}"
     if os.path.exists(given) and not os.path.isdir(given):
         what = f"{path} is not a file; a device or a pipe cannot be a recipe"
-    recipes = [p for p in _siblings(given) if p.suffix in (".yaml", ".yml")]
-    raise UserError(what + nearest_path(given, [*recipes, *YAMLS.glob("*.yaml")]))
+    recipes = [p for p in _siblings(given) if p.suffix in _SUFFIXES]
+    raise UserError(
+        what
+        + nearest_path(given, [*recipes, *YAMLS.glob("*.yaml"), *YAMLS.glob("finetune/*.yaml")])
+    )
+
+
+def is_recipe(word: str) -> bool:
+    """Whether a word names a recipe's file, or one that is shipped."""
+    return word.endswith(_SUFFIXES) or _shipped_recipe(Path(word)) is not None
+
+
+def _shipped_recipe(given: Path) -> Path | None:
+    """`yamls/quickstart.yaml` from anywhere, `quickstart`, `finetune/mpt-7b-sft`, `mpt-7b-sft`."""
+    if given.is_absolute() or ".." in given.parts:
+        return None
+    if given.suffix in _SUFFIXES:
+        places = [ROOT / given] if given.parts[0] == YAMLS.name else []
+    else:
+        places = [YAMLS / f"{given}.yaml", YAMLS / "finetune" / f"{given}.yaml"]
+    return next((place for place in places if os.path.isfile(place)), None)
+
+
+def recipe_name(path: Path) -> str:
+    """A recipe as a user would write it: its path below the working folder, or its shipped name."""
+    is_here = path.absolute().is_relative_to(Path.cwd())
+    if is_here or path.suffix not in _SUFFIXES or not path.is_relative_to(YAMLS):
+        return show(path)
+    return path.relative_to(YAMLS).with_suffix("").as_posix()
 
 
 def nearest_path(given: Path, candidates: Iterable[Path]) -> str:
     """The clause `; did you mean PATH?` for the closest file name, of these the closest path."""
     by_name: dict[str, list[str]] = {}
     for path in candidates:
-        by_name.setdefault(path.name.removesuffix(".yaml"), []).append(show(path))
+        by_name.setdefault(path.name.removesuffix(".yaml"), []).append(recipe_name(path))
     match = difflib.get_close_matches(given.name.removesuffix(".yaml"), by_name, n=1)
     if not match:
         return ""
@@ -70,9 +109,16 @@ def show(path: Path) -> str:
 
 
 def search_folders(recipe: Path | None) -> list[Path]:
-    """Folders that may hold groups, first found wins: the recipe's own, then yamls/."""
-    folders = [] if recipe is None else [recipe.absolute().parent]
-    return list(dict.fromkeys(f for f in [*folders, YAMLS] if f.is_dir()))
+    """Folders that may hold groups, first found wins: the recipe's own, then yamls/.
+
+    For a recipe at the repository's root yamls/ comes first: eval/ there is no group.
+    """
+    folders = [YAMLS]
+    if recipe is not None:
+        own = recipe.absolute().parent
+        at_root = (own / "eval").resolve() == ROOT / "eval"
+        folders = [YAMLS, own] if at_root else [own, YAMLS]
+    return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
 
 
 def group_options(folders: Iterable[Path], schema: type) -> dict[str, list[str]]:
@@ -83,9 +129,14 @@ def group_options(folders: Iterable[Path], schema: type) -> dict[str, list[str]]
     found = {
         key: {file.stem for folder in folders for file in (folder / key).glob("*.yaml")}
         for key, hint in keys(schema).items()
-        if section_of(hint) is not None
+        if section_of(hint) is not None and key not in getattr(schema, "NOT_GROUPS", ())
     }
     return {group: sorted(options) for group, options in found.items() if options}
+
+
+def shipped(schema: type) -> list[Path]:
+    """The recipes under yamls/ that are for `schema`."""
+    return sorted((YAMLS / getattr(schema, "FOLDER", "")).glob("*.yaml"))
 
 
 def _siblings(path: Path) -> list[Path]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import PATH, TOKENS, Range, out_of_bounds
+from llmfoundry.recipe.bounds import PATH, TOKENS, Range, choice, out_of_bounds
 from llmfoundry.recipe.checks import fill, inert, one_of
-from llmfoundry.recipe.source import CORPORA
+from llmfoundry.recipe.source import CORPORA, TEXT
 from llmfoundry.recipe.train import TrainRecipe
 
 FORMATS = ("tokens", "mds")
@@ -24,10 +24,10 @@ class PrepareConfig:
     output: Annotated[str | None, PATH] = None
     """A folder here or at a URL (s3:// gs:// az:// …), for train/, validation/, manifest.json and
     tokenizer/. Unset: data.cache_folder, where training finds it."""
-    format: str = "tokens"
+    format: Annotated[str, choice(FORMATS)] = "tokens"
     """tokens: a stream of ids, cut into rows of any length when it is read. mds: the shards of
     mosaicml-streaming, which LLM Foundry trains on."""
-    column: str | None = None
+    column: Annotated[str | None, choice(COLUMNS)] = None
     """Only for mds. tokens: rows of ids. text: a document a sample, as it was read. Unset:
     tokens."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class PrepareConfig:
     no_wrap: bool | None = None
     """Only for mds tokens: begin each row with a document; what is over of the one that a row ends
     with is left out. Unset: off, documents go on in the next row."""
-    dtype: str | None = None
+    dtype: Annotated[str | None, choice(DTYPES)] = None
     """Only for mds tokens: the integers of the ids; int32 there, as LLM Foundry writes them."""
     compression: str | None = None
     """Only for mds: of the shards, such as zstd or gz:9 (br, bz2, snappy too); unset: none."""
@@ -57,18 +57,12 @@ class PrepareConfig:
     """Free text for the manifest: the licence of the text."""
     source: str | None = None
     """Free text for the manifest: where the text comes from."""
-    engine: str = "local"
+    engine: Annotated[str, choice(ENGINES)] = "local"
     """local: processes of this machine (data.num_workers). ray: a Ray cluster, the one that
     RAY_ADDRESS names (extra: ray)."""
 
     def check(self, key: str = "prepare.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
-        yield from one_of(f"{key}format", self.format, FORMATS)
-        yield from one_of(f"{key}engine", self.engine, ENGINES)
-        if self.column is not None:
-            yield from one_of(f"{key}column", self.column, COLUMNS)
-        if self.dtype is not None:
-            yield from one_of(f"{key}dtype", self.dtype, DTYPES)
         yield from self._check_columns(key)
         yield from out_of_bounds(key, self)
         rows = ["concat_tokens", "bos_text", "eos_text", "no_wrap", "dtype"]
@@ -118,6 +112,9 @@ class PrepareRecipe(TrainRecipe):
             yield "data.text_column: has no effect with prepare.columns; remove it"
         if self.prepare.columns and self.data.name == "python_stdlib":
             yield "prepare.columns: python_stdlib has files, no columns; name other data"
+        for key, form in self.data.formats():
+            if form != TEXT:
+                yield f"{key}: {form} rows are prepared when a run begins; write format: {TEXT}"
         if self.prepare.output is None:
             if self.data.name == "shards":
                 yield "data.name: shards are prepared already; for another form: prepare.output"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.bounds import FRACTION, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert, one_of
+from llmfoundry.recipe.bounds import FRACTION, choice, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert
 from llmfoundry.recipe.duration import check_duration
 
 SCHEDULES = (
@@ -23,7 +23,7 @@ SCHEDULES = (
 class ScheduleConfig:
     """A factor on the peak learning rate as a pure function of time."""
 
-    name: str = "cosine_with_warmup"
+    name: Annotated[str, choice(SCHEDULES)] = "cosine_with_warmup"
     """After a linear warm-up: cosine_with_warmup, half a cosine to alpha_f at t_max;
     linear_decay_with_warmup, a line to alpha_f at t_max; constant_with_warmup, 1;
     warmup_stable_decay, 1, then a line to alpha_f over the last t_cooldown (Hu et al., 2024);
@@ -54,7 +54,6 @@ class ScheduleConfig:
     def check(self, key: str = "schedule.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        yield from one_of(f"{key}name", self.name, SCHEDULES)
         if self.name not in SCHEDULES:
             return
         times, factors = ("t_max", "t_cooldown", "t_scale"), ("alpha_f", "alpha_f_decay")

@@ -9,23 +9,50 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.bounds import PATH, Range, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert, one_of
+from llmfoundry.recipe.bounds import PATH, Range, choice, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert
 
 CORPORA = ("python_stdlib", "files", "huggingface")
-SOURCES = (*CORPORA, "shards")
+INSTRUCTIONS = "instructions"
+SOURCES = (*CORPORA, "shards", INSTRUCTIONS)
+TEXT = "text"
+FORMATS = (TEXT, "prompt_response", "chat", "preference", "unpaired")
+"""What rows are: a document; a prompt and an answer; messages; a prompt with a chosen and a
+rejected answer; a prompt with an answer and whether it is desirable."""
+COMPARED = ("preference", "unpaired")
+"""Formats whose answers are compared: each row's last answer alone is learned."""
+COLUMNS = {
+    "prompt_response": ("prompt", "response", "completion"),
+    "chat": ("messages", "tools"),
+    "preference": ("prompt", "chosen", "rejected", "tools"),
+    "unpaired": ("prompt", "completion", "label", "tools"),
+}
+"""What a row of each format may have."""
+MAPPINGS = {
+    "alpaca": ("prompt_response", ("instruction", "input", "output", "text")),
+    "dolly": ("prompt_response", ("instruction", "input", "output", "context", "response")),
+    "p3": ("prompt_response", ("inputs", "targets", "inputs_pretokenized", "targets_pretokenized")),
+    "flan": ("prompt_response", ("inputs", "targets")),
+    "openhermes": ("chat", ("conversations", "tools")),
+    "sharegpt": ("chat", ("conversations", "tools")),
+    "stackmathqa": ("chat", ("Q", "A")),
+    "numina": ("chat", ("messages",)),
+}
+"""Published formats of supervised rows: what each is read as, and the columns that it may have."""
 
 
 @dataclass
 class SourceConfig:
     """Where text comes from."""
 
-    name: str = "python_stdlib"
-    """python_stdlib (sources of the running Python, tests left out), files, huggingface, or shards
-    (MDS or token shards); the data section has mixture too."""
+    name: Annotated[str, choice(SOURCES)] = "python_stdlib"
+    """python_stdlib (sources of the running Python, tests left out), files, huggingface, shards
+    (MDS or token shards), or instructions (generated chats with exact answers); the data section
+    has mixture too."""
     paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Only for files: files, folders or globs of .txt .md .py .jsonl .csv .parquet .warc.wet, text
-    formats also as .gz or .zst; here or at a URL (s3:// gs:// hf:// https:// …)."""
+    formats also as .gz or .zst; here or at a URL (s3:// gs:// hf:// https:// …). Formats other than
+    text: .jsonl .json .csv .parquet."""
     dataset: Annotated[str | None, PATH] = None
     """Only for huggingface: a hub id, or a local folder that `datasets` loads."""
     subset: str | None = None
@@ -42,24 +69,56 @@ class SourceConfig:
     """Only for shards: this machine's copies of remote, and of no other; alone: the shards are
     here. Unset with remote: a folder below data.cache_folder."""
 
+    format: Annotated[str, choice((*FORMATS, *MAPPINGS))] = TEXT
+    """What a row is. text: a document to go on with. prompt_response: prompt, and response or
+    completion. chat: messages. preference: prompt, chosen, rejected. unpaired: prompt, completion,
+    label. Or a published set's: alpaca, dolly, p3, flan, openhermes, sharegpt, stackmathqa,
+    numina."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Only for formats other than text: where a row has other names, ours: theirs, such as
+    {prompt: question, response: answer}."""
+    preprocess: str | None = None
+    """Only for formats other than text: module:function or file.py:function, from a row as it is
+    read to one of the format, or to None for a row to leave out."""
+    tasks: list[str] = field(default_factory=list)
+    """Only for instructions: which of its tasks; none: all."""
+    rows: Annotated[int | None, Range(1, 10**8)] = None
+    """Only for instructions: rows to generate, held-out ones included; 20000 there."""
+
     _USED: ClassVar[dict[str, tuple[str, ...]]] = {
         "python_stdlib": (),
         "files": ("text_column",),
         "huggingface": ("dataset", "subset", "split", "text_column"),
         "shards": ("split", "text_column", "remote", "local"),
+        INSTRUCTIONS: ("rows",),
         "mixture": (),
     }
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether some tokens of its rows are learned and others are not."""
+        return self.format != TEXT
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether it is read from end to end before training, and so can hold out a part."""
+        return self.name != "shards" or self.is_supervised
+
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """What a row of its format may have."""
+        return MAPPINGS[self.format][1] if self.format in MAPPINGS else COLUMNS[self.format]
+
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
-        yield from one_of(f"{key}name", self.name, SOURCES)
         if self.name in SOURCES:
             yield from self._check_source(key)
 
     def _check_source(self, key: str) -> Iterator[str]:
-        fields = ("dataset", "subset", "split", "text_column", "remote", "local")
+        fields = ("dataset", "subset", "split", "text_column", "remote", "local", "rows")
         unused = [f for f in fields if f not in self._USED[self.name]]
         yield from inert(key, self, unused, f"with name: {self.name}")
+        yield from self._check_format(key)
         if self.name == "files" and not self.paths:
             yield f"{key}paths: files needs it; write a list of files, folders or globs"
         if self.name != "files" and self.paths:
@@ -69,10 +128,47 @@ class SourceConfig:
         if self.name == "shards" and self.remote is None and self.local is None:
             yield f"{key}remote: shards needs it, or local; write the folder that has index.json"
 
+    def _check_format(self, key: str) -> Iterator[str]:
+        if self.name == INSTRUCTIONS and self.format not in ("chat", "preference", "unpaired"):
+            yield f"{key}format: {self.format}; instructions are chat, preference or unpaired"
+        if self.name == "python_stdlib" and self.is_supervised:
+            yield f"{key}format: {self.format}, but python_stdlib is text; remove it"
+        if self.name != INSTRUCTIONS and self.tasks:
+            yield f"{key}tasks: has no effect with name: {self.name}; remove it"
+        if self.format not in (*FORMATS, *MAPPINGS):
+            return
+        if self.is_supervised:
+            yield from inert(key, self, ["text_column"], f"with format: {self.format}")
+            yield from self._check_columns(key)
+        else:
+            yield from inert(key, self, ["preprocess"], "with format: text")
+            if self.columns:
+                yield f"{key}columns: has no effect with format: text; write text_column"
+
+    def _check_columns(self, key: str) -> Iterator[str]:
+        for name in self.columns:
+            if name not in self.columns_read:
+                read = ", ".join(self.columns_read)
+                yield f"{key}columns.{name}: rows of {self.format} have {read}; write ours: theirs"
+        if self.preprocess is not None and self.columns:
+            yield f"{key}columns: has no effect with preprocess, which names them; remove it"
+        if self.preprocess is not None and not all(self.preprocess.rpartition(":")[::2]):
+            yield f"{key}preprocess: {self.preprocess}; write module:function or file.py:function"
+        if self.preprocess is not None and self.format in MAPPINGS:
+            yield (
+                f"{key}preprocess: has no effect on format: {self.format}, which has a function of"
+                f" its own; write format: {MAPPINGS[self.format][0]}"
+            )
+        if self.name == INSTRUCTIONS and (self.columns or self.preprocess):
+            field_ = "columns" if self.columns else "preprocess"
+            yield f"{key}{field_}: has no effect with name: {self.name}; remove it"
+
     def fill(self) -> None:
         """Write derived values in place."""
-        if self.name in ("files", "huggingface"):
+        if self.name in ("files", "huggingface") and not self.is_supervised:
             fill(self, text_column="text")
+        if self.name == INSTRUCTIONS:
+            fill(self, rows=20_000)
         if self.name == "huggingface":
             fill(self, split="train")
 
@@ -81,7 +177,7 @@ class SourceConfig:
 class StreamConfig(SourceConfig):
     """A source within a mixture. Either all streams have a proportion, or none has."""
 
-    name: str = "shards"
+    name: Annotated[str, choice(SOURCES)] = "shards"
     """shards (MDS or token shards), python_stdlib, files, or huggingface."""
     proportion: Annotated[float | None, Range(0)] = None
     """Its part of the rows, in proportion to the other streams'."""

@@ -50,6 +50,10 @@ def sweep(recipe_type: type, command: CommandLine) -> int:
     keep_children()
     points = _points(recipe_type, command)
     recipe = [] if command.recipe is None else [command.recipe]
+    if "--dry-run" in command.flags:
+        print(*(point.place for point in points), sep="\n")
+        print(f"dry run: {len(points)} runs were checked; nothing was written or started")
+        return 0
     for number, point in enumerate(points, 1):
         print(f"[{number}/{len(points)}] {point.place}", flush=True)
         started = time.monotonic()
@@ -108,17 +112,24 @@ def _folder_name(words: list[str]) -> str:
 
 def _execute(arguments: list[str]) -> int:
     """Run a process to its end; after Ctrl-C or SIGTERM, which it gets too, it may still save."""
-    process = subprocess.Popen(arguments)
+    asked: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
 
     def terminate(number: int, _: object) -> None:
-        process.terminate()
-        sys.exit(128 + number)
+        asked.append(number)
+        if process is not None:  # or it is told as soon as it is there
+            process.terminate()
+            sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = signal.signal(signal.SIGTERM, terminate)  # first: the point may be stopped at once
     try:
+        process = subprocess.Popen(arguments)
+        if asked:
+            terminate(asked[0], None)
         return process.wait()
     finally:
-        process.wait()
+        if process is not None:
+            process.wait()
         signal.signal(signal.SIGTERM, before)
 
 

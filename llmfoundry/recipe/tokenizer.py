@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.bounds import PATH, Range, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert, one_of
+from llmfoundry.recipe.bounds import CHAT_TEMPLATE, PATH, Range, choice, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert
 
 TOKENIZERS = ("train", "bytes", "huggingface", "tiktoken")
+PRETRAINED = "pretrained"
 
 
 @dataclass
 class TokenizerConfig:
-    """One of four kinds; every kind is saved in Hugging Face's format inside the run."""
+    """One of a few kinds; every kind is saved in Hugging Face's format inside the run."""
 
-    name: str = "train"
-    """train (byte-level BPE on the recipe's own corpus), bytes, huggingface or tiktoken."""
+    name: Annotated[str, choice((*TOKENIZERS, PRETRAINED))] = "train"
+    """train (byte-level BPE on the recipe's own corpus), bytes, huggingface, tiktoken; in
+    fine-tuning also pretrained: that of model.pretrained."""
     vocab_size: Annotated[int | None, Range(257, 2**22, "as many merges are learned and kept")] = (
         None
     )
@@ -28,7 +30,9 @@ class TokenizerConfig:
     """Only for huggingface: a folder with tokenizer.json, or a hub id."""
     encoding: str | None = None
     """Only for tiktoken: an encoding (cl100k_base) or a model's name (gpt-4); gpt-4 there."""
-
+    chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
+    """How messages become a text: chatml, llama3, zephyr, mpt, or a Jinja file; unset: the
+    tokenizer's own."""
     split_special_tokens: bool = True
     """A special token that a text spells, such as <|endoftext|>, is the characters that it holds.
     Off: it is that token, as transformers and LLM Foundry read it; any text can then hold one."""
@@ -38,13 +42,13 @@ class TokenizerConfig:
         "bytes": (),
         "huggingface": ("path",),
         "tiktoken": ("encoding",),
+        PRETRAINED: (),
     }
 
     def check(self, key: str = "tokenizer.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        yield from one_of(f"{key}name", self.name, TOKENIZERS)
-        if self.name not in TOKENIZERS:
+        if self.name not in self._USED:
             return
         fields = ("vocab_size", "train_bytes", "path", "encoding")
         unused = [f for f in fields if f not in self._USED[self.name]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from llmfoundry.recipe.bounds import PATH, out_of_bounds
 from llmfoundry.recipe.logger import LoggerConfig
@@ -13,6 +13,8 @@ from llmfoundry.recipe.logger import LoggerConfig
 @dataclass
 class TrackRecipe:
     """Send what a run's metrics.jsonl has to MLflow, TensorBoard and W&B, where it is not there."""
+
+    FOLDER_KEY: ClassVar[str] = "run"
 
     run: Annotated[str | None, PATH] = None
     """The run's folder; the run has ended, as a run that goes on sends its values itself."""

@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from llmfoundry.recipe.bounds import LENGTH, PATH, ROWS, RUN_NAME, Range, out_of_bounds
-from llmfoundry.recipe.checks import one_of
+from llmfoundry.recipe.bounds import (
+    AUTO_ROWS,
+    LENGTH,
+    PATH,
+    ROWS,
+    RUN_NAME,
+    Range,
+    choice,
+    out_of_bounds,
+)
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.duration import check_duration
 from llmfoundry.recipe.eval import EvalConfig
@@ -17,7 +25,8 @@ from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.source import COMPARED
+from llmfoundry.recipe.tokenizer import PRETRAINED, TOKENIZERS, TokenizerConfig
 from llmfoundry.recipe.typed import flat
 
 PRECISIONS = ("fp32", "amp_bf16", "bf16")
@@ -47,12 +56,13 @@ class TrainRecipe:
     """Decides initial weights, the order of samples and every random draw."""
     deterministic: bool = False
     """Only deterministic kernels (slower on a GPU; a CPU is deterministic either way)."""
-    precision: str = "amp_bf16"
-    """amp_bf16: matrix products in bfloat16, weights and sums in fp32. fp32: everything. bf16: the
-    weights, gradients and optimizer too are bfloat16: half the memory, small updates are lost."""
+    precision: Annotated[str, choice(PRECISIONS)] = "amp_bf16"
+    """amp_bf16: matrix products in bfloat16, weights and sums in fp32; a CPU without bfloat16
+    instructions computes in fp32, and says so. fp32: everything. bf16: the weights, gradients and
+    optimizer too are bfloat16: half the memory, small updates are lost."""
     compile: bool = False
     """torch.compile each block: faster steps after a first one that takes a minute."""
-    compile_mode: str | None = None
+    compile_mode: Annotated[str | None, choice(COMPILE_MODES)] = None
     """Only with compile: torch.compile's mode; default there."""
     max_duration: str = "1ep"
     """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
@@ -60,9 +70,9 @@ class TrainRecipe:
     """Tokens in a row."""
     global_train_batch_size: Annotated[int, ROWS] = 256
     """Rows in one optimizer step, over all processes."""
-    device_train_microbatch_size: Annotated[int | str, ROWS] = "auto"
+    device_train_microbatch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
     """Rows a process computes at a time; auto: as many as the estimate says fit."""
-    device_eval_batch_size: Annotated[int | str, ROWS] = "auto"
+    device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
     """Rows a process evaluates at a time; auto: as many as the estimate says fit."""
     eval_interval: str = "500ba"
     """How often to evaluate; the end of the run always is. 0ba: only the end."""
@@ -111,7 +121,6 @@ class TrainRecipe:
     def check(self) -> Iterator[str]:
         """Every problem of the recipe, a line each, sections and then what crosses them."""
         yield from out_of_bounds("", self)
-        yield from one_of("precision", self.precision, PRECISIONS)
         yield from check_duration(
             "max_duration", self.max_duration, allow_dur=False, allow_zero=False
         )
@@ -119,10 +128,6 @@ class TrainRecipe:
             yield from check_duration(key, getattr(self, key))
         if not self.compile and self.compile_mode is not None:
             yield "compile_mode: has no effect without compile: true; remove it"
-        if self.compile_mode is not None:
-            yield from one_of("compile_mode", self.compile_mode, COMPILE_MODES)
-        yield from check_batch("device_train_microbatch_size", self.device_train_microbatch_size)
-        yield from check_batch("device_eval_batch_size", self.device_eval_batch_size)
         sections = (
             self.model,
             self.tokenizer,
@@ -139,7 +144,19 @@ class TrainRecipe:
             yield from section.check()
         yield from self._check_across()
 
-    def _check_across(self) -> Iterator[str]:
+    def _check_model_across(self) -> Iterator[str]:
+        """What the model and the rest of the recipe must agree on."""
+        if self.tokenizer.name == PRETRAINED:
+            yield (
+                f"tokenizer.name: {PRETRAINED} is for scripts/finetune.py; write one of"
+                f" {', '.join(TOKENIZERS)}"
+            )
+        for key, form in self.data.formats():
+            if form in COMPARED:
+                yield (
+                    f"{key}: {form} has answers to compare, which scripts/finetune.py does with"
+                    " preference.name: dpo and others; write prompt_response or chat"
+                )
         longest = self.model.max_seq_len
         if longest is not None and longest < self.max_seq_len:
             yield (
@@ -152,6 +169,9 @@ class TrainRecipe:
                 f"model.attn_config.attn_impl: {impl} computes in bf16 alone, but precision is"
                 " fp32; write sdpa, or precision: amp_bf16"
             )
+
+    def _check_across(self) -> Iterator[str]:
+        yield from self._check_model_across()
         if self.early_stop_unseen():
             yield (
                 f"callbacks.early_stopper.metric: {self.callbacks.early_stopper.metric} is measured"
@@ -187,7 +207,7 @@ class TrainRecipe:
 
     def fill(self) -> None:
         """Write derived values in place; call after `check` found nothing."""
-        self.model.fill(max_seq_len=self.max_seq_len)
+        self._fill_model()
         self.tokenizer.fill()
         self.data.fill()
         self.optimizer.fill()
@@ -200,8 +220,5 @@ class TrainRecipe:
         if self.load_path is not None and self.load_weights_only is None:
             self.load_weights_only = False
 
-
-def check_batch(key: str, value: int | str) -> Iterator[str]:
-    """A batch size is `auto` or a number."""
-    if isinstance(value, str) and value != "auto":
-        yield f"{key}: {value!r}; write auto or a number of rows"
+    def _fill_model(self) -> None:
+        self.model.fill(max_seq_len=self.max_seq_len)

@@ -29,6 +29,8 @@ class Problem(NamedTuple):
 
     key: str
     line: str
+    is_unknown: bool = False
+    """Whether there is no such key."""
 
 
 def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], key: str = "") -> T:
@@ -46,9 +48,8 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
     for name, value in values.items():
         dotted = f"{key}{name}"
         if name not in hints:
-            hint = _suggest(schema, str(name)) if len(problems) < MOST_LINES else ""
-            line = f"unknown key '{dotted}'{hint}"
-            problems.append(Problem(dotted, line))
+            hint = nearest(str(name), hints) if len(problems) < MOST_LINES else ""
+            problems.append(Problem(dotted, f"unknown key '{dotted}'{hint}", is_unknown=True))
             continue
         before = len(problems)
         converted = convert(hints[name], value, dotted, problems)
@@ -171,8 +172,13 @@ def hint_of(schema: type, key: str) -> Any:
     """The type of the field at dotted `key`; None where the schema has no such field."""
     hint: Any = schema
     for part in key.split("."):
-        section = section_of(hint)
-        hint = None if section is None else keys(section).get(part)
+        name, _, index = part.partition("[")
+        section, item = section_of(hint), item_of(hint)
+        if section is not None:
+            hint = keys(section).get(name)
+            hint = item_of(hint) if index else hint
+        else:
+            hint = item  # of a mapping, whose names are the user's own
     return hint
 
 
@@ -180,6 +186,12 @@ def section_of(hint: Any) -> type | None:
     """The dataclass in a type such as `EvalConfig | None`; None for a value's type."""
     sections = (o for o in options(hint) if isinstance(o, type) and dataclasses.is_dataclass(o))
     return next(sections, None)
+
+
+def item_of(hint: Any) -> type | None:
+    """The dataclass that a list or a mapping holds, as `data.streams` does; None elsewhere."""
+    items = [args[-1] for option in options(hint) if (args := typing.get_args(option))]
+    return section_of(items[0]) if items else None
 
 
 def options(hint: Any) -> tuple[Any, ...]:
@@ -195,23 +207,6 @@ def _escape(value: Any) -> Any:
     if isinstance(value, list):
         return [_escape(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def _suggest(schema: type, name: str) -> str:
-    """The nearest key of the same section, or else the dotted key of that name elsewhere in it."""
-    close = nearest(name, keys(schema))
-    if close:
-        return close
-    inside = {dotted.rsplit(".", 1)[-1]: dotted for dotted in _all_keys(schema)}
-    return f"; did you mean '{inside[name]}'?" if name in inside else ""
-
-
-def _all_keys(schema: type, key: str = "") -> Iterator[str]:
-    for name, hint in keys(schema).items():
-        yield f"{key}{name}"
-        section = section_of(hint)
-        if section is not None:
-            yield from _all_keys(section, f"{key}{name}.")
 
 
 def convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:

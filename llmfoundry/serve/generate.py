@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
+from llmfoundry.models.adapters.virtual import longest_document
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.attention_plan import autocast_dtype
-from llmfoundry.recipe.model import ModelConfig
 
 _CUT = "\ufffd"  # what decoders write for bytes that are no whole character
 
@@ -60,12 +60,12 @@ def stream_tokens(
     Raises:
         UserError: prompt and continuation are longer than the model's learned positions.
     """
-    config = cast(Root, getattr(root, "module", root)).model.config
-    check_length(config, len(prompt_ids), max_new_tokens)
+    model = cast(Root, getattr(root, "module", root)).model
+    check_length(longest_document(model), len(prompt_ids), max_new_tokens)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([prompt_ids], device=device)
     fed = len(prompt_ids) + max_new_tokens - 1  # the last token is never read
-    cache = _new_cache(root, config, fed, device, autocast) if kv_cache else None
+    cache = _new_cache(root, fed, device, autocast) if kv_cache else None
     for _ in range(max_new_tokens):
         logits = _next_logits(root, tokens, cache, autocast)[:n_tokens]
         token = _agree(draw(logits, temperature, top_k, top_p, generator), device)
@@ -76,17 +76,15 @@ def stream_tokens(
         tokens = new if cache is not None else torch.cat([tokens, new], dim=1)
 
 
-def check_length(config: ModelConfig, prompt: int, max_new_tokens: int) -> None:
-    """ALiBi and rotary positions go on beyond max_seq_len, learned ones do not.
+def check_length(longest: int | None, prompt: int, max_new_tokens: int) -> None:
+    """ALiBi and rotary positions go on beyond max_seq_len, learned ones end at `longest`.
 
     Raises:
         UserError: naming the key and the longest that is possible.
     """
-    longest = config.max_seq_len
-    assert longest is not None, "the recipe was not filled"
     if prompt == 0:
         raise UserError("prompt: is empty; begin it with the end-of-text token")
-    if not config.learned_pos_emb or prompt + max_new_tokens - 1 <= longest:
+    if longest is None or prompt + max_new_tokens - 1 <= longest:
         return
     learned = f"the model's learned positions end at {longest} (model.max_seq_len)"
     if prompt > longest:
@@ -99,14 +97,14 @@ def check_length(config: ModelConfig, prompt: int, max_new_tokens: int) -> None:
 
 def _new_cache(
     root: nn.Module,
-    config: ModelConfig,
     length: int,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> KVCache:
     with autocast():
         dtype = autocast_dtype(device.type, next(root.parameters()).dtype)
-    return KVCache(config, batch=1, max_len=length, device=device, dtype=dtype)
+    model = cast(Root, getattr(root, "module", root)).model
+    return model.new_cache(batch=1, max_len=length, device=device, dtype=dtype)
 
 
 @torch.no_grad()  # here and not around the loop, which would turn gradients off for its reader

@@ -10,13 +10,16 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TextIO
 
 from llmfoundry.masking import public
 from llmfoundry.track.format import count, duration, number, percent, size
 
 BOLD, DIM, YELLOW = "1", "2", "33"
+WIDTH = 80  # of a terminal that nobody has made wider
 
 
 class Console:
@@ -30,8 +33,15 @@ class Console:
         self._seen: set[str] = set()
 
     def banner(self, rows: Iterable[tuple[str, str]]) -> None:
-        """What is about to run: label and value a row, such as ("parameters", "12.3M")."""
-        self._block(rows, rule=True)
+        """What is about to run: label and value a row, such as ("parameters", "12.3M").
+
+        Values are wrapped at WIDTH, on a screen and in a file alike.
+        """
+        rows = list(rows)
+        room = WIDTH - 4 - max((len(label) for label, _ in rows), default=0)
+        wrap = partial(textwrap.fill, width=room, break_long_words=False, break_on_hyphens=False)
+        lines = ((label, map(wrap, printable(value).split("\n"))) for label, value in rows)
+        self._block([(label, "\n".join(parts)) for label, parts in lines], rule=True)
 
     def step(self, batch: int, metrics: Mapping[str, float], *, total: int) -> None:
         """The line of one logged step out of `total`; quantities that are unknown are left out."""
@@ -58,11 +68,11 @@ class Console:
 
     def note(self, text: str) -> None:
         """Something that the run decided or did."""
-        self._print(self._paint(f"  {printable(public(text))}", DIM))
+        self._print(self._paint(self._fold(f"  {printable(public(text))}"), DIM))
 
     def warn(self, text: str) -> None:
         """Something that went wrong and did not stop the run."""
-        self._print(self._paint(f"  warning: {printable(public(text))}", YELLOW))
+        self._print(self._paint(self._fold(f"  warning: {printable(public(text))}"), YELLOW))
 
     def finish(self, rows: Iterable[tuple[str, str]]) -> None:
         """The last words: the report, the checkpoint, the commands that come next."""
@@ -77,6 +87,18 @@ class Console:
             lines.append(f"  {self._paint(label.ljust(width), DIM)}  {first}")
             lines.extend(f"  {' ' * width}  {line}" for line in rest)
         self._print("\n".join(["", *lines, ""] if rule else ["", *lines]))
+
+    def _fold(self, text: str) -> str:
+        """Lines between words on a terminal, which would break them anywhere; a file has one."""
+        if not self._is_terminal:
+            return text
+        fold = textwrap.TextWrapper(
+            shutil.get_terminal_size().columns,
+            subsequent_indent=" " * 4,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        return "\n".join(map(fold.fill, text.split("\n")))
 
     def _paint_cell(self, label: str, text: str) -> str:
         if label == "loss":
@@ -109,6 +131,8 @@ def step_cells(batch: int, metrics: Mapping[str, float], *, total: int) -> list[
     return [
         ("step", f"{batch:>{digits}}/{total}"),
         ("loss", _cell("loss ", get("loss/train/total"), _fixed, 7)),
+        ("accuracy", _cell("accuracy ", get("rewards/train/accuracies"), percent, 6)),
+        ("margin", _cell("margin ", get("rewards/train/margins"), _short, 7)),
         ("bpb", _cell("bpb ", get("metrics/train/bits_per_byte"), _fixed, 6)),
         ("grad", _cell("grad ", get("l2_norm/grad/global"), _short, 7)),
         ("lr", _cell("lr ", rate, _rate, 7)),
@@ -121,7 +145,7 @@ def step_cells(batch: int, metrics: Mapping[str, float], *, total: int) -> list[
 
 def fit(cells: list[tuple[str, str]], *, width: int) -> list[tuple[str, str]]:
     """Drop the least important columns until the line fits a terminal of `width` characters."""
-    for least in ("lr", "memory", "grad", "mfu", "bpb"):
+    for least in ("lr", "memory", "grad", "mfu", "bpb", "margin"):
         if sum(len(text) + 2 for _, text in cells) - 2 <= width:
             break
         cells = [cell for cell in cells if cell[0] != least]

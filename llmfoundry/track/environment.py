@@ -5,9 +5,12 @@ The tracker asks once, after the first step, for the report and MLflow's tags.
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import subprocess
 from importlib import metadata
+from pathlib import Path
 
 PACKAGES = ("llmfoundry-recipes", "torch", "numpy", "transformers", "tokenizers", "mlflow-skinny")
 
@@ -16,12 +19,32 @@ def environment() -> dict[str, str]:
     """Versions by package, the system, and the git commit if the current folder has one."""
     facts = {"python": platform.python_version()}
     facts |= {name: version for name in PACKAGES if (version := _version(name))}
+    facts |= {"processor": processor(), "cores": str(_cores())}
     facts["system"] = f"{platform.system()} {platform.release()} ({platform.machine()})"
     commit = _git("rev-parse", "HEAD")
     if commit:
         changed = _git("status", "--porcelain", "--untracked-files=no")
         facts["git commit"] = commit + (" with uncommitted changes" if changed else "")
     return facts
+
+
+def processor() -> str:
+    """The processor's name without marks and clock; the architecture where it has none."""
+    name = platform.processor()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        name = next(re.finditer(r"^model name\s*:\s*(.+)$", text, re.MULTILINE))[1]
+    except (OSError, StopIteration):
+        pass
+    name = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|@.*", "", name)
+    return " ".join(name.split()) or platform.machine()
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:

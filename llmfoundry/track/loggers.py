@@ -22,7 +22,8 @@ from llmfoundry.track.console import Console
 from llmfoundry.track.environment import environment
 from llmfoundry.track.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
 from llmfoundry.track.mlflow_session import mlflow_target
-from llmfoundry.track.report import STATUS, TRAIN_LOSS, read_json, write_report
+from llmfoundry.track.pages.report import STATUS, read_json, write_report
+from llmfoundry.track.pages.report_charts import TRAIN_LOSS
 from llmfoundry.track.tensorboard_session import tensorboard_target
 from llmfoundry.track.wandb_session import wandb_target
 from llmfoundry.track.writer import BackgroundWriter, RunFacts, Target, close_all, milliseconds
@@ -123,15 +124,21 @@ class Tracker:
         if self._is_main:
             self._routing.write({BATCH: batch, TOKEN: tokens, "load": load})
 
-    def samples(self, batch: int, samples: Sequence[tuple[str, str]]) -> None:
-        """Record and print texts that the model wrote: (prompt, continuation) each."""
+    def samples(self, batch: int, samples: Sequence[tuple[str, ...]]) -> None:
+        """Record and print texts that the model wrote: (prompt, continuation) each.
+
+        A third member is what was expected.
+        """
         if not self._is_main:
             return
-        for prompt, text in samples:
-            self._samples.write({BATCH: batch, "prompt": prompt, "text": text})
+        shown = []
+        for prompt, text, *expected in samples:
+            row = {BATCH: batch, "prompt": prompt, "text": text}
+            self._samples.write({**row, "expected": expected[0]} if expected else row)
+            shown.append((prompt, text + "".join(f"\n[expected: {e}]" for e in expected)))
         for writer in self._writers:
-            writer.samples(batch, samples)
-        self.console.samples(batch, samples)
+            writer.samples(batch, shown)
+        self.console.samples(batch, shown)
 
     def gauntlet(self, batch: int, result: Mapping[str, Any]) -> None:
         """Keep a gauntlet's whole result (GauntletResult.to_json) as eval/ba0000100.json."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmfoundry.masking import public
+from llmfoundry.recipe.called import as_called
 from llmfoundry.track.format import count
 from llmfoundry.track.metrics import find_lacking
 
@@ -340,7 +341,9 @@ class BackgroundWriter:
         self.has_all = not (missing or self._refusals)
         if not self.has_all:
             folder = self._record.parent
-            later = f"; later: python scripts/track.py run={folder}" * self._record.exists()
+            later = (
+                as_called(f"; later: python scripts/track.py run={folder}") * self._record.exists()
+            )
             self._warn(
                 f"{self._target.label} lacks {', '.join(missing) or 'what it refused'}:"
                 f" {self._problem or 'out of time'}; metrics.jsonl has every value{later}"

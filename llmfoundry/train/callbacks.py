@@ -145,17 +145,20 @@ class RuntimeEstimator(Callback):
 
 
 class GenerateSamples(Callback):
-    """Continues the recipe's prompts every interval, and at the end."""
+    """Writes texts every interval, and at the end."""
 
-    def __init__(self, config: GenerateConfig, generate: Callable[[str], str]) -> None:
-        self._config, self._generate = config, generate
+    def __init__(
+        self, config: GenerateConfig, write: Callable[[int], list[tuple[str, ...]]]
+    ) -> None:
+        """Take over what writes after a batch: prompts, texts, and where known the right ones."""
+        self._config, self._write = config, write
 
     def on_step(self, trainer: Trainer) -> None:
         """Generate, if due; every process takes part, for shards' sake."""
         if not (trainer.done or trainer.is_due(self._config.interval)):
             return
         with trainer.aside():
-            samples = [(prompt, self._generate(prompt)) for prompt in self._config.prompts]
+            samples = self._write(trainer.batch)
         trainer.tracker.samples(trainer.batch, samples)
 
 

@@ -16,10 +16,11 @@ import json
 import re
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.models.adapters.adapt import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.train.safe_load import load_tensors
 
@@ -54,7 +56,7 @@ def find_checkpoint(path: Path, *, note: Callable[[str], None]) -> Path | None:
     Raises:
         UserError: `path` is one checkpoint's folder, and it is torn or damaged.
     """
-    if _NAME.fullmatch(path.name):
+    if is_checkpoint(path):
         problem = find_damage(path)
         if problem is not None:
             raise UserError(f"{path}: {problem}; choose another checkpoint")
@@ -65,6 +67,11 @@ def find_checkpoint(path: Path, *, note: Callable[[str], None]) -> Path | None:
             return folder
         note(f"checkpoint {folder} is refused: {problem}")
     return None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is the folder of one checkpoint, rather than of a run, by its name."""
+    return _NAME.fullmatch(path.name) is not None
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -173,13 +180,42 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 _OPTIONS = StateDictOptions(strict=True)
+_PARTS = StateDictOptions(strict=False)  # names are the model's own; load_tensors misses none
 
 
-def load_weights(folder: Path, model: Decoder, *, distributed: bool = False) -> None:
-    """Fill `model`, on this process alone unless `distributed`, from a checkpoint."""
-    state = {"model": get_model_state_dict(model)}
+def load_weights(
+    folder: Path, model: Decoder, *, distributed: bool = False, left: Collection[str] = ()
+) -> None:
+    """Fill `model`, on this process alone unless `distributed`.
+
+    Left alone are an adapter, what is kept in 4 bits, which checkpoints never are, and `left`.
+    """
+    whole = get_model_state_dict(model)
+    quantized = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
+    others = {n for n in whole if is_added(n) or n in quantized or n in left}
+    _load_into(model, folder, {n: t for n, t in whole.items() if n not in others}, distributed)
+
+
+def load_adapter(folder: Path, model: Decoder, *, distributed: bool = False) -> None:
+    """Fill what an adapter's checkpoint holds of `model`, whose base has its weights."""
+    _load_into(model, folder, saved_state(model), distributed)
+
+
+def _load_into(model: Decoder, folder: Path, tensors: dict[str, Any], distributed: bool) -> None:
+    names = {plain_name(name): name for name in tensors}
+    state = {"model": {plain: tensors[name] for plain, name in names.items()}}
     load_tensors(state, folder, distributed=distributed)
-    set_model_state_dict(model, state["model"], options=_OPTIONS)
+    loaded = {name: state["model"][plain] for plain, name in names.items()}
+    set_model_state_dict(model, loaded, options=_PARTS)
+
+
+def saved_state(model: Decoder) -> dict[str, Any]:
+    """What a checkpoint holds of a model: all, or of an adapted one what its base does not say."""
+    whole = get_model_state_dict(model)
+    if not any(map(is_added, whole)):
+        return whole
+    kept = set(saved_names(model))
+    return {name: tensor for name, tensor in whole.items() if name in kept}
 
 
 def load_training_state(
@@ -189,7 +225,7 @@ def load_training_state(
     state = training_state(model, optimizer)
     groups = state["optimizer"].pop("param_groups")  # the recipe's, not the past's
     load_tensors(state, folder, distributed=distributed)
-    set_model_state_dict(model, state["model"], options=_OPTIONS)
+    set_model_state_dict(model, state["model"], options=_PARTS)
     moments = state["optimizer"] | {"param_groups": groups}
     set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)
 
@@ -197,6 +233,6 @@ def load_training_state(
 def training_state(model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
     """All tensors of a run, by the names that they have in a checkpoint."""
     return {
-        "model": get_model_state_dict(model),
+        "model": saved_state(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
     }

@@ -27,6 +27,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json, write_whole
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.parallel.launch import World, host_group
+from llmfoundry.recipe.paths import show
 from llmfoundry.train.checkpoint import (
     COMMIT,
     batch_of,
@@ -57,6 +58,7 @@ class Checkpointer:
         background: bool,
         max_failures: int,
         warn: Callable[[str], None],
+        note: Callable[[str], None] = lambda line: None,
         saved: int | None = None,
     ) -> None:
         """Prepare to write.
@@ -69,11 +71,12 @@ class Checkpointer:
             background: return from `save` once weights are copied, not once they are written.
             max_failures: so many failed saves in a row end the run.
             warn: told of a save that failed, at once.
+            note: told of each that is whole.
             saved: the batch whose checkpoint in this folder the run goes on from; None: none.
         """
         self._folder, self._world, self._extras = run_folder, world, extras
         self._keep, self._background = keep, background
-        self._max_failures, self._warn = max_failures, warn
+        self._max_failures, self._warn, self._note = max_failures, warn, note
         # its own group: the background thread's messages must not mix with the step's
         self._group = host_group(world)
         self._thread: threading.Thread | None = None
@@ -176,6 +179,8 @@ class Checkpointer:
                 raise UserError(f"{self._problem}{self._advice()}") from error
             return
         self._saved, self._failures = batch, 0
+        if self._world.is_main:
+            self._note(f"saved {show(folder)} ({_whole_size(folder) / 1e6:,.1f} MB)")
         self.tidy()
 
     def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
@@ -289,6 +294,12 @@ def _write_sums(folder: Path, rank: int, size: int) -> None:
         for f in files[rank::size]
     }
     write_json(folder / f"sums.{rank}.json", sums)
+
+
+def _whole_size(folder: Path) -> int:
+    """Bytes of a checkpoint's files."""
+    files = json.loads((folder / COMMIT).read_text())["files"]
+    return sum(file["bytes"] for file in files.values())
 
 
 def _commit(folder: Path, size: int) -> None:

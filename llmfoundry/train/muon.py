@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from llmfoundry.ops.processor import HAS_BF16
 from llmfoundry.train.shards import Shards, local
 
 # Jordan's quintic: its slope at 0 is as steep as convergence allows, so 5 rounds are enough.
@@ -152,7 +153,7 @@ def _turns(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
 
 
 def _orthogonal(updates: list[Tensor], turn: list[Matrix]) -> list[Tensor]:
-    """Each update made orthogonal, in DTYPE; of a cut one this process's rows."""
+    """Each update made orthogonal, in `_dtype`; of a cut one this process's rows."""
     shards = turn[0].shards
     if shards.group is None:
         return [orthogonal(update) for update in updates]
@@ -162,7 +163,7 @@ def _orthogonal(updates: list[Tensor], turn: list[Matrix]) -> list[Tensor]:
     if shards.rank < len(turn):
         columns = turn[shards.rank].shape[1]
         received = [height * columns for height in turn[shards.rank].heights]
-    flat = torch.cat([update.to(DTYPE).flatten() for update in updates])
+    flat = torch.cat([update.to(_dtype(update)).flatten() for update in updates])
     whole = _all_to_all(flat, sent, received, shards.group).view(-1, columns)
     back = orthogonal(whole).flatten() if whole.numel() else whole.flatten()
     parts = _all_to_all(back, received, sent, shards.group).split(sent)
@@ -180,19 +181,24 @@ def _all_to_all(
 def orthogonal(matrix: Tensor) -> Tensor:
     """U V^T, nearly, of a matrix U S V^T: singular values end between about 0.7 and 1.2.
 
-    Newton-Schulz iteration in bf16 (https://kellerjordan.github.io/posts/muon), operation by
+    Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon), in bf16 operation by
     operation as in torch.optim.Muon, which cannot be used itself: it knows neither shards nor
     `found_inf`.
     """
     a, b, c = NEWTON_SCHULZ
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.to(DTYPE)
+    x = matrix.to(_dtype(matrix))
     x = x.T if tall else x
     x = x / x.norm().clamp(min=1e-7)  # the spectral norm is at most the Frobenius norm
     for _ in range(ROUNDS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
+
+
+def _dtype(matrix: Tensor) -> torch.dtype:
+    """DTYPE, but fp32 on processors that emulate it: 14 times as fast on one with AVX2."""
+    return torch.float32 if matrix.device.type == "cpu" and not HAS_BF16 else DTYPE
 
 
 def _unless(found: Tensor | None, value: float, otherwise: float) -> float | Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
+from llmfoundry.models.adapters.adapt import adapted_layers, is_added
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.optimizer import OptimizerConfig, ParamGroupConfig
 from llmfoundry.train.muon import Muon
 
@@ -38,7 +38,9 @@ def freeze(model: Decoder, config: OptimizerConfig) -> None:
         raise UserError("optimizer.disable_grad: matches every parameter; leave one to train")
 
 
-def build_optimizer(model: Decoder, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: Decoder, config: OptimizerConfig, *, lora_plus_ratio: float = 1.0
+) -> torch.optim.Optimizer:
     """The recipe's optimizer over the parameters that train.
 
     Its first group holds those that no group of the recipe takes, if there are any.
@@ -46,20 +48,35 @@ def build_optimizer(model: Decoder, config: OptimizerConfig) -> torch.optim.Opti
     Args:
         model: with parameters in the form (whole or sharded) in which they will be updated.
         config: filled.
+        lora_plus_ratio: learning rate of adapters' B over that of all else (LoRA+).
 
     Raises:
         UserError: a group matches nothing that is left to it, or a value of it has no effect.
     """
     groups = []
-    for settings, parameters in _sections(model, config):
+    sections = (
+        part
+        for settings, parameters in _sections(model, config)
+        for part in _lora_plus(settings, parameters, lora_plus_ratio)
+    )
+    for settings, parameters in sections:
         values = VALUES[config.name](settings)
-        parts = (
-            _muon_parts(parameters, model.config) if config.name == "muon" else [({}, parameters)]
-        )
+        parts = _muon_parts(parameters, model) if config.name == "muon" else [({}, parameters)]
         groups += [
             {"params": list(part.values())} | values | extra for extra, part in parts if part
         ]
     return OPTIMIZERS[config.name](groups, config)
+
+
+def _lora_plus(
+    config: OptimizerConfig, parameters: Named, ratio: float
+) -> list[tuple[OptimizerConfig, Named]]:
+    """Adapters' B apart from all else, with its own learning rate (Hayou et al., 2024)."""
+    fast = {name: p for name, p in parameters.items() if re.search(r"lora_(embedding_)?B", name)}
+    if ratio == 1.0 or not fast:
+        return [(config, parameters)]
+    slow = {name: p for name, p in parameters.items() if name not in fast}
+    return [(config, slow), (dataclasses.replace(config, lr=config.lr * ratio), fast)]
 
 
 def _sections(model: Decoder, config: OptimizerConfig) -> list[tuple[OptimizerConfig, Named]]:
@@ -106,26 +123,39 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
     return name.startswith("blocks.") and parameter.ndim == 2
 
 
-def _muon_parts(parameters: Named, config: ModelConfig) -> list[tuple[dict[str, Any], Named]]:
-    """AdamW's parameters, and Muon's: matrices, fused queries, keys and values, stacked experts."""
+def _muon_parts(parameters: Named, model: Decoder) -> list[tuple[dict[str, Any], Named]]:
+    """AdamW's parameters, and Muon's by the heights of the matrices that each of them stacks."""
+    others: Named = {}
+    stacked: dict[tuple[int, ...], Named] = {(): {}}
+    heights = _stacked_heights(model)
+    for name, parameter in parameters.items():
+        if _is_matrix(name, parameter):
+            stacked.setdefault(heights.get(name, ()), {})[name] = parameter
+        else:
+            others[name] = parameter
+    muon = [({"orthogonal": True, "rows": rows}, part) for rows, part in stacked.items()]
+    return [({}, others), *muon]
+
+
+def _stacked_heights(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """Of parameters that stack matrices: fused queries, keys and values, experts, adapters."""
+    config, heights = model.config, dict[str, tuple[int, ...]]()
     assert config.head_dim and config.attn_config.kv_n_heads, "the recipe was not filled"
     kv_width = config.attn_config.kv_n_heads * config.head_dim
-    rows = (config.n_heads * config.head_dim, kv_width, kv_width)
-    others: Named = {}
-    matrices: Named = {}
-    fused: Named = {}
-    experts: Named = {}
-    for name, parameter in parameters.items():
-        kind = fused if name.endswith("attn.Wqkv.weight") else matrices
-        kind = experts if ".ffn.experts." in name else kind
-        (kind if _is_matrix(name, parameter) else others)[name] = parameter
-    heights = [config.ffn_config.ffn_hidden_size] * (config.ffn_config.moe_num_experts or 0)
-    return [
-        ({}, others),
-        ({"orthogonal": True}, matrices),
-        ({"orthogonal": True, "rows": rows}, fused),
-        ({"orthogonal": True, "rows": tuple(heights)}, experts),
-    ]
+    inner, experts = config.ffn_config.ffn_hidden_size, config.ffn_config.moe_num_experts or 0
+    for name, _ in model.named_parameters():
+        if name.endswith("attn.Wqkv.weight"):
+            heights[name] = (config.n_heads * config.head_dim, kv_width, kv_width)
+        elif ".ffn.experts." in name and not is_added(name):
+            heights[name] = (inner or 0,) * experts
+    for name, module, prefix, lora in adapted_layers(model):
+        layer = name.rpartition(".")[0] if prefix else name
+        parts = tuple(end - begin for begin, end in lora.parts)
+        pairs = len(getattr(module, f"{prefix}lora_A")) // (lora.r * len(parts))
+        if pairs * len(parts) > 1:
+            heights[f"{layer}.{prefix}lora_A"] = (lora.r,) * len(parts) * pairs
+            heights[f"{layer}.{prefix}lora_B"] = parts * pairs
+    return heights
 
 
 def _refuse_inert(key: str, group: ParamGroupConfig, parameters: Named) -> None:

@@ -12,15 +12,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import Routing, move_biases
-from llmfoundry.ops.batch import IGNORE, Batch
+from llmfoundry.ops.batch import Batch
 from llmfoundry.parallel.mesh import gradient_sync, sum_factor, whole
 from llmfoundry.recipe.optimizer import GradientClippingConfig
+from llmfoundry.train.objective import CrossEntropy, Look, Objective, sum_over_processes
 from llmfoundry.train.shards import l2_norms, local, norms
+
+CROSS_ENTROPY = CrossEntropy()
 
 
 @dataclass
@@ -31,10 +33,11 @@ class StepResult:
         loss: all that was minimised: the mean cross-entropy over the global batch's labelled tokens
             in nats, and what routers add.
         grad_norm: global L2 norm of the gradient before clipping.
-        count: labelled tokens of the global batch.
+        count: labelled tokens of the global batch, or what else the objective divides by.
         parts: where routers add to it, the summands of `loss`: `loss`, which is the cross-entropy,
             and those of `Routing.losses`; else empty.
         routing: load and probability of every expert over the global batch; None without experts.
+        told: what else the objective tells, for its `metrics`: sums over the global batch.
     """
 
     loss: Tensor
@@ -42,6 +45,7 @@ class StepResult:
     count: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
     routing: Routing | None = None
+    told: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Guard:
@@ -73,6 +77,7 @@ def train_step(
     autocast: Callable[[], AbstractContextManager[None]],
     clipping: GradientClippingConfig,
     guard: Guard,
+    objective: Objective = CROSS_ENTROPY,
     on_gradients: Callable[[], None] | None = None,
     before_update: Callable[[], None] | None = None,
 ) -> StepResult:
@@ -87,33 +92,35 @@ def train_step(
         autocast: gives the context of the forward pass.
         clipping: bound on the gradient.
         guard: stops updates once a loss or gradient is not finite.
+        objective: what is minimised.
         on_gradients: called while parameters hold the step's gradients, before clipping.
         before_update: called before the optimizer; what it raises leaves the weights as they were.
     """
-    labelled = (batch.labels != IGNORE).sum()
-    counts = torch.stack([labelled, torch.full_like(labelled, len(batch.tokens))])
-    _sum_over_processes(counts)
+    batch = objective.prepare(batch, _look(module, microbatch, autocast))
+    own = objective.count(batch)
+    counts = sum_over_processes(torch.stack([own, torch.full_like(own, len(batch.tokens))]))
     count, rows = counts.unbind()
+    divisor = torch.where(count > 0, count, 1)
     sums = Sums()
     microbatches, factor = list(batch.split(microbatch)), sum_factor(module)
     for index, part in enumerate(microbatches):
         with gradient_sync(module, last=index == len(microbatches) - 1):
             with autocast():
-                nats, routing = module(
-                    part.tokens, part.layout, _loss_of(part.labels), routing=True
+                (total, told), routing = module(
+                    part.tokens, part.layout, objective.of(part), routing=True
                 )
-            shares = [nats / count.clamp(min=1)]
+            shares = [total / divisor]
             shares += [loss / rows for loss in routing.losses.values()] if routing else []
             (sum(shares) * factor).backward()
-        sums.add(shares, routing)
-    parts, routing = sums.over_processes()
+        sums.add(shares, told, routing)
+    parts, told, routing = sums.over_processes()
     loss = sum(parts.values(), torch.zeros_like(parts["loss"]))
     parameters = [p for p in module.parameters() if p.grad is not None]
     norm = _total_norm([p.grad for p in parameters if p.grad is not None])
     if on_gradients is not None:
         on_gradients()
     CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
-    result = StepResult(loss, whole(norm), count, parts if len(parts) > 1 else {}, routing)
+    result = StepResult(loss, whole(norm), count, parts if len(parts) > 1 else {}, routing, told)
     guard.observe(number, result)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
     if before_update is not None:
@@ -125,35 +132,58 @@ def train_step(
     return result
 
 
+def _look(
+    module: nn.Module, microbatch: int, autocast: Callable[[], AbstractContextManager[None]]
+) -> Look:
+    """Forward passes alone, of as many rows at a time as the step takes."""
+
+    @torch.no_grad()
+    def look(
+        batch: Batch, finish: Callable[[Batch], Callable[[Decoder, Tensor], Tensor]]
+    ) -> Tensor:
+        was_training = module.training
+        module.eval()
+        found = []
+        for part in batch.split(microbatch):
+            with autocast():
+                found.append(module(part.tokens, part.layout, finish(part)))
+        module.train(was_training)
+        return torch.cat(found)
+
+    return look
+
+
 class Sums:
     """Losses and loads over microbatches, and then over processes, in one message."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
+        self._told: list[str] = []
         self._routing: Routing | None = None
 
-    def add(self, shares: list[Tensor], routing: Routing | None) -> None:
-        """Add a microbatch: its shares of the losses, the cross-entropy's first, and its loads."""
-        values = [share.detach() for share in shares]
-        values += [routing.load, routing.probability] if routing else []
+    def add(self, shares: list[Tensor], told: dict[str, Tensor], routing: Routing | None) -> None:
+        """Add a microbatch: its shares of the losses, the objective's first, and what else."""
+        values = [share.detach() for share in [*told.values(), *shares]]
+        values += [routing.load, routing.probability, routing.tokens] if routing else []
         if self._sums:
             values = [a + b for a, b in zip(self._sums, values, strict=True)]
-        self._sums, self._routing = values, routing
+        self._sums, self._told, self._routing = values, [*told], routing
 
-    def over_processes(self) -> tuple[dict[str, Tensor], Routing | None]:
-        """The step's losses by name, `loss` being the cross-entropy, and its routing."""
-        flat = torch.cat([value.flatten() for value in self._sums])
-        _sum_over_processes(flat)
+    def over_processes(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Routing | None]:
+        """The step's losses by name, the objective's being `loss`, what it told, the routing."""
+        flat = sum_over_processes(torch.cat([value.flatten() for value in self._sums]))
         sizes = [value.numel() for value in self._sums]
         values = [
             part.view(value.shape)
             for part, value in zip(flat.split(sizes), self._sums, strict=True)
         ]
+        told = dict(zip(self._told, values[: len(self._told)], strict=True))
+        values = values[len(told) :]
         if self._routing is None:
-            return {"loss": values[0]}, None
+            return {"loss": values[0]}, told, None
         names = ["loss", *self._routing.losses]
         losses = dict(zip(names, values[: len(names)], strict=True))
-        return losses, Routing(losses, *values[len(names) :])
+        return losses, told, Routing(losses, *values[len(names) :])
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
@@ -209,12 +239,3 @@ CLIPPINGS: dict[str, Callable[[list[nn.Parameter], float, Tensor], None]] = {
     "value": clip_value,
     "adaptive": clip_adaptive,
 }
-
-
-def _loss_of(labels: Tensor) -> Callable[[Decoder, Tensor], Tensor]:
-    return lambda model, hidden: model.loss(hidden, labels)
-
-
-def _sum_over_processes(value: Tensor) -> None:
-    if dist.is_initialized():
-        dist.all_reduce(value)

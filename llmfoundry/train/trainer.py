@@ -29,10 +29,11 @@ from llmfoundry.recipe.duration import Clock
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.callbacks import Callback
 from llmfoundry.train.checkpointer import Checkpointer
+from llmfoundry.train.objective import Objective
 from llmfoundry.train.routing import routing_metrics
 from llmfoundry.train.schedule import lr_factor
 from llmfoundry.train.signals import StopSignal
-from llmfoundry.train.step import Guard, StepResult, train_step
+from llmfoundry.train.step import CROSS_ENTROPY, Guard, StepResult, train_step
 
 
 class Tracker(Protocol):
@@ -44,7 +45,7 @@ class Tracker(Protocol):
     def routing(self, batch: int, tokens: int, load: list[list[int]]) -> None:
         """Record the load of every expert of every layer, at a logged step."""
 
-    def samples(self, batch: int, samples: list[tuple[str, str]]) -> None:
+    def samples(self, batch: int, samples: list[tuple[str, ...]]) -> None:
         """Record generated text."""
 
     def note(self, text: str) -> None:
@@ -75,6 +76,8 @@ class Trainer:
     """Measures the model after so many batches; every process takes part."""
     identity: dict[str, Any]
     """Settings that a continuation of the run may not change, by recipe key."""
+    objective: Objective = CROSS_ENTROPY
+    """What is minimised."""
     callbacks: list[Callback] = field(default_factory=list)
     first_batch: int = 0
     """Steps done before this process started."""
@@ -178,11 +181,13 @@ class Trainer:
                 autocast=self.autocast,
                 clipping=self.recipe.gradient_clipping,
                 guard=self.guard,
+                objective=self.objective,
                 on_gradients=self._on_gradients if logs else None,
                 before_update=stop.check,
             )
         self.batch = following
-        self._loss_sum = self._loss_sum + torch.stack([result.loss, *result.parts.values()])
+        values = [result.loss, *result.parts.values(), *result.told.values()]
+        self._loss_sum = self._loss_sum + torch.stack(values)
         self._loss_count += 1
         if self.world.device.type == "cpu":
             self._check_guard()  # nothing to wait for there
@@ -223,20 +228,24 @@ class Trainer:
         self._check_guard()
         names = ["total", *result.parts]
         sums = self._loss_sum.tolist()
-        losses = {name: x / self._loss_count for name, x in zip(names, sums, strict=True)}
+        told = dict(zip(result.told, sums[len(names) :], strict=True))
+        losses = {name: x / self._loss_count for name, x in zip(names, sums, strict=False)}
         data_wait = self._wait_seconds / self._loss_count
         self._loss_sum.zero_()
         self._loss_count, self._wait_seconds = 0, 0.0
-        language = losses.get("loss", losses["total"])
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
         metrics = {
             **{f"loss/train/{name}": loss for name, loss in losses.items()},
-            "metrics/train/bits_per_byte": language / math.log(2) / self.bytes_per_token,
             "l2_norm/grad/global": result.grad_norm.item(),
             "time/epoch": self.batch / self.clock.batches_per_epoch,
             "time/data_wait": data_wait,
+            **self.objective.metrics(told),
         }
+        if self.objective.is_cross_entropy:
+            language = losses.get("loss", losses["total"])
+            bits = language / math.log(2) / self.bytes_per_token
+            metrics["metrics/train/bits_per_byte"] = bits
         metrics |= self._batches.metrics()
         if result.routing is not None:
             self._log_routing(result.routing, metrics)
@@ -247,7 +256,7 @@ class Trainer:
     def _log_routing(self, routing: Routing, metrics: dict[str, float]) -> None:
         tokens, top_k = self.clock.tokens_per_batch, self.recipe.model.ffn_config.moe_top_k
         assert top_k is not None
-        metrics |= routing_metrics(routing, choices=tokens * top_k)
+        metrics |= routing_metrics(routing, choices=round(routing.tokens[0].item()) * top_k)
         self.tracker.routing(self.batch, self.batch * tokens, routing.load.long().tolist())
 
     def _check_guard(self) -> None:

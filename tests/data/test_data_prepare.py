@@ -17,7 +17,12 @@ from llmfoundry.data.preparation import encode
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.encode import cut, cuts_at_lines
 from llmfoundry.data.preparation.prepare import Prepared, prepare
-from llmfoundry.data.preparation.split import content_hash, make_split, training_sample
+from llmfoundry.data.preparation.split import (
+    content_hash,
+    make_split,
+    tail_start,
+    training_sample,
+)
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -160,6 +165,34 @@ def test_a_tiny_corpus_gives_up_the_document_of_the_smallest_hash(
     assert "no document fell into the held-out 1e-06, so one was taken: " in prepared.summary
 
 
+@pytest.mark.parametrize("fraction", [0.05, 0.3])
+@pytest.mark.parametrize("hash_below_bound", [False, True])
+def test_of_the_only_document_the_end_is_held_out(
+    tmp_path: Path, plain: Tokenizer, fraction: float, hash_below_bound: bool
+) -> None:
+    texts = ("\n".join(f"line {n} of {k}" for n in range(300)) + "\n" for k in range(1000))
+    below = (text for text in texts if (content_hash(text) < fraction * 2**64) == hash_below_bound)
+    text = next(below)
+    prepared = prepare(write(tmp_path, [text], fraction=fraction), plain, progress=False)
+    (tail,) = prepared.validation_texts()
+    assert text.endswith(tail) and tail.startswith("line ")
+    assert fraction <= len(tail) / len(text) < fraction + 0.01
+    ids, _ = prepared.train.row(0, prepared.train.n_tokens - 1)
+    assert ids.tolist() == stream([text.removesuffix(tail)])
+    corpus = Corpus(write(tmp_path, [text], fraction=fraction))
+    learned_from = "".join(training_sample(corpus, make_split(corpus), 10**6))
+    assert learned_from == text.removesuffix(tail), "a tokenizer does not see held-out text"
+    assert f"only document, so its last {fraction:g} was held out" in prepared.summary
+
+
+def test_the_end_of_a_document_without_lines_begins_at_a_word_or_anywhere() -> None:
+    assert tail_start("word " * 100, 0.1) == 450
+    assert tail_start("x" * 100, 0.1) == 90
+    assert tail_start("only", 0.02) == 3
+    assert tail_start("first line\n" + "x" * 100, 0.1) == 100, "not the whole long line"
+    assert tail_start("x", 0.5) == tail_start("  x  ", 0.9) == 0
+
+
 def test_no_validation_is_an_empty_stream(tmp_path: Path, plain: Tokenizer) -> None:
     prepared = prepare(write(tmp_path, ["only"], fraction=0.0), plain, progress=False)
     assert prepared.train.n_documents == 1
@@ -170,8 +203,8 @@ def test_no_validation_is_an_empty_stream(tmp_path: Path, plain: Tokenizer) -> N
 @pytest.mark.parametrize(
     ("texts", "fraction", "line"),
     [
-        (["only"], 0.02, r"rows\.jsonl\.gz:1 is the corpus' only document.*validation_fraction=0"),
-        (["same", "same"], 1e-9, r"only document.* eval\.validation=false"),
+        (["x"], 0.02, r"rows\.jsonl\.gz:1 is the corpus' only document.*validation_fraction=0"),
+        (["x", "x"], 1e-9, r"only document.* eval\.validation=false"),
         (["one", "two"], 0.999999, r"holds out every document \(2\)"),
         (["", " "], 0.02, r"data\.paths: holds no text"),
     ],

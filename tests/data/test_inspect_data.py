@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.commands.inspect_data import inspect_data
+from llmfoundry.commands.inspect_data import PartFacts, RowFacts, inspect_data, learned_lines
 from llmfoundry.commands.train import train
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.rows import Rows
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.inspect import InspectRecipe
-from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.argv import parse
+from llmfoundry.recipe.inspect import InspectFinetuneRecipe, InspectRecipe, inspected
+from llmfoundry.recipe.load import checked, load
 from llmfoundry.recipe.train import TrainRecipe
 from tests.shards import bytes_tokenizer, write_mds, write_tokens
 from tests.tiny import write_recipe
@@ -161,3 +162,51 @@ def test_a_time_beyond_the_run_is_refused(folder: Path) -> None:
 def test_what_is_no_time_is_refused_before_anything_is_read(folder: Path) -> None:
     with pytest.raises(UserError, match="at: '1e9' is not a duration"):
         checked(InspectRecipe, folder / "tiny.yaml", overrides(folder, "at=1e9"))
+
+
+def test_what_is_learned_of_supervised_rows_is_marked(folder: Path, capsys: Any) -> None:
+    turns = [{"role": "user", "content": "q\x1b[2J"}, {"role": "assistant", "content": "a\nb"}]
+    rows = [json.dumps({"messages": [*turns, *turns]}) for _ in range(40)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    asked = [
+        "data=chat",
+        f"data.paths=[{folder / 'rows.jsonl'}]",
+        "data.validation_fraction=0",
+        "tokenizer.chat_template=zephyr",
+        "eval.validation=false",
+        "eval.validation_rows=null",
+        f"data.cache_folder={folder / 'cache'}",
+        "max_seq_len=256",
+        "n=1",
+    ]
+    recipe = checked(InspectRecipe, folder / "tiny.yaml", [*asked, "json=true"])
+    inspect_data(recipe)
+    facts = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (row,) = (fact for fact in facts if fact["kind"] == "row")
+    assert "".join(part["text"] for part in row["parts"]) == row["text"]
+    assert [part["weight"] for part in row["parts"] if part["document"] == 0] == [0, 1, 0, 1]
+    learned = [part["text"] for part in row["parts"] if part["weight"]]
+    assert learned == ["a\nb<|endoftext|>\n", "a\nb<|endoftext|>\n<|endoftext|>"] * len(
+        row["documents"]
+    )
+    assert sum(part["tokens"] for part in row["parts"]) + row["padding"] == 256
+    inspect_data(checked(InspectRecipe, folder / "tiny.yaml", asked))
+    out = capsys.readouterr().out
+    assert "---- document 2 of 3: " in out and " tokens of padding ----" in out
+    assert "<|assistant|>\n{+a\nb<|endoftext|>\n+}<|user|>\nq\\x1b[2J<|endoftext|>" in out
+    assert "\x1b" not in out
+    parts = [PartFacts(0, 0, 0.0, 1, "q\n"), PartFacts(0, 1, 1.0, 2, "a\x1b")]
+    shown = RowFacts(0, "data", 0, 0, "f:1", [3], "", parts)
+    lines = ["\x1b[90mq\x1b[0m", "\x1b[90m\x1b[0m\x1b[32ma\\x1b\x1b[0m"]
+    assert learned_lines(shown, colour=True)[3:] == lines
+
+
+def test_the_kind_of_recipe_is_known_by_its_model(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("model: {pretrained: runs/x}\n")
+    assert inspected(parse([str(file)])) is InspectFinetuneRecipe
+    recipe = load(InspectFinetuneRecipe, file)
+    assert recipe.model.pretrained == "runs/x" and recipe.tokenizer.name == "pretrained"
+    file.write_text("model: {d_model: 64}\n")
+    assert inspected(parse([str(file)])) is InspectRecipe
+    assert inspected(parse([str(file), "model.pretrained=runs/x"])) is InspectFinetuneRecipe

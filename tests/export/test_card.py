@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from llmfoundry.export.card import CardInfo
+from llmfoundry.commands.card_scores import card_scores
+from llmfoundry.export.card import CardInfo, CardScore
 from llmfoundry.export.hf import to_hf
 from tests.export.random_models import decoder, settings, write_tokenizer
 
@@ -16,10 +19,10 @@ from tests.export.random_models import decoder, settings, write_tokenizer
 def export(folder: Path, architecture: str | None = None) -> str:
     card = CardInfo(
         name="small",
-        recipe="run_name: small\nseed: 17\n",
-        data="two thousand words",
+        data="two thousand | words",
+        settings={"optimizer.lr": "0.001"},
         trained="300 batches, 1.2e6 tokens",
-        scores={"metrics/eval/LanguageCrossEntropy": 1.23456},
+        scores=[CardScore("copa, 0-shot", "54.3%", "4.3", "50.0%")],
         prompt="w3 w4",
     )
     model, tokenizer = decoder(settings()), write_tokenizer(folder / "tokenizer")
@@ -35,11 +38,47 @@ def test_the_card_says_what_the_model_is_and_how_it_came_about(tmp_path: Path) -
     # 128 x 32 tokens, 24 x 32 positions, two blocks of 4+8 squares of 32 with biases, norms
     block = 12 * 32**2 + (3 + 1 + 4 + 1) * 32 + 4 * 32
     assert f"{128 * 32 + 24 * 32 + 2 * block + 64:,}" in text
-    for said in ("two thousand words", "300 batches", "GPT2LMHeadModel", "bf16", "24 tokens"):
+    for said in ("two thousand \\| words", "300 batches", "GPT2LMHeadModel", "bf16", "24 tokens"):
         assert said in text
-    assert "| metrics/eval/LanguageCrossEntropy | 1.2346 |" in text
-    recipe = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
-    assert recipe and yaml.safe_load(recipe[1]) == {"run_name": "small", "seed": 17}
+    assert "| copa, 0-shot | 54.3% | 4.3 | 50.0% |" in text
+    assert header["license"] == "unknown" and "| Licence | not chosen" in text
+    assert "| `optimizer.lr` | 0.001 |" in text and "```yaml" not in text
+
+
+def test_every_file_of_an_export_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    export(tmp_path)
+    before = os.umask(0o027)
+    try:
+        (tmp_path / "strict").mkdir()
+        export(tmp_path / "strict")
+    finally:
+        os.umask(before)
+    for folder, mode in ((tmp_path / "small", 0o666 & ~before), (tmp_path / "strict/small", 0o640)):
+        modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+        assert set(modes.values()) == {mode}, modes
+
+
+def test_scores_of_a_checkpoint_stand_with_their_errors_and_chance(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "ba0000009"
+    task = {"label": "copa", "num_fewshot": 2, "n": 50, "accuracy": 0.54, "stderr": 0.07}
+    result = {
+        "time/batch": 9,
+        "tasks": [{**task, "chance": 0.5}],
+        "averages": {"core_average": 0.08},
+        "categories": {"one": None},
+        "stderrs": {"core_average": 0.14},
+    }
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "ba0000009.json").write_text(json.dumps(result))
+    rows = [{"time/batch": b, "metrics/eval/bits_per_byte": b / 10} for b in (5, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert card_scores(checkpoint, 9) == [
+        CardScore("validation bits per byte", "0.9000"),
+        CardScore("core average", "0.0800", "0.1400", "0"),
+        CardScore("one", "n/a", "", "0"),
+        CardScore("copa, 2-shot, 50 questions", "54.0%", "7.0", "50.0%"),
+    ]
+    assert card_scores(checkpoint.with_name("ba0000007"), 7) == []
 
 
 @pytest.mark.parametrize("architecture", [None, "llmfoundry"])

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.hf import from_hf
+from llmfoundry.export.read import from_hf
 from llmfoundry.models.decoder import Decoder
 from tests.export.random_models import (
     ALIBI,

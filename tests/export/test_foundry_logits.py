@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.hf import from_hf
+from llmfoundry.export.read import from_hf
 from llmfoundry.export.settings import choose, read_settings
 from llmfoundry.models.decoder import Decoder
 

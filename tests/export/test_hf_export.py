@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
 from llmfoundry.export.common import ACTIVATIONS
-from llmfoundry.export.hf import from_hf, to_hf
+from llmfoundry.export.hf import to_hf
+from llmfoundry.export.read import from_hf
 from llmfoundry.export.settings import choose, write_settings
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.ffn import ACTIVATIONS as OURS

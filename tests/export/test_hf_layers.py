@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
 from llmfoundry.export.architectures import ARCHITECTURES
-from llmfoundry.export.hf import from_hf
+from llmfoundry.export.read import from_hf
 from tests.export.random_models import rewrite, written
 
 OTHER_LAYERS = [

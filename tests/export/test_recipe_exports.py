@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.hf import from_hf, to_hf
+from llmfoundry.export.hf import to_hf
+from llmfoundry.export.read import from_hf
 from llmfoundry.export.settings import choose
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import build

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
-from llmfoundry.export import hf
+from llmfoundry.export import read
 from llmfoundry.export.architectures import ARCHITECTURES
 from llmfoundry.export.hf import to_hf
 from llmfoundry.models.decoder import Decoder
@@ -43,11 +42,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """What `from_hf` finds in place of a folder's weights."""
     tensors: dict[str, Tensor] = {}
 
-    @contextmanager
-    def opened(_: Path) -> Iterator[Any]:
-        yield set(tensors), tensors.__getitem__
+    class Held:
+        names = property(lambda _: set(tensors))
+        get = sketch = staticmethod(tensors.__getitem__)
 
-    monkeypatch.setattr(hf, "_open_weights", opened)
+    monkeypatch.setattr(read, "open_weights", lambda _: nullcontext(Held()))
     return tensors
 
 
@@ -69,7 +68,7 @@ def test_a_tensor_more_or_less_is_refused_by_its_name(
         if tensor is None:
             del held[key]
         with pytest.raises(UserError) as caught:
-            hf.from_hf(str(folder))
+            read.from_hf(str(folder))
         assert caught.value.problems[0].startswith(key), caught.value.problems
 
     for key in (key for key in few(whole) if "experts.1" not in key):
@@ -86,11 +85,11 @@ def test_biases_of_zeros_are_no_obstacle(
 ) -> None:
     folder, _ = written(name, tmp_path)
     held |= load_file(folder / FILE)
-    before = hf.from_hf(str(folder))[1]
+    before = read.from_hf(str(folder))[1]
     for key, weight in list(held.items()):
         if key.endswith(".weight"):
             held.setdefault(key.removesuffix("weight") + "bias", weight.new_zeros(len(weight)))
-    after = hf.from_hf(str(folder))[1]
+    after = read.from_hf(str(folder))[1]
     assert all(torch.equal(after[key], weight) for key, weight in before.items())
 
 
@@ -102,7 +101,7 @@ def test_weights_of_layers_that_the_settings_do_not_have_are_refused(
     held |= load_file(folder / FILE)
     rewrite(folder, {**config, "model_type": "llama"}, "attention_bias", False)
     with pytest.raises(UserError, match=r"k_norm\.weight and 3 more: the decoder has no"):
-        hf.from_hf(str(folder))
+        read.from_hf(str(folder))
 
 
 def test_a_weight_of_ours_that_has_no_name_there_is_not_left_out() -> None:
@@ -133,17 +132,17 @@ def test_a_head_beside_the_embedding_is_read_as_transformers_reads_it(
     written_config = json.loads((folder / "config.json").read_text())
     rewrite(folder, written_config, "tie_word_embeddings", said)
     own = load_file(folder / FILE)
-    equal: dict[str, Tensor | None] = {hf.HEAD: own[embedding].clone()}
-    for changes in ({}, equal, {embedding: None}, {hf.HEAD: None}):
+    equal: dict[str, Tensor | None] = {read.HEAD: own[embedding].clone()}
+    for changes in ({}, equal, {embedding: None}, {read.HEAD: None}):
         tensors = {key: w for key, w in {**own, **changes}.items() if w is not None}
         save_file(tensors, folder / FILE, {"format": "pt"})
         notes: list[str] = []
         if None in changes.values() and not said:  # transformers would draw it at random
             (missing,) = changes
             with pytest.raises(UserError, match=f"^{missing}: the tensor is missing"):
-                hf.from_hf(str(folder))
+                read.from_hf(str(folder))
             continue
-        config, state = hf.from_hf(str(folder), note=notes.append)
+        config, state = read.from_hf(str(folder), note=notes.append)
         ours = Decoder(config)
         ours.load_state_dict(state)
         theirs = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -15,9 +15,13 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from llmfoundry.commands.evaluate import evaluate
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.endpoint import ATTEMPTS, Endpoint
+from llmfoundry.gauntlet.generated.chats import chat_rows
 from llmfoundry.gauntlet.questions import Prompt, Refusal
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.tasks import EvalRecipe
 
 Reply = tuple[int, Any]  # status, and JSON or text
 
@@ -320,3 +324,47 @@ def test_processes_share_the_prompts_and_all_hear_of_a_refusal(
         assert "403 Forbidden: will not" in problem
     asked = [body["prompt"] for _, body, _ in server.requests]
     assert sorted(asked) == ["0", "0", "1", "2", "3", "4", "no"]  # each once, over both processes
+
+
+def test_conversations_are_sent_as_messages_and_calls_of_tools_are_read(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = {"recall": "instructions://recall?rows=3", "call": "instructions://tool_call?rows=4"}
+    right = {
+        json.dumps(row["messages"]): row
+        for uri in tasks.values()
+        for row in chat_rows(uri, key="test")
+    }
+
+    def answer(path: str, body: Any) -> Reply:
+        row = right[json.dumps(body["messages"])]
+        assert body.get("tools") == row.get("tools")
+        if "tools" not in row:
+            return 200, message(row["answer"])
+        call = dict(row["reply"]["tool_calls"][0]["function"])
+        call["arguments"] = json.dumps(call["arguments"])  # as OpenAI's protocol has it
+        reply = message(None)
+        reply["choices"][0]["message"]["tool_calls"] = [{"type": "function", "function": call}]
+        return 200, reply
+
+    kind = {"icl_task_type": "generation_task_with_answers", "num_fewshot": [0]}
+    entries = [{"label": name, "dataset_uri": uri, **kind} for name, uri in tasks.items()]
+    (tmp_path / "g.yaml").write_text(json.dumps({"icl_tasks": entries}))
+    monkeypatch.chdir(tmp_path)
+    model = f"chat:{serve(answer).url}#m"
+    config = EvalConfig(gauntlet="g.yaml")
+    evaluate(EvalRecipe(models=[model], output="out", eval=config, cache_folder="cache"))
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["gauntlet"]["tasks"]
+    assert [(task["label"], task["accuracy"]) for task in results] == [("recall", 1), ("call", 1)]
+
+
+@pytest.mark.parametrize("keys", [{"icl_chat_template": "zephyr"}, {"icl_gen_prefix": "It is"}])
+def test_a_server_s_own_template_cannot_be_replaced(keys: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "g.yaml").write_text(
+        "icl_tasks: [{label: a, dataset_uri: 'instructions://count?rows=2',"
+        " icl_task_type: generation_task_with_answers, num_fewshot: [0]}]"
+    )
+    config = EvalConfig(gauntlet=str(tmp_path / "g.yaml"), **keys)  # type: ignore[arg-type]
+    recipe = EvalRecipe(models=["chat:http://127.0.0.1:9/v1#m"], eval=config)
+    with pytest.raises(UserError, match="has a template of its own"):
+        evaluate(recipe)

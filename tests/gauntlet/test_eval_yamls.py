@@ -177,6 +177,7 @@ def test_every_file_has_one_entry_in_the_fetch_table_and_every_definition_is_use
         labels |= {task.label for task in gauntlet(name).tasks}
         assert len(others) == (39 if name == "long_context" else 0)
     assert needed == set(table)
+    labels |= {task.label for task in gauntlet("instructions").tasks}
     for path in (ROOT / "eval" / "tasks").glob("*.yaml"):
         defined = [entry["label"] for entry in yaml.safe_load(path.read_text())["tasks"]]
         assert len(set(defined)) == len(defined)

@@ -30,6 +30,7 @@ from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.serve.generate import stream_tokens
 from tests.export import random_models
 from tests.models.test_decoder import SETTINGS, make_config, make_model
+from tests.selection import slow_but
 
 CPU = torch.device("cpu")
 
@@ -124,7 +125,9 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", slow_but(["alibi-gqa-window", "temperature", "dmoe-dbrx", "overrides-chain"], KINDS)
+)
 def test_texts_are_those_of_one_prompt_at_a_time(name: str) -> None:
     root = model(name)
     prompts = mixed_prompts()
@@ -141,8 +144,8 @@ def test_rows_beyond_the_length_that_dynamic_angles_know_are_read_in_one_piece()
     assert generated(root, prompts, batch_tokens=1000) == one_by_one(root, prompts)
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 60, 10_000])
-@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("batch_tokens", slow_but([60], [1, 60, 10_000]))
+@pytest.mark.parametrize("steps", slow_but([8], [1, 8]))
 def test_batch_size_and_looks_change_no_text(
     batch_tokens: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +156,7 @@ def test_batch_size_and_looks_change_no_text(
     assert generated(root, prompts, batch_tokens=batch_tokens) == one_by_one(root, prompts)
 
 
+@pytest.mark.slow
 def test_long_tails_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "CHUNK", 3)
     root = model("alibi-gqa-window")
@@ -274,6 +278,7 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path) -> None:
     assert generated(Root(decoder), prompts, tokenizer=tokenizer) == expected
 
 
+@pytest.mark.slow
 def test_under_autocast_each_text_is_what_one_prompt_gives() -> None:
     root, prompts = model("rope"), mixed_prompts()
     options: dict[str, Any] = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)}

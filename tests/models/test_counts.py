@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry.models import counts
-from llmfoundry.models.counts import flops_per_token, parameter_count, peak_flops
+from llmfoundry.models.adapters.adapt import add_adapter, init_adapter, is_added
+from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.counts import (
+    flops_per_token,
+    parameter_count,
+    peak_flops,
+    trained_flops_per_token,
+)
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.quantized import place, quantize_frozen
+from llmfoundry.recipe.adapter import AdapterConfig
 from llmfoundry.recipe.model import FFNConfig, ModelConfig
 from tests.models.test_decoder import SETTINGS, make_config, make_model
 
@@ -139,3 +149,79 @@ def test_counting_does_not_build_every_layer() -> None:
     assert parameter_count(deep) == parameter_count(few) + 999_998 * block
     assert flops_per_token(deep, 8) > flops_per_token(few, 8)
     assert time.process_time() - began < 2
+
+
+def counted(model: Decoder, length: int) -> float:
+    """FLOPs a token that PyTorch counts in a step; router losses left out."""
+    tokens = torch.randint(0, 64, (2, length))
+    with FlopCounterMode(display=False) as counter:
+        model.head(model(tokens)).sum().backward()
+    return counter.get_total_flops() / tokens.numel()
+
+
+def adapted(name: str, *, quantize: bool = False, **settings: Any) -> Decoder:
+    config = make_config(**(SETTINGS[name] | {"d_model": 48, "max_seq_len": 32}))
+    config.attn_config.attn_impl = "torch"
+    model = make_model(config)
+    adapter = AdapterConfig(name="lora", r=6, **settings)
+    adapter.fill()
+    add_adapter(model, plan_adapter(model, adapter, split_qkv=False))
+    if quantize:
+        values = {name: p.detach() for name, p in model.named_parameters() if not is_added(name)}
+        quantize_frozen(model, double=True)
+        for key, value in values.items():
+            place(model, key, value)
+    init_adapter(model, 1)
+    return model
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_model_that_trains_as_a_whole_costs_what_its_settings_say(name: str) -> None:
+    config = make_config(**SETTINGS[name])
+    whole = trained_flops_per_token(make_model(config), 32)
+    assert whole == pytest.approx(flops_per_token(config, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("rope", {}),
+        ("glu-silu", {}),
+        ("glu-silu", {"target_modules": ["down_proj"]}),
+        ("qk-ln", {"target_modules": ["blocks.1.attn.*"]}),
+        ("untied", {"init_lora_weights": "pissa"}),
+        ("dmoe-dbrx", {}),
+        ("dmoe-dbrx", {"experts": "shared"}),
+        ("dmoe", {"init_lora_weights": "gaussian"}),
+        ("overrides", {}),
+    ],
+)
+@pytest.mark.parametrize("quantize", [False, True])
+def test_flops_of_adapters_are_the_counted_products(
+    name: str, settings: dict[str, Any], quantize: bool
+) -> None:
+    model = adapted(name, quantize=quantize, **settings)
+    assert trained_flops_per_token(model, 32) == pytest.approx(counted(model, 32), rel=0.02)
+
+
+@pytest.mark.parametrize("frozen", ["blocks.0", "wte blocks.0", "wte blocks.0 blocks.1", "blocks"])
+def test_nothing_goes_back_behind_the_first_part_that_trains(frozen: str) -> None:
+    model = make_model(make_config(**(SETTINGS["untied"] | {"d_model": 48, "max_seq_len": 32})))
+    model.config.attn_config.attn_impl = "torch"
+    for name, parameter in model.named_parameters():
+        parts = (*frozen.split(), *(("wpe",) if "wte" in frozen else ()))
+        parameter.requires_grad_(not name.startswith(parts))
+    assert trained_flops_per_token(model, 32) == pytest.approx(counted(model, 32), rel=0.02)
+
+
+def test_frozen_products_cost_two_thirds_where_all_is_adapted() -> None:
+    """4 N a token through frozen weights, 2 in the first layer, whose input has no gradient."""
+    d, layers, r = 48, 2, 6
+    model = adapted("no-bias")
+    matrices = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)]  # Wqkv, out, up, down
+    frozen = sum(out * into for out, into in matrices)
+    factors = sum(r * (out + into) for out, into in matrices)
+    attention = 2 * 2 * d * 32
+    expected = layers * (4 * frozen + 6 * factors + 3 * attention) + 4 * 64 * d
+    expected -= 2 * 3 * d * d + 2 * r * d  # the gradient of the first layer's input
+    assert trained_flops_per_token(model, 32) == expected

@@ -129,6 +129,19 @@ def test_load_and_probability_are_counted() -> None:
     assert not (routed.load.requires_grad or routed.probability.requires_grad)
 
 
+def test_padding_is_left_out_of_what_is_told_of_the_routing() -> None:
+    layer, x = make(), random(2, 7, 24)
+    real = torch.tensor([*range(7), *range(7, 12)])  # the second row ends with two of padding
+    y, routed = layer(x, real)
+    alone = [layer(x[:1]), layer(x[1:, :5])]
+    assert routed.tokens.item() == 12 and not y[1, 5:].any()
+    torch.testing.assert_close(y[0], alone[0][0][0])
+    torch.testing.assert_close(y[1, :5], alone[1][0][0])
+    for name in ("balance", "load", "probability", "tokens"):
+        parts = [getattr(how, name) for _, how in alone]
+        torch.testing.assert_close(getattr(routed, name), parts[0] + parts[1])
+
+
 def test_evaluation_has_no_losses() -> None:
     layer, model = make().eval(), Decoder(make_config(ffn_config=DMOE)).eval()
     assert layer(random(2, 7, 24))[1] is None

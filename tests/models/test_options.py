@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from llmfoundry.models.decoder import Block, Decoder
 from llmfoundry.models.norm import NORMS
 from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.logits import labelled_places
 from tests.models.test_decoder import SETTINGS, make_config, make_model, random_tokens
 
 REUSED = ("overrides", "overrides-chain", "overrides-unlike")  # layers share keys and values
@@ -145,8 +146,12 @@ def test_logits_are_as_exact_as_the_hidden_states_that_they_are_asked_of() -> No
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_forward_pass_asks_the_device_for_nothing(name: str) -> None:
+def test_a_forward_pass_asks_the_device_for_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors without data: whatever waits for a value of the device fails."""
+    elsewhere = labelled_places(torch.empty(3, dtype=torch.int64, device="meta"))
+    monkeypatch.setattr("llmfoundry.ops.cross_entropy.labelled_places", lambda labels: elsewhere)
     with FakeTensorMode():
         model = Decoder(make_config(**SETTINGS[name]))
         tokens = torch.zeros(2, 13, dtype=torch.int64)

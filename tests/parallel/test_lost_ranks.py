@@ -113,6 +113,7 @@ def test_every_rank_learns_that_the_folder_is_in_use(
         assert "save_folder: runs/tiny is in use by" in said and "has it" not in said
 
 
+@pytest.mark.slow
 def test_one_rank_out_of_memory_ends_all_at_once(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     began = time.monotonic()

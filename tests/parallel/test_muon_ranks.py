@@ -27,6 +27,7 @@ from llmfoundry.train import muon
 from llmfoundry.train.optim import build_optimizer, freeze
 from llmfoundry.train.step import Guard, clip_adaptive, train_step
 from tests.models.test_decoder import make_config
+from tests.selection import slow_but
 from tests.tiny import losses, run, write_recipe
 
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return torch.load(folder / "0.pt")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["fsdp-2"], LAYOUTS))
 def test_steps_on_shards_are_those_of_one_process(
     layout: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_steps_on_shards_are_those_of_one_process(
         assert found["losses"] == pytest.approx(alone["losses"], rel=0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_in_shards_is_the_whole_one_bit_for_bit(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     settings = ("optimizer=muon", "optimizer.lr=1e-3", "max_duration=4ba", "save_interval=2ba")

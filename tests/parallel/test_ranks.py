@@ -92,6 +92,7 @@ def test_a_resume_on_the_same_processes_is_bit_for_bit(alone: Path) -> None:
     assert run_layout(alone, "fsdp-2", "sharded-resumed") == whole
 
 
+@pytest.mark.slow
 def test_bf16_shards_stay_near_one_process(alone: Path) -> None:
     arguments = ("tiny.yaml", "run_name=bf16", *EIGHT_STEPS, "precision=amp_bf16")
     run("train.py", *arguments, cwd=alone)
@@ -99,6 +100,7 @@ def test_bf16_shards_stay_near_one_process(alone: Path) -> None:
     assert found == pytest.approx(losses(alone / "runs" / "bf16"), abs=0.03)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_after_a_process_died_and_the_losses_are_the_same(alone: Path) -> None:
     name, folder = "restarted", alone / "runs" / "restarted"
     arguments = ("tiny.yaml", f"run_name={name}", *EIGHT_STEPS, "max_duration=120ba")

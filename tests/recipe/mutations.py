@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.recipe.fetch import FetchRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.inspect import InspectRecipe
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.prepare import PrepareRecipe
-from llmfoundry.recipe.tasks import ConvertRecipe, EvalRecipe, GenerateRecipe
+from llmfoundry.recipe.tasks import ChatRecipe, ConvertRecipe, EvalRecipe, GenerateRecipe
 from llmfoundry.recipe.track import TrackRecipe
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import keys, options, section_of, to_dict
@@ -38,17 +39,21 @@ SCRIPTS: dict[str, type] = {
     "convert": ConvertRecipe,
     "fetch_eval_data": FetchRecipe,
     "track": TrackRecipe,
+    "finetune": FinetuneRecipe,
+    "chat": ChatRecipe,
 }
 SOUND = {  # what the scripts without a recipe's file need
     "eval": ["checkpoint=runs/x"],
     "generate": ["checkpoint=runs/x"],
+    "chat": ["checkpoint=runs/x"],
     "convert": ["checkpoint=runs/x", "to=hf", "output=out"],
     "fetch_eval_data": ["from_hub=true"],
     "track": ["run=runs/x"],
 }
 RECIPES = sorted(YAMLS.glob("*.yaml"))
+FINETUNES = sorted(YAMLS.glob("finetune/*.yaml"))
 FILES = [*RECIPES, *sorted(YAMLS.glob("*/*.yaml"))]
-GROUPS = sorted(f"{path.parent.name}={path.stem}" for path in YAMLS.glob("*/*.yaml"))
+GROUPS = sorted(f"{path.parent.name}={path.stem}" for path in FILES if path.parent != YAMLS)
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 8, 64, 128, 256, 1000, 65536, 10**6, 10**9 + 1, 2**31, 2**63, 2**64]
 NUMBERS += [-(2**63), 10**30, 10**400]
@@ -237,7 +242,7 @@ def _arguments(rng: random.Random, script: str) -> Case:
 
 def _structure(rng: random.Random, script: str) -> Case:
     """A whole recipe, changed in a few places of its tree."""
-    tree = _plain(rng.choice(RECIPES[::4]) if _trains(script) else None, script)
+    tree = _plain(rng.choice(_recipes(script)[::4]) if _trains(script) else None, script)
     for _ in range(rng.choice([1, 1, 2, 3, 5])):
         _change(rng, tree)
     return Case(script, ["recipe.yaml"], {"recipe.yaml": json.dumps(tree, indent=1)})  # is YAML
@@ -245,7 +250,7 @@ def _structure(rng: random.Random, script: str) -> Case:
 
 def _letters(rng: random.Random, script: str) -> Case:
     """A shipped file's text, changed in a few characters or lines."""
-    text = rng.choice(FILES if not _trains(script) else RECIPES * 3 + FILES).read_text()
+    text = rng.choice(FILES if not _trains(script) else _recipes(script) * 3 + FILES).read_text()
     for _ in range(rng.randint(1, 4)):
         lines = text.splitlines(keepends=True) or [""]
         at, here = rng.randrange(len(lines)), rng.randrange(len(text) + 1)
@@ -280,7 +285,7 @@ def _garbage(rng: random.Random, script: str) -> Case:
 def _values(rng: random.Random, script: str) -> Case:
     """Settings that are well formed for their types, of any size."""
     leaves = _leaves(SCRIPTS[script])
-    start = [str(rng.choice(RECIPES))] if _trains(script) else list(SOUND[script])
+    start = [str(rng.choice(_recipes(script)))] if _trains(script) else list(SOUND[script])
     words = []
     for key, hint in rng.sample(leaves, min(len(leaves), rng.randint(1, 3))):
         words.append(f"{key}={_written(_fitting(rng, hint))}")
@@ -309,7 +314,11 @@ def _start(rng: random.Random, script: str) -> list[str]:
         return list(SOUND[script])
     if rng.random() < 0.3:
         return ["run_name=x"]
-    return [str(rng.choice(RECIPES))]
+    return [str(rng.choice(_recipes(script)))]
+
+
+def _recipes(script: str) -> list[Path]:
+    return FINETUNES if script == "finetune" else RECIPES
 
 
 _PLAIN: dict[tuple[Path | None, str], dict[str, Any]] = {}

@@ -29,6 +29,7 @@ from llmfoundry.build.job import attention_refusal, build_root, experts_refusal,
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
 from llmfoundry.estimate import GIB, choose_microbatch, with_guessed_vocabulary
 from llmfoundry.recipe import sweep
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import run
 from llmfoundry.recipe.paths import ROOT
 from llmfoundry.recipe.train import TrainRecipe
@@ -75,8 +76,8 @@ def outcome(tried: Case, received: list[Any]) -> tuple[str, str]:
 def carried(received: list[Any]) -> str:
     """Take an accepted training recipe as far as its model without memory; "" or a traceback."""
     (recipe,) = received
-    if not isinstance(recipe, TrainRecipe):
-        recipe.fill()
+    if not isinstance(recipe, TrainRecipe) or isinstance(recipe, FinetuneRecipe):
+        recipe.fill()  # a fine-tuned model's shape is that of weights that are not here
         return ""
     cpu = torch.device("cpu")
     try:

@@ -204,8 +204,8 @@ MISTAKES = {
     "optimizer=adamv": "could not find 'optimizer/adamv'; options: adamw, decoupled_adamw,"
     " decoupled_lionw, muon; did you mean 'adamw'?",
     "eval=true": "could not find 'eval/true'; options: core_v1, core_v2, extended_v1,"
-    " extended_v2, generated, generated_hard, generated_long_context, light, lm_tasks, off, v0.1,"
-    " v0.2, v0.3, validation",
+    " extended_v2, generated, generated_hard, generated_long_context, instructions, light,"
+    " lm_tasks, off, v0.1, v0.2, v0.3, validation",
     "model.n_layers=four": "model.n_layers: 'four' is not an integer",
     "model.n_layers=2.5": "model.n_layers: 2.5 is not an integer",
     "model.n_layers=true": "model.n_layers: true is not an integer",
@@ -224,9 +224,9 @@ MISTAKES = {
     "save_folder=${nope}": "save_folder: Interpolation key 'nope' not found;"
     " write \\${ for a literal ${",
     "--model.n_layers=4": "unknown flag '--model.n_layers=4'; settings have no dashes:"
-    " model.n_layers=4 (flags: --help, --cfg job, --resolve, -m)",
+    " model.n_layers=4 (flags: --help, --cfg job, --dry-run, --version, --resolve, -m)",
     "--multirum": "unknown flag '--multirum'; did you mean '--multirun'?"
-    " (flags: --help, --cfg job, --resolve, -m)",
+    " (flags: --help, --cfg job, --dry-run, --version, --resolve, -m)",
     "--cfg=all": "--cfg: write --cfg job",
     "model.n_heads=5": "model.n_heads: 5 does not divide model.d_model (192);"
     " the nearest that does is 4",
@@ -329,7 +329,7 @@ def test_an_argument_may_be_longer_than_a_file_name(front: Front) -> None:
     prompt = "word " * 80
     got = front("checkpoint=x", f"prompt={prompt}", schema=GenerateRecipe)
     assert got.recipe.prompt == prompt
-    (line,) = front("x" * 300, schema=GenerateRecipe).errors
+    (line,) = front("x" * 300).errors
     assert line.startswith("no recipe at xxx")
     assert front("", schema=GenerateRecipe).errors[0].startswith("an argument is empty")
     assert (
@@ -363,7 +363,7 @@ def test_a_missing_recipe_names_the_nearest(front: Front) -> None:
         "runs/dbrx": "runs/dbrx is a folder; did you mean runs/dbrx/recipe.yaml?",
         "runs/dbrx/lr=1/recipe.yaml": "no recipe at runs/dbrx/lr=1/recipe.yaml;"
         " did you mean runs/dbrx/lr=2/recipe.yaml?",
-        "mpt125m": f"no recipe at mpt125m; did you mean {YAMLS}/mpt-125m.yaml?",
+        "mpt125m": "no recipe at mpt125m; did you mean mpt-125m?",
         "zzz.yaml": "no recipe at zzz.yaml",
     }
     assert {given: front(given).errors for given in near} == {k: [v] for k, v in near.items()}

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from mutations import SCRIPTS, SOUND
 from recipe_front import Front
 
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.tasks import ConvertRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import hint_of, item_of, keys, options, section_of
 
 
 def test_help_lists_flags_groups_recipes_and_keys(front: Front) -> None:
     got = front("--help")
     assert got.status == 0 and got.out.startswith("What it does.\n")
     for group in YAMLS.iterdir():
-        if group.is_dir():
+        if group.is_dir() and group.name not in ("finetune", "adapter", "preference"):
             choices = ", ".join(sorted(file.stem for file in group.glob("*.yaml")))
-            assert f"  {group.name:<9}  {choices}\n" in got.out
+            assert f" {group.name} {choices} " in " ".join(got.out.split())
     for recipe in YAMLS.glob("*.yaml"):
         assert recipe.name in got.out
     assert "recipe/train.py" in got.out and "device_train_microbatch_size" in got.out
@@ -50,3 +58,72 @@ def test_help_on_an_unknown_key_names_the_nearest(front: Front) -> None:
         "unknown key 'model.n_layres'; did you mean 'n_layers'?"
     ]
     assert front("--help", "a.b.c").errors == ["unknown key 'a.b.c'"]
+
+
+def sections(schema: type, key: str = "", above: tuple[type, ...] = ()) -> Iterator[str]:
+    """Every section of a recipe as `--help` takes it; those in lists and mappings by their key."""
+    for name, hint in keys(schema).items():
+        section = section_of(hint) or item_of(hint)
+        if section is not None and section not in above:
+            yield f"{key}{name}"
+            below = f"{key}{name}." if section_of(hint) else f"{key}{name}.x."
+            yield from sections(section, below, (*above, section))
+
+
+def entries(out: str) -> dict[str, str]:
+    """What help says, by key."""
+    parts = re.split(r"^  (?=\S)", out, flags=re.M)[1:]
+    return {re.split(r"[: ]", part, maxsplit=1)[0]: " ".join(part.split()) for part in parts}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_key_of_every_section_of_every_script_has_a_meaning(
+    front: Front, script: str
+) -> None:
+    schema = SCRIPTS[script]
+    for topic in sections(schema):
+        hint = hint_of(schema, topic)
+        item = "" if section_of(hint) else "[N]" if str(hint).startswith("list") else ".NAME"
+        section = section_of(hint) or item_of(hint)
+        assert section is not None
+        got = front("--help", topic, schema=schema)
+        assert got.status == 0 and got.out.startswith((f"{topic}: ", f"  {topic}"))
+        told = entries(got.out)
+        for name in keys(section):
+            full = f"{topic}{item}.{name}"
+            text = next(told[key] for key in (full, f"{full}[N]", f"{full}.NAME") if key in told)
+            meaning = re.sub(r"^\S+(: [^=]* = \S+| \(section, \d+ keys\))", "", text)
+            assert len(meaning.split()) >= 1 and not meaning.startswith(" choices:"), (topic, text)
+    for name in keys(schema):
+        text = entries(front("--help", name, schema=schema).out).get(name)
+        assert section_of(hint_of(schema, name)) or (text and len(text.split()) > 4), name
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_key_that_refuses_a_text_lists_those_that_it_takes(front: Front, script: str) -> None:
+    """Each key is given a text that is none of its choices: the refusal and the help agree."""
+    schema, found = SCRIPTS[script], 0
+    for key in text_keys(schema):
+        if script in ("inspect_data", "prepare_data") and key in set(text_keys(TrainRecipe)):
+            continue  # the same keys
+        try:
+            checked(schema, None, [*SOUND.get(script, ["run_name=x"]), f"{key}=no-such-thing"])
+        except UserError as error:
+            lines = [line for line in error.problems if line.startswith(f"{key}: ")]
+            listed = [m[1] for line in lines if (m := re.search(r"\(choices: (.*)\)$", line))]
+            assert len(listed) == any("is not a choice" in line for line in lines), lines
+            if listed:
+                found += 1
+                help = " ".join(front("--help", key, schema=schema).out.split())
+                assert help.endswith(f" choices: {listed[0]}"), key
+    least = {"train": 35, "finetune": 30, "eval": 3, "generate": 1, "chat": 1}
+    assert found >= least.get(script, 0)
+
+
+def text_keys(schema: type, key: str = "") -> Iterator[str]:
+    for name, hint in keys(schema).items():
+        section = section_of(hint)
+        if section is not None:
+            yield from text_keys(section, f"{key}{name}.")
+        elif str in options(hint):
+            yield f"{key}{name}"

@@ -6,19 +6,20 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.logger import GenerateConfig
 from llmfoundry.recipe.tasks import ConvertRecipe, EvalRecipe, GenerateRecipe
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import keys, section_of
 
 GQA = "model.attn_config.attn_type=grouped_query_attention"
 LINES = {
-    "precision=fp16": "precision: 'fp16' is not a choice; did you mean 'bf16'? (cho",
+    "precision=fp16": "precision: 'fp16' is not a choice; did you mean 'amp_bf16'?",
     "max_duration=0.5dur": "max_duration: '0.5dur' is a fraction of itself; write ba, sp, tok",
     "max_duration=10": "max_duration: '10' is not a duration; write a number and a unit: 10ba",
     "save_interval=1.5ba": "save_interval: '1.5ba' is not a whole number of batches",
     "log_interval=1e999ba": "log_interval: '1e999ba' is too long; write 1e+18 or less",
     "max_seq_len=1": "max_seq_len: 1 is too small; write 2 or more",
-    "device_eval_batch_size=many": "device_eval_batch_size: 'many'; write auto or a number",
+    "device_eval_batch_size=many": "device_eval_batch_size: 'many' is not a choice (choices:",
     "device_train_microbatch_size=257": "device_train_microbatch_size: 257 rows, but a step has",
     "save_num_checkpoints_to_keep=0": "save_num_checkpoints_to_keep: 0; write -1 (all) or at",
     "load_weights_only=true": "load_weights_only: has no effect without load_path; remove it",
@@ -116,15 +117,15 @@ def test_convert_recipe() -> None:
     assert (
         problems(ConvertRecipe, *base, "to=hf") == problems(ConvertRecipe, *base, "from=hf") == ()
     )
-    either = "to: write either to=hf (export) or from=hf (import)"
+    either = "to: write either to=hf or to=peft (export), or from=hf (import)"
     assert problems(ConvertRecipe, *base) == (either,)
     assert problems(ConvertRecipe, *base, "to=hf", "from=hf") == (either,)
     assert problems(ConvertRecipe, *base, "from=gguf") == (
         "from: 'gguf' is not a choice (choices: hf)",
     )
     assert problems(ConvertRecipe, "checkpoint=a", "to=hf", "dtype=f32") == (
-        "output: is required; write output=DIR, the folder to write",
         "dtype: 'f32' is not a choice; did you mean 'fp32'? (choices: fp32, bf16, fp16)",
+        "output: is required; write output=DIR, the folder to write",
     )
 
 
@@ -135,8 +136,26 @@ def test_generate_recipe() -> None:
     assert found("temperature=0", "top_k=3") == (
         "top_k: has no effect with temperature: 0; remove it",
     )
-    assert found("top_p=0") == ("top_p: 0.0; write a number above 0, at most 1",)
+    assert found("top_p=0") == ("top_p: 0.0 must be greater than 0",)
     assert found("max_new_tokens=0") == ("max_new_tokens: 0 is too small; write 1 or more",)
+
+
+def test_the_tail_of_a_distribution_is_left_out_where_tokens_are_drawn() -> None:
+    def generate(*words: str) -> GenerateConfig:
+        recipe = checked(TrainRecipe, None, words)
+        recipe.fill()
+        return recipe.callbacks.generate
+
+    assert generate().top_p == 0.9
+    assert generate("callbacks.generate.top_p=1").top_p == 1
+    assert generate("callbacks.generate.temperature=0").top_p is None
+    asked = checked(GenerateRecipe, None, ["checkpoint=a"])
+    asked.fill()
+    assert asked.top_p == 0.9
+    words = ("callbacks.generate.temperature=0", "callbacks.generate.top_p=0.5")
+    assert problems(TrainRecipe, *words) == (
+        "callbacks.generate.top_p: has no effect with callbacks.generate.temperature: 0; remove it",
+    )
 
 
 def test_derived_values() -> None:

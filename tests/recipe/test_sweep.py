@@ -95,10 +95,10 @@ STOPPABLE = """
 import os, signal, sys, time
 def wait(recipe):
     def saved(*_):
-        print("saved", flush=True)
+        os.write(1, b"saved\\n")  # print() may be interrupted, and not entered again
         sys.exit(0)
     signal.signal(signal.SIGTERM, saved)
-    print("pid", os.getpid(), flush=True)
+    os.write(1, f"pid {os.getpid()}\\n".encode())
     time.sleep(60)
 """
 

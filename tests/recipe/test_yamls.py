@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import YAMLS, find_file
 from llmfoundry.recipe.tasks import EvalRecipe
@@ -14,7 +15,13 @@ from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import keys
 
 RECIPES = sorted(YAMLS.glob("*.yaml"))
-CHOICES = sorted(YAMLS.glob("*/*.yaml"))
+FINETUNING = ("finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's
+SUPERVISED = [f"data/{n}.yaml" for n in ("chat", "instructions", "preference", "prompt_response")]
+CHOICES = [
+    path
+    for path in sorted(YAMLS.glob("*/*.yaml"))
+    if path.parent.name not in FINETUNING and str(path.relative_to(YAMLS)) not in SUPERVISED
+]
 PARTNERS = [  # recipes that differ most in what they set beside their groups
     YAMLS / f"{name}.yaml" for name in ("quickstart", "mpt-125m", "mpt-7b-64k", "dbrx-tiny")
 ]
@@ -69,7 +76,7 @@ def test_choices_for_text_of_ones_own_ask_for_it() -> None:
 
 def test_groups_are_sections() -> None:
     folders = {path.name for path in YAMLS.iterdir() if path.is_dir()}
-    assert folders <= set(keys(TrainRecipe))
+    assert folders - {"finetune"} <= set(keys(FinetuneRecipe))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -152,3 +152,11 @@ def test_norms_of_single_parameters_do_not_lengthen_the_line() -> None:
         Console(stream=stream).step(120, metrics, total=1000)
         lines.append(stream.getvalue())
     assert lines[0] == lines[1]
+
+
+def test_a_banner_fits_eighty_columns_and_loses_nothing() -> None:
+    stream, value = io.StringIO(), " ".join(f"word-{n}" for n in range(40))
+    Console(stream=stream).banner([("data", value), ("length", "1 batch")])
+    lines = stream.getvalue().splitlines()
+    assert len(lines) > 5 and max(map(len, lines)) <= 80
+    assert " ".join(stream.getvalue().split()) == f"data {value} length 1 batch"

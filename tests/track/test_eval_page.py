@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from itertools import pairwise
@@ -12,17 +11,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llmfoundry.track.chart import WIDTH
-from llmfoundry.track.eval_page import eval_page, score_table, write_eval_page
-from llmfoundry.track.score_charts import (
+from llmfoundry.track.pages.chart import WIDTH
+from llmfoundry.track.pages.eval_page import eval_page, score_table, write_eval_page
+from llmfoundry.track.pages.score_charts import (
     BAR,
     LEFT,
-    RADAR_HEIGHT,
     RIGHT,
+    Asked,
     Estimate,
     accuracy_bar,
     bars,
-    radar,
+    dots,
 )
 from tests.track.test_report import Page
 
@@ -89,7 +88,7 @@ def test_one_models_page_has_every_number() -> None:
     page = Page(eval_page([("mpt", result(copa))]))
     for text in (
         "Evaluation: mpt finished · 1 model, 1 task",
-        "0.2000 ± 0.0123 core_average",
+        "0.2000 core_average ± 0.0123",
         "copa 3 137 of 1370 25.0% 31.0% 54.3% ± 4.3",
         "1 tie, 2 dropped examples, 3 truncated questions",
         "two -0.0500 ± 0.0300",
@@ -124,8 +123,7 @@ def test_models_stand_side_by_side_in_their_order_even_with_one_name() -> None:
 def test_what_does_not_compare_is_said(change: dict[str, Any], word: str) -> None:
     one, other = result(entry("copa", 0.5)), result(entry("copa", 0.5, **change))
     page = Page(eval_page([("a", one), ("b", other)]))
-    assert f"not comparable: {word} differ" in page.text
-    assert f"copa/3-shot: {word} differ between the models" in page.text
+    assert f"{word} differ between the models in all tasks: copa/3-shot" in page.text
     assert "compar" not in Page(eval_page([("a", one), ("b", one)])).text
     assert "compar" not in Page(eval_page([("a", one), ("b", result())])).text
 
@@ -214,7 +212,11 @@ def test_bars_of_a_group_have_their_models_colours_and_do_not_overlap() -> None:
     assert [c and c[0] for c in colours] == ["--s0", "--s1", "--s0", "--s1"]
     tops = [float(bar.attrib["y"]) for bar in found]
     assert tops == sorted(tops) and all(b - a >= BAR for a, b in pairwise(tops))
-    assert [t.text for t in svg(figure).findall(".//span")] == ["± one standard error", None, None]
+    assert [t.text for t in svg(figure).findall(".//span")] == [
+        "± one standard error; 0: guessing",
+        None,
+        None,
+    ]
     assert "legend" not in bars("t", ["x"], ["a"], [[(0.1, None)]])
 
 
@@ -228,37 +230,63 @@ def test_any_single_score_can_be_drawn(value: float) -> None:
     assert "n/a" in bars("t", ["x"], ["a"], [[(None, None)]])
 
 
-def test_the_radar_has_each_score_on_its_spoke_at_its_distance() -> None:
-    names = ["north", "east", "south", "west"]
-    values = [0.1, 0.4, -0.2, 0.3]
-    figure = radar("t", names, ["m"], [[(v, 0.01) for v in values]])
-    dots = [(float(d.attrib["cx"]), float(d.attrib["cy"])) for d in drawn(figure).iter("circle")]
-    middle = (WIDTH / 2, RADAR_HEIGHT / 2)
-    distances = [math.dist(dot, middle) for dot in dots]
-    for (x, y), distance, (dx, dy) in zip(
-        dots, distances, [(0, -1), (1, 0), (0, 1), (-1, 0)], strict=True
-    ):
-        assert x - middle[0] == pytest.approx(dx * distance, abs=0.1)
-        assert y - middle[1] == pytest.approx(dy * distance, abs=0.1)
-    # Linear in the score, the centre at the tick at or below the least.
-    unit = (distances[1] - distances[0]) / (0.4 - 0.1)
-    for value, distance in zip(values, distances, strict=True):
-        assert distance == pytest.approx(distances[0] + (value - 0.1) * unit, abs=0.2)
-    assert len(drawn(figure).findall("path[@class='line']")) == 4
-    titles = [t.text for t in drawn(figure).iter("title")]
-    assert "m, east: 0.4000 ± 0.0100" in titles
+def test_accuracies_are_dots_at_their_share_beside_chance() -> None:
+    asked = [
+        Asked("copa, 3-shot", 0.5, 0.55, [(0.25, 0.05), (0.75, None)]),
+        Asked("svamp, 0-shot", 0.0, 0.1, [(None, None), (0.0, None)]),
+    ]
+    figure = drawn(dots("t", asked, ["a", "b"]))
+
+    def place(share: float) -> float:
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    found = list(figure.iter("circle"))
+    assert [float(d.attrib["cx"]) for d in found] == pytest.approx(
+        [place(0.25), place(0.75), place(0.0)], abs=0.1
+    )
+    assert ["--s0" in d.attrib["style"] for d in found] == [True, False, False]
+    assert found[0].findtext("title") == "a, copa, 3-shot: 25.0% ± 5.0; chance 50.0%"
+    strokes = [float(m.attrib["x1"]) for m in figure.findall("line[@class='mark']")]
+    assert strokes == pytest.approx([place(0.5), place(0.55), place(0.0), place(0.1)], abs=0.1)
+    heights = [float(d.attrib["cy"]) for d in found]
+    assert heights == sorted(heights) and len(set(heights)) == 3, "none hides another"
+    assert dots("t", [], ["a"]) == ""
 
 
-def test_the_radar_leaves_a_gap_where_a_score_is_missing_and_needs_three_spokes() -> None:
-    scores: list[Estimate] = [(0.1, None), (None, None), (0.3, None), (0.2, None), (0.2, None)]
-    figure = drawn(radar("t", list("abcde"), ["m"], [scores]))
-    assert len(list(figure.iter("circle"))) == 4
-    assert len(figure.findall("path[@class='line']")) == 3
-    assert radar("t", ["a", "b"], ["m"], [scores[:2]]) == ""
+def test_scores_at_chance_do_not_fill_the_frame() -> None:
+    values = [ticks(bars("t", ["x"], ["a"], [[(score, 0.01)]]))[-1][0] for score in (0.004, -0.01)]
+    assert min(values) >= 0.25
+
+
+def test_ten_models_are_told_apart_by_number_and_colour() -> None:
+    results = [(f"model-{i}", result(entry("copa", 0.5))) for i in range(10)]
+    html = eval_page(results)
+    styles = re.findall(r'<circle class="dot" style="(.*?)"', html)
+    assert len(set(styles)) == len(styles) == 10
+    assert "10 model-9" in Page(html).text
+    assert 'class="tiles"' not in html, "ten averages are a table"
+
+
+def test_what_does_not_compare_is_said_once_with_a_list() -> None:
+    tasks = [f"task{i}" for i in range(19)]
+    one = result(*(entry(name, 0.5) for name in tasks))
+    other = result(*(entry(name, 0.5, rows_hash="b2", mode="foundry") for name in tasks))
+    page = Page(eval_page([("a", one), ("b", other)]))
+    assert page.text.count("differ between the models") == 1
+    assert "rows and prompts differ between the models in all tasks: task0/3-shot" in page.text
+    assert page.text.count("≠") == 1 + 19, "the legend, and a mark in each row"
+
+
+def test_models_lead_to_their_pages(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a <b>" / "report.html"
+    links: list[dict[str, Path]] = [{"run": run}, {}]
+    path = tmp_path / "gauntlet.html"
+    write_eval_page(path, [("a", result()), ("b", result())], links=links)
+    assert 'href="runs/a%20%3Cb%3E/report.html"' in path.read_text()
 
 
 def test_the_small_bar_marks_chance_and_majority() -> None:
-    bar = svg(accuracy_bar(0.75, 0.05, chance=0.25, majority=0.4, model=9))
+    bar = svg(accuracy_bar(0.75, 0.05, chance=0.25, majority=0.4, model=11))
     track, value = bar.findall("rect")
     chance, majority = bar.findall("line")
     assert (track.attrib["width"], value.attrib["width"]) == ("120", "90.0")
@@ -284,8 +312,8 @@ def test_scores_over_different_rows_are_marked_where_they_are_shown() -> None:
     ours = result(entry("a", 0.5), entry("b", 0.5), **members)
     theirs = result(entry("a", 0.5), entry("b", 0.5, rows_hash="b2"), **members)
     marks = re.findall(
-        r"<tr><td>(\w+)</td>(?:(?!</tr>).)*not comparable: ([^<]+)<",
+        r"<tr><td>(\w+) <span title=\"not comparable",
         score_table([("x", ours), ("y", theirs)]),
     )
-    assert marks == [("core_average", "b/3-shot"), ("two", "b/3-shot")]
+    assert marks == ["core_average", "two"]
     assert "not comparable" not in score_table([("x", ours), ("y", ours)])

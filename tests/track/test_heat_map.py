@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llmfoundry.track.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
-from llmfoundry.track.heat_map import LEVELS, MAX_COLUMNS, level, load_maps
-from llmfoundry.track.report import write_report
+from llmfoundry.track.pages.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from llmfoundry.track.pages.heat_map import LEVELS, MAX_COLUMNS, level, load_maps
+from llmfoundry.track.pages.report import write_report
 from tests.track.test_report import Page
 
 BLUE, ORANGE = "var(--s0)", "var(--s1)"

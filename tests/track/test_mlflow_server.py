@@ -129,6 +129,7 @@ def test_a_server_gets_the_run_and_a_resumed_one_repeats_nothing(
     assert (kept / "samples" / "ba0000014.txt").read_text() == "> def f(x):"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_has_every_value(
     server: Server, tmp_path: Path
 ) -> None:

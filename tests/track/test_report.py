@@ -7,11 +7,13 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmfoundry.track.metrics import JsonLines
-from llmfoundry.track.report import moving_mean, write_report
+from llmfoundry.track.pages.report import write_report
+from llmfoundry.track.pages.report_charts import moving_mean
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 LOADS = {"src", "href", "srcset", "poster", "data", "action", "xlink:href"}
@@ -41,7 +43,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.loaded += [f"{name}={value}" for name, value in attrs if name in LOADS]
+        loads = LOADS - {"href"} if tag == "a" else LOADS  # a link is only followed
+        self.loaded += [f"{name}={value}" for name, value in attrs if name in loads]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -53,7 +56,8 @@ class Page(HTMLParser):
         self.open.pop()
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.words.append(data)
 
 
 def write_run(folder: Path, steps: int) -> None:
@@ -73,6 +77,11 @@ def write_run(folder: Path, steps: int) -> None:
                 "throughput/device/mfu": 0.3456,
                 "memory/peak_allocated_mem": 2.5,
                 "loss/train/lbl": 1.01,
+                "throughput/batches_per_sec": 13.2,
+                "time/unix_ms": 1_700_000_000_000 + 1000 * b,
+                "time/train": 0.9 * b,
+                "time/val": 0.0 if b < steps else 30.0,
+                "mine/own": 1.0,
             }
         )
     metrics.write(row | {"metrics/eval/LanguageCrossEntropy": 3.14159})
@@ -101,7 +110,11 @@ def run(tmp_path: Path) -> Path:
     }
     (tmp_path / "eval" / "ba0000100.json").write_text(json.dumps(old))
     (tmp_path / "eval" / "ba0000300.json").write_text(json.dumps(new))
-    facts = {"name": "tiny <1>", "facts": [["model", "dbrx 28M"]], "environment": {"torch": "2.9"}}
+    facts = {
+        "name": "tiny <1>",
+        "facts": [["model", "dbrx 28M"], ["device", "1 x CPU, fp32"]],
+        "environment": {"torch": "2.9", "processor": "AMD EPYC 9R14", "cores": "4"},
+    }
     (tmp_path / "run.json").write_text(json.dumps(facts))
     return tmp_path
 
@@ -110,7 +123,7 @@ def test_the_page_is_well_formed_and_loads_nothing(run: Path) -> None:
     html = write_report(run, summary={"status": "finished"}).read_text()
     page = Page(html)
     assert page.loaded == []
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert not re.search(r"https?:|//[a-z]|@import|url\(", html)
     assert "prefers-color-scheme:dark" in html
 
@@ -122,6 +135,10 @@ def test_the_page_holds_the_runs_numbers(run: Path) -> None:
         "finished · 300 batches, 1.23M tokens",  # 300 * 4096
         "3.1416 validation loss",
         "1.1635 validation bits per byte",
+        "1.23M tokens 300 batches",
+        "5m00s duration 30s of it evaluation",  # 0.9 * 300 + 30
+        "14 Nov 2023 date (UTC) 22:13 to 22:18",
+        "AMD EPYC 9R14 hardware 4 cores",
         "n/a average",
         "54.3k median tokens per second",
         "34.6% median MFU",
@@ -136,8 +153,8 @@ def test_the_page_holds_the_runs_numbers(run: Path) -> None:
         "model dbrx 28M",
         "torch 2.9",
         "wall time 3m12s",
-        "loss/train/lbl",
-        "copa/2-shot",
+        "batches per second 13.2",
+        "copa, 2-shot",
     ):
         assert text in page.text, text
     assert "copa 2 999" not in page.text  # the older evaluation is not the final table
@@ -145,16 +162,16 @@ def test_the_page_holds_the_runs_numbers(run: Path) -> None:
 
 def test_charts_draw_each_metric_once(run: Path) -> None:
     html = write_report(run).read_text()
-    titles = re.findall(r"<figcaption><b>(.*?)</b>", html)
+    titles = re.findall(r"<figcaption><b[^>]*>(.*?)</b>", html)
     assert titles == [
         "Loss",
         "Bits per byte",
+        "Training loss that balances experts",
         "Learning rate",
         "Gradient norm",
         "Throughput",
-        "Model FLOPs utilisation",
         "Peak memory",
-        "loss/train/lbl",
+        "Mine/own",
         "Gauntlet",
         "Tasks",
     ]
@@ -178,7 +195,59 @@ def test_ten_thousand_points_make_a_small_page_that_shows_its_spike(tmp_path: Pa
 
 
 def figure(html: str, title: str) -> str:
-    return next(f for f in html.split("<figure>") if f"<b>{title}</b>" in f)
+    return next(f for f in html.split("<figure>") if re.search(rf"<b[^>]*>{title}</b>", f))
+
+
+def numbers(figure: str) -> dict[str, Any]:
+    """What charts.js draws a figure from."""
+    found = re.search(r'<script type="application/json">(.*?)</script>', figure)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_a_long_run_keeps_means_and_peaks_for_the_reader(tmp_path: Path) -> None:
+    values = [math.sin(i * 12.9898) + 2 for i in range(10_000)]
+    values[6000] = 29.0
+    rows = [
+        {"time/batch": i + 1, "time/token": 10 * (i + 1), "l2_norm/grad/global": value}
+        for i, value in enumerate(values)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = write_report(tmp_path).read_text()
+    (line,) = numbers(figure(html, "Gradient norm"))["lines"]
+    assert len(line["x"]) == 800 and line["x"][-1] == 100_000
+    assert max(line["high"]) == 29.0 and min(line["low"]) == pytest.approx(min(values), rel=1e-5)
+    # Stretches are as long as one another, so that their mean is the run's.
+    assert sum(line["y"]) / 800 == pytest.approx(sum(values) / 10_000, rel=1e-3)
+
+
+def test_a_metric_is_named_in_words_and_its_own_name_is_the_tooltip(run: Path) -> None:
+    summary = {"metrics/copa/2-shot/gold_bits_per_byte": 1.25, "status": "finished"}
+    html = write_report(run, summary=summary).read_text()
+    name = "metrics/copa/2-shot/gold_bits_per_byte"
+    assert f'<span title="{name}">copa, 2-shot: bits per byte of the right answer</span>' in html
+    assert name not in Page(html).text
+    assert 'title="loss/train/lbl"' in html and 'title="mine/own"' in html
+    groups = re.findall(r'<details class="group"( open)?><summary>([^<]*?) <', html)
+    assert groups == [
+        (" open", "Loss"), (" open", "Optimizer"), (" open", "Speed and memory"),
+        ("", "Other metrics"),
+    ]  # fmt: skip
+
+
+def test_nothing_that_a_run_holds_can_end_a_script(run: Path) -> None:
+    evil = "</script><script>alert(1)</script><!--"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    row = {**json.loads(lines[-1]), evil: 2.0}
+    (run / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(row)]) + "\n")
+    (run / "run.json").write_text(json.dumps({"name": evil, "facts": [["device", evil]]}))
+    (run / "samples.jsonl").write_text(
+        json.dumps({"time/batch": 1, "prompt": evil, "text": evil}) + "\n"
+    )
+    html = write_report(run, summary={evil: evil}).read_text()
+    assert "<script>alert" not in html
+    page = Page(html)  # as many scripts as charts, and ours
+    assert page.tags.count("script") == page.tags.count("figure") + 1
 
 
 def test_a_run_that_was_killed_has_its_report(run: Path) -> None:
@@ -195,7 +264,7 @@ def test_an_empty_folder_has_a_report_that_says_so(tmp_path: Path) -> None:
 
 def test_the_bold_line_says_how_many_steps_it_averages(run: Path) -> None:
     # 300 points: a fiftieth, odd so that it reaches as far to both sides.
-    assert "training (bold: mean of 7 logged steps)" in figure(
+    assert 'training<span class="still"> (bold: mean of 7 logged steps)' in figure(
         write_report(run).read_text(), "Loss"
     )
 
@@ -220,8 +289,9 @@ def test_norms_of_single_parameters_are_not_drawn(tmp_path: Path) -> None:
         metrics.write(row)
     metrics.close()
     html = write_report(tmp_path).read_text()
-    titles = re.findall(r"<figcaption><b>(.*?)</b>", html)
-    assert titles == ["Loss", "Gradient norm", "l2_norm/param/global", "l2_norm/moment/global"]
+    titles = re.findall(r"<figcaption><b[^>]*>(.*?)</b>", html)
+    norms = ["Norm of the weights", "Norm of the first moment"]
+    assert titles == ["Loss", "Gradient norm", *norms]
     assert "blocks.0" not in html
 
 
@@ -234,8 +304,10 @@ def test_the_learning_rate_of_every_group_is_a_line(tmp_path: Path) -> None:
     metrics.close()
     drawn = figure(write_report(tmp_path).read_text(), "Learning rate")
     assert drawn.count('<path class="line" style') >= 6  # three lines, and three in the legend
-    for i, rate in enumerate((0.002, 0.004, 0.006)):
-        assert f"DecoupledAdamW/group{i}: {rate}" in drawn
+    lines = numbers(drawn)["lines"]
+    assert [line["label"] for line in lines] == [f"DecoupledAdamW/group{i}" for i in range(3)]
+    assert [line["y"][-1] for line in lines] == [0.002, 0.004, 0.006]
+    assert 'title="lr-DecoupledAdamW/group2"' in drawn
 
 
 def test_a_password_in_the_recipe_is_hidden(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def test_a_resumed_run_goes_on_in_the_same_one_and_repeats_nothing(
     assert len({v["name"] for v in server.runs}) == 2
 
 
+@pytest.mark.slow
 def test_offline_folders_of_a_resumed_run_become_one_run(
     tmp_path: Path, server: WandbServer
 ) -> None:
@@ -146,6 +147,7 @@ def test_offline_folders_of_a_resumed_run_become_one_run(
     assert losses(server) == [(b, 1 / b) for b in (*range(1, 15), *range(10, 21))]
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_is_said_once_and_the_folder_keeps_the_rest(
     tmp_path: Path, server: WandbServer
 ) -> None:

@@ -27,10 +27,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import losses, write_recipe
+from tests.tiny import losses, write_finetune, write_recipe
 
 LENGTH = ("max_duration=10ba", "save_interval=3ba", "save_num_checkpoints_to_keep=2")
 """Four saves, the third of which deletes the first."""
@@ -43,6 +44,8 @@ class Mode:
 
     overrides: tuple[str, ...] = ()
     ranks: int = 1
+    recipe: str = "tiny.yaml"
+    """finetune.yaml: adapters on runs/base, by scripts/finetune.py."""
 
 
 MODES = {
@@ -53,6 +56,9 @@ MODES = {
     "ddp": Mode(("save_async=true", "parallel=ddp"), ranks=2),
     "fsdp": Mode(("save_async=true", "parallel=fsdp"), ranks=2),
     "compiled": Mode(("save_async=true", "compile=true")),
+    "lora": Mode(("save_async=true", "model.quantize=none"), recipe="finetune.yaml"),
+    "qlora": Mode(("save_async=true",), recipe="finetune.yaml"),
+    "qlora-fsdp": Mode(("save_async=true", "parallel=fsdp"), ranks=2, recipe="finetune.yaml"),
 }
 SHARES = {"asynchronous": 6, "ddp": 3, "fsdp": 4, "synchronous": 2, "workers": 1, "mlflow": 1}
 """How the kills are dealt among the modes."""
@@ -97,7 +103,7 @@ def _become_run(folder: Path, name: str, mode: Mode, rank: int, port: int, blow:
         log = os.open(f"{name}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.argv = ["scripts/train.py", "tiny.yaml", f"run_name={name}", *LENGTH, *mode.overrides]
+        sys.argv = ["script", mode.recipe, f"run_name={name}", *LENGTH, *mode.overrides]
         if mode.ranks > 1:
             os.environ |= {
                 "RANK": str(rank),
@@ -108,10 +114,12 @@ def _become_run(folder: Path, name: str, mode: Mode, rank: int, port: int, blow:
             }
         if rank == blow.rank:
             changes = _arm(blow, folder / "runs" / name)
+        from llmfoundry.recipe.finetune import FinetuneRecipe
         from llmfoundry.recipe.load import run
         from llmfoundry.recipe.train import TrainRecipe
 
-        run(TrainRecipe, "llmfoundry.commands.train:train")
+        schema = TrainRecipe if mode.recipe == "tiny.yaml" else FinetuneRecipe
+        run(schema, "llmfoundry.commands.train:train")
         status = 0
         if rank == blow.rank:
             Path(f"{name}.changes").write_text(str(next(changes) - 1))
@@ -263,6 +271,11 @@ def attack(folder: Path, name: str, points: int, seed: int | None) -> Counter[st
     return ends
 
 
+def _train_base(folder: Path, name: str, *overrides: str) -> None:
+    """What adapters stand on, in a process of its own as every run is."""
+    assert start(folder, name, Mode(overrides), Blow()) == [0], "the base"
+
+
 def main() -> None:
     """Strike as often as asked; exit status 1 if any run ended otherwise than one left alone."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -279,6 +292,8 @@ def main() -> None:
     import llmfoundry.commands.train  # noqa: F401
 
     torch.set_num_threads(1)
+    if any(MODES[name].recipe == "finetune.yaml" for name in arguments.modes):
+        write_finetune(folder, partial(_train_base, folder))
     shares = sum(SHARES.get(name, 1) for name in arguments.modes)
     ends = Counter[str]()
     for name in arguments.modes:

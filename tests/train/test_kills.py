@@ -27,9 +27,16 @@ def strike(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modes", [("asynchronous", "workers"), ("fsdp",)])
 def test_a_dozen_kills_leave_the_losses_and_weights_as_they_were(modes: tuple[str, ...]) -> None:
     assert "6 points, " in strike("--kills", "6", "--modes", *modes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "qlora", "qlora-fsdp"])
+def test_kills_while_an_adapter_trains_leave_losses_and_weights_as_they_were(mode: str) -> None:
+    assert "6 points, " in strike("--kills", "6", "--modes", mode)
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ def test_muon_makes_every_expert_orthogonal_by_itself() -> None:
 def test_routing_metrics_are_their_definitions() -> None:
     load = torch.tensor([[4.0, 2, 0, 2], [2, 2, 2, 2]])
     probability = torch.tensor([[2.0, 1, 1, 0], [1, 1, 1, 1]])
-    found = routing_metrics(Routing({}, load, probability), choices=8)
+    found = routing_metrics(Routing({}, load, probability, load.sum(1) / 2), choices=8)
     assert found["moe/dropped_tokens"] == 0
     assert found["moe/layer_00/load_max"] == 2 and found["moe/layer_00/load_min"] == 0
     assert found["moe/layer_00/load_std"] == pytest.approx(0.5**0.5)
@@ -193,7 +193,12 @@ def test_routing_metrics_are_their_definitions() -> None:
     assert found["moe/layer_01/router_entropy"] == pytest.approx(torch.tensor(4.0).log())
     assert found["moe/load_max"] == 2 and found["moe/load_min"] == 0
     assert found["moe/load_std"] == pytest.approx(0.5)
-    assert routing_metrics(Routing({}, load, probability), choices=9)["moe/dropped_tokens"] == 2
+    assert (
+        routing_metrics(Routing({}, load, probability, load.sum(1) / 2), choices=9)[
+            "moe/dropped_tokens"
+        ]
+        == 2
+    )
 
 
 @dataclass(frozen=True)
@@ -301,6 +306,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "loss/train/total" in row]
 
 
+@pytest.mark.slow
 def test_a_run_in_shards_goes_on_alone_with_its_biases(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     run("train.py", "tiny.yaml", "run_name=whole", *EIGHT, BIAS, cwd=tmp_path)

@@ -94,6 +94,25 @@ def test_fp32_goes_on_as_amp_bf16_whose_weights_are_the_same(place: Path) -> Non
     assert sorted(losses(Path("runs/mixed"))) == [1, 2]
 
 
+def test_a_processor_without_bf16_computes_in_fp32_and_says_so(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("max_duration=2ba", "eval=off")
+    train_here("asked", "precision=fp32", *arguments)
+    capsys.readouterr()
+    monkeypatch.setattr("llmfoundry.ops.processor.HAS_BF16", False)
+    train_here("served", "precision=amp_bf16", *arguments)
+    assert losses(Path("runs/served")) == losses(Path("runs/asked"))
+    assert capsys.readouterr().out.count("precision: fp32 in place of amp_bf16") == 1
+    notes: list[str] = []
+    assert load_checkpoint("runs/served", ALONE, note=notes.append).recipe.precision == "fp32"
+    assert [note.split(";")[0] for note in notes] == ["precision: fp32 in place of amp_bf16"]
+    monkeypatch.setattr("llmfoundry.ops.processor.HAS_BF16", True)
+    train_here("served", "precision=amp_bf16", "max_duration=3ba", "eval=off")
+    told = "precision: fp32 until ba0000002, amp_bf16 from here on"
+    assert told in capsys.readouterr().out
+
+
 def test_evaluation_may_ask_for_wider_weights(place: Path) -> None:
     tokens = torch.arange(40)[None]
     logits = {}
@@ -102,7 +121,8 @@ def test_evaluation_may_ask_for_wider_weights(place: Path) -> None:
         with torch.no_grad():
             logits[precision] = loaded.root(tokens, None, lambda model, x: model.head(x))
     assert logits[None].dtype == torch.bfloat16 and logits["fp32"].dtype == torch.float32
-    torch.testing.assert_close(logits[None].float(), logits["fp32"], rtol=0.05, atol=0.05)
+    apart = (logits[None].float() - logits["fp32"]).norm() / logits["fp32"].norm()
+    assert 0 < apart < 0.02  # each product rounds to 8 bits: processors differ in where
 
 
 def test_it_generates_with_and_without_a_cache(place: Path) -> None:

@@ -207,8 +207,12 @@ OF_NO_EFFECT = (
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_what_a_resume_changes_is_told_line_by_line(
-    place: Path, capsys: pytest.CaptureFixture[str], recorded: bool
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: bool,
 ) -> None:
+    monkeypatch.setattr("llmfoundry.ops.processor.HAS_BF16", True)  # or precision would be fp32
     run = copy(f"changed-{recorded}")
     if not recorded:  # a checkpoint of an older version: its recipe says it
         forget(run / "checkpoints/ba0000004")

@@ -74,8 +74,12 @@ def test_loss_norm_and_update_do_not_depend_on_the_microbatch(microbatch: int) -
     assert result.count == 43
     whole = make_root()
     one_step(whole, batch, 6)
-    for ours, theirs in zip(root.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    pairs = zip(root.named_parameters(), whole.parameters(), grads, strict=True)
+    for (name, ours), theirs, grad in pairs:
+        felt = torch.ones_like(grad, dtype=torch.bool)
+        if name.endswith("Wqkv.bias"):  # keys' have no gradient but rounding: Adam makes it a step
+            felt = grad.abs() > 1e-6
+        torch.testing.assert_close(ours[felt], theirs[felt], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["norm", "value"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,26 @@ def test_neither_checkpointing_nor_evaluation_nor_samples_change_a_draw(place: P
     )
     train_here("watched", *DROPOUT, *others)
     assert losses(Path("runs/watched")) == losses(Path("runs/whole"))
+
+
+def test_samples_of_a_prompt_differ_at_each_place_and_time_and_not_by_a_resume(place: Path) -> None:
+    """An untrained model's draws are its noise: of one seed they would all be one text."""
+    samples = (
+        "callbacks.generate.prompts=[line,line]",
+        "callbacks.generate.interval=2ba",
+        "callbacks.generate.max_new_tokens=8",
+        "max_duration=8ba",
+        "optimizer.lr=1e-9",
+        "eval=off",
+    )
+    train_here("drawn", *samples)
+    record = Path("runs/drawn/samples.jsonl")
+    before = record.read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in before]
+    assert len(texts) == 8 and len(set(texts)) == 8
+    shutil.rmtree("runs/drawn/checkpoints/ba0000008")
+    train_here("drawn", *samples)
+    assert record.read_text().splitlines() == before
 
 
 def test_dropout_differs_from_step_to_step_and_from_none(place: Path) -> None:

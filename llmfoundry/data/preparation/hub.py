@@ -14,7 +14,7 @@ from typing import Any
 
 from llmfoundry.data.preparation.inputs import files_below
 from llmfoundry.data.preparation.open_files import InputFile
-from llmfoundry.data.preparation.readers import arrow_texts, columns_of, pick
+from llmfoundry.data.preparation.readers import ROW, arrow_texts, columns_of, pick, read_columns
 from llmfoundry.data.preparation.spans import Span
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -70,8 +70,7 @@ class HubText:
         assert span.stop is not None, span
         rows = self._data.select(range(span.start, span.stop))
         row = span.start
-        columns = [name for name, _ in columns_of(self._column)]
-        tables = rows.select_columns(columns).with_format("arrow").iter(_ROWS)
+        tables = self._chosen(rows).with_format("arrow").iter(_ROWS)
         for table in _reached(self._name, tables):
             for text in arrow_texts(f"{self._name}: row", row, self._column, table):
                 yield row, text
@@ -93,11 +92,17 @@ class HubText:
 
     def _row_bytes(self) -> int:
         """About how much text a row of a folder has."""
-        columns = [name for name, _ in columns_of(self._column)]
-        first = self._data.select_columns(columns).with_format("arrow")[:_ROWS]
+        first = self._chosen(self._data).with_format("arrow")[:_ROWS]
         return max(1, first.nbytes // max(1, len(first)))
 
+    def _chosen(self, rows: Any) -> Any:
+        """The rows with the columns that are read."""
+        columns = read_columns(self._column)
+        return rows if columns is None else rows.select_columns(columns)
+
     def _check(self, names: list[str]) -> None:
+        if self._column == ROW:
+            return
         for name, _ in columns_of(self._column):
             if name not in names:
                 choices = ", ".join(names)

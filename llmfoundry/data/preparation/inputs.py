@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.preparation.open_files import InputFile
-from llmfoundry.data.preparation.readers import READERS, READS, suffix_of
+from llmfoundry.data.preparation.readers import READS, READS_ROWS, ROW, readers_of, suffix_of
 from llmfoundry.data.preparation.remote_input import list_url
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -63,14 +63,15 @@ def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
     """Files of data.paths, in the order written, each folder's and glob's sorted."""
     places: dict[str, int] = {}  # by what a link stands for
     files: dict[str, InputFile] = {}
-    ignored = 0
+    ignored, readers = 0, readers_of(config.text_column)
+    reads = READS_ROWS if config.text_column == ROW else READS
     for place, name in enumerate(config.paths):
         for is_folder, below in _matches(config, name):
-            readable = [file for file in below if suffix_of(file.name) in READERS]
+            readable = [file for file in below if suffix_of(file.name) in readers]
             if is_folder:
                 ignored += len(below) - len(readable)
             elif not readable:
-                raise UserError(f"data.paths: {below[0].name}: {_unreadable(below[0].name)}")
+                raise UserError(f"data.paths: {below[0].name}: {_unreadable(below[0].name, reads)}")
             for file in readable:
                 real = file.name if "://" in file.name else os.path.realpath(file.name)
                 if (first := places.setdefault(real, place)) != place:
@@ -80,7 +81,7 @@ def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
                     )
                 files.setdefault(real, file)
     if not files:
-        raise UserError(f"data.paths: no readable file in {config.paths}; it reads {READS}")
+        raise UserError(f"data.paths: no readable file in {config.paths}; it reads {reads}")
     return list(files.values()), ignored
 
 
@@ -93,13 +94,17 @@ def _matches(config: DataConfig, name: str) -> Iterator[tuple[bool, list[InputFi
     for path in _paths(name):
         _keep_cache_out(config, path)
         below = files_below(path) if path.is_dir() else [path]
-        yield path.is_dir(), [_known(file) for file in below]
+        yield path.is_dir(), [_known(file, config.text_column) for file in below]
 
 
-def _known(path: Path) -> InputFile:
+def _known(path: Path, text_column: str | None) -> InputFile:
     """A file by its own name, also where it is a link, in a folder by the folder's one name."""
     path = path.parent.resolve() / path.name
-    return InputFile.here(path) if suffix_of(path.name) in READERS else InputFile(str(path), 0, 0)
+    return (
+        InputFile.here(path)
+        if suffix_of(path.name) in readers_of(text_column)
+        else InputFile(str(path), 0, 0)
+    )
 
 
 def _paths(name: str) -> list[Path]:
@@ -127,10 +132,10 @@ def _keep_cache_out(config: DataConfig, path: Path) -> None:
         )
 
 
-def _unreadable(name: str) -> str:
+def _unreadable(name: str, reads: str) -> str:
     suffix = suffix_of(name)
     what = f"cannot read {suffix} files" if suffix else "has no suffix"
-    return f"{what}; convert it to one of: {READS}"
+    return f"{what}; convert it to one of: {reads}"
 
 
 _FILES: dict[str, Callable[[DataConfig], tuple[list[InputFile], int]]] = {

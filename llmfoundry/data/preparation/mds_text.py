@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +10,7 @@ from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSShard
 from llmfoundry.data.preparation.open_files import InputFile
-from llmfoundry.data.preparation.readers import as_text, no_column
+from llmfoundry.data.preparation.readers import ROW, as_text, no_column, row_text
 from llmfoundry.data.preparation.spans import Span
 from llmfoundry.data.shard_index import read_index, with_sample
 from llmfoundry.data.tokens import StreamIndex
@@ -45,14 +45,19 @@ class MDSText:
         """
         name = self._index.names[span.start]
         columns = self._index.columns(span.start).names
-        if self._column not in columns:
+        if self._column not in (*columns, ROW):
             raise UserError(f"{name}: {no_column(self._column, list(columns))}")
         with self._folder.pin(self._index.spec(span.start)) as path:
             shard = MDSShard(path, self._index, span.start)
             for row in range(len(shard)):
-                text = as_text(f"{name}:{row}", self._column, shard.read(row, self._column))
+                text = self._text(shard, f"{name}:{row}", row, columns)
                 seen(len(text))
                 yield name, row, text
+
+    def _text(self, shard: MDSShard, where: str, row: int, columns: Iterable[str]) -> str:
+        if self._column == ROW:
+            return row_text(where, {column: shard.read(row, column) for column in columns})
+        return as_text(where, self._column, shard.read(row, self._column))
 
     @cached_property
     def _index(self) -> MDSIndex:

@@ -179,12 +179,12 @@ class _Reader:
         """Those that stay, long ones cut where that is possible."""
         cuttable = self.job.output.cuttable and cuts_at_lines(self.job.tokenizer)
         for document in self._unrepeated():
-            held_out = self.job.split.holds_out(document.text)
-            if held_out:
-                self.keep(document.text)
-            parts = list(cut(document.text)) if cuttable else [document.text]
-            for n, text in enumerate(parts):
-                yield Piece(text, held_out, n == 0, n == len(parts) - 1)
+            for side, held_out in self.job.split.sides(document.text):
+                if held_out:
+                    self.keep(side)
+                parts = list(cut(side)) if cuttable else [side]
+                for n, text in enumerate(parts):
+                    yield Piece(text, held_out, n == 0, n == len(parts) - 1)
 
     def _unrepeated(self) -> Iterator[Document]:
         if not self.job.repeats:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from llmfoundry.data.mds.writer import INDEX
 from llmfoundry.data.preparation.corpus import Corpus
@@ -41,6 +38,7 @@ from llmfoundry.data.preparation.tasks import Task, cut_tasks
 from llmfoundry.data.tokenizer import Tokenizer
 from llmfoundry.data.tokens import Shard, StreamIndex
 from llmfoundry.errors import UserError
+from llmfoundry.terminal import progress
 
 _VERSION = 2  # of the folder's format and of how documents become tokens
 
@@ -101,7 +99,7 @@ def fill(place: Place, plan: Plan, how: How) -> Manifest:
     before = corpus.fingerprint()
     split = make_split(corpus)
     tasks = cut_tasks(corpus)
-    settings = {**plan.settings, "held out": split.bound}
+    settings = {**plan.settings, "held out": split.settings}
     if corpus.config.deduplicate != "none":
         settings["among"] = before
     job = Job(corpus, split, plan.tokenizer, plan.output, place, settings)
@@ -141,9 +139,9 @@ def _run(job: Job, tasks: Sequence[Task], missing: Sequence[Task], how: How) -> 
     workers = how.workers or cores()
     with ExitStack() as stack:
         total = sum(amounts.values())
-        bar = tqdm(
-            total=total, initial=total - left, unit="B" if sized else " parts", unit_scale=sized,
-            desc="preparing", file=sys.stderr, disable=not how.progress,
+        bar = progress(
+            total, "preparing", "B" if sized else " parts", done=total - left, scaled=sized,
+            shown=how.progress,
         )  # fmt: skip
         stack.enter_context(bar)
         run = stack.enter_context(ENGINES[how.engine](how.workers))

@@ -23,6 +23,8 @@ from llmfoundry.errors import UserError
 
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field that Python can be told; it has 128 Ki
 _SHOWN = 500  # characters of a file's column names
+ROW = "*"
+"""As `text_column`: a document is the JSON object of all columns of a row, whichever they are."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,18 @@ def read_file(source: Input, text_column: str) -> Rows:
     Raises:
         UserError: the file, or a row of it, cannot be read.
     """
-    yield from READERS[suffix_of(source.name)](source, text_column)
+    yield from readers_of(text_column)[suffix_of(source.name)](source, text_column)
+
+
+def readers_of(text_column: str | None) -> dict[str, Callable[[Input, str], Rows]]:
+    """The readers by suffix: of documents, or of rows of any columns."""
+    return ROW_READERS if text_column == ROW else READERS
 
 
 def suffix_of(name: str) -> str:
     """What chooses a reader: the suffix, .gz and .zst with the one before; may be no key of it."""
     name = name[name.rfind("/") + 1 :].lower()
-    longest = max((s for s in READERS if name.endswith(s)), key=len, default=None)
+    longest = max((s for s in _SUFFIXES if name.endswith(s)), key=len, default=None)
     return longest or name[name.rfind(".") :] if "." in name else ""
 
 
@@ -106,6 +113,37 @@ def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
     return pick(where, text_column, row)
 
 
+def _json(source: Input, text_column: str) -> Rows:
+    """A list of objects, numbered from 1; or lines, which many files of this name hold."""
+    data = source.whole().removeprefix(codecs.BOM_UTF8)
+    if not data.lstrip().startswith(b"["):
+        yield from _json_lines(source, data, text_column)
+        return
+    text = decode(source.name, data)
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]
+        raise UserError(f"{source.name}: not JSON: {reason}; it must hold a list") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(f"{source.name}:{number}: holds {_kind(row)}, not a JSON object")
+        yield number, pick(f"{source.name}:{number}", text_column, row)
+
+
+def _json_lines(source: Input, data: bytes, text_column: str) -> Rows:
+    lines = data.split(b"\n")
+    if len([line for line in lines if line.strip()]) > 1 and data.lstrip().startswith(b"{\n"):
+        raise UserError(
+            f"{source.name}: holds one object over several lines; write a list of objects, or one"
+            " object a line"
+        )
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            place = _Place(Row(source, number))
+            yield number, _jsonl_text(place, line, text_column)
+
+
 def _csv(source: Input, text_column: str) -> Rows:
     """RFC 4180, the first line naming the columns; a field may go over several lines."""
     csv.field_size_limit(_LONGEST_FIELD)
@@ -145,7 +183,7 @@ def _parquet(source: Input, text_column: str) -> Rows:
     """The row groups start … stop - 1."""
     with _parquet_file(source) as file:
         check_columns(source.name, text_column, file.schema_arrow.names)
-        columns = [name for name, _ in columns_of(text_column)]
+        columns = read_columns(text_column)
         groups = range(source.start, file.num_row_groups if source.stop is None else source.stop)
         row = sum(file.metadata.row_group(n).num_rows for n in range(source.start))
         for group in groups:
@@ -198,12 +236,22 @@ def columns_of(text_column: str) -> list[tuple[str, str]]:
     return [(name, kind or "str") for name, _, kind in parts]
 
 
+def read_columns(text_column: str) -> list[str] | None:
+    """The names of the columns to read; None: all."""
+    return None if text_column == ROW else [name for name, _ in columns_of(text_column)]
+
+
 def check_columns(where: object, text_column: str, names: Collection[str]) -> None:
     """Refuse a file that lacks a column, or has it twice.
 
     Raises:
         UserError: naming the column.
     """
+    if text_column == ROW:
+        twice = [n for n in names if isinstance(names, list) and names.count(n) > 1]
+        if twice:
+            raise UserError(f"{where}: has the column {twice[0]!r} more than once; rename one")
+        return
     for name, _ in columns_of(text_column):
         if name not in names:
             raise UserError(f"{where}: {no_column(name, list(names))}")
@@ -217,6 +265,8 @@ def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
     Raises:
         UserError: a column is missing, or is no text where text is asked.
     """
+    if text_column == ROW:
+        return row_text(where, row)
     columns = columns_of(text_column)
     check_columns(where, text_column, row)
     if text_column == columns[0][0]:
@@ -226,6 +276,18 @@ def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
         return json.dumps(values, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{where}: {error}; correct the row or the columns named") from error
+
+
+def row_text(where: object, row: Mapping[str, Any]) -> str:
+    """The JSON of a whole row; what JSON does not know, such as a date, is written as text.
+
+    Raises:
+        UserError: it has no JSON.
+    """
+    try:
+        return json.dumps(row, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {error}; correct the row") from error
 
 
 def arrow_texts(where: str, first: int, text_column: str, batch: Any) -> Iterator[str]:
@@ -284,5 +346,12 @@ _FORMATS: dict[str, Callable[[Input, str], Rows]] = {
 
 READERS = {f"{name}{packed}": read for name, read in _FORMATS.items() for packed in PACKED}
 READERS[".parquet"] = _parquet  # compressed within
+ROW_READERS = {
+    suffix: read
+    for suffix, read in READERS.items()
+    if suffix.startswith((".jsonl", ".csv", ".parquet"))
+} | {f".json{packed}": _json for packed in PACKED}
+_SUFFIXES = (*READERS, *ROW_READERS)
+READS_ROWS = ".jsonl .json .csv (each also .gz or .zst) .parquet"
 READS = ".txt .md .py .jsonl .csv .warc.wet (each also .gz or .zst) .parquet"
 """What to tell the user."""

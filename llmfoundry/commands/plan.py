@@ -1,0 +1,286 @@
+"""`--dry-run` of every script: what the command would do; nothing is written, nothing trained.
+
+`recipe/load.py` calls `plan` in the command's place, once the recipe is composed and checked. The
+idea: what a command refuses before it begins is refused here too, with the same words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmfoundry.build.job import attention_refusal, filled
+from llmfoundry.build.pretrained import resolve
+from llmfoundry.build.start import find_start
+from llmfoundry.build.trainer import check_kernels, memory_of_process, sketch
+from llmfoundry.commands.evaluate import check_models
+from llmfoundry.commands.track import run_with_record
+from llmfoundry.data.preparation.inputs import find_files
+from llmfoundry.errors import UserError
+from llmfoundry.estimate import (
+    GIB,
+    MOMENTS,
+    Estimate,
+    check_workers,
+    choose_microbatch,
+    estimate,
+    with_guessed_vocabulary,
+)
+from llmfoundry.gauntlet.fetch_table import files_of_gauntlet, files_of_tasks, read_table
+from llmfoundry.masking import public
+from llmfoundry.models.counts import active_parameter_count
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.parallel.launch import World, wanted_processes
+from llmfoundry.parallel.mesh import degrees
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.duration import Clock, Duration
+from llmfoundry.recipe.fetch import FetchRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.paths import find_file, show
+from llmfoundry.recipe.prepare import PrepareRecipe
+from llmfoundry.recipe.source import SourceConfig
+from llmfoundry.recipe.tasks import ConvertRecipe, DrawRecipe, EvalRecipe
+from llmfoundry.recipe.track import TrackRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.track.console import Console
+from llmfoundry.track.format import count, size
+from llmfoundry.train.checkpoint import find_checkpoint
+
+Rows = Iterator[tuple[str, str]]
+CPU = torch.device("cpu")
+_FILES = ("python_stdlib", "files")
+
+
+def plan(command: str, recipe: Any) -> None:
+    """Print what `command`, a function of this folder, would do with a checked recipe.
+
+    Raises:
+        UserError: it would refuse the recipe.
+    """
+    rows = list(PLANS[command](recipe))
+    if int(os.environ.get("RANK", 0)) == 0:
+        last = ("dry run", "all of this was checked; nothing was written or started")
+        Console().banner([(label, public(value)) for label, value in [*rows, last]])
+
+
+def plan_training(written: TrainRecipe) -> Rows:
+    """A run of scripts/train.py or scripts/finetune.py."""
+    world = _world(written)
+    recipe, model = filled(written), None
+    if isinstance(written, FinetuneRecipe):
+        if _is_on_hub(written):
+            yield "model", f"{written.model.pretrained} of the hub, fetched when the run begins"
+            yield from _data(recipe)
+            return
+        recipe, pretrained = resolve(written, _alone(), note=lambda line: None)
+        yield "pretrained", pretrained.summary
+        model = sketch(recipe, written)
+    guessed = with_guessed_vocabulary(recipe)
+    degrees(recipe.parallel, world.size)
+    check_workers(recipe.data, world)
+    check_kernels(recipe, world.device)
+    free = memory_of_process(world)
+    rows = choose_microbatch(
+        guessed, world_size=world.size, available=free, device=world.device, sketch=model
+    )
+    need = estimate(guessed, world.size, sketch=model, device=world.device)
+    start = find_start(recipe, _alone(), lambda line: None).checkpoint
+    begins = "anew" if start is None else f"from {show(start)}"
+    yield "run", f"{recipe.save_folder}, begins {begins}"
+    yield "model", _size(guessed, need)
+    yield from _data(recipe)
+    yield "length", _length(recipe)
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    yield "device", f"{world.size} x {device}, {recipe.precision}, microbatch {rows}"
+    yield "memory", _memory(need, rows, free)
+    yield "checkpoints", _checkpoints(recipe, need, model)
+    yield "measured", _measured(recipe)
+
+
+def _world(recipe: TrainRecipe) -> World:
+    """The processes that would be started, or those of the launcher in charge."""
+    size = int(os.environ.get("WORLD_SIZE", 0)) or wanted_processes(recipe.parallel)
+    return World(0, size, 0, torch.device("cuda", 0) if torch.cuda.is_available() else CPU)
+
+
+def _alone() -> World:
+    return World(rank=0, size=1, local_rank=0, device=CPU)
+
+
+def _is_on_hub(recipe: FinetuneRecipe) -> bool:
+    """Whether the model would have to be downloaded, which a dry run does not."""
+    name = str(recipe.model.pretrained)
+    if name.startswith((".", "/", "~", "runs/")):
+        return False
+    try:
+        find_file(name, "model.pretrained")
+    except UserError:
+        return True
+    return False
+
+
+def _size(recipe: TrainRecipe, need: Estimate) -> str:
+    model = f"{recipe.model.name}, about {count(need.parameters)} parameters"
+    if recipe.model.ffn_config.ffn_type == "dmoe":
+        model += f", of which a token meets {count(active_parameter_count(recipe.model))}"
+    return model
+
+
+def _data(recipe: TrainRecipe) -> Rows:
+    """Where text comes from; the files of a corpus are looked for."""
+    data = recipe.data
+    sources: dict[str, SourceConfig] = {"data": data, **data.streams}
+    for name, source in sources.items():
+        if source.name == "mixture":
+            continue
+        where = source.remote or source.local or source.dataset or ", ".join(source.paths)
+        text = f"{source.name} {where}".strip()
+        if source.name in _FILES and not source.is_supervised:
+            text += f": {_files(data.alone(source) if source is not data else data)}"
+        yield name, text
+
+
+def _files(data: DataConfig) -> str:
+    found, others = find_files(data)
+    if not found:
+        raise UserError("data.paths: no file that can be read is there; write others")
+    left = f", {others:,} of other kinds" if others else ""
+    return f"{len(found):,} files{left}"
+
+
+def _length(recipe: TrainRecipe) -> str:
+    """Of the run, as far as it is known before the text is counted."""
+    rows, length = recipe.global_train_batch_size, Duration.parse(recipe.max_duration)
+    step = rows * recipe.max_seq_len
+    shape = f"steps of {rows:,} rows of {recipe.max_seq_len:,} tokens ({step:,})"
+    if length.unit == "ep":
+        return f"{recipe.max_duration} of the text, in {shape}"
+    total = Clock(rows, step, 1.0, length).total
+    return f"{total:,} {shape}, {count(total * step)} tokens in all"
+
+
+def _memory(need: Estimate, rows: int, free: int) -> str:
+    return (
+        f"about {size(need.total(rows) / GIB)} a process (weights, gradients and optimizer"
+        f" {size(need.weights / GIB)}, activations {size(rows * need.per_row / GIB)});"
+        f" {size(free / GIB)} are free"
+    )
+
+
+def _checkpoints(recipe: TrainRecipe, need: Estimate, model: Decoder | None) -> str:
+    """How often, how many, and how large: weights and moments of what trains."""
+    keep = recipe.save_num_checkpoints_to_keep
+    kept = "all are kept" if keep == -1 else f"the newest {keep} are kept"
+    width = 2 if recipe.precision == "bf16" else 4
+    each = ""
+    if model is None:
+        whole = width * (1 + MOMENTS[recipe.optimizer.name]) * need.parameters
+        each = f", about {size(whole / GIB)} each"
+    return f"every {recipe.save_interval} and at the end{each}; {kept}"
+
+
+def _measured(recipe: TrainRecipe) -> str:
+    what = ["held-out text"] if recipe.eval.validation else []
+    if recipe.eval.gauntlet is not None:
+        what.append(show(find_file(recipe.eval.gauntlet, "eval.gauntlet")))
+    every = f"every {recipe.eval_interval} and at the end: {' and '.join(what)}"
+    return every if what else "nothing"
+
+
+def plan_preparing(written: PrepareRecipe) -> Rows:
+    """Of scripts/prepare_data.py."""
+    recipe = filled(written)
+    yield from _data(recipe)
+    yield "tokenizer", recipe.tokenizer.name
+    output = recipe.prepare.output
+    yield "to", f"{output}, as {recipe.prepare.format}" if output else recipe.data.cache_folder
+
+
+def plan_inspecting(written: TrainRecipe) -> Rows:
+    """Of scripts/inspect_data.py."""
+    yield from _data(filled(written))
+    yield "at", str(getattr(written, "at", ""))
+
+
+def plan_evaluation(recipe: EvalRecipe) -> Rows:
+    """Of scripts/eval.py."""
+    check_models(recipe)
+    for number, model in enumerate(recipe.all_models()):
+        yield "" if number else "models", model
+    if recipe.eval is None:
+        yield "measured", "what each run measured itself"
+    elif recipe.eval.gauntlet is not None:
+        yield "gauntlet", show(find_file(recipe.eval.gauntlet, "eval.gauntlet"))
+    yield "results", recipe.output or "beside each run, eval/<batch>/"
+
+
+def plan_drawing(recipe: DrawRecipe) -> Rows:
+    """Of scripts/generate.py and scripts/chat.py."""
+    yield from _checkpoint(str(recipe.checkpoint))
+    how = "the likeliest token" if recipe.temperature == 0 else f"temperature {recipe.temperature}"
+    yield "writes", f"at most {recipe.max_new_tokens:,} tokens, {how}"
+
+
+def plan_conversion(recipe: ConvertRecipe) -> Rows:
+    """Of scripts/convert.py."""
+    if recipe.to is not None:
+        yield from _checkpoint(str(recipe.checkpoint))
+    else:
+        yield "from", f"{recipe.checkpoint}, a Hugging Face model"
+    output = Path(str(recipe.output)).expanduser()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"output: {output} is not empty; write another folder")
+    yield "to", f"{output}, as {recipe.to or 'a run of ours'}"
+
+
+def _checkpoint(path: str) -> Rows:
+    """A run's newest whole checkpoint, and what it holds."""
+    folder = find_checkpoint(find_file(path, "checkpoint"), note=lambda line: None)
+    if folder is None:
+        raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
+    recipe = load_run(folder / "recipe.yaml")
+    yield "checkpoint", show(folder)
+    yield "model", f"{recipe.model.name}, {recipe.precision}"
+    if not isinstance(recipe, FinetuneRecipe):
+        reason = attention_refusal(filled(recipe), CPU)
+        if reason is not None:
+            yield "attention", f"auto here; {reason}"
+
+
+def plan_tracking(recipe: TrackRecipe) -> Rows:
+    """Of scripts/track.py."""
+    folder = run_with_record(recipe)
+    logger = recipe.logger or load_run(folder / "recipe.yaml").logger
+    stores = [name for name in ("mlflow", "tensorboard", "wandb") if getattr(logger, name)]
+    yield "run", show(folder)
+    yield "to", ", ".join(stores) or "nothing"
+
+
+def plan_fetching(recipe: FetchRecipe) -> Rows:
+    """Of scripts/fetch_eval_data.py."""
+    recipe.fill()
+    table = read_table(find_file(recipe.table, "table"))
+    files = files_of_tasks(recipe.tasks)
+    if recipe.gauntlet is not None:
+        files = files_of_gauntlet(Path(recipe.gauntlet))[0]
+    unknown = len(files.keys() - table.keys())
+    yield "files", f"{len(files):,}" + (f", {unknown:,} of them unknown" if unknown else "")
+    yield "from", recipe.from_foundry or "the Hugging Face hub"
+    yield "to", recipe.output or "eval/local_data"
+
+
+PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
+    "train": plan_training,
+    "prepare_data": plan_preparing,
+    "inspect_data": plan_inspecting,
+    "evaluate": plan_evaluation,
+    "generate": plan_drawing,
+    "chat": plan_drawing,
+    "convert": plan_conversion,
+    "track": plan_tracking,
+    "fetch_eval_data": plan_fetching,
+}

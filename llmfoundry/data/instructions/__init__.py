@@ -1,0 +1,1 @@
+"""Generated chats with exact answers: the source `instructions`, and tasks of the gauntlet."""

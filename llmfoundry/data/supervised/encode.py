@@ -1,0 +1,97 @@
+"""`Encoder`: documents of pieces to ids, and what each of them counts as a label.
+
+Called by `prepare` for some rows at a time. Prompts and answers are encoded apart, because that is
+what the model meets when it answers: a prompt's ids are there before its own first one.
+Vocabularies that are not of bytes write a space before each text; there, a whole document is
+encoded, and cut where its pieces end, unless a token lies across such an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from llmfoundry.data.supervised.formats import Document
+from llmfoundry.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A document's tokens.
+
+    Attributes:
+        ids: (n,) uint32.
+        weights: (n,) fp32, what each counts as a label; 0: it is not learned.
+        is_empty: it has no answer, or one without a token.
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+    is_empty: bool
+
+
+class Encoder:
+    """Encodes with a tokenizer; a prompt of `shortest_prompt` tokens or more is learned too."""
+
+    def __init__(self, tokenizer: Tokenizer, shortest_prompt: float) -> None:
+        self._tokenizer, self._shortest_prompt = tokenizer, shortest_prompt
+        self.special_tokens = tokenizer.special_tokens
+
+    def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
+        """Each document; the end of text is put behind it where it does not end with one."""
+        plain = [n for n, d in enumerate(documents) if not d.rendered]
+        rendered = [n for n, d in enumerate(documents) if d.rendered]
+        found: dict[int, list[list[int]]] = {}
+        found |= zip(plain, self._plain([documents[n] for n in plain]), strict=True)
+        found |= zip(rendered, self._rendered([documents[n] for n in rendered]), strict=True)
+        return [self._weighed(document, found[n]) for n, document in enumerate(documents)]
+
+    def _plain(self, documents: Sequence[Document]) -> list[list[list[int]]]:
+        """Ids of each piece; what the tokenizer puts before a text is before the first alone."""
+        texts = [piece.text for document in documents for piece in document.pieces]
+        ids = iter(self._tokenizer.encode_batch(texts))
+        pieces = [[next(ids) for _ in document.pieces] for document in documents]
+        return [[[*self._tokenizer.bos_ids, *first], *others] for first, *others in pieces]
+
+    def _rendered(self, documents: Sequence[Document]) -> list[list[list[int]]]:
+        if not self._tokenizer.byte_level:
+            return [self._cut(document) for document in documents]
+        texts = [piece.text for document in documents for piece in document.pieces]
+        ids = iter(self._tokenizer.encode_chat_batch(texts))
+        return [[next(ids) for _ in document.pieces] for document in documents]
+
+    def _cut(self, document: Document) -> list[list[int]]:
+        texts = [piece.text for piece in document.pieces]
+        ends = list(accumulate(map(len, texts), initial=0))
+        ids, spans = self._tokenizer.encode_chat_spans("".join(texts))
+        inner = ends[1:-1]
+        if any(begin < end < stop for begin, stop in spans for end in inner):
+            return [self._tokenizer.encode_chat(texts[0]), *map(self._continued, texts[1:])]
+        stops = np.array([stop for _, stop in spans])
+        places = [0, *np.searchsorted(stops, inner, side="right").tolist(), len(ids)]
+        return [ids[begin:end] for begin, end in pairwise(places)]
+
+    def _continued(self, text: str) -> list[int]:
+        """The ids of a text that stands behind another: no space is written before it."""
+        before = self._tokenizer.encode_chat("\n")
+        ids = self._tokenizer.encode_chat(f"\n{text}")
+        is_apart = ids[: len(before)] == before
+        return ids[len(before) :] if is_apart else self._tokenizer.encode_chat(text)
+
+    def _weighed(self, document: Document, pieces: list[list[int]]) -> Encoded:
+        answers = [ids for piece, ids in zip(document.pieces, pieces, strict=True) if piece.answer]
+        is_empty = not answers or not answers[-1]
+        if not is_empty and pieces[-1][-1] != self._tokenizer.eos_id:
+            pieces[-1] = [*pieces[-1], self._tokenizer.eos_id]
+        weights = []
+        for piece, ids in zip(document.pieces, pieces, strict=True):
+            is_learned = piece.answer or (not document.side and len(ids) >= self._shortest_prompt)
+            weights.append(np.full(len(ids), piece.weight * is_learned, np.float32))
+        joined = np.concatenate(weights)
+        joined[:1] = 0  # nothing is before it
+        return Encoded(
+            np.concatenate([np.array(ids, np.uint32) for ids in pieces]), joined, is_empty
+        )

@@ -1,0 +1,266 @@
+"""A row of one of the four formats to documents: pieces of text, each prompt or answer.
+
+Called by `prepare`, between `reader` and `encode`. The one idea: what is learned of a conversation
+is found by rendering its beginnings. The text up to an answer ends where the template would have
+the model begin, so answers are exact to the character, end of turn included, whatever the
+template; where a beginning is not a prefix of the whole, the row is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmfoundry.data.chat_template import ChatTemplate
+from llmfoundry.data.supervised.messages import (
+    conversation,
+    is_messages,
+    kind,
+    plain_messages,
+    tools_of,
+)
+from llmfoundry.errors import UserError
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document's text.
+
+    Attributes:
+        text: its characters.
+        answer: whether the model wrote it; otherwise it is a prompt.
+        weight: of its tokens where it is learned.
+    """
+
+    text: str
+    answer: bool
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Document:
+    """What becomes one sequence of tokens.
+
+    Attributes:
+        pieces: in order; prompts and answers take turns.
+        rendered: by a chat template, so that special tokens are read, and none is put before it.
+        side: 1 chosen or desirable, -1 rejected or undesirable, 0 neither.
+    """
+
+    pieces: tuple[Piece, ...]
+    rendered: bool
+    side: int = 0
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row.
+
+    Attributes:
+        documents: one; of a preference two, the chosen one first.
+        key: what decides whether it is held out: its text, or, of answers that are compared, their
+            prompt's.
+        contents: what the row itself holds in a rendered text.
+    """
+
+    documents: tuple[Document, ...]
+    key: str
+    contents: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the recipe asks of every row.
+
+    Attributes:
+        chat: the tokenizer's template; None: it has none.
+        last_only: of a conversation only the last answer is learned.
+        prompts: prompts may be learned.
+    """
+
+    chat: ChatTemplate | None
+    last_only: bool = False
+    prompts: bool = False
+
+
+def example_of(row: Mapping[str, Any], form: str, asked: Asked) -> Example:
+    """The documents of a row.
+
+    Args:
+        row: with the columns of its format.
+        form: prompt_response, chat, preference or unpaired.
+        asked: see there.
+
+    Raises:
+        ValueError: the row is not of the format, or the template does not fit; says why.
+    """
+    return _FORMATS[form](row, asked)
+
+
+def _prompt_response(row: Mapping[str, Any], asked: Asked) -> Example:
+    prompt = _column(row, "prompt")
+    given = [name for name in ("response", "completion") if row.get(name) is not None]
+    if len(given) != 1:
+        reason = "has both response and completion" if given else "no column 'response'"
+        raise ValueError(f"{reason}; a row has one of response and completion")
+    answer = row[given[0]]
+    document = _answered(prompt, answer, given[0], asked, None)
+    return Example((document,), _key([prompt, answer]), _contents(prompt, answer))
+
+
+def _chat(row: Mapping[str, Any], asked: Asked) -> Example:
+    messages, tools = conversation(_column(row, "messages")), tools_of(row.get("tools"))
+    document = Document(_turns(messages, tools, asked), rendered=True)
+    return Example((document,), _key([messages, tools]), _contents(messages))
+
+
+def _preference(row: Mapping[str, Any], asked: Asked) -> Example:
+    tools = tools_of(row.get("tools"))
+    chosen, rejected = _column(row, "chosen"), _column(row, "rejected")
+    sides = [_compared(row, name, tools, asked) for name in ("chosen", "rejected")]
+    prompts = [[piece for piece in d.pieces[:-1]] for d in sides]
+    if prompts[0] != prompts[1]:
+        raise ValueError("chosen and rejected differ before their last answer; they share a prompt")
+    if sides[0].pieces[-1].text == sides[1].pieces[-1].text:
+        raise ValueError("chosen and rejected are the same answer; nothing can be preferred")
+    pair = (Document(sides[0].pieces, sides[0].rendered, 1),
+            Document(sides[1].pieces, sides[1].rendered, -1))  # fmt: skip
+    key = "".join(piece.text for piece in prompts[0])
+    return Example(pair, key, _contents(row.get("prompt"), chosen, rejected))
+
+
+def _unpaired(row: Mapping[str, Any], asked: Asked) -> Example:
+    label = _column(row, "label")
+    if isinstance(label, str) and label.lower() in ("true", "false"):
+        label = label.lower() == "true"
+    if isinstance(label, str) and label in ("0", "1"):
+        label = int(label)
+    if label not in (True, False):  # 1 and 0 too
+        raise ValueError(f"label is {label!r}; write true or false")
+    _column(row, "prompt")
+    document = _compared(row, "completion", tools_of(row.get("tools")), asked)
+    key = "".join(piece.text for piece in document.pieces[:-1])
+    side = Document(document.pieces, document.rendered, 1 if label else -1)
+    return Example((side,), key, _contents(row.get("prompt"), row.get("completion")))
+
+
+_FORMATS: dict[str, Callable[[Mapping[str, Any], Asked], Example]] = {
+    "prompt_response": _prompt_response,
+    "chat": _chat,
+    "preference": _preference,
+    "unpaired": _unpaired,
+}
+
+
+def _compared(
+    row: Mapping[str, Any], name: str, tools: list[dict[str, Any]] | None, asked: Asked
+) -> Document:
+    """A prompt with an answer of which the last turn alone is learned."""
+    asked = Asked(asked.chat, last_only=True)
+    return _answered(row.get("prompt"), _column(row, name), name, asked, tools)
+
+
+def _answered(
+    prompt: Any, answer: Any, name: str, asked: Asked, tools: list[dict[str, Any]] | None
+) -> Document:
+    """A prompt and its answer: both text, or both messages, or a whole conversation as answer."""
+    if not is_messages(answer):
+        if prompt is None:
+            raise ValueError("no column 'prompt'")
+        if is_messages(prompt):
+            raise ValueError(f"prompt is messages, and {name} is {kind(answer)}; write both alike")
+        for column, value in (("prompt", prompt), (name, answer)):
+            if not isinstance(value, str):
+                raise ValueError(f"{column} holds {kind(value)}, not text")
+        return Document((Piece(prompt, False), Piece(answer, True)), rendered=False)
+    messages = plain_messages(answer, name=name)
+    if messages and messages[0]["role"] in ("assistant", "tool"):
+        if prompt is None:
+            raise ValueError(f"{name} begins with the assistant, and there is no column 'prompt'")
+        before = prompt if is_messages(prompt) else [{"role": "user", "content": prompt}]
+        messages = [*plain_messages(before, name="prompt"), *messages]
+    elif is_messages(prompt) and plain_messages(prompt, name="prompt") != messages[: len(prompt)]:
+        raise ValueError(f"{name} is a whole conversation that does not begin with prompt")
+    return Document(_turns(conversation(messages, name=name), tools, asked), rendered=True)
+
+
+def _turns(
+    messages: Messages, tools: list[dict[str, Any]] | None, asked: Asked
+) -> tuple[Piece, ...]:
+    """Prompts and answers by turns, together the rendered conversation."""
+    if asked.chat is None:
+        raise UserError(
+            "tokenizer.chat_template: the tokenizer has none, and rows are conversations; write"
+            " zephyr, which fits any tokenizer, chatml, llama3 or mpt, or a Jinja file"
+        )
+    weights = [float(m.get("weight", 1.0)) for m in messages]
+    shown = [{name: v for name, v in m.items() if name != "weight"} for m in messages]
+    places = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+    try:
+        return _rendered(shown, weights, places, tools, asked)
+    except _NotPrefix as error:
+        if not asked.last_only or asked.prompts or len(places) == 1:
+            raise ValueError(
+                f"the chat template renders the conversation to messages[{error.place}] otherwise"
+                " when more follows, so what is learned of it cannot be told; write"
+                " data.supervised.target_responses: last, or another tokenizer.chat_template"
+            ) from None
+        try:
+            return _rendered(shown, weights, places[-1:], tools, asked)
+        except _NotPrefix:
+            raise ValueError(
+                "the chat template does not begin the last answer as it renders it, so what is"
+                " learned cannot be told; write another tokenizer.chat_template"
+            ) from None
+
+
+class _NotPrefix(ValueError):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+
+def _rendered(
+    messages: Messages,
+    weights: Sequence[float],
+    places: Sequence[int],
+    tools: list[dict[str, Any]] | None,
+    asked: Asked,
+) -> tuple[Piece, ...]:
+    """The pieces around the answers at `places`."""
+    assert asked.chat is not None
+    pieces, done = [], ""
+    for n in places:
+        prompt = asked.chat.render(messages[:n], add_generation_prompt=True, tools=tools)
+        whole = asked.chat.render(messages[: n + 1], tools=tools)
+        if not (prompt.startswith(done) and whole.startswith(prompt)):
+            raise _NotPrefix(n)
+        is_learned = not asked.last_only or n == places[-1]
+        pieces.append(Piece(prompt[len(done) :], False))
+        pieces.append(Piece(whole[len(prompt) :], True, weights[n] if is_learned else 0.0))
+        done = whole
+    return tuple(pieces)
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    if row.get(name) is None:
+        has = ", ".join(row) or "none"
+        raise ValueError(f"no column {name!r}; it has {has}")
+    return row[name]
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _contents(*values: Any) -> tuple[str, ...]:
+    """The texts of messages."""
+    found: list[str] = []
+    for value in values:
+        if is_messages(value):
+            found += [m["content"] for m in plain_messages(value, name="") if "content" in m]
+    return tuple(found)

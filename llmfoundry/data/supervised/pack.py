@@ -1,0 +1,354 @@
+"""Rows of supervised examples: cut to max_seq_len, left out, packed; decided once per run.
+
+`open_rows` is called by `build/data.py` on every process; what it decides lies in the cache, so one
+process works it out. Examples are taken in a seeded order, in windows, and within a window the
+longest first, each into the fullest row that still holds it (best fit, decreasing). So which row
+holds what is a pure function of the rows and the seed, and a run's rows are fixed: their order,
+resuming, ranks and mixtures are those of every other source.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from llmfoundry.data.order import Order
+from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.supervised.store import Facts, Store
+from llmfoundry.errors import UserError
+from llmfoundry.files import write_json
+from llmfoundry.recipe.supervised import SupervisedConfig
+
+_VERSION = 1  # of how rows are made; raised when the same examples become others
+_LOOKED_AT = 1 << 24  # tokens at a time
+TOO_LONG, NOTHING, REPEATS = "too long", "without a learned token", "repeated"
+TRUNCATED = "truncated"
+_ARRAYS = ("members", "ends", "held_out")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What decides the rows, beside the examples.
+
+    Attributes:
+        seq_len: T, tokens of a row.
+        seed: of the order in which examples are packed.
+        shuffle: take them in that order; otherwise in the source's.
+        held_out: share of the examples, chosen by their content.
+        supervised: the recipe's section.
+        key: of the source in the recipe, for messages.
+    """
+
+    seq_len: int
+    seed: int
+    shuffle: bool
+    held_out: float
+    supervised: SupervisedConfig
+    key: str
+
+
+@dataclass
+class Counts:
+    """What became of the examples.
+
+    Attributes:
+        rows: of T tokens, to train on.
+        examples: in them.
+        tokens: in them, padding left out.
+        learned: tokens of these that are labels.
+        learned_bytes: UTF-8 bytes that the learned tokens stand for.
+        held_out: examples held out.
+        lost: learned tokens that were cut off.
+        changed: examples dropped, truncated or repeated, by what.
+        first: the place of the first of each.
+    """
+
+    rows: int = 0
+    examples: int = 0
+    tokens: int = 0
+    learned: int = 0
+    learned_bytes: int = 0
+    held_out: int = 0
+    lost: int = 0
+    changed: dict[str, int] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Examples in rows.
+
+    Attributes:
+        members: (examples,) int64, numbers of the examples, row by row.
+        ends: (rows,) int64, where each row ends in `members`.
+        held_out: (m,) int64, examples to measure on.
+        counts: see there.
+        fingerprint: of the rows.
+    """
+
+    members: np.ndarray
+    ends: np.ndarray
+    held_out: np.ndarray
+    counts: Counts
+    fingerprint: str
+
+
+def open_rows(store: Store, asked: Asked, token_bytes: np.ndarray, cache_folder: str) -> Packed:
+    """The rows of a store, from the cache where they are there.
+
+    Args:
+        store: the examples.
+        asked: how they become rows.
+        token_bytes: (vocab_size,) UTF-8 bytes of each token.
+        cache_folder: the recipe's.
+
+    Raises:
+        UserError: an example is too long or nothing of it is learned, where the recipe says that
+            this is an error; or none is left.
+    """
+    settings = asdict(asked) | {"key": None}
+    key = cache_key(version=_VERSION, content=store.facts.content, **settings)
+    folder = Path(cache_folder).expanduser() / "supervised" / f"rows-{key}"
+    build_once(folder, lambda partial: _build(partial, store, asked, token_bytes))
+    try:
+        facts = json.loads((folder / "counts.json").read_text())
+        members, ends, held_out = (np.load(folder / f"{n}.npy") for n in _ARRAYS)
+        return Packed(members, ends, held_out, Counts(**facts), key)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{folder}: packed rows are damaged: {error}; delete it, it will be made again"
+        ) from error
+
+
+def cut_lengths(lengths: np.ndarray, per_example: int, seq_len: int) -> np.ndarray:
+    """(documents,) int64: tokens kept of each, so that an example fits into a row of `seq_len`.
+
+    Of a pair each may fill half a row, and what the other one leaves.
+    """
+    if per_example == 1:
+        return np.minimum(lengths, seq_len)
+    first, second = lengths[0::2], lengths[1::2]
+    cut = np.empty_like(lengths)
+    cut[0::2] = np.minimum(first, np.maximum(seq_len // 2, seq_len - second))
+    cut[1::2] = np.minimum(second, seq_len - cut[0::2])
+    return cut
+
+
+def best_fit(sizes: np.ndarray, seq_len: int) -> list[list[int]]:
+    """Places of `sizes` (n,) int64 in rows of at most `seq_len`: best fit, decreasing.
+
+    The rows come in the order of their first places, and the places of each ascend.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens free, row), sorted
+    for place in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[place])
+        found = bisect_left(room, (size, -1))
+        if found == len(room):
+            free, row = seq_len, len(rows)
+            rows.append([])
+        else:
+            free, row = room.pop(found)
+        rows[row].append(place)
+        if free > size:
+            insort(room, (free - size, row))
+    return sorted(sorted(row) for row in rows)
+
+
+def pack_examples(
+    sizes: np.ndarray, seq_len: int, *, window: int, packed: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Examples of these sizes, in this order, in rows; `Packed`'s members and ends.
+
+    Args:
+        sizes: (n,) int64, tokens of each; at most `seq_len`.
+        seq_len: T, tokens of a row.
+        window: how many are packed with each other.
+        packed: several share a row; otherwise each has one.
+    """
+    if not packed:
+        return np.arange(len(sizes)), np.arange(1, len(sizes) + 1)
+    members: list[int] = []
+    ends: list[int] = []
+    for begin in range(0, len(sizes), window):
+        for row in best_fit(sizes[begin : begin + window], seq_len):
+            members += [begin + place for place in row]
+            ends.append(len(members))
+    return np.array(members, np.int64), np.array(ends, np.int64)
+
+
+def _build(folder: Path, store: Store, asked: Asked, token_bytes: np.ndarray) -> None:
+    counts, n = Counts(), store.facts.per_example
+    kept = np.ones(len(store.examples), bool)
+    if asked.supervised.drop_duplicates or len(np.unique(store.examples["content"])) < len(kept):
+        _leave_out_repeated(store, asked, kept, counts)
+    cut = cut_lengths(store.lengths, n, asked.seq_len)
+    _handle_too_long(store, asked, cut, kept, counts)
+    learned, n_bytes, lost = _learned(store, cut, token_bytes)
+    _handle_nothing_learned(store, asked, learned, kept, counts)
+    numbers = np.flatnonzero(kept)
+    held_out = _held_out(store.examples["key"][numbers], asked, numbers)
+    train = np.setdiff1d(numbers, held_out, assume_unique=True)
+    if not len(train):
+        raise UserError(f"{asked.key}: no row is left to train on; {_reasons(counts)}")
+    counts.lost = int(lost[np.repeat(kept, n)].sum())
+    if asked.shuffle:
+        train = train[Order(len(train), seed=asked.seed, shuffle=True).rows(0, len(train))]
+    sizes = cut.reshape(-1, n).sum(1)
+    supervised = asked.supervised
+    members, ends = pack_examples(
+        sizes[train], asked.seq_len, window=supervised.packing_window,
+        packed=supervised.packing == "best_fit",
+    )  # fmt: skip
+    in_train = np.zeros(len(kept), bool)
+    in_train[train] = True
+    documents = np.repeat(in_train, n)
+    counts.rows, counts.examples, counts.held_out = len(ends), len(train), len(held_out)
+    counts.tokens, counts.learned = int(cut[documents].sum()), int(learned[documents].sum())
+    counts.learned_bytes = int(n_bytes[documents].sum())
+    for name, array in zip(_ARRAYS, (train[members], ends, held_out), strict=True):
+        np.save(folder / f"{name}.npy", array)
+    write_json(folder / "counts.json", asdict(counts))
+
+
+def _note(counts: Counts, store: Store, what: str, examples: np.ndarray) -> None:
+    if len(examples):
+        counts.changed[what] = len(examples)
+        counts.first[what] = store.where(int(examples[0]))
+
+
+def _leave_out_repeated(store: Store, asked: Asked, kept: np.ndarray, counts: Counts) -> None:
+    _, first = np.unique(store.examples["content"], return_index=True)
+    repeated = np.setdiff1d(np.arange(len(kept)), first)
+    _note(counts, store, REPEATS, repeated)
+    if asked.supervised.drop_duplicates:
+        kept[repeated] = False
+
+
+def _handle_too_long(
+    store: Store, asked: Asked, cut: np.ndarray, kept: np.ndarray, counts: Counts
+) -> None:
+    n = store.facts.per_example
+    long = np.flatnonzero((cut < store.lengths).reshape(-1, n).any(1) & kept)
+    policy = asked.supervised.too_long
+    if len(long) and policy == "error":
+        example = int(long[0])
+        size = int(store.lengths.reshape(-1, n)[example].sum())
+        raise UserError(
+            f"{store.where(example)}: has {size:,} tokens"
+            + (" in two answers, which share a row, each with the prompt" if n == 2 else "")
+            + f", more than max_seq_len: {asked.seq_len:,}, and so have {len(long) - 1:,} others;"
+            " write a larger max_seq_len, or data.supervised.too_long: truncate or drop"
+        )
+    _note(counts, store, TRUNCATED if policy == "truncate" else TOO_LONG, long)
+    if policy == "drop":
+        kept[long] = False
+
+
+def _handle_nothing_learned(
+    store: Store, asked: Asked, learned: np.ndarray, kept: np.ndarray, counts: Counts
+) -> None:
+    without = np.flatnonzero((learned == 0).reshape(-1, store.facts.per_example).any(1) & kept)
+    if len(without) and asked.supervised.nothing_learned == "error":
+        more = f", nor of {len(without) - 1:,} others" if len(without) > 1 else ""
+        raise UserError(
+            f"{store.where(int(without[0]))}: not one token is learned of its first"
+            f" {asked.seq_len:,}{more}; write a larger max_seq_len, correct the row, or write"
+            " data.supervised.nothing_learned: drop"
+        )
+    _note(counts, store, NOTHING, without)
+    kept[without] = False
+
+
+def _learned(
+    store: Store, cut: np.ndarray, token_bytes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(n,) int64, of each document: learned tokens kept, their bytes, learned tokens cut off."""
+    ends, lengths = store.documents["end"], store.lengths
+    found = np.zeros((3, len(ends)), np.int64)
+    first = 0
+    while first < len(ends):
+        begin = int(ends[first] - lengths[first])
+        stop = max(first + 1, int(np.searchsorted(ends, begin + _LOOKED_AT, side="right")))
+        part = slice(first, stop)
+        begins = ends[part] - lengths[part] - begin
+        is_label = np.asarray(store.weights[begin : int(ends[stop - 1])]) > 0
+        ids = np.asarray(store.ids[begin : int(ends[stop - 1])])
+        place = np.arange(len(ids)) - np.repeat(begins, lengths[part])
+        is_kept = place < np.repeat(cut[part], lengths[part])
+        sizes = token_bytes[ids] * (is_label & is_kept)
+        for n, values in enumerate((is_label & is_kept, sizes, is_label & ~is_kept)):
+            sums = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+            found[n, part] = sums[begins + lengths[part]] - sums[begins]
+        first = stop
+    return found[0], found[1], found[2]
+
+
+def _held_out(keys: np.ndarray, asked: Asked, numbers: np.ndarray) -> np.ndarray:
+    """The examples whose hash lies below a bound; of so few that none does, the smallest."""
+    bound = int(asked.held_out * 2**64)
+    if not bound or not len(numbers):
+        return np.zeros(0, np.int64)
+    below = keys < np.uint64(min(bound, 2**64 - 1))
+    if not below.any():
+        below = keys == keys.min()
+    if below.all():
+        raise UserError(
+            f"{asked.key}: its only row cannot be held out and trained on; add rows, or set"
+            " data.validation_fraction=0 eval.validation=false"
+        )
+    return numbers[below]
+
+
+def _reasons(counts: Counts) -> str:
+    found = [f"{count:,} {what}" for what, count in counts.changed.items()]
+    return (
+        f"{', '.join(found)}; look at them, or at max_seq_len" if found else "the source is empty"
+    )
+
+
+def summary(key: str, facts: Facts, packed: Packed, asked: Asked) -> list[str]:
+    """Lines for the user: counts, and what was left out or changed."""
+    counts, rows = packed.counts, packed.counts.rows
+    padding = 1 - counts.tokens / (rows * asked.seq_len)
+    lines = [
+        f"{key}: {_rows(counts.examples)} of {facts.format}, {counts.tokens:,} tokens,"
+        f" {counts.learned:,} learned ({counts.learned / max(1, counts.tokens):.1%}); held out:"
+        f" {_rows(counts.held_out)}",
+        f"{key}: packed into {_rows(rows)} of {asked.seq_len:,} tokens, {padding:.2%} padding"
+        if asked.supervised.packing == "best_fit"
+        else f"{key}: each padded to {asked.seq_len:,} tokens, {padding:.1%} padding",
+    ]
+    dropped = {NOTHING: "dropped", TOO_LONG: "dropped", TRUNCATED: f"to {asked.seq_len:,} tokens"}
+    dropped[REPEATS] = "dropped" if asked.supervised.drop_duplicates else "kept"
+    for what, count in counts.changed.items():
+        more = f", {counts.lost:,} learned tokens cut off" if what == TRUNCATED else ""
+        lines.append(_line(key, count, what, dropped[what] + more, counts.first[what]))
+    for what, count in facts.dropped.items():
+        lines.append(_line(key, count, what, "dropped", facts.first[what]))
+    for what, count in facts.told.items():
+        lines.append(_line(key, count, what, "read as that token", facts.first[what]))
+    if facts.unread:
+        lines.append(f"{key}: columns not read: {', '.join(sorted(facts.unread))}")
+    if facts.ignored:
+        lines.append(f"{key}: {facts.ignored:,} files of other kinds left out of the folders named")
+    return lines
+
+
+def _line(key: str, count: int, what: str, then: str, first: str) -> str:
+    return f"{key}: {_rows(count)} {what}: {then} (the first: {first})"
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
+
+
+def lengths_of(store: Store, examples: Sequence[int] | np.ndarray, seq_len: int) -> np.ndarray:
+    """(examples,) int64: tokens of each, cut to fit a row."""
+    n = store.facts.per_example
+    return cut_lengths(store.lengths, n, seq_len).reshape(-1, n).sum(1)[np.asarray(examples)]

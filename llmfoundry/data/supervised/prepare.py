@@ -1,0 +1,295 @@
+"""`prepare_rows`: the supervised rows of a source in tokens, made once and opened ever after.
+
+Called by `build/data.py` on every process; one of each machine does the work, over its cores, while
+the others wait. A killed one leaves nothing that a later one would take for whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.preparation.corpus import Corpus, Document
+from llmfoundry.data.preparation.engines import local_engine
+from llmfoundry.data.preparation.readers import ROW, Row
+from llmfoundry.data.preparation.split import content_hash
+from llmfoundry.data.preparation.tasks import Task, cut_tasks
+from llmfoundry.data.supervised.encode import Encoded, Encoder
+from llmfoundry.data.supervised.formats import Asked, Example, example_of
+from llmfoundry.data.supervised.reader import RowReader
+from llmfoundry.data.supervised.store import (
+    DOCUMENT,
+    EXAMPLE,
+    NO_ROW,
+    Facts,
+    PartArrays,
+    Store,
+    write_store,
+)
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.source import INSTRUCTIONS
+
+_VERSION = 1  # of what is made of a row; raised when it becomes another
+_BATCH = 512  # rows that are encoded at a time
+EMPTY, LEFT_OUT, SPELLED = "empty", "left out by preprocess", "with the text of a special token"
+
+
+def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: int) -> Store:
+    """The rows of a source, from the cache where they are there.
+
+    Args:
+        config: the data section, with this source as its only one.
+        key: of the source in the recipe, for messages.
+        tokenizer: what to render and encode with.
+        seed: of instructions that are generated.
+
+    Raises:
+        UserError: a row cannot be read or is not of its format, there are none, or the cache cannot
+            be written.
+    """
+    plan = _Plan(config, key, tokenizer, seed)
+    folder = Path(config.cache_folder).expanduser() / "supervised" / cache_key(**plan.facts())
+    build_once(folder, plan.build)
+    store = Store(folder)
+    if not len(store.examples):
+        raise UserError(f"{key}: no row is left to learn from; {_why_none(store.facts)}")
+    return store
+
+
+class _Plan:
+    """What to read, and how."""
+
+    def __init__(self, config: DataConfig, key: str, tokenizer: Tokenizer, seed: int) -> None:
+        self._config, self._key, self._seed = replace(config, text_column=ROW), key, seed
+        self._tokenizer = tokenizer
+        self._reader = RowReader(key, config)
+        supervised = config.supervised
+        shortest = supervised.shortest_target_prompt
+        chat = tokenizer.chat if tokenizer.has_chat else None
+        self._asked = Asked(chat, supervised.target_responses == "last", np.isfinite(shortest))
+        self._encoder = Encoder(tokenizer, shortest)
+
+    @cached_property
+    def _corpus(self) -> Corpus:
+        return Corpus(self._config)
+
+    def facts(self) -> dict[str, Any]:
+        """All that decides what is made."""
+        config = self._config
+        if config.name == INSTRUCTIONS:
+            source: Any = [config.tasks, config.rows, config.format, self._seed, _generator_hash()]
+        else:
+            source = self._corpus.fingerprint()
+        chat = self._asked.chat
+        return {
+            "version": _VERSION,
+            "source": source,
+            "rows": self._reader.facts(),
+            "tokenizer": [self._tokenizer.fingerprint, *self._tokenizer.bos_ids],
+            "chat": None if chat is None else chat.fingerprint,
+            "target_prompts": config.supervised.target_prompts,
+            "target_responses": config.supervised.target_responses,
+        }
+
+    def build(self, folder: Path) -> None:
+        """Read, render and encode all rows."""
+        work = _Work(self._reader, self._asked, self._encoder, self._key, folder)
+        if self._config.name == INSTRUCTIONS:
+            config = self._config
+            made = [work.make(0, _generated(config, self._key, self._seed), ["instructions"])]
+            sources, ignored = ["instructions"], 0
+        else:
+            work = replace(work, corpus=self._corpus)
+            with local_engine(self._config.num_workers) as run:
+                made = sorted(run(work, cut_tasks(self._corpus)), key=lambda part: part[0])
+            sources, ignored = work.sources, self._corpus.ignored
+        facts = Facts(self._reader.format, sources, ignored=ignored)
+        facts.per_example = 2 if self._reader.format == "preference" else 1
+        for _, part in made:
+            facts.add(part)
+        paths = [work.part(number) for number, _ in made]
+        write_store(folder, paths, facts, self._tokenizer.vocab_size)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A row as it was read."""
+
+    source: int
+    row: int
+    where: object
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a process does with a task; sent to each once."""
+
+    reader: RowReader
+    asked: Asked
+    encoder: Encoder
+    key: str
+    folder: Path
+    corpus: Corpus | None = None
+
+    def __call__(self, task: Task) -> tuple[int, Facts]:
+        return self.make(task.number, self._rows(task), self.sources)
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the files, or the dataset's."""
+        assert self.corpus is not None
+        config = self.corpus.config
+        alone = str(config.dataset or config.remote or config.local)
+        return [file.name for file in self.corpus.files] or [alone]
+
+    def part(self, number: int) -> Path:
+        """Where the rows of a task are kept until all are joined."""
+        return self.folder / f"part-{number:05}.npz"
+
+    def make(self, number: int, rows: Iterator[_Read], sources: Sequence[str]) -> tuple[int, Facts]:
+        """Write a part.
+
+        Raises:
+            UserError: a row cannot be read or is not of its format.
+        """
+        facts = Facts(self.reader.format)
+        self.reader.unread.clear()
+        kept: list[tuple[_Read, Example]] = []
+        made: list[_Made] = []
+        for read in rows:
+            example = self._example(read, facts)
+            if example is not None:
+                kept.append((read, example))
+            if len(kept) == _BATCH:
+                made += self._encode(kept, facts)
+                kept = []
+        made += self._encode(kept, facts)
+        facts.unread = dict(self.reader.unread)
+        _arrays(made).write(self.part(number))
+        return number, facts
+
+    def _rows(self, task: Task) -> Iterator[_Read]:
+        assert self.corpus is not None
+        for span in task.spans:
+            before: int | None = None
+            for document in self.corpus.read(span):
+                if document.blank:
+                    continue
+                if before is None:
+                    before = _lines_before(document)
+                number = _number(document, before)
+                values = json.loads(document.text)
+                yield _Read(span.source, number, f"{document.source}:{number}", values)
+
+    def _example(self, read: _Read, facts: Facts) -> Example | None:
+        values = self.reader(read.where, read.values)
+        if values is None:
+            facts.note(facts.dropped, LEFT_OUT, str(read.where))
+            return None
+        try:
+            example = example_of(values, self.reader.format, self.asked)
+        except (ValueError, UserError) as error:
+            if isinstance(error, UserError) and str(error).startswith("tokenizer."):
+                raise
+            raise UserError(f"{read.where}: {error}") from error
+        except RecursionError as error:
+            raise UserError(f"{read.where}: is nested too deeply; correct the row") from error
+        if any(self._special.search(text) for text in example.contents):
+            facts.note(facts.told, SPELLED, str(read.where))
+        return example
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        tokens = self.encoder.special_tokens
+        return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+
+    def _encode(self, kept: Sequence[tuple[_Read, Example]], facts: Facts) -> list[_Made]:
+        encoded = iter(self.encoder([d for _, example in kept for d in example.documents]))
+        found = []
+        for read, example in kept:
+            documents = [next(encoded) for _ in example.documents]
+            if any(document.is_empty for document in documents):
+                facts.note(facts.dropped, EMPTY, str(read.where))
+                continue
+            found.append(_Made(read.source, read.row, example, documents))
+        return found
+
+
+@dataclass(frozen=True)
+class _Made:
+    source: int
+    row: int
+    example: Example
+    documents: list[Encoded]
+
+
+def _arrays(made: Sequence[_Made]) -> PartArrays:
+    encoded = [document for one in made for document in one.documents]
+    documents = np.zeros(len(encoded), DOCUMENT)
+    documents["end"] = np.cumsum([len(document.ids) for document in encoded])
+    documents["side"] = [document.side for one in made for document in one.example.documents]
+    examples = np.zeros(len(made), EXAMPLE)
+    for n, one in enumerate(made):
+        content = hashlib.blake2b(digest_size=8)
+        for document in one.documents:
+            content.update(document.ids.tobytes() + document.weights.tobytes() + b"|")
+        content.update(bytes(d.side + 1 for d in one.example.documents))
+        key = content_hash(one.example.key)
+        examples[n] = (key, int.from_bytes(content.digest(), "little"), one.source, one.row)
+    empty = [np.zeros(0, np.uint32)], [np.zeros(0, np.float32)]
+    return PartArrays(
+        np.concatenate([*empty[0], *(document.ids for document in encoded)]),
+        np.concatenate([*empty[1], *(document.weights for document in encoded)]),
+        documents,
+        examples,
+    )
+
+
+def _lines_before(document: Document) -> int:
+    """Lines of the file before the part that the document is in; counted once a part."""
+    row = document.row
+    return row.source.lines_before() if isinstance(row, Row) and row.source.start else 0
+
+
+def _number(document: Document, before: int) -> int:
+    if isinstance(document.row, Row):
+        return document.row.number + before
+    return NO_ROW if document.row is None else document.row
+
+
+def _generated(config: DataConfig, key: str, seed: int) -> Iterator[_Read]:
+    from llmfoundry.data.instructions.rows import instruction_rows
+
+    assert config.rows is not None
+    rows = instruction_rows(
+        config.tasks, config.rows, seed=seed, format=config.format, key=f"{key}."
+    )
+    for number, values in enumerate(rows):
+        yield _Read(0, number, f"instructions:{number}", dict(values))
+
+
+def _generator_hash() -> str:
+    """Of the code that generates instructions: a changed one makes others."""
+    from llmfoundry.data import instructions
+
+    folder = Path(inspect.getfile(instructions)).parent
+    content = b"".join(file.read_bytes() for file in sorted(folder.rglob("*.py")))
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _why_none(facts: Facts) -> str:
+    reasons = [f"{count:,} {reason}" for reason, count in facts.dropped.items()]
+    return f"dropped: {', '.join(reasons)}" if reasons else "the source has no rows"

@@ -1,0 +1,154 @@
+"""What a model of which a part is frozen takes, counted on the model itself, on the meta device.
+
+`estimate.py` asks it for fine-tuning: there is a model before there is a run, and who knows which
+of its weights train, and in how many bits the others are kept, is the model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from llmfoundry.models.adapters.adapt import is_added
+from llmfoundry.models.adapters.low_rank import LowRank
+from llmfoundry.models.adapters.virtual import NAME as PROMPT
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.moe import Stacks
+from llmfoundry.models.quantized import quantized_shapes, value_count
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which inputs of its matrices one block keeps for the backward pass: those that train.
+
+    Attributes:
+        anything: whether a gradient reaches the block at all.
+        qkv: the input of the projection to queries, keys and values.
+        out: of the projection of what attention gives.
+        up: of the feed-forward layer, or of the experts.
+        down: of its second half; experts make theirs again.
+        added: values a token that adapters keep: between their factors, and DoRA's and dropout's.
+    """
+
+    anything: bool = True
+    qkv: bool = True
+    out: bool = True
+    up: bool = True
+    down: bool = True
+    added: int = 0
+
+
+ALL = Kept()
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a model's parameters.
+
+    Attributes:
+        parameters: their number, those in 4 bits as those that they stand for.
+        frozen: bytes that nothing but products need.
+        trained: bytes that gradients and moments are kept of as well.
+        block: bytes of the largest block.
+        ends: bytes of embeddings, final norm and head.
+        trained_ends: of these the bytes that train.
+        dequantized: values of the largest matrix in 4 bits, which are there while it is at work.
+        trains_experts: stacked experts are among what trains.
+    """
+
+    parameters: int
+    frozen: int
+    trained: int
+    block: int
+    ends: int
+    trained_ends: int
+    dequantized: int
+    trains_experts: bool
+
+
+def weigh(model: nn.Module, device: torch.device) -> Weights:
+    """What the parameters of a model with `blocks` take, computing on a device of that kind."""
+    blocks = [_bytes(block) for block in model.blocks]  # type: ignore[union-attr]
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    inside = {id(p) for block in model.blocks for p in block.parameters()}  # type: ignore[union-attr]
+    total, of_trained = _bytes(model), sum(p.nbytes for _, p in trained)
+    return Weights(
+        parameters=value_count(model),
+        frozen=total - of_trained,
+        trained=of_trained,
+        block=max(blocks, default=0),
+        ends=total - sum(blocks),
+        trained_ends=sum(p.nbytes for _, p in trained if id(p) not in inside),
+        dequantized=_largest_matrix(model, device),
+        trains_experts=any(".experts." in n and not is_added(n) for n, _ in trained),
+    )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _largest_matrix(model: nn.Module, device: torch.device) -> int:
+    """Of stacked experts a CPU dequantises one at a time, an accelerator all."""
+    sizes = [0]
+    for name, (height, width) in quantized_shapes(model):
+        module = model.get_submodule(name.rpartition(".")[0])
+        experts = module.n if isinstance(module, Stacks) and device.type == "cpu" else 1
+        sizes.append(height * width // experts)
+    return max(sizes)
+
+
+def kept_by_blocks(model: nn.Module) -> list[Kept]:
+    """What each block keeps, in order."""
+    if not isinstance(model, Decoder):
+        return _kept_by_others(model)
+    ends = [p for n, p in model.named_parameters() if n.startswith(("wte.", "wpe.", PROMPT))]
+    reached, found = _trains(ends), list[Kept]()
+    for block in model.blocks:
+        named = list(block.named_parameters())
+        reached |= _trains([p for _, p in named])
+
+        def input_of(*parts: str, named: Sequence[tuple[str, Tensor]] = named) -> bool:
+            mine = [p for n, p in named if any(part in n for part in parts) and p.ndim > 1]
+            return _trains(mine)
+
+        found.append(
+            Kept(
+                anything=reached,
+                qkv=input_of("attn.W"),
+                out=input_of("attn.out_proj"),
+                up=input_of("up_proj", "gate_proj", "experts."),
+                down=input_of("down_proj"),
+                added=_added(block),
+            )
+        )
+    return found
+
+
+def _kept_by_others(model: nn.Module) -> list[Kept]:
+    """Of a class of transformers: all inputs of a block in which anything trains."""
+    in_blocks = {id(p) for block in model.blocks for p in block.parameters()}  # type: ignore[union-attr]
+    reached, found = _trains([p for p in model.parameters() if id(p) not in in_blocks]), []
+    for block in model.blocks:  # type: ignore[union-attr]
+        trains = _trains(list(block.parameters()))
+        reached |= trains
+        found.append(Kept(reached, trains, trains, trains, trains))
+    return found
+
+
+def _trains(parameters: Sequence[Tensor]) -> bool:
+    return any(parameter.requires_grad for parameter in parameters)
+
+
+def _added(block: nn.Module) -> int:
+    """Values a token between the factors of the adapters on dense layers, and beside them."""
+    values = 0
+    for module in block.modules():
+        lora = getattr(module, "lora", None)
+        if isinstance(lora, LowRank):
+            inner, inputs = module.get_parameter("lora_A").shape
+            values += inner + (2 * lora.rows if lora.dora else 0) + (inputs if lora.dropout else 0)
+    return values

@@ -1,0 +1,1 @@
+"""Adapters: a few added parameters that train in place of the model's own."""

@@ -1,0 +1,185 @@
+"""Logits of a few tokens at a time: what the chunked losses over an output head share.
+
+`cross_entropy` and `log_probs` call it. The idea: nobody needs all logits at once. A `HeadPass`
+makes those of a chunk of tokens, takes nats from them, and, while they exist, adds what the chunk
+gives to the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.matmul import is_compiled, mm
+
+CHUNK_LOGITS = 1 << 22  # logits held at a time: 16 MiB in fp32, which a CPU's cache half holds
+PART = 1 << 18  # values added at a time on a CPU
+MIN_CHUNK = 256  # tokens; below it a matrix product no longer fills the machine
+
+
+def cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Logits times scale and then, with a cap c, c * tanh(logits / c); in fp32 or wider within."""
+    if scale == 1 and softcap is None:
+        return logits
+    wide = scale * (logits if logits.dtype == torch.float64 else logits.float())
+    if softcap is not None:
+        wide = softcap * torch.tanh(wide / softcap)
+    return wide.to(logits.dtype)
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens whose logits are held at a time."""
+    return max(MIN_CHUNK, CHUNK_LOGITS // vocab_size)
+
+
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """What matrix products over hidden states run in: autocast's dtype where it is on."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def labelled_places(labels: Tensor) -> Tensor | None:
+    """(n,): places of the tokens that have a label, where a CPU can leave out others; else None.
+
+    None too where all have one, or none has. Elsewhere their number would have to be waited for.
+    """
+    if labels.device.type != "cpu":
+        return None
+    kept = (labels != IGNORE).nonzero()[:, 0]
+    return kept if 0 < len(kept) < len(labels) else None
+
+
+class HeadPass:
+    """One pass over tokens: `nats` of a chunk, then, where wanted, `add_gradients` of it.
+
+    Attributes:
+        wide: the dtype of softmax and sums: fp32, or float64.
+        grad_hidden: (N, D), of hidden states, so far; None: not wanted.
+        grad_weight: (V, D), of the head, so far, in `wide`; None: not wanted.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        dtype: torch.dtype,
+        scale: float,
+        softcap: float | None,
+        wants: tuple[bool, bool],
+    ) -> None:
+        """Begin one.
+
+        Args:
+            hidden: (N, D).
+            weight: (V, D), the output head.
+            labels: (N,), int64; IGNORE counts nothing.
+            dtype: of the matrix products.
+            scale: factor on the logits.
+            softcap: as in `cap`.
+            wants: whether gradients of hidden states and of the head are wanted.
+        """
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.grad_hidden = torch.empty_like(hidden) if wants[0] else None
+        self.grad_weight = torch.zeros_like(weight, dtype=self.wide) if wants[1] else None
+        self._hidden, self._labels, self._weight = hidden, labels, weight.to(dtype)
+        self._chunk = chunk_tokens(weight.shape[0])
+        self._cap = (scale, softcap)
+        self._scratch = _Scratch(min(self._chunk, len(hidden)), weight, dtype, self.wide)
+        self._low_hidden = self._shares = hidden.new_empty(0)
+        self._keep = self._index = labels.new_empty(0)
+        self._slope: Tensor | None = None
+
+    def parts(self) -> Iterator[slice]:
+        """Chunks of the tokens, in order."""
+        for start in range(0, len(self._hidden), self._chunk):
+            yield slice(start, start + self._chunk)
+
+    def nats(self, part: slice) -> Tensor:
+        """(n, 1): -log softmax(cap(hidden @ weight.T))[label] of a chunk, 0 without a label."""
+        target = self._labels[part]
+        self._low_hidden = self._hidden[part].to(self._weight.dtype)
+        logits = self._scratch.logits(self._low_hidden, self._weight)
+        self._slope = _cap_in_place(logits, *self._cap)
+        self._keep = (target != IGNORE)[:, None]
+        self._index = torch.where(self._keep, target[:, None], 0)
+        at_target, peak = logits.gather(1, self._index), logits.amax(-1, keepdim=True)
+        # in the logits' memory; no other device promises that
+        on_cpu = logits.device.type == "cpu"
+        shares = self._shares = torch.softmax(logits, -1, out=logits if on_cpu else None)
+        # log of the sum of exp(logits), by the largest share: that one is never zero
+        log_sum = peak - shares.amax(-1, keepdim=True).log()
+        return torch.where(self._keep, log_sum - at_target, 0.0)
+
+    def add_gradients(self, part: slice, factor: Tensor | None) -> None:
+        """Add what the chunk of the last `nats` gives; `factor` (n, 1) on its nats, None: 1.
+
+        The logits' own scale is left to the caller.
+        """
+        shares, keep = self._shares, self._keep
+        # softmax - 1 at the target; one place a row: deterministic
+        shares.scatter_(1, self._index, shares.gather(1, self._index) - 1)
+        if self._slope is not None:
+            shares.mul_(self._slope)
+        if factor is not None:
+            shares.mul_(factor)
+        low_grad = self._scratch.narrow(shares)
+        # what has no label is left out where rows are D wide, not V
+        if self.grad_hidden is not None:
+            self.grad_hidden[part] = mm(low_grad, self._weight) * keep
+        if self.grad_weight is not None:
+            self._scratch.add_product(self.grad_weight, low_grad, self._low_hidden * keep)
+
+
+class _Scratch:
+    """Memory that all chunks use: fresh memory costs a CPU more than what is written there.
+
+    Attributes:
+        wide: (chunk, V), logits, in fp32 or wider.
+        low: the same in the dtype of the matrix products; `wide` itself where they are one.
+    """
+
+    def __init__(self, chunk: int, weight: Tensor, dtype: torch.dtype, wide: torch.dtype) -> None:
+        self.wide = weight.new_empty(chunk, weight.shape[0], dtype=wide)
+        self.low = self.wide if dtype == wide else torch.empty_like(self.wide, dtype=dtype)
+        self._product: Tensor | None = None
+
+    def logits(self, low_hidden: Tensor, low_weight: Tensor) -> Tensor:
+        """(n, V) of n tokens."""
+        n = len(low_hidden)
+        mm(low_hidden, low_weight.T, out=self.low[:n])
+        return self.wide[:n] if self.low is self.wide else self.wide[:n].copy_(self.low[:n])
+
+    def narrow(self, logits: Tensor) -> Tensor:
+        """What `logits` gave back, (n, V), now in the dtype of the products."""
+        return logits if self.low is self.wide else self.low[: len(logits)].copy_(logits)
+
+    def add_product(self, total: Tensor, low_grad: Tensor, low_hidden: Tensor) -> None:
+        """Add low_grad.T @ low_hidden to total (V, D), which is wide."""
+        if self.low is self.wide and (total.is_cuda or not is_compiled(total.dtype)):
+            total.addmm_(low_grad.T, low_hidden)
+            return
+        if self._product is None:
+            self._product = torch.empty_like(total, dtype=low_grad.dtype)
+        mm(low_grad.T, low_hidden, out=self._product)
+        # a CPU casts what it adds into fresh memory: by parts, small enough to be used again
+        rows = len(total) if total.is_cuda else max(1, PART // total.shape[1])
+        for mine, part in zip(total.split(rows), self._product.split(rows), strict=True):
+            mine += part
+
+
+def _cap_in_place(logits: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+    """Scale and cap logits in their memory; the cap's slope, 1 - tanh^2, None without one."""
+    if softcap is None:
+        if scale != 1:
+            logits.mul_(scale)
+        return None
+    logits.mul_(scale / softcap).tanh_()
+    slope = 1 - logits * logits
+    logits.mul_(softcap)
+    return slope

@@ -1,0 +1,31 @@
+"""How the user called this program: a script of the repository, or the console command.
+
+Texts name commands as the repository has them, `python scripts/eval.py`; the front prints them as
+the user would write them. The console command marks its processes, and so those that they start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+_MARK = "LLMFOUNDRY_CONSOLE"
+_TORCHRUN = re.compile(r"(torchrun [^\n]*?)scripts/(\w+)\.py")
+_SCRIPT = re.compile(r"(?:python )?\bscripts/(\w+)\.py")
+
+
+def mark_console() -> None:
+    """From here on, and in every process that begins here, commands are the console's."""
+    os.environ[_MARK] = "1"
+
+
+def by_console() -> bool:
+    """Whether the console command was called."""
+    return _MARK in os.environ
+
+
+def as_called(text: str) -> str:
+    """A text with the commands in it as the user calls them, `llmfoundry eval` by the console."""
+    if not by_console():
+        return text
+    return _SCRIPT.sub(r"llmfoundry \1", _TORCHRUN.sub(r"\1-m llmfoundry \2", text))

@@ -1,0 +1,398 @@
+"""What users of other tools type, and what it is here: one table, read by `hints.py`.
+
+Names of keys and flags of Hugging Face's Trainer, TRL, peft and accelerate, of axolotl, litgpt,
+torchtitan, nanoGPT, and of LLM Foundry where they differ from ours. A hint is only given where
+its key exists; `tests/recipe/test_hints.py` compares every line with the schemas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VALUES = {
+    "bf16-mixed": "amp_bf16",
+    "amp": "amp_bf16",
+    "mixed": "amp_bf16",
+    "bf16-true": "bf16",
+    "bfloat16": "bf16",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "float16": "fp16 amp_bf16",
+    "fp16": "amp_bf16",
+    "16-mixed": "amp_bf16",
+    "adam": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "torch.optim.adamw": "adamw",
+    "lion": "decoupled_lionw",
+    "cosine": "cosine_with_warmup",
+    "linear": "linear_decay_with_warmup",
+    "constant": "constant_with_warmup",
+    "inverse_sqrt": "inv_sqrt_with_warmup",
+    "wsd": "warmup_stable_decay",
+    "flash_attention_2": "flash",
+    "flash_attn": "flash",
+    "flex_attention": "flex",
+    "eager": "torch",
+    "swiglu": "mptglu",
+    "glu": "mptglu",
+    "mlp": "mptmlp",
+    "moe": "dmoe",
+    "layer_norm": "layernorm",
+    "rms_norm": "rmsnorm",
+    "fp4": "nf4",
+    "int4": "nf4",
+    "adaptive_clip": "adaptive",
+    "safetensors": "hf",
+    "huggingface": "hf",
+    "jsonl": "files",
+    "json": "files",
+    "hf": "huggingface",
+    "streaming": "shards",
+    "mds": "shards",
+    "messages": "chat",
+    "instruction": "prompt_response",
+    "sft": "prompt_response",
+}
+"""Values of their keys, and those of ours that mean the same; the first that is a choice counts."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """Words of others that mean one thing here."""
+
+    words: str
+    """As typed: without dashes in front, others in it as underscores; with their section, if the
+    word alone means another thing."""
+    write: str = ""
+    """Our setting; <x> stands for the value that was typed, and is the example without one."""
+    why: str = ""
+    """What to know about it; all there is to say where nothing is to be written."""
+    script: str = ""
+    """The script that it is for, where others lack its key."""
+
+    @property
+    def key(self) -> str:
+        """The dotted key that `write` sets; "" where there is none."""
+        return self.write.partition("=")[0]
+
+
+OTHERS = (
+    # How long, how much
+    Other(
+        "max_steps max_iters train_iters num_steps total_steps num_train_steps training.steps"
+        " trainer.max_steps train.max_steps max_train_steps steps n_steps",
+        "max_duration=<1000>ba",
+    ),
+    Other(
+        "num_train_epochs num_epochs n_epochs epochs max_epochs train.epochs trainer.max_epochs",
+        "max_duration=<1>ep",
+    ),
+    Other("max_tokens total_tokens train_tokens train.max_tokens", "max_duration=<1000000000>tok"),
+    Other(
+        "batch_size train_batch_size total_batch_size global_batch_size train.global_batch_size"
+        " training.global_batch_size effective_batch_size",
+        "global_train_batch_size=<64>",
+        "rows of a step, over all processes",
+    ),
+    Other(
+        "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum"
+        " grad_accum_steps grad_accumulation_steps",
+        "global_train_batch_size=64",
+        "rows of a step, accumulation and all; device_train_microbatch_size: rows at a time",
+    ),
+    Other(
+        "per_device_train_batch_size per_device_batch_size micro_batch_size microbatch_size"
+        " train.micro_batch_size local_batch_size training.local_batch_size device_batch_size"
+        " train_micro_batch_size_per_gpu",
+        "device_train_microbatch_size=<8>",
+        "rows at a time; those of a step are global_train_batch_size",
+    ),
+    Other("per_device_eval_batch_size eval_batch_size batch_size", "device_eval_batch_size=<8>"),
+    Other(
+        "max_length max_tokens max_gen_len max_new_token max_generated_tokens num_tokens n_predict",
+        "max_new_tokens=<128>",
+    ),
+    Other(
+        "max_length max_seq_length max_sequence_length sequence_len sequence_length seq_length"
+        " block_size context_length ctx_len n_ctx cutoff_len model_max_length"
+        " max_position_embeddings train.max_seq_length training.seq_len max_prompt_length"
+        " train_loader.dataset.max_seq_len eval_loader.dataset.max_seq_len"
+        " tokenizer.kwargs.model_max_length",
+        "max_seq_len=<2048>",
+    ),
+    Other("random_seed data_seed shuffle_seed train_loader.dataset.shuffle_seed", "seed=<17>"),
+    # How it learns
+    Other(
+        "learning_rate max_lr peak_lr base_lr train.learning_rate optimizer.learning_rate"
+        " optimizer.args.lr",
+        "optimizer.lr=<6e-4>",
+    ),
+    Other("wd optimizer.args.weight_decay", "optimizer.weight_decay=<0.1>"),
+    Other(
+        "adam_beta1 adam_beta2 beta1 beta2 train.beta1 train.beta2", "optimizer.betas=[0.9,0.95]"
+    ),
+    Other("adam_epsilon epsilon", "optimizer.eps=<1e-8>"),
+    Other("optim optimizer_type optimizer_name", "optimizer=adamw"),
+    Other(
+        "max_grad_norm grad_clip gradient_clip_val max_norm clip_grad_norm train.max_norm"
+        " training.max_norm algorithms.gradient_clipping.clipping_threshold",
+        "gradient_clipping.clipping_threshold=<1.0>",
+    ),
+    Other("algorithms", "gradient_clipping.clipping_threshold=1.0", "LLM Foundry's one algorithm"),
+    Other(
+        "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters train.lr_warmup_steps"
+        " lr_scheduler.warmup_steps warmup",
+        "schedule.t_warmup=<100>ba",
+    ),
+    Other(
+        "warmup_ratio warmup_fraction train.lr_warmup_fraction",
+        "schedule.t_warmup=<0.05>dur",
+    ),
+    Other(
+        "lr_scheduler_type lr_scheduler lr_schedule lr_decay_style scheduler scheduler.name",
+        "schedule=cosine",
+        "--help lists the others",
+    ),
+    Other(
+        "scheduler.t_warmup scheduler.kwargs.t_warmup",
+        "schedule.t_warmup=<100ba>",
+    ),
+    Other("scheduler.alpha_f scheduler.kwargs.alpha_f", "schedule.alpha_f=<0.1>"),
+    Other(
+        "min_lr train.min_lr min_lr_ratio cosine_min_lr_ratio lr_scheduler.min_lr_factor end_lr",
+        "schedule.alpha_f=0.1",
+        "a fraction of the peak",
+    ),
+    Other(
+        "bf16 fp16 mixed_precision torch_dtype dtype amp train.precision amp_dtype"
+        " training.mixed_precision_param",
+        "precision=amp_bf16",
+    ),
+    Other("torch_compile use_compile training.compile compile.enable", "compile=true"),
+    # The model
+    Other(
+        "model_name_or_path pretrained_model_name_or_path base_model model_name model_id hf_model"
+        " checkpoint checkpoint_dir init_from model.pretrained model.pretrained_model_name_or_path"
+        " model_type model.name_or_path load_from",
+        "model.pretrained=<runs/quickstart>",
+        "a run, a folder with config.json, or a hub id",
+        script="finetune",
+    ),
+    Other(
+        "model model_name_or_path model_args pretrained model_name model_id hf_model base_model"
+        " pretrained_model_name_or_path",
+        "models=[hf:<OWNER/NAME>]",
+        "a run's folder stands without hf:",
+        script="eval",
+    ),
+    Other(
+        "model model_name_or_path model_path checkpoint_dir ckpt checkpoint_path composer_path"
+        " ckpt_path base_model load_path load_from",
+        "checkpoint=<runs/quickstart>",
+    ),
+    Other("hidden_size n_embd dim d_embed model.hidden_size model.n_embd", "model.d_model=<768>"),
+    Other("num_hidden_layers num_layers n_layer model.num_layers", "model.n_layers=<12>"),
+    Other("num_attention_heads n_head model.n_head num_heads", "model.n_heads=<12>"),
+    Other(
+        "num_key_value_heads n_kv_heads n_query_groups",
+        "model.attn_config.kv_n_heads=<4>",
+        "with model.attn_config.attn_type=grouped_query_attention",
+    ),
+    Other("intermediate_size ffn_dim", "model.ffn_config.ffn_hidden_size=<3072>"),
+    Other("rms_norm_eps layer_norm_eps", "model.norm_eps=<1e-5>"),
+    Other("num_experts num_local_experts n_experts", "model.ffn_config.moe_num_experts=<16>"),
+    Other("num_experts_per_tok top_k_experts", "model.ffn_config.moe_top_k=<4>"),
+    Other(
+        "attn_implementation use_flash_attention use_flash_attention_2 flash_attention"
+        " model.attn_implementation flash_attn use_flash_attn",
+        "model.attn_impl=auto",
+    ),
+    Other(
+        "attn_implementation use_flash_attention use_flash_attention_2 flash_attention attn_impl"
+        " flash_attn use_flash_attn",
+        "model.attn_config.attn_impl=auto",
+        "the fastest of the device",
+    ),
+    Other(
+        "model.attn_config.attn_uses_sequence_id attn_uses_sequence_id",
+        "data.attend_across_documents=false",
+        "which it is",
+    ),
+    Other(
+        "model.init_device init_device", why="weights always begin on the meta device; remove it"
+    ),
+    Other("vocab_size_multiple", "model.vocab_size=<50304>"),
+    Other(
+        "tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_type",
+        "tokenizer.path=<OWNER/NAME>",
+        "with tokenizer=huggingface",
+    ),
+    # Adapters, 4 bits, preferences
+    Other(
+        "peft_config use_peft use_lora lora peft train_type finetuning_type",
+        "adapter=lora",
+        "with adapter.r, adapter.lora_alpha …",
+        script="finetune",
+    ),
+    Other("lora_r lora_rank peft_config.r rank", "adapter.r=<16>", script="finetune"),
+    Other("peft_config.lora_alpha lora_alpha", "adapter.lora_alpha=<32>", script="finetune"),
+    Other(
+        "peft_config.lora_dropout lora_dropout", "adapter.lora_dropout=<0.05>", script="finetune"
+    ),
+    Other(
+        "lora_target_modules lora_target_linear lora_target peft_config.target_modules",
+        "adapter.target_modules=all-linear",
+        script="finetune",
+    ),
+    Other("lora_modules_to_save", "adapter.modules_to_save=[lm_head]", script="finetune"),
+    Other(
+        "load_in_4bit load_in_8bit quantization_config quantization bnb_4bit_quant_type qlora"
+        " quantize bnb",
+        "model.quantize=nf4",
+        "4 bits, with adapter=lora",
+        script="finetune",
+    ),
+    Other("loss_type dpo_loss", "preference.loss=<sigmoid>", script="finetune"),
+    Other("rl rlhf dpo trainer_type", "preference=dpo", script="finetune"),
+    Other("dpo_beta rl_beta", "preference.beta=<0.1>", script="finetune"),
+    Other("ref_model ref_model_name_or_path", "preference.reference=precompute", script="finetune"),
+    # The text
+    Other(
+        "dataset_name dataset_name_or_path hf_dataset dataset_id training.dataset",
+        "data.dataset=<OWNER/NAME>",
+        "with data=huggingface",
+    ),
+    Other("dataset_config_name dataset_config", "data.subset=<en>"),
+    Other(
+        "train_file train_files data_dir dataset_path datasets train_data data_path dataset_dir"
+        " train_dataset validation_file",
+        "data.paths=[<my/*.jsonl>]",
+        "with data=files or data=jsonl",
+    ),
+    Other("dataset_text_field text_field text_key", "data.text_column=<text>"),
+    Other("dataset_split train_split train_loader.dataset.split", "data.split=<train>"),
+    Other(
+        "val_split_fraction val_set_size validation_split_percentage test_size val_size",
+        "data.validation_fraction=<0.02>",
+    ),
+    Other("dataset_num_proc num_proc preprocessing_num_workers", "data.num_workers=<8>"),
+    Other(
+        "dataloader_num_workers train_loader.num_workers num_dataloader_workers",
+        "data.loader_workers=<2>",
+    ),
+    Other("cache_dir", "data.cache_folder=<~/.cache/llmfoundry>"),
+    Other("predownload train_loader.dataset.predownload", "data.prefetch=2gb", "in bytes"),
+    Other("sample_packing train_loader.dataset.packing_ratio", "data.supervised.packing=best_fit"),
+    Other("train_on_inputs", "data.supervised.target_prompts=all", "none is the default"),
+    Other(
+        "completion_only_loss assistant_only_loss train_on_responses_only mask_prompt",
+        "data.supervised.target_prompts=none",
+        "the default: only answers are learned",
+    ),
+    Other("train_loader.dataset.streams", "data.streams.NAME.remote=<s3://bucket>", "or local"),
+    Other("train_loader.dataset.remote", "data.remote=<s3://bucket>", "with data=mds"),
+    Other("train_loader.dataset.local", "data.local=<folder>", "with data=mds"),
+    Other("train_loader.dataset.shuffle", "data.shuffle=<true>"),
+    Other("train_loader train_loader.name train_loader.dataset", "data=mds", "keys below data"),
+    Other("train_loader.drop_last", why="a last step that is not whole is left out; remove it"),
+    Other(
+        "eval_loader eval_loaders eval_loader.dataset.split",
+        "data.validation.split=<val>",
+        "shards; a corpus holds out data.validation_fraction",
+    ),
+    # What is measured
+    Other(
+        "tasks icl_tasks eval_gauntlet",
+        "eval.gauntlet=eval/gauntlets/v0.3.yaml",
+        "a file that names tasks; eval=v0.3 is the same",
+    ),
+    Other(
+        "limit num_samples icl_subset_num_batches eval_subset_num_batches", "eval.icl_rows=<100>"
+    ),
+    Other("num_fewshot num_fewshots", why="is a key of each task in the gauntlet's file"),
+    Other(
+        "eval_steps eval_every eval_freq eval.interval validation.freq eval_strategy"
+        " evaluation_strategy val_check_interval",
+        "eval_interval=<500>ba",
+    ),
+    # What is kept
+    Other("output_dir out_dir out output_path save_path hf_output_path", "output=<folder>"),
+    Other(
+        "output_dir out_dir out save_dir save_path checkpoint.folder job.dump_folder dump_folder"
+        " default_root_dir checkpoint_dir",
+        "save_folder=<runs/my-run>",
+        "or run_name=my-run",
+    ),
+    Other("out_root output_dir out_dir output", "prepare.output=<folder>", script="prepare_data"),
+    Other(
+        "save_steps save_every save_freq save_strategy train.save_interval checkpoint.interval"
+        " checkpointing_steps ckpt_interval",
+        "save_interval=<500>ba",
+    ),
+    Other(
+        "save_total_limit keep_latest_k checkpoint.keep_latest_k",
+        "save_num_checkpoints_to_keep=<3>",
+    ),
+    Other("overwrite_output_dir", "save_overwrite=true"),
+    Other(
+        "resume_from_checkpoint resume auto_resume checkpoint.load_step load_checkpoint",
+        "load_path=<runs/other>",
+        "of another run; the same command goes on with its own",
+    ),
+    Other("run_id exp_name wandb_run_name run_title job.name", "run_name=<my-run>"),
+    Other(
+        "logging_steps log_freq log_every log_every_n_steps train.log_interval metrics.log_freq",
+        "log_interval=<10>ba",
+    ),
+    Other("report_to log_with use_wandb loggers loggers.wandb enable_wandb", "logger=wandb"),
+    Other("mlflow_experiment_name", "logger.experiment_name=<llmfoundry>"),
+    Other(
+        "disable_tqdm progress_bar console_log_interval log_to_console python_log_level verbose"
+        " quiet logging_level",
+        why="the console has a line each log_interval; remove it",
+    ),
+    # Where it runs
+    Other(
+        "nproc_per_node num_processes gpus num_gpus n_gpu ngpu devices world_size trainer.devices"
+        " num_gpus_per_node",
+        "parallel.nproc_per_node=<8>",
+        "unset: one for each GPU",
+    ),
+    Other(
+        "fsdp fsdp_config fsdp_config.sharding_strategy deepspeed deepspeed_config zero_stage"
+        " parallelism.data_parallel_shard_degree training.data_parallel_shard_degree"
+        " fsdp_transformer_layer_cls_to_wrap strategy use_fsdp",
+        "parallel=fsdp",
+        "FSDP2; parallel=ddp copies the model",
+    ),
+    Other(
+        "gradient_checkpointing use_gradient_checkpointing activation_checkpoint.mode"
+        " fsdp_config.activation_checkpointing activation_checkpoint",
+        "parallel.activation_checkpointing=true",
+    ),
+    Other("ddp_timeout", "parallel.dist_timeout=<600>"),
+    Other("local_rank", why="the launcher sets LOCAL_RANK; remove it"),
+    Other(
+        "device device_map no_cuda use_cpu accelerator",
+        why="a GPU is used where there is one, and CUDA_VISIBLE_DEVICES= hides it; remove it",
+    ),
+    Other("tf32 allow_tf32", why="products are bf16 (precision), so it has no effect; remove it"),
+    # Calls
+    Other(
+        "config config_file config_path recipe recipe_path yaml yaml_path job.config_file"
+        " config_name cfg_path",
+        why="write the recipe's path by itself, without a flag",
+    ),
+    Other("do_train", why="scripts/train.py trains; remove it"),
+    Other("do_eval do_predict", why="scripts/eval.py measures a run; remove it"),
+    Other(
+        "push_to_hub hub_model_id hub_token",
+        why="scripts/convert.py writes a folder (to=hf) that `hf upload` sends",
+    ),
+    Other("input text input_text prompts query", "prompt=<text>"),
+    Other("do_sample greedy", "temperature=0", "takes the likeliest token; above 0 draws"),
+    Other("outdtype output_precision torch_dtype", "dtype=bf16"),
+    Other("output_format export_format target_format", "to=hf"),
+)

@@ -1,0 +1,136 @@
+"""The `preference` section: learning which of two answers is better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from llmfoundry.recipe.bounds import POSITIVE, Range, choice, out_of_bounds
+from llmfoundry.recipe.checks import fill, inert
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.source import SourceConfig
+
+FORMATS = {"dpo": "preference", "kto": "unpaired", "orpo": "preference", "simpo": "preference"}
+"""The format of the rows that each method reads."""
+METHODS = ("none", "dpo", "kto", "orpo", "simpo")
+DPO_LOSSES = ("sigmoid", "ipo", "hinge")
+REFERENCES = ("auto", "precompute", "adapter")
+
+_USED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "dpo": ("loss", "beta", "label_smoothing", "sft_weight", "reference"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight", "reference"),
+    "orpo": ("beta",),
+    "simpo": ("beta", "gamma", "sft_weight"),
+}
+_DEFAULTS: dict[str, dict[str, float | str]] = {
+    "none": {},
+    "dpo": {
+        "loss": "sigmoid",
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "sft_weight": 0.0,
+        "reference": "auto",
+    },
+    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "reference": "auto"},
+    "orpo": {"beta": 0.1},
+    "simpo": {"beta": 2.0, "gamma": 1.0, "sft_weight": 0.0},
+}
+
+
+def _instead(given: str) -> str:
+    """The method that reads rows of a format."""
+    methods = [name for name, format in FORMATS.items() if format == given]
+    return f"preference.name: {' or '.join(methods) or 'none'}"
+
+
+@dataclass
+class PreferenceConfig:
+    """What is minimised on preference rows; `none`: the cross-entropy of supervised rows."""
+
+    name: Annotated[str, choice(METHODS)] = "none"
+    """none, dpo (Rafailov et al., 2023), kto (unpaired; Ethayarajh et al., 2024), orpo (Hong et
+    al., 2024), simpo (Meng et al., 2024). orpo and simpo need no reference model. Rows are
+    data.format: preference, whose two answers share a row of max_seq_len, each with the prompt; for
+    kto unpaired."""
+    loss: Annotated[str | None, choice(DPO_LOSSES)] = None
+    """Only for dpo: sigmoid, ipo (Azar et al., 2023) or hinge (SLiC); sigmoid there."""
+    beta: Annotated[float | None, POSITIVE] = None
+    """How far the model may move from the reference; weight of the odds ratio in orpo; scale of the
+    rewards in simpo. 0.1 there, simpo 2."""
+    label_smoothing: Annotated[float | None, Range(0, below=0.5)] = None
+    """Only for dpo: share of pairs whose sides are taken to be swapped (cDPO); 0 there."""
+    gamma: Annotated[float | None, Range(0)] = None
+    """Only for simpo: the margin that the chosen answer's reward must have; 1 there."""
+    sft_weight: Annotated[float | None, Range(0)] = None
+    """For dpo and simpo: weight of the chosen answer's cross-entropy beside; 0 there."""
+    desirable_weight: Annotated[float | None, POSITIVE] = None
+    """Only for kto: weight of desirable rows; 1 there."""
+    undesirable_weight: Annotated[float | None, POSITIVE] = None
+    """Only for kto: weight of undesirable rows; 1 there."""
+    reference: Annotated[str | None, choice(REFERENCES)] = None
+    """For dpo and kto, where the model's log-probabilities before training come from. precompute:
+    once, into the cache. adapter: each step again, the adapter switched off. auto: precompute."""
+
+    def check(self, key: str = "preference.") -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
+        if self.name not in METHODS:
+            return
+        unused = {f for names in _USED.values() for f in names} - {*_USED[self.name]}
+        yield from inert(key, self, sorted(unused), f"with name: {self.name}")
+        if self.label_smoothing and self.loss in ("ipo", "hinge"):
+            yield f"{key}label_smoothing: has no effect with loss: {self.loss}; remove it"
+
+    def check_data(self, data: DataConfig) -> Iterator[str]:
+        """Lines for rows that the method does not read, and settings that would change answers."""
+        sources: dict[str, SourceConfig] = {"data.": data}
+        if data.streams:
+            sources = {f"data.streams.{name}.": stream for name, stream in data.streams.items()}
+        if data.validation is not None and data.validation.is_supervised:
+            sources["data.validation."] = data.validation
+        for key, source in sources.items():
+            yield from self._check_format(f"{key}format", source.format)
+        if self.name not in FORMATS:
+            return
+        supervised = data.supervised
+        if supervised.target_prompts != "none":
+            yield (
+                f"data.supervised.target_prompts: {supervised.target_prompts}, but {self.name}"
+                " compares answers alone; write none"
+            )
+        if supervised.loss != "tokens":
+            yield (
+                f"data.supervised.loss: has no effect with preference.name: {self.name}, which"
+                " counts answers; remove it"
+            )
+        if data.attend_across_documents:
+            yield (
+                f"data.attend_across_documents: true lets the answers that {self.name} compares see"
+                " each other; remove it"
+            )
+        if self.name == "kto" and supervised.packing == "off":
+            yield (
+                "data.supervised.packing: off, but kto compares a prompt with answers of others in"
+                " its row; write best_fit"
+            )
+
+    def _check_format(self, key: str, given: str) -> Iterator[str]:
+        needed = FORMATS.get(self.name)
+        if needed is not None and given != needed:
+            yield (
+                f"{key}: {given}, but preference.name: {self.name} reads rows of {needed}; write"
+                f" that, or {_instead(given)}"
+            )
+        if needed is None and given in FORMATS.values():
+            methods = [name for name, format in FORMATS.items() if format == given]
+            yield (
+                f"{key}: {given}, whose rejected answers would be learned as well; write"
+                f" preference.name: {' or '.join(methods)}"
+            )
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.name in _DEFAULTS:
+            fill(self, **_DEFAULTS[self.name])

@@ -1,0 +1,131 @@
+"""Where a command's words go: a terminal, a log file, or a pipe whose reader may leave.
+
+`recipe/load.py` calls `outlast_readers` first of all; `progress` is the one bar of the project. The
+idea: only a terminal gets what moves. A log file gets lines, and a pipe that nobody reads any more
+(`| head`) gets nothing, without an error: the command goes on to its end.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+TENTHS = 10  # lines of a log file for what a terminal shows as a bar
+
+
+def outlast_readers() -> None:
+    """Let standard output and error lose their readers without harm; files stay as they are."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__") or not _is_pipe(stream):
+            continue
+        stream.flush()
+        lasting = io.TextIOWrapper(
+            io.BufferedWriter(_Lasting(stream.fileno(), "wb", closefd=False)),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, lasting)
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+class _Lasting(io.FileIO):
+    """A pipe that becomes /dev/null once its reader has closed it."""
+
+    def write(self, data: Any) -> int:
+        """All of `data`, as far as anybody knows."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())
+            os.close(nothing)
+            return memoryview(data).nbytes
+
+
+def is_watched() -> bool:
+    """Whether a person looks on: standard error, on which bars are drawn, is a terminal."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def quiet_libraries() -> None:
+    """Ask libraries for no bars where nobody looks on; before they are imported."""
+    if not is_watched():
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+
+
+def tell_loading() -> None:
+    """Say at once that PyTorch is being imported, which takes seconds.
+
+    On a terminal alone, where a person waits: a log file's reader does not, and whoever reads
+    standard error as data is not disturbed. Processes of torchrun come after one that has said it.
+    """
+    if is_watched() and "RANK" not in os.environ:
+        print("loading PyTorch ...", file=sys.stderr, flush=True)
+
+
+def progress(
+    total: int, what: str, unit: str, *, done: int = 0, scaled: bool = False, shown: bool = True
+) -> tqdm[Any]:
+    """A bar on standard error: on a terminal it moves, in a log file it is a line each tenth.
+
+    Args:
+        total: how many there are.
+        what: is being done.
+        unit: of what is counted.
+        done: of them before.
+        scaled: write 1.2M for 1,200,000.
+        shown: false: not at all.
+    """
+    from tqdm import tqdm
+
+    class Lines(tqdm):
+        """A bar whose every showing is a line of its own."""
+
+        told = -1
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            tenth = int(TENTHS * self.n / self.total) if self.total else TENTHS
+            if tenth > self.told:
+                self.told = tenth
+                self.fp.write(f"{self}\n")
+                self.fp.flush()
+
+        def clear(self, nolock: bool = False) -> None:
+            """There is nothing to wipe."""
+
+        def close(self) -> None:
+            if not self.disable:
+                self.display()
+                self.disable = True
+                type(self)._decr_instances(self)  # type: ignore[attr-defined]
+
+    plain = None if is_watched() else "{desc}: {percentage:.0f}% of {total_fmt}{unit}, {elapsed}"
+    return (tqdm if is_watched() else Lines)(
+        total=total,
+        desc=what,
+        unit=unit,
+        initial=done,
+        unit_scale=scaled,
+        file=sys.stderr,
+        disable=not shown,
+        bar_format=plain,
+        dynamic_ncols=True,
+        leave=False,
+    )

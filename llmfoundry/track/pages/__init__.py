@@ -1,0 +1,1 @@
+"""report.html and gauntlet.html: pages that need nothing but themselves."""

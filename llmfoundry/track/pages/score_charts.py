@@ -1,0 +1,242 @@
+"""Scores of several models side by side as inline SVG: bars, dots beside chance, a bar in a table.
+
+`eval_page` draws with them. The idea: model number i has the page's colour i and the number i + 1
+in every picture, and guessing is a line in each, so that a model that only guesses is seen to. A
+score that does not exist is written n/a where its bar would be, and has no dot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from llmfoundry.track.pages.chart import COLOURS, WIDTH, Axis
+
+Estimate = tuple[float | None, float | None]  # a score and its standard error; None: not known
+Scores = Sequence[Sequence[Estimate]]  # of every model: of every name
+
+LEFT, RIGHT, TOP, BOTTOM = 24, 52, 6, 24  # of the frame; numbers of models stand to the left
+BAR, GAP, NAME = 14, 8, 20  # heights of a bar, of the room between groups, of a group's name
+DOT_ROW = 7  # height of a model's place in a row of dots
+LEAST_REACH = 0.25  # of the bars' axis: noise around zero is not to fill the frame
+_MARK = "stroke:var(--fg);stroke-width:1.5"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row of dots: a task, what guessing gets of it, and every model's accuracy."""
+
+    name: str
+    chance: float
+    majority: float
+    accuracies: Sequence[Estimate]
+
+
+def bars(title: str, names: Sequence[str], models: Sequence[str], scores: Scores) -> str:
+    """A <figure> with a group of horizontal bars for each name, a bar for each model.
+
+    Whiskers reach one standard error to both sides. Empty if there is no name.
+    """
+    if not names:
+        return ""
+    axis = _axis(scores)
+    group = NAME + len(models) * BAR + GAP
+    bottom = TOP + len(names) * group
+    parts = list(_grid(axis, bottom, _tick))
+    for row, name in enumerate(names):
+        top = TOP + row * group
+        parts.append(_name(name, top))
+        for i, model in enumerate(models):
+            label = f"{model}, {name}" if len(models) > 1 else name
+            parts += _bar(axis, top + NAME + i * BAR, scores[i][row], i, label)
+            parts += _number(top + NAME + i * BAR + BAR / 2, i) if len(models) > 1 else ()
+    drawn = _svg(title, bottom + BOTTOM, parts)
+    return _figure(title, "± one standard error; 0: guessing", models, drawn)
+
+
+def dots(title: str, asked: Sequence[Asked], models: Sequence[str]) -> str:
+    """A <figure> with a row for each task: accuracies as dots, beside what guessing gets.
+
+    Chance is a solid stroke, always the likeliest answer a dashed one. Empty without a task.
+    """
+    if not asked:
+        return ""
+    axis = Axis(0.0, 1.0)
+    group = NAME + len(models) * DOT_ROW + GAP
+    bottom = TOP + len(asked) * group
+    parts = list(_grid(axis, bottom, lambda value: f"{100 * value:.0f}%"))
+    for row, task in enumerate(asked):
+        top = TOP + row * group
+        parts.append(_name(task.name, top))
+        parts += _guesses(axis, task, top + NAME - 2, len(models) * DOT_ROW + 4)
+        for i, (model, estimate) in enumerate(zip(models, task.accuracies, strict=True)):
+            parts += _dot(axis, top + NAME + (i + 0.5) * DOT_ROW, estimate, i, model, task)
+    hint = "strokes: chance solid, the likeliest answer dashed; ± one standard error"
+    return _figure(title, hint, models, _svg(title, bottom + BOTTOM, parts))
+
+
+def accuracy_bar(
+    share: float, stderr: float | None, *, chance: float, majority: float, model: int
+) -> str:
+    """A small bar of a share of one: strokes at chance (solid) and majority (dashed), a whisker."""
+    width, shown = 120, f"{100 * share:.1f}%"
+    shown += f" ± {100 * stderr:.1f}" if stderr is not None else ""
+    title = f"{shown}; chance {100 * chance:.1f}%, majority {100 * majority:.1f}%"
+    low, high = share - (stderr or 0.0), share + (stderr or 0.0)
+    whisker = f'<path class="whisker" style="{_MARK}" d="M{_at(low)} 6H{_at(high)}"/>'
+    return (
+        f'<svg class="bar" viewBox="0 0 {width} 12">'
+        f'<rect class="track" width="{width}" height="12" rx="2"/>'
+        f'<rect width="{_at(share)}" height="12" rx="2" style="{_fill(model)}"/>'
+        f"{whisker if stderr else ''}"
+        f'<line class="mark" x1="{_at(chance)}" x2="{_at(chance)}" y1="0" y2="12"/>'
+        f'<line class="mark" x1="{_at(majority)}" x2="{_at(majority)}" y1="0" y2="12"'
+        f' stroke-dasharray="2 2"/><title>{title}</title></svg>'
+    )
+
+
+def _at(share: float) -> str:
+    """Where a share is on the small bar."""
+    return f"{120 * min(max(share, 0.0), 1.0):.1f}"
+
+
+def _axis(scores: Scores) -> Axis:
+    """From zero, or a tick below the least score, to a tick above the greatest."""
+    ends = [0.0, LEAST_REACH]
+    for value, error in (estimate for model in scores for estimate in model):
+        if value is not None:
+            ends += [value - (error or 0.0), value + (error or 0.0)]
+    low, high = min(ends), max(ends)
+    ticks = Axis(low, high).ticks()
+    step = ticks[1] - ticks[0]
+    down, up = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return Axis(down * step, up * step)
+
+
+def _grid(axis: Axis, bottom: float, form: Callable[[float], str]) -> Iterator[str]:
+    for value in axis.ticks():
+        x = _x(axis, value)
+        kind = "base" if abs(value) < 1e-12 else "grid"
+        yield f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>'
+        yield (
+            f'<text class="axis" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">'
+            f"{form(value)}</text>"
+        )
+
+
+def _name(name: str, top: float) -> str:
+    """A group's name, above it: beside it, a phone would have no room."""
+    return (
+        f'<text class="axis name" x="{LEFT}" y="{top + NAME - 6:.1f}">{escape(_short(name))}'
+        f"<title>{escape(name)}</title></text>"
+    )
+
+
+def _number(middle: float, model: int) -> Iterator[str]:
+    yield (
+        f'<text class="axis number" x="{LEFT - 6}" y="{middle + 4:.1f}" text-anchor="end">'
+        f"{model + 1}</text>"
+    )
+
+
+def _guesses(axis: Axis, task: Asked, top: float, height: float) -> Iterator[str]:
+    for share, dash in ((task.chance, ""), (task.majority, ' stroke-dasharray="2 2"')):
+        x = _x(axis, share)
+        yield (
+            f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{top + height:.1f}"'
+            f"{dash}/>"
+        )
+
+
+def _dot(
+    axis: Axis, y: float, estimate: Estimate, model: int, label: str, task: Asked
+) -> Iterator[str]:
+    value, error = estimate
+    if value is None:
+        return
+    style = f"--c:var(--s{model % COLOURS})"
+    if error:
+        low, high = _x(axis, max(0.0, value - error)), _x(axis, min(1.0, value + error))
+        path = f"M{low:.1f} {y:.1f}H{high:.1f}"
+        yield f'<path class="line" style="{style};stroke-opacity:.5" d="{path}"/>'
+    shown = f"{100 * value:.1f}%" + (f" ± {100 * error:.1f}" if error is not None else "")
+    title = f"{label}, {task.name}: {shown}; chance {100 * task.chance:.1f}%"
+    yield (
+        f'<circle class="dot" style="{style}" cx="{_x(axis, value):.1f}" cy="{y:.1f}" r="3.4">'
+        f"<title>{escape(title)}</title></circle>"
+    )
+
+
+def _bar(axis: Axis, top: float, estimate: Estimate, model: int, label: str) -> Iterator[str]:
+    value, error = estimate
+    zero, middle = _x(axis, 0.0), top + BAR / 2
+    if value is None:
+        yield f'<text class="axis" x="{zero + 4:.1f}" y="{middle + 4:.1f}">n/a</text>'
+        return
+    end = _x(axis, value)
+    reach = end
+    yield (
+        f'<rect class="value" x="{min(zero, end):.1f}" y="{top + 1:.1f}"'
+        f' width="{abs(end - zero):.1f}" height="{BAR - 2}" style="{_fill(model)}">'
+        f"<title>{escape(label)}: {written(estimate)}</title></rect>"
+    )
+    if error:
+        left, reach = _x(axis, value - error), _x(axis, value + error)
+        yield (
+            f'<path class="whisker" style="{_MARK}" d="M{left:.1f} {middle:.1f}H{reach:.1f}'
+            f'M{left:.1f} {middle - 3:.1f}v6M{reach:.1f} {middle - 3:.1f}v6"/>'
+        )
+    yield (
+        f'<text class="axis" x="{max(zero, end, reach) + 5:.1f}" y="{middle + 4:.1f}">'
+        f"{value:.3f}</text>"
+    )
+
+
+def written(estimate: Estimate) -> str:
+    """A score for people: 0.3333 ± 0.0120, or n/a."""
+    value, error = estimate
+    if value is None:
+        return "n/a"
+    return f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+
+
+def _svg(title: str, height: float, parts: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _figure(title: str, note: str, models: Sequence[str], drawn: str) -> str:
+    """With caption and legend; a single model is in the page's title."""
+    keys = [
+        f"<span>{swatch(i)}<b>{i + 1}</b> {escape(model)}</span>" for i, model in enumerate(models)
+    ]
+    legend = f'<div class="legend">{"".join(keys)}</div>' if len(models) > 1 else ""
+    hint = f'<span class="hint">{escape(note)}</span>' if note else ""
+    return f"<figure><figcaption><b>{escape(title)}</b>{hint}</figcaption>{legend}{drawn}</figure>"
+
+
+def swatch(model: int) -> str:
+    """The model's colour, for a legend."""
+    drawn = f'<rect width="18" height="8" rx="2" style="{_fill(model)}"/>'
+    return f'<svg class="key" viewBox="0 0 18 8">{drawn}</svg>'
+
+
+def _fill(model: int) -> str:
+    """The model's colour, paler where colours begin again."""
+    return f"fill:var(--s{model % COLOURS});fill-opacity:{max(0.3, 1 - 0.35 * (model // COLOURS))}"
+
+
+def _x(axis: Axis, value: float) -> float:
+    return LEFT + axis.place(value) * (WIDTH - LEFT - RIGHT)
+
+
+def _tick(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if abs(value) > 1e-12 else "0"
+
+
+def _short(name: str, limit: int = 60) -> str:
+    return name if len(name) <= limit else name[: limit - 1] + "…"

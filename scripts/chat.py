@@ -1,0 +1,12 @@
+"""Talk with a checkpoint's model on a terminal; its chat template puts the messages.
+
+python scripts/chat.py runs/quickstart-sft
+python scripts/chat.py runs/quickstart-sft temperature=0 system="Remember: key is 41."
+echo "Reverse: d a c" | python scripts/chat.py runs/quickstart-sft temperature=0
+"""
+
+from llmfoundry.recipe.load import run
+from llmfoundry.recipe.tasks import ChatRecipe
+
+if __name__ == "__main__":
+    run(ChatRecipe, "llmfoundry.commands.chat:chat", help=__doc__)

@@ -1,0 +1,168 @@
+"""Chat templates: the text that transformers gives, special tokens, hostile templates."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import transformers
+
+from llmfoundry.data.chat_template import NAMED, ChatTemplate
+from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.tokenizer import TokenizerConfig
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "it's", "parameters": {}}}]
+CALLS = [
+    {"type": "function", "function": {"name": "f", "arguments": {"a": "é<"}}},
+    {"function": {"name": "g", "arguments": '{"b": 1}'}},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Hi, <|im_end|>"}
+ANSWER = {"role": "assistant", "content": " Hello. "}
+CONVERSATIONS = [
+    [USER],
+    [SYSTEM, USER, ANSWER],
+    [USER, ANSWER, USER, {"role": "assistant", "content": None, "tool_calls": CALLS}],
+    [USER, {"role": "assistant", "content": "", "tool_calls": CALLS},
+     {"role": "tool", "content": "3"}, ANSWER],
+]  # fmt: skip
+
+GOLDEN = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "zephyr": "<|system|>\nBe brief.<|endoftext|>\n<|user|>\nHi<|endoftext|>\n"
+    "<|assistant|>\nHello<|endoftext|>\n<|assistant|>\n",
+}
+GOLDEN["mpt"] = GOLDEN["chatml"]
+
+
+def bytes_tokenizer(template: str) -> Tokenizer:
+    config = TokenizerConfig(name="bytes", chat_template=template)
+    return build_tokenizer(config, DataConfig(), progress=False)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_saved_tokenizer_gives_the_same_text_and_ids_in_transformers(name, tmp_path):
+    tokenizer = bytes_tokenizer(name)
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    again = pickle.loads(pickle.dumps(Tokenizer.load(tmp_path)))
+    for messages in CONVERSATIONS:
+        for tools in (None, TOOLS):
+            for prompt in (False, True):
+                text = tokenizer.chat.render(messages, add_generation_prompt=prompt, tools=tools)
+                asked = {"add_generation_prompt": prompt, "tools": tools}
+                assert text == theirs.apply_chat_template(messages, tokenize=False, **asked)
+                assert text == again.chat.render(messages, **asked)
+                ids = theirs.apply_chat_template(messages, return_dict=False, **asked)
+                assert tokenizer.encode_chat(text) == ids == again.encode_chat(text)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_templates_write_what_they_always_wrote(name):
+    turns = [SYSTEM, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    special = {"eos_token": "<|endoftext|>", "bos_token": "<|begin_of_text|>"}
+    template = ChatTemplate(bytes_tokenizer(name).chat.text, special)
+    assert template.render(turns, add_generation_prompt=True) == GOLDEN[name]
+    without = template.render(turns[1:2])
+    assert ("system" in without) == (name == "mpt")  # which has a system message of its own
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("chatml", "<|im_end|>"), ("mpt", "<|im_end|>"), ("llama3", "<|eot_id|>"),
+     ("zephyr", "<|endoftext|>")],
+)  # fmt: skip
+def test_the_end_of_a_turn_is_one_special_token(name, end):
+    tokenizer = bytes_tokenizer(name)
+    assert tokenizer.chat.end_of_turn == end
+    (only,) = tokenizer.encode_chat(end)
+    assert tokenizer.decode([only]) == end
+    assert tokenizer.encode(end) == list(end.encode())  # a text that spells it has no token
+
+
+def test_tokens_are_added_only_where_there_is_room():
+    tokenizer = bytes_tokenizer("zephyr")
+    assert tokenizer.vocab_size == 257
+    with pytest.raises(UserError, match=r"chatml needs the tokens <\|im_start\|> <\|im_end\|>"):
+        tokenizer.use_chat_template("chatml", room=1)
+    assert tokenizer.vocab_size == 257 and "im_start" not in tokenizer.chat.text
+    before = tokenizer.fingerprint
+    assert tokenizer.use_chat_template("chatml", room=2) == ["<|im_start|>", "<|im_end|>"]
+    assert tokenizer.vocab_size == 259 and tokenizer.fingerprint != before
+    assert tokenizer.use_chat_template("mpt", room=0) == []
+
+
+def test_templates_of_other_tokenizers_are_found_where_they_lie(tmp_path):
+    bytes_tokenizer("zephyr").save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+    file.write_text(json.dumps({**config, "chat_template": named}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.chat.render([]), tokenizer.chat.render([], tools=TOOLS)) == ("A", "B")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.apply_chat_template([USER], tools=TOOLS, tokenize=False) == "B"
+    (tmp_path / "chat_template.jinja").write_text("C")
+    assert Tokenizer.load(tmp_path).chat.render([]) == "C"
+    file.write_text(json.dumps({**config, "chat_template": [{"name": "rag", "template": "A"}]}))
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=r"several templates \(rag\), and no default"):
+        _ = Tokenizer.load(tmp_path).chat
+
+
+def test_what_is_not_a_template_is_one_line(tmp_path):
+    for content, message in [
+        ("{% for m in messages %}", r"line 1: Unexpected end of template"),
+        ("", "is empty"),
+        (None, r"cannot read .*No such file.*write chatml, llama3, zephyr, mpt, or a Jinja file"),
+    ]:
+        file = tmp_path / "t.jinja"
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(UserError, match=message) as error:
+            bytes_tokenizer(str(file))
+        assert (
+            str(error.value).startswith("tokenizer.chat_template") and len(error.value.lines()) == 1
+        )
+    plain = build_tokenizer(TokenizerConfig(name="bytes"), DataConfig(), progress=False)
+    assert not plain.has_chat
+    with pytest.raises(UserError, match="the tokenizer has none; write zephyr"):
+        _ = plain.chat
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}",
+        "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+        "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}",
+        "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}"
+        "{% endfor %}",
+        "{{ 'a'.center(10**12) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ lipsum(n=10**6) }}",
+        "{{ ().__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ messages.append(3) }}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].nothing.there }}",
+    ],
+)
+def test_hostile_templates_end_soon_with_a_line(text):
+    with pytest.raises(UserError, match="the chat template"):
+        ChatTemplate(text, {}).render([USER])

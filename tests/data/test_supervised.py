@@ -1,0 +1,614 @@
+"""Supervised rows from files to batches: formats, packing, order, mixtures, and what goes wrong."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmfoundry.build.data import Data, build_loader, open_data
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.rows import Row
+from llmfoundry.data.supervised.pack import best_fit, cut_lengths, pack_examples
+from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.data.validation import validation_batches
+from llmfoundry.errors import UserError
+from llmfoundry.ops.batch import IGNORE
+from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.duration import Clock, Duration
+from llmfoundry.recipe.source import StreamConfig
+from llmfoundry.recipe.supervised import SupervisedConfig
+from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.train import TrainRecipe
+
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def chats(n: int = 60) -> list[dict[str, Any]]:
+    return [
+        {"messages": [user(f"count to {i % 9}, number {i}"), assistant(f"{i} " * (i % 9 + 1))]}
+        for i in range(n)
+    ]
+
+
+def write(file: Path, rows: list[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return file
+
+
+def recipe_of(folder: Path, config: dict[str, Any], **more: Any) -> TrainRecipe:
+    supervised = SupervisedConfig(**config.pop("supervised", {}))
+    data = DataConfig(
+        **{"name": "files", "validation_fraction": 0.0, "cache_folder": str(folder / "cache")}
+        | config,
+        supervised=supervised,
+    )
+    data.fill()
+    problems = [*data.check()]
+    if problems:
+        raise UserError(*problems)
+    return TrainRecipe(**{"max_seq_len": 128, "global_train_batch_size": 4} | more, data=data)
+
+
+def tokenizer_of(template: str | None = "chatml") -> Tokenizer:
+    config = TokenizerConfig(name="bytes", chat_template=template)
+    return build_tokenizer(config, DataConfig(), progress=False)
+
+
+def opened(
+    folder: Path, config: dict[str, Any], *, template: str | None = "chatml", **more: Any
+) -> Data:
+    return open_data(recipe_of(folder, config, **more), tokenizer_of(template), ALONE)
+
+
+def rows_of(data: Data) -> list[Row]:
+    source = data.streams[0].source  # type: ignore[attr-defined]
+    return [source.row(n) for n in range(source.n_rows)]
+
+
+def learned(rows: list[Row]) -> list[str]:
+    """What is learned of each document."""
+    tokenizer, found = tokenizer_of(), []
+    for row in rows:
+        begin = 0
+        for length in row.lengths:
+            part = slice(begin, begin + length)
+            assert row.weights is not None
+            found.append(tokenizer.decode(row.ids[part][row.weights[part] > 0].tolist()))
+            begin += length
+    return found
+
+
+def documents(rows: list[Row]) -> Counter[bytes]:
+    found: Counter[bytes] = Counter()
+    for row in rows:
+        ends = np.cumsum(row.lengths)[:-1]
+        found.update(part.tobytes() for part in np.split(row.ids.astype(np.int64), ends))
+    return found
+
+
+# Sources and formats
+
+
+def test_the_same_rows_from_every_kind_of_file(tmp_path):
+    rows = [{"prompt": f"{n}?", "response": f"{n}!"} for n in range(20)]
+    lines = "\n".join(map(json.dumps, rows))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, ["prompt", "response"])
+    writer.writeheader()
+    writer.writerows(rows)
+    write(tmp_path / "jsonl" / "a.jsonl", rows)
+    (tmp_path / "gz").mkdir()
+    (tmp_path / "gz" / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name, text in [("json", json.dumps(rows)), ("lines", lines), ("csv", table.getvalue())]:
+        (tmp_path / name).mkdir()
+        suffix = "json" if name == "lines" else name
+        (tmp_path / name / f"a.{suffix}").write_text(text)
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    (tmp_path / "parquet").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "parquet" / "a.parquet")
+    found = {}
+    for name in ("jsonl", "gz", "json", "lines", "csv", "parquet"):
+        config = {"paths": [str(tmp_path / name)], "format": "prompt_response", "shuffle": False}
+        found[name] = learned(rows_of(opened(tmp_path, config)))
+    config = {"name": "huggingface", "dataset": str(tmp_path / "jsonl"), "shuffle": False}
+    config["format"] = "prompt_response"
+    found["huggingface"] = learned(rows_of(opened(tmp_path, config)))
+    columns = {"prompt": "str", "response": "str"}
+    with MDSWriter(tmp_path / "mds", columns=columns) as shards:
+        for row in rows:
+            shards.write(row)
+    config = {"name": "shards", "local": str(tmp_path / "mds"), "shuffle": False}
+    config["format"] = "prompt_response"
+    found["mds"] = learned(rows_of(opened(tmp_path, config)))
+    expected = sorted(f"{n}!<|endoftext|>" for n in range(20))
+    assert all(sorted(texts) == expected for texts in found.values()), found
+
+
+def test_columns_and_functions_bring_rows_to_a_format(tmp_path):
+    rows = [{"q": f"{n}?", "a": f"{n}!", "id": n} for n in range(4)]
+    paths = [str(write(tmp_path / "in" / "a.jsonl", rows))]
+    code = "def rename(row):\n    return None if row['id'] == 2 else "
+    (tmp_path / "mine.py").write_text(f"{code}{{'prompt': row['q'], 'completion': row['a']}}\n")
+    config = {"paths": paths, "format": "prompt_response"}
+    by_columns = opened(tmp_path, {**config, "columns": {"prompt": "q", "response": "a"}})
+    assert sorted(learned(rows_of(by_columns))) == [f"{n}!<|endoftext|>" for n in range(4)]
+    assert "columns not read: id" in by_columns.summary
+    function = {"preprocess": f"{tmp_path / 'mine.py'}:rename"}
+    by_function = opened(tmp_path, config | function)
+    assert sorted(learned(rows_of(by_function))) == [f"{n}!<|endoftext|>" for n in (0, 1, 3)]
+    assert "1 row left out by preprocess: dropped (the first: " in by_function.summary
+    (tmp_path / "mine.py").write_text(f"{code}{{'prompt': row['q'], 'completion': 'new'}}\n")
+    assert set(learned(rows_of(opened(tmp_path, config | function)))) == {"new<|endoftext|>"}
+
+
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_pairs_lie_side_by_side_and_only_their_answers_are_learned(tmp_path, as_messages):
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"{n}?", "chosen": f"{n}!", "rejected": f"not {n}"} for n in range(9)
+    ]
+    if as_messages:  # as UltraFeedback has them, and as TRL does
+        for row in rows[:4]:
+            for name in ("chosen", "rejected"):
+                row[name] = [user(row["prompt"]), assistant(row[name])]
+        for row in rows[4:]:
+            row["prompt"] = [user(row["prompt"])]
+            row |= {name: [assistant(row[name])] for name in ("chosen", "rejected")}
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    found = rows_of(opened(tmp_path, {"paths": [path], "format": "preference"}))
+    end = "<|im_end|>\n<|endoftext|>" if as_messages else "<|endoftext|>"
+    texts = learned(found)
+    sides = [side for row in found for side in row.sides or []]
+    assert sides == [1, -1] * 9
+    pairs = set(zip(texts[0::2], texts[1::2], strict=True))
+    assert pairs == {(f"{n}!{end}", f"not {n}{end}") for n in range(9)}
+
+
+def test_unpaired_answers_have_the_side_of_their_label(tmp_path):
+    rows = [{"prompt": f"{n}?", "completion": f"{n}!", "label": n % 3 == 0} for n in range(9)]
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    found = rows_of(opened(tmp_path, {"paths": [path], "format": "unpaired"}))
+    sides = [side for row in found for side in row.sides or []]
+    expected = {f"{n}!<|endoftext|>": 1 if n % 3 == 0 else -1 for n in range(9)}
+    assert dict(zip(learned(found), sides, strict=True)) == expected
+
+
+# Packing
+
+
+def test_padding_of_realistic_lengths_is_below_one_percent():
+    """Log-normal, as instruction sets are: a median of 200 tokens, a long tail, cut at 2,048."""
+    sizes = np.exp(np.random.default_rng(0).normal(np.log(200), 1.0, 20_000)).astype(np.int64)
+    sizes = np.clip(sizes, 8, 2048)
+    members, ends = pack_examples(sizes, 2048, window=8192, packed=True)
+    assert sorted(members) == list(range(len(sizes)))
+    filled = np.add.reduceat(sizes[members], np.concatenate([[0], ends[:-1]]))
+    assert filled.max() <= 2048
+    assert 1 - sizes.sum() / (2048 * len(ends)) < 0.01
+
+
+def test_best_fit_puts_each_size_into_the_fullest_row_that_holds_it():
+    def slow(sizes: list[int], room: int) -> list[list[int]]:
+        rows: list[list[int]] = []
+        for place in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+            free = [(room - sum(sizes[n] for n in row), k) for k, row in enumerate(rows)]
+            fits = [(left, k) for left, k in free if left >= sizes[place]]
+            if fits:
+                rows[min(fits)[1]].append(place)
+            else:
+                rows.append([place])
+        return sorted(sorted(row) for row in rows)
+
+    random = np.random.default_rng(1)
+    for _ in range(30):
+        sizes = random.integers(1, 40, 50)
+        assert best_fit(sizes, 64) == slow(sizes.tolist(), 64)
+
+
+def test_a_pair_is_cut_to_fit_a_row():
+    cut = cut_lengths(np.array([90, 90, 20, 200, 200, 30, 10, 10]), 2, 100)
+    assert cut.tolist() == [50, 50, 20, 80, 70, 30, 10, 10]
+
+
+def test_packing_loses_and_joins_nothing(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(60)))
+    config = {"paths": [path], "format": "chat"}
+    packed = opened(tmp_path, dict(config), max_seq_len=256)
+    alone = opened(tmp_path, config | {"supervised": {"packing": "off"}}, max_seq_len=256)
+    assert len(rows_of(alone)) == 60 > 2 * len(rows_of(packed))
+    assert documents(rows_of(packed)) == documents(rows_of(alone))
+    batch = build(packed, tmp_path, config, max_seq_len=256).batch(0)
+    assert batch.layout is not None
+    for row in range(4):  # no label lies across the border of two documents
+        ends = np.cumsum(batch.layout.lengths[row])[:-1] - 1
+        assert (batch.labels[row, ends] == IGNORE).all()
+    assert any(len(lengths) > 2 for lengths in batch.layout.lengths)
+
+
+def test_each_sequence_weighs_one(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(30)))
+    config = {"paths": [path], "format": "chat", "supervised": {"loss": "sequences"}}
+    for row in rows_of(opened(tmp_path, config)):
+        assert row.weights is not None
+        sums = np.add.reduceat(row.weights, np.concatenate([[0], np.cumsum(row.lengths)[:-1]]))
+        assert sums == pytest.approx(np.ones(len(row.lengths)), abs=1e-6)
+
+
+# Order, resuming, ranks, mixtures
+
+
+def build(
+    data: Data, folder: Path, config: dict[str, Any], world: World = ALONE, **more: Any
+) -> Loader:
+    recipe = recipe_of(folder, dict(config), **more)
+    clock = Clock(
+        samples_per_batch=4,
+        tokens_per_batch=4 * recipe.max_seq_len,
+        batches_per_epoch=data.epoch_rows / 4,
+        max_duration=Duration.parse("4ep"),
+    )
+    return build_loader(recipe, data, clock, tokenizer_of(), world)
+
+
+def test_rows_are_a_pure_function_of_the_seed_on_any_number_of_ranks(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(80)))
+    config = {"paths": [path], "format": "chat"}
+    data = opened(tmp_path, dict(config))
+    whole = build(data, tmp_path, config)
+    steps = [whole.rows(step) for step in range(12)]
+    again = build(opened(tmp_path / "other", dict(config)), tmp_path / "other", config)
+    for step in (11, 3):  # of another cache, and without the steps before
+        assert np.array_equal(again.rows(step).ids, steps[step].ids)
+    for rank in range(2):
+        world = World(rank=rank, size=2, local_rank=rank, device=torch.device("cpu"))
+        part = build(data, tmp_path, config, world).rows(5)
+        assert np.array_equal(part.ids, steps[5].ids[2 * rank : 2 * rank + 2])
+        assert np.array_equal(part.weights, steps[5].weights[2 * rank : 2 * rank + 2])
+    resumed = build(data, tmp_path, config)
+    resumed.resume(json.loads(json.dumps(whole.state(7))), 7)
+    assert np.array_equal(resumed.rows(7).ids, steps[7].ids)
+    other = build(opened(tmp_path, dict(config), seed=5), tmp_path, config, seed=5)
+    assert not np.array_equal(other.rows(0).ids, steps[0].ids)
+
+
+def test_a_resumed_run_refuses_other_rows(tmp_path):
+    path = write(tmp_path / "in" / "a.jsonl", chats(80))
+    config = {"paths": [str(path)], "format": "chat"}
+    state = build(opened(tmp_path, dict(config)), tmp_path, config).state(3)
+    write(path, chats(81))
+    loader = build(opened(tmp_path, dict(config)), tmp_path, config)
+    with pytest.raises(UserError, match="data: its rows are not those of the checkpoint"):
+        loader.resume(state, 3)
+
+
+def test_worker_processes_read_the_same_rows(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(40)))
+    config = {"paths": [path], "format": "chat"}
+    loader = build(opened(tmp_path, dict(config)), tmp_path, config)
+    expected = [loader.batch(step) for step in range(3)]
+    loader.workers = 1
+    batches = loader.prefetch(0)
+    try:
+        for batch in expected:
+            assert torch.equal(next(batches).labels, batch.labels)
+    finally:
+        batches.close()
+
+
+def test_supervised_streams_mix_with_each_other_and_with_text(tmp_path):
+    write(tmp_path / "chat" / "a.jsonl", chats(200))
+    write(tmp_path / "pr" / "a.jsonl", [{"prompt": f"{n}?", "response": "!"} for n in range(99)])
+    write(tmp_path / "text" / "a.jsonl", [{"text": f"story {n} " * 40} for n in range(99)])
+    streams = {
+        "chat": StreamConfig(name="files", paths=[str(tmp_path / "chat")], format="chat"),
+        "pr": StreamConfig(name="files", paths=[str(tmp_path / "pr")], format="prompt_response"),
+        "text": StreamConfig(name="files", paths=[str(tmp_path / "text")]),
+    }
+    for stream, part in zip(streams.values(), (2.0, 1.0, 1.0), strict=True):
+        stream.proportion = part
+    config = {"name": "mixture", "streams": streams, "validation_fraction": 0.1}
+    data = opened(tmp_path, dict(config))
+    loader = build(data, tmp_path, config)
+    assert loader.mixture.consumed(100) == (200, 100, 100)
+    sources, _ = loader.mixture.plan(0)
+    batch = loader.batch(0)
+    for row, source in enumerate(sources.tolist()):
+        count = int((batch.labels[row] != IGNORE).sum())
+        assert (count == 128) == (source == 2)  # each label of a row of text counts
+    assert batch.weights is None  # which is 1 for each
+    assert "data.streams.chat:" in data.summary and data.validation.n_rows(128) > 2
+
+
+# Held-out rows
+
+
+def test_held_out_rows_are_measured_on_what_is_learned(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(100)))
+    config = {"paths": [path], "format": "chat", "validation_fraction": 0.2}
+    data = opened(tmp_path, dict(config), max_seq_len=256)
+    texts = data.validation.texts()
+    assert 5 < len(texts) < 40
+    inner = documents(rows_of(data))
+    assert sum(inner.values()) == 100 - len(texts)
+    labels: list[int] = []
+    for rank in range(2):
+        asked = {"rank": rank, "world_size": 2}
+        for batch in validation_batches(
+            data.validation, seq_len=256, batch_size=2, eos_id=256, **asked
+        ):
+            labels += batch.labels[batch.labels != IGNORE].tolist()
+    answers = "".join(text.split("assistant\n")[1] for text in texts)
+    assert len(labels) == len(tokenizer_of().encode_chat(answers))
+    assert Counter(tokenizer_of().decode(labels)) == Counter(answers)
+    more = write(tmp_path / "in" / "b.jsonl", chats(150)[100:])
+    grown = opened(tmp_path, config | {"paths": [path, str(more)]}, max_seq_len=256)
+    assert set(texts) <= set(grown.validation.texts())  # none moved to the other side
+
+
+def test_held_out_rows_of_their_own(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(30)))
+    theirs = str(write(tmp_path / "val" / "a.jsonl", chats(50)[40:]))
+    validation = StreamConfig(name="files", paths=[theirs])
+    config = {"paths": [path], "format": "chat", "validation": validation}
+    data = opened(tmp_path, config | {"validation_fraction": 0.5})
+    assert sum(documents(rows_of(data)).values()) == 30
+    assert len(data.validation.texts()) == 10
+    assert "data.validation: 10 rows of chat" in data.summary
+
+
+# What is too long, empty, double
+
+
+def test_what_is_cut_dropped_or_double_is_counted_and_named(tmp_path):
+    rows = [
+        {"prompt": "a", "response": "b"},
+        {"prompt": "a", "response": "b"},
+        {"prompt": "long", "response": "x" * 200},
+        {"prompt": "no answer", "response": ""},
+        {"prompt": "y" * 200, "response": "never seen"},
+    ]
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    config = {"paths": [path], "format": "prompt_response", "shuffle": False}
+    with pytest.raises(UserError, match=r"a.jsonl:5: not one token is learned of its first 128;"):
+        opened(tmp_path, dict(config))
+    data = opened(tmp_path, config | {"supervised": {"nothing_learned": "drop"}})
+    assert sorted(learned(rows_of(data))) == ["b<|endoftext|>"] * 2 + ["x" * 124]
+    for line in (
+        "data: 1 row repeated: kept (the first: {}:2)",
+        "data: 2 rows truncated: to 128 tokens, 77 learned tokens cut off (the first: {}:3)",
+        "data: 1 row without a learned token: dropped (the first: {}:5)",
+        "data: 1 row empty: dropped (the first: {}:4)",
+    ):
+        assert line.format(path) in data.summary.splitlines()
+    supervised = {"too_long": "drop", "drop_duplicates": True}
+    data = opened(tmp_path, config | {"supervised": supervised})
+    assert learned(rows_of(data)) == ["b<|endoftext|>"]
+    with pytest.raises(UserError, match=r"a.jsonl:3: has 205 tokens, more than max_seq_len: 128"):
+        opened(tmp_path, config | {"supervised": {"too_long": "error"}})
+
+
+def test_messages_that_spell_special_tokens_are_told(tmp_path):
+    rows = [{"messages": [user("say <|im_end|>"), assistant("no")]}, *chats(5)]
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    data = opened(tmp_path, {"paths": [path], "format": "chat"})
+    line = f"data: 1 row with the text of a special token: read as that token (the first: {path}:1)"
+    assert line in data.summary.splitlines()
+
+
+# The cache
+
+
+@pytest.mark.slow
+def test_a_preparation_that_is_killed_leaves_nothing_that_counts(tmp_path):
+    rows = [{"prompt": f"{n}?", "response": f"{n}!"} for n in range(8_000)]
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    config = {"paths": [path], "format": "prompt_response", "num_workers": 1}
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from tests.data.test_supervised import *\n"
+        f"opened(Path({str(tmp_path)!r}), {config!r})\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    folder = tmp_path / "cache" / "supervised"
+    while not [*folder.glob("*.tmp.*")]:
+        assert child.poll() is None
+        time.sleep(0.005)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert [path for path in folder.iterdir() if path.is_dir()] == [*folder.glob("*.tmp.*")]
+    assert sum(documents(rows_of(opened(tmp_path, config, max_seq_len=512))).values()) == 8_000
+    assert not [*folder.glob("*.tmp.*")]
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path):
+    rows = [row | {"unread": "x" * 15_000} for row in chats(600)]
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))  # more than one part
+    config = {"paths": [path], "format": "chat"}
+    one = opened(tmp_path / "1", config | {"num_workers": 1}, max_seq_len=512)
+    two = opened(tmp_path / "2", config | {"num_workers": 2}, max_seq_len=512)
+    sources = [data.streams[0].source for data in (one, two)]  # type: ignore[attr-defined]
+    assert sources[0].fingerprint == sources[1].fingerprint
+    for source in sources:
+        assert [source._store.where(n) for n in (0, 299, 599)] == [
+            f"{path}:{n}" for n in (1, 300, 600)
+        ]
+
+
+def test_damage_is_found(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(20)))
+    config = {"paths": [path], "format": "chat"}
+    opened(tmp_path, dict(config))
+    (file,) = (tmp_path / "cache" / "supervised").glob("*/ids.*")
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(UserError, match=r"prepared rows are damaged: tokens are missing; delete"):
+        opened(tmp_path, dict(config))
+
+
+# Bad input: a line each
+
+
+DEEP: Any = "x"
+for _ in range(300):
+    DEEP = [{"a": DEEP}]
+BAD_CHATS: list[tuple[Any, str]] = [
+    ("{bad json", "not JSON"),
+    ("[1, 2]", "every line must hold one JSON object"),
+    ({"text": "x"}, r"no column 'messages'; it has text; write"),
+    ({"messages": "hi"}, "messages holds text, not a list of messages"),
+    ({"messages": [user("a")]}, "messages has 1 messages; a conversation has at least two"),
+    ({"messages": [assistant("a"), user("b"), assistant("c")]},
+     r"messages\[0\] is assistant; a conversation begins with system or user"),
+    ({"messages": [user("a"), user("b"), assistant("c")]},
+     r"messages\[1\] is user after user; expected assistant"),
+    ({"messages": [user("a"), assistant("b"), user("c")]}, "last message must be the assistant"),
+    ({"messages": [user("a"), {"role": "system", "content": "s"}, assistant("b")]},
+     r"messages\[1\] is system after user"),
+    ({"messages": [user("a"), {"role": "bot", "content": "b"}]}, r"messages\[1\].role is 'bot'"),
+    ({"messages": [user("a"), {"role": "assistant"}]}, r"messages\[1\] has no content"),
+    ({"messages": [user("a"), {"role": "assistant", "content": 3}]},
+     r"messages\[1\].content holds a int, not text"),
+    ({"messages": [user("a"), assistant("b", wieght=1)]},
+     r"messages\[1\] has the key 'wieght', which is none; did you mean 'weight'"),
+    ({"messages": [user("a"), assistant("b", weight="x")]}, r"messages\[1\].weight is 'x'"),
+    ({"messages": [user("a"), assistant("b", weight=float("nan"))]}, r"weight is nan"),
+    ({"messages": [{**user("a"), "weight": 1}, assistant("b")]}, r"on a message of user"),
+    ({"messages": [user("a"), assistant("b", tool_calls=[{"x": 1}])]}, "names no function"),
+    ({"messages": [user("a"), assistant("b")], "tools": "soon"}, "tools holds text"),
+    ({"messages": [user("a"), assistant("b")] * 600}, "has 1,200 messages, more than 1,024"),
+    ({"messages": [user("a"), assistant("b")], "tools": [{"a": DEEP}]}, "is nested too deeply"),
+    ({"messages": [user("a"), "b"]}, r"messages\[1\] holds text, not an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_CHATS)
+def test_a_row_that_is_no_conversation_is_named(tmp_path, row, message):
+    path = str(write(tmp_path / "in" / "a.jsonl", [*chats(2), row]))
+    with pytest.raises(UserError, match=message) as error:
+        opened(tmp_path, {"paths": [path], "format": "chat"})
+    assert str(error.value).startswith(f"{path}:3: ") and len(error.value.lines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "message"),
+    [
+        ("prompt_response", {"prompt": "a"}, "no column 'response'"),
+        ("prompt_response", {"response": "a"}, "no column 'prompt'"),
+        ("prompt_response", {"prompt": "a", "response": "b", "completion": "c"}, "has both"),
+        ("prompt_response", {"prompt": 1, "response": "b"}, "prompt holds a int, not text"),
+        ("preference", {"prompt": "a", "chosen": "b"}, "no column 'rejected'"),
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": "b"}, "the same answer"),
+        ("unpaired", {"prompt": "a", "completion": "b", "label": "good"}, "label is 'good'"),
+        ("alpaca", {"instruction": "a"}, "no column 'output'"),
+        ("alpaca", {"text": "no mark"}, "0 times '### Response:', not once"),
+        ("sharegpt", {"conversations": [{"from": [1], "value": "a"}] * 2}, r"role is \[1\]"),
+        ("sharegpt", {"conversations": [{"from": "human"}]}, r"conversations\[0\] lacks from"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value":
+            "b"}]}, "begins with system or user"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_not_of_its_format_is_named(tmp_path, form, row, message):
+    path = str(write(tmp_path / "in" / "a.jsonl", [row]))
+    with pytest.raises(UserError, match=message) as error:
+        opened(tmp_path, {"paths": [path], "format": form})
+    assert str(error.value).startswith(f"{path}:1: ") and len(error.value.lines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def f(row): raise KeyError('q')", "raised KeyError: 'q'; correct the function"),
+        ("def f(row): return 3", "returned int; return a dict with prompt, response, completion"),
+        ("def f(row): return {'prompt': 'a', 'answer': 'b'}", "returned the key 'answer'"),
+        ("def f(row): return {'prompt': 'a', 'response': None}", "no column 'response'"),
+        ("def g(row): return row", "has no function 'f'"),
+        ("def f(row) return", "cannot import .*SyntaxError"),
+    ],
+)
+def test_a_function_that_fails_is_a_line(tmp_path, code, message):
+    path = str(write(tmp_path / "in" / "a.jsonl", [{"q": 1}]))
+    (tmp_path / "mine.py").write_text(code)
+    config = {"paths": [path], "format": "prompt_response"}
+    with pytest.raises(UserError, match=message) as error:
+        opened(tmp_path, config | {"preprocess": f"{tmp_path / 'mine.py'}:f"})
+    assert len(error.value.lines()) == 1
+
+
+def test_a_tokenizer_without_a_template_is_a_line(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(3)))
+    with pytest.raises(
+        UserError, match=r"^tokenizer.chat_template: the tokenizer has none"
+    ) as error:
+        opened(tmp_path, {"paths": [path], "format": "chat"}, template=None)
+    assert len(error.value.lines()) == 1
+
+
+def test_a_template_that_refuses_a_row_names_it(tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('not bad!') }}"
+        "{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    rows = [*chats(3), {"messages": [user("bad"), assistant("b")]}]
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    config = {"paths": [path], "format": "chat"}
+    with pytest.raises(UserError, match=r"a.jsonl:4: the chat template refuses it: not bad!"):
+        opened(tmp_path, config, template=str(tmp_path / "t.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"columns": {"promt": "q"}}, r"data.columns.promt: rows of prompt_response have prompt"),
+        ({"columns": {"prompt": "zz"}}, r"a.jsonl:1: no column 'zz', which data.columns.prompt"),
+        ({"preprocess": "mine"}, "data.preprocess: mine; write module:function"),
+        ({"preprocess": "no_such_module:f"}, "data.preprocess: cannot import 'no_such_module'"),
+        ({"text_column": "x"}, "data.text_column: has no effect with format: prompt_response"),
+        ({"attend_across_documents": True}, "data.attend_across_documents: true lets answers see"),
+        ({"deduplicate": "exact"}, "data.deduplicate: has no effect on supervised rows"),
+        ({"format": "text", "supervised": {"loss": "sequences"}}, "data.supervised: has no effect"),
+        ({"format": "alpacca"}, "data.format: 'alpacca' is not a choice; did you mean 'alpaca'"),
+        (
+            {"format": "preference", "supervised": {"target_responses": "last"}},
+            "last has no effect",
+        ),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_a_line(tmp_path, config, message):
+    path = str(write(tmp_path / "in" / "a.jsonl", [{"prompt": "a", "response": "b"}]))
+    with pytest.raises(UserError, match=message) as error:
+        opened(tmp_path, {"paths": [path], "format": "prompt_response"} | config)
+    assert len(error.value.lines()) == 1
+    assert not [*tmp_path.glob("cache/supervised/*/facts.json")]
+
+
+def test_no_rows_are_a_line(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", ["", "  "]))
+    with pytest.raises(UserError, match="data: no row is left to learn from; the source has no"):
+        opened(tmp_path, {"paths": [path], "format": "chat"})
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(1)))
+    with pytest.raises(UserError, match="its only row cannot be held out and trained on"):
+        opened(tmp_path, {"paths": [path], "format": "chat", "validation_fraction": 0.5})

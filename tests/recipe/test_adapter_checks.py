@@ -1,0 +1,63 @@
+"""Keys of the adapter section that have no effect with the others: a line for each."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+
+LORA = {
+    "r": "8",
+    "lora_alpha": "8",
+    "target_modules": "Wqkv",
+    "exclude_modules": "[Wqkv]",
+    "train_router": "true",
+    "experts": "shared",
+    "use_rslora": "true",
+    "use_dora": "false",
+    "init_lora_weights": "pissa",
+    "modules_to_save": "[wte]",
+}
+PROMPT = {"num_virtual_tokens": "4", "prompt_tuning_init": "random"}
+
+
+def problems(*words: str) -> list[str]:
+    """The lines about a recipe of these words."""
+    try:
+        checked(FinetuneRecipe, None, ["run_name=x", "model.pretrained=base", *words])
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("lora", *item) for item in LORA.items()]
+    + [("prompt_tuning", *item) for item in PROMPT.items()],
+)
+def test_what_the_folder_decides_is_not_written_beside_it(name: str, key: str, value: str) -> None:
+    words = (f"adapter.name={name}", f"adapter.{key}={value}")
+    assert problems(*words) == []
+    why = "has no effect with pretrained, whose folder decides it; remove it"
+    assert problems(*words, "adapter.pretrained=there") == [f"adapter.{key}: {why}"]
+
+
+def test_what_training_decides_may_be() -> None:
+    key = "adapter.pretrained=there"
+    both = ("adapter.lora_dropout=0.1", "adapter.lora_plus_ratio=4")
+    assert problems("adapter.name=lora", *both, key) == []
+    assert problems("adapter=lora", key) == []
+    assert problems("adapter=prompt_tuning", key) == []
+    assert problems("adapter=prefix_tuning", key) == []
+
+
+@pytest.mark.parametrize("name", ["none", "lora", "prefix_tuning"])
+def test_keys_of_another_adapter(name: str) -> None:
+    others = {**(PROMPT if name != "prefix_tuning" else {"prompt_tuning_init": "random"})}
+    others |= {} if name == "lora" else LORA
+    words = [f"adapter.{key}={value}" for key, value in others.items()]
+    found = problems(f"adapter.name={name}", *words)
+    expected = {f"adapter.{key}: has no effect with name: {name}; remove it" for key in others}
+    assert set(found) == expected

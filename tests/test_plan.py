@@ -1,0 +1,107 @@
+"""--dry-run: what a command would do or refuse, with nothing written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmfoundry.commands import plan as plans
+from llmfoundry.models.counts import parameter_count
+from llmfoundry.recipe.fetch import FetchRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked, run
+from llmfoundry.recipe.paths import ROOT, YAMLS
+from llmfoundry.recipe.tasks import ConvertRecipe, EvalRecipe, GenerateRecipe
+from llmfoundry.recipe.track import TrackRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.track.format import count
+
+QUICKSTART = YAMLS / "quickstart.yaml"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def dry(schema: type, target: str, *words: object) -> int:
+    try:
+        run(schema, f"llmfoundry.commands.{target}", [*map(str, words), "--dry-run"])
+    except SystemExit as error:
+        return int(error.code or 0)
+    return 0
+
+
+def test_a_training_run_is_planned_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("max_duration=100ba", "model.vocab_size=8192")
+    assert dry(TrainRecipe, "train:train", QUICKSTART, *words) == 0
+    out = capsys.readouterr().out
+    recipe = checked(TrainRecipe, QUICKSTART, words)
+    recipe.fill()
+    assert f"about {count(parameter_count(recipe.model))} parameters" in out
+    assert "100 steps of 4 rows of 512 tokens (2,048)" in out and "runs/quickstart" in out
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["global_train_batch_size=1000000", "max_seq_len=100000"], "GiB are free"),
+        (["parallel.nproc_per_node=1000"], "parallel.nproc_per_node: 1000 processes"),
+        (["parallel.nproc_per_node=3"], "global_train_batch_size: 4 rows cannot be shared"),
+        (["data=files", "data.paths=[nowhere]"], "nowhere"),
+        (["eval.gauntlet=nowhere.yaml"], "eval.gauntlet: nothing at nowhere.yaml"),
+        (["parallel.data_parallel_shard_degree=2"], "is not the number of processes"),
+        (["model.n_heads=5"], "does not divide"),
+    ],
+)
+def test_what_a_run_refuses_its_dry_run_refuses(
+    words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available() and "nproc" in words[0]:
+        pytest.skip("says how many GPUs there are")
+    if "max_seq_len=100000" in words:
+        words = [*words, "device_train_microbatch_size=1000000"]
+    assert dry(TrainRecipe, "train:train", QUICKSTART, *words) == 2
+    got = capsys.readouterr()
+    assert why in got.err and got.out == ""
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_models_that_are_not_there_are_refused_and_hub_ids_are_not_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry(GenerateRecipe, "generate:generate", "runs/x") == 2
+    assert dry(EvalRecipe, "evaluate:evaluate", "runs/x") == 2
+    assert dry(ConvertRecipe, "convert:convert", "runs/x", "to=hf", "output=y") == 2
+    assert dry(TrackRecipe, "track:track", "runs/x") == 2
+    assert capsys.readouterr().err.count("nothing at runs/x") == 4
+    assert dry(FetchRecipe, "fetch_eval_data:fetch_eval_data", "from_hub=true") == 0
+    assert "the Hugging Face hub" in capsys.readouterr().out
+    recipe = YAMLS / "finetune" / "llama-8b-lora.yaml"
+    assert dry(FinetuneRecipe, "train:train", recipe) == 0
+    assert "of the hub, fetched when the run begins" in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_sweep_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert dry(TrainRecipe, "train:train", QUICKSTART, "-m", "seed=1,2") == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "runs/quickstart/seed=1",
+        "runs/quickstart/seed=2",
+    ]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_every_script_has_a_plan() -> None:
+    found = set()
+    for script in (ROOT / "scripts").glob("*.py"):
+        found |= {*re.findall(r'"llmfoundry\.commands\.\w+:(\w+)"', script.read_text())}
+    assert found == set(plans.PLANS)

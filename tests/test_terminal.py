@@ -1,0 +1,111 @@
+"""What a terminal, a log file and a pipe whose reader has left get to see."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from llmfoundry.parallel.mesh import _OWN_BUFFERS
+from llmfoundry.recipe.paths import ROOT
+from llmfoundry.terminal import progress, quiet_libraries
+
+BAR = """
+from llmfoundry.terminal import *
+outlast_readers(); quiet_libraries(); tell_loading()
+with progress(1000, "preparing", "B", scaled=True) as bar:
+    for _ in range(1000):
+        bar.update()
+import tqdm
+for _ in tqdm.tqdm(range(3)): pass
+print("done")
+"""
+
+
+def on_a_terminal(code: str) -> str:
+    """What a Python program shows on a terminal of its own."""
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-c", code]
+    ours = ("RANK", "TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment):
+        os.close(theirs)
+        shown = b""
+        try:
+            while part := os.read(mine, 4096):
+                shown += part
+        except OSError:  # the other side is closed
+            pass
+    os.close(mine)
+    return shown.decode()
+
+
+def test_a_terminal_gets_a_bar_and_is_told_at_once_that_pytorch_loads() -> None:
+    shown = on_a_terminal(BAR)
+    assert shown.startswith("loading PyTorch ...\r\n") and "done" in shown
+    assert "\rpreparing" in shown.replace("\r\n", "\n")
+
+
+def test_a_log_file_gets_a_line_each_tenth_and_no_control_characters(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        subprocess.run([sys.executable, "-c", BAR], stdout=file, stderr=file, cwd=ROOT, check=True)
+    text = log.read_bytes().decode()
+    assert "\r" not in text and "\x1b" not in text and "loading" not in text
+    lines = text.splitlines()
+    told = [int(line.split("%")[0].split()[-1]) for line in lines if line.startswith("preparing")]
+    assert told[0] == 0 and told[-1] == 100 and told == sorted(told) and len(told) <= 11
+    assert "done" in lines and len(lines) == len(told) + 1, "other libraries' bars are silent"
+
+
+def test_a_bar_that_is_not_to_be_shown_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(3, "x", "", shown=False) as bar:
+        bar.update(3)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_user_may_still_decide_about_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQDM_DISABLE", "0")
+    quiet_libraries()
+    assert os.environ["TQDM_DISABLE"] == "0"
+
+
+def test_a_command_outlives_its_reader(tmp_path: Path) -> None:
+    code = (
+        "from llmfoundry.terminal import outlast_readers as o; o()\n"
+        "import os, sys\n"
+        "for n in range(20_000): print('line', n)\n"
+        "print('told', file=sys.stderr, flush=True); print('last', flush=True)\n"
+        f"open({str(tmp_path / 'end')!r}, 'w').write('whole')"
+    )
+    line = f'{sys.executable} -c "$CODE" 2>&1 | head -1; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", line],
+        env={**os.environ, "CODE": code},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("line 0\n0\n", "")
+    assert (tmp_path / "end").read_text() == "whole"
+
+
+@pytest.mark.filterwarnings("error")
+def test_replicas_are_made_without_a_warning() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        module = DistributedDataParallel(torch.nn.Linear(2, 2), init_sync=False, **_OWN_BUFFERS)
+        assert not module.broadcast_buffers
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,245 @@
+"""Runs that train an adapter: what they save, how they go on, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmfoundry.build.pretrained import open_pretrained
+from llmfoundry.build.start import load_checkpoint
+from llmfoundry.commands.convert import ALONE, convert
+from llmfoundry.commands.train import train
+from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.pretrained import PretrainedConfig
+from llmfoundry.recipe.tasks import ConvertRecipe
+from tests.tiny import finetune_recipe, losses, write_recipe
+from tests.train.here import dtypes, train_here
+
+FOLDER_S = ("adapter.r=null", "adapter.use_dora=null")  # what adapter.pretrained decides
+TOKENS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(4))
+
+
+def finetune_here(name: str, *overrides: str) -> Path:
+    """Fine-tune runs/<name> of finetune.yaml; its folder."""
+    train(checked(FinetuneRecipe, "finetune.yaml", [f"run_name={name}", *overrides]))
+    return Path("runs") / name
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory with runs/base and runs/lora, an adapter of it, saved after 2 and 4."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("adapters")
+        write_recipe(folder)
+        patch.chdir(folder)
+        train_here("base", "max_duration=2ba", "eval=off")
+        finetune_recipe(
+            folder,
+            max_duration="4ba",
+            save_interval="2ba",
+            model={"pretrained": "runs/base"},
+            adapter={"name": "lora", "r": 4, "lora_dropout": 0.1, "use_dora": True},
+            eval={"validation": False},
+        )
+        finetune_here("lora")
+        yield folder
+
+
+def logits(path: str) -> torch.Tensor:
+    model = load_checkpoint(path, ALONE, note=print).root.model
+    with torch.no_grad():
+        return model.head(model(TOKENS))
+
+
+def to(kind: str, output: str, checkpoint: str = "runs/lora") -> Path:
+    convert(checked(ConvertRecipe, None, [f"checkpoint={checkpoint}", f"to={kind}",
+                                          f"output={output}"]))  # fmt: skip
+    return Path(output)
+
+
+def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(place: Path) -> None:
+    names = list(dtypes(Path("runs/lora/checkpoints/ba0000004")))
+    model = [n for n in names if n.startswith("model.")]
+    assert len(model) == 2 * 4 * 3  # blocks, layers; A, B and magnitude
+    assert all(n.rpartition(".")[2].startswith("lora_") for n in model)
+    moments = {n for n in names if n.endswith(("exp_avg", "exp_avg_sq"))}
+    assert len(moments) == 2 * len(model)
+
+
+def test_a_resumed_run_takes_the_same_steps_bit_for_bit(place: Path) -> None:
+    shutil.copytree("runs/lora", "runs/again")
+    shutil.rmtree("runs/again/checkpoints/ba0000004")
+    finetune_here("again", "autoresume=true")
+    assert losses(Path("runs/again")) == losses(Path("runs/lora"))
+    one, other = (
+        load_file(f"runs/{name}/checkpoints/ba0000004/adapter/adapter_model.safetensors")
+        for name in ("again", "lora")
+    )
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_merged_and_as_an_adapter_it_is_the_same_model_elsewhere(place: Path) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    expected, before = logits("runs/lora"), logits("runs/base")
+    assert (expected - before).abs().max() > 1e-3
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    merged, base = load(to("hf", "merged")), load(to("hf", "plain", "runs/base"))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
+        adapted = peft.PeftModel.from_pretrained(base, to("peft", "alone"))
+        torch.testing.assert_close(adapted(TOKENS).logits, expected, rtol=0, atol=1e-5)
+    files = {path.name for path in Path("alone").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "base.json"}
+
+
+def test_a_run_begins_with_an_adapter_or_with_it_merged(place: Path) -> None:
+    steps = ("max_duration=1ba", "optimizer.lr=1e-12")  # the loss of the first step, and no change
+    lora = "runs/lora/checkpoints/ba0000004/adapter"
+    on = finetune_here(
+        "on", f"adapter.pretrained={lora}", *steps, *FOLDER_S, "adapter.lora_dropout=0"
+    )
+    merged = finetune_here("merged", "model.pretrained=runs/lora", "adapter=none", *steps)
+    assert losses(on) == pytest.approx(losses(merged), abs=1e-6)
+    torch.testing.assert_close(logits("runs/on"), logits("runs/lora"), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits("runs/merged"), logits("runs/lora"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        None,
+        pytest.param("adapter=none", marks=pytest.mark.slow),
+        "adapter.modules_to_save=[wte]",
+        pytest.param("adapter.target_modules=[wte]", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_for_new_tokens_are_added_to_a_run_s(place: Path, more: str | None) -> None:
+    """To a plain one's, to a fine-tuned one's, and to what an adapter's is merged to."""
+    run, rows = Path("runs/base"), 320
+    if more is not None:
+        plain = ("adapter.use_dora=false", "adapter.lora_dropout=0") if "none" not in more else ()
+        run = finetune_here(f"rows-{len(more)}", more, *plain, "max_duration=1ba")
+    asked = PretrainedConfig(pretrained=str(run), resize_embeddings=True)
+    before, after = (open_pretrained(asked, ALONE, note=print) for _ in range(2))
+    after.config.vocab_size = rows + 64  # as `fit_vocabulary` changes it
+    models = [Decoder(before.config), Decoder(after.config)]
+    for found, model in zip((before, after), models, strict=True):
+        found.fill(model)
+    own, grown = (model.state_dict() for model in models)
+    table, wider = own.pop("wte.weight"), grown.pop("wte.weight")
+    assert len(table) == rows and torch.equal(wider[:rows], table)
+    expected = table.double().mean(0).float().expand(64, -1)
+    torch.testing.assert_close(wider[rows:], expected)
+    assert all(torch.equal(own[name], grown[name]) for name in own | grown)
+
+
+def test_a_run_with_more_tokens_than_its_beginning_is_saved_and_loaded(place: Path) -> None:
+    """From a run, with the rows of one tokenizer more; and from the one that has them."""
+    backend = bytes_backend()
+    backend.add_special_tokens([f"<{n}>" for n in range(100)])
+    Tokenizer(backend, END_OF_TEXT).save(Path("bigger"))
+    words = ("tokenizer={name: huggingface, path: bigger}", "max_duration=1ba")
+    with pytest.raises(UserError, match=r"resize_embeddings: the tokenizer has 357 tokens, and"):
+        finetune_here("bigger", *words)
+    run = finetune_here("bigger", *words, "model.resize_embeddings=true", "adapter.use_dora=false")
+    found = load_checkpoint(str(run), ALONE, note=print).root.model
+    assert len(found.wte.weight) == 384
+    on = finetune_here("bigger-on", "model.pretrained=runs/bigger", "max_duration=1ba")
+    assert len(load_checkpoint(str(on), ALONE, note=print).root.model.wte.weight) == 384
+
+
+def test_an_adapter_of_another_base_is_refused(place: Path) -> None:
+    lora = "adapter.pretrained=runs/lora/checkpoints/ba0000004/adapter"
+    with pytest.raises(UserError, match=r"made for another base model \(blocks.*differs\)"):
+        finetune_here("other", "model.pretrained=runs/lora", lora, *FOLDER_S)
+    shutil.copytree("runs/lora/checkpoints/ba0000004/adapter", "broken")
+    config = json.loads(Path("broken/adapter_config.json").read_text())
+    for change, said in {
+        "peft_type": "peft_type IA3; the decoder reads LORA",
+        "bias": "bias all; the decoder reads none",
+    }.items():
+        value = {"peft_type": "IA3", "bias": "all"}[change]
+        Path("broken/adapter_config.json").write_text(json.dumps(config | {change: value}))
+        with pytest.raises(UserError, match=said):
+            finetune_here("other", "adapter.pretrained=broken", *FOLDER_S)
+    with pytest.raises(UserError, match=r"adapter\.use_dora: has no effect with pretrained, whose"):
+        finetune_here("other", lora)
+    assert not Path("runs/other").exists()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "decoupled_adamw",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("decoupled_lionw", "muon")),
+    ],
+)
+def test_lora_plus_trains_b_faster(place: Path, optimizer: str) -> None:
+    words = (f"optimizer={optimizer}", "optimizer.lr=1e-3", "max_duration=2ba", "eval_interval=0ba")
+    words += ("adapter.use_dora=false", "schedule.t_warmup=0ba", "adapter.lora_dropout=0")
+    slow = finetune_here(f"{optimizer}-1", *words)
+    fast = finetune_here(f"{optimizer}-16", *words, "adapter.lora_plus_ratio=16")
+
+    def sizes(run: Path, side: str) -> float:
+        file = run / "checkpoints/ba0000002/adapter/adapter_model.safetensors"
+        tensors = load_file(file)
+        return sum(t.norm().item() for n, t in tensors.items() if f"lora_{side}" in n)
+
+    assert sizes(fast, "B") > 8 * sizes(slow, "B")
+    assert sizes(fast, "A") == pytest.approx(sizes(slow, "A"), rel=0.2)
+
+
+def test_frozen_parts_stay_and_a_typo_is_refused(place: Path) -> None:
+    words = ("adapter=none", "max_duration=1ba", "schedule.t_warmup=0ba")
+    finetune_here("frozen", *words, 'freeze=[wte,"blocks.0-0","*.ffn"]')
+    before = load_checkpoint("runs/base", ALONE, note=print).root.model.state_dict()
+    after = load_checkpoint("runs/frozen", ALONE, note=print).root.model.state_dict()
+    changed = {n for n in before if not torch.equal(before[n], after[n])}
+    assert changed and all(
+        n.startswith(("blocks.1.attn", "blocks.1.norm", "norm_f")) for n in changed
+    )
+    with pytest.raises(UserError, match=r"freeze\[0\]: 'wtf' matches nothing; the nearest are wte"):
+        finetune_here("typo", *words, "freeze=[wtf]")
+
+
+@pytest.mark.parametrize("kind", ["GPTNeoX", pytest.param("Qwen2Moe", marks=pytest.mark.slow)])
+def test_on_transformers_class_peft_serves_it(place: Path, kind: str) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    shape = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 256}
+    shape |= {"num_attention_heads": 2, "intermediate_size": 48, "bos_token_id": 256}
+    if kind == "Qwen2Moe":
+        shape |= {"num_key_value_heads": 2, "moe_intermediate_size": 24, "num_experts": 4}
+        shape |= {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 24}
+    config = getattr(transformers, f"{kind}Config")(**shape, max_position_embeddings=64)
+    folder = Path(kind)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    load_checkpoint("runs/base", ALONE, note=print).tokenizer.save(folder)
+    dora = kind == "GPTNeoX"  # peft has none on stacked experts
+    words = (f"model.pretrained={kind}", f"adapter.use_dora={dora}", "adapter.lora_dropout=0")
+    run = finetune_here(kind, *words)
+    shutil.copytree(run, f"{run}-2")
+    shutil.rmtree(f"{run}-2/checkpoints/ba0000004")
+    assert losses(finetune_here(f"{kind}-2", *words, "autoresume=true")) == losses(run)
+    model = load_checkpoint(str(run), ALONE, note=print).root.model
+    with torch.no_grad():
+        expected = model.head(model.run(TOKENS)[0])
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        merged, base = load(to("hf", f"{kind}-merged", str(run))), load(folder)
+        assert (base(TOKENS).logits - expected).abs().max() > 1e-3
+        torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
+        adapted = peft.PeftModel.from_pretrained(base, run / "checkpoints/ba0000004/adapter")
+        torch.testing.assert_close(adapted(TOKENS).logits, expected, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="'q_prj' matches nothing; the nearest are"):
+        finetune_here("typo", *words, "adapter.target_modules=[q_prj]")
