@@ -28,23 +28,23 @@ check: $(VENV)/.dev ## lint, format, types and the floors of the house
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.bench ## speed and memory beside a bare loop and the Hugging Face Trainer
-	$(BIN)/python scripts/bench.py
+	$(BIN)/python -m benchmarks
 
 bench-moe: $(VENV)/.bench ## mixtures of experts: the layer beside a dense one, a model beside transformers' DBRX
-	$(BIN)/python scripts/bench.py --moe
+	$(BIN)/python -m benchmarks --moe
 
 bench-finetune: $(VENV)/.bench ## fine-tuning beside TRL's SFTTrainer, padded and packed, full and LoRA; memory beside the estimate
-	$(BIN)/python -m llmfoundry.bench.finetune
-	$(BIN)/python -m llmfoundry.bench.finetune_memory
+	$(BIN)/python -m benchmarks.finetune
+	$(BIN)/python -m benchmarks.finetune_memory
 
 bench-eval: $(VENV)/.eval ## the gauntlet's scoring beside lm-evaluation-harness and padding to the maximum
-	$(BIN)/python -m llmfoundry.bench.evaluators
+	$(BIN)/python -m benchmarks.evaluators
 
 bench-data: $(VENV)/.dev ## the order's mixing, loaders beside others (RIVALS=their python), preparation beside datasets.map
-	$(BIN)/python -m llmfoundry.bench.orders
-	$(BIN)/python -m llmfoundry.bench.loaders $(if $(RIVALS),--python $(RIVALS))
-	$(BIN)/python -m llmfoundry.bench.preparation
-	$(BIN)/python -m llmfoundry.bench.data_wait
+	$(BIN)/python -m benchmarks.orders
+	$(BIN)/python -m benchmarks.loaders $(if $(RIVALS),--python $(RIVALS))
+	$(BIN)/python -m benchmarks.preparation
+	$(BIN)/python -m benchmarks.data_wait
 
 test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evaluation-harness
 	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/bench/test_evaluators.py

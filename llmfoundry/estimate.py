@@ -21,24 +21,24 @@ from llmfoundry.models.counts import expert_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
 from llmfoundry.ops.logits import chunk_tokens
-from llmfoundry.ops.moe_compress import packed_width
+from llmfoundry.ops.moe.compress import packed_width
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import degrees
-from llmfoundry.recipe.checks import divisors
+from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.load import load
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.paths import YAMLS, recipe_name
+from llmfoundry.recipe.front.load import load
+from llmfoundry.recipe.front.paths import YAMLS, recipe_name
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.values.checks import divisors
 
 GIB = 2**30
 CPU = torch.device("cpu")
 HEAP = 1.5
 """What activations take of a CPU's heap over their own size: tensors of other sizes come and go
 between those that stay, and freed memory is kept (`ops/host_memory.py`). Measured by
-`bench/finetune_memory.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
+`benchmarks/finetune_memory.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
 FRAMEWORK = GIB // 2  # PyTorch and all else that is imported, before there is a model
 WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries

@@ -20,8 +20,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import Router, Routing, Stacks
 from llmfoundry.ops.layout import Layout
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.typed import Problem, build, to_dict
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.typed import Problem, build, to_dict
 
 LOADED = {"missing_keys": "is not in the file", "unexpected_keys": "has no place in the model"}
 

@@ -5,8 +5,8 @@ python scripts/chat.py runs/quickstart-sft temperature=0 system="Remember: key i
 echo "Reverse: d a c" | python scripts/chat.py runs/quickstart-sft temperature=0
 """
 
-from llmfoundry.recipe.load import run
-from llmfoundry.recipe.tasks import ChatRecipe
+from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.scripts.after_training import ChatRecipe
 
 if __name__ == "__main__":
     run(ChatRecipe, "llmfoundry.commands.chat:chat", help=__doc__)

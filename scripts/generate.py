@@ -6,8 +6,8 @@ python scripts/generate.py runs/quickstart prompt="class Reader:" max_new_tokens
 python scripts/generate.py runs/quickstart-sft message="Reverse: d a c" temperature=0
 """
 
-from llmfoundry.recipe.load import run
-from llmfoundry.recipe.tasks import GenerateRecipe
+from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.scripts.after_training import GenerateRecipe
 
 if __name__ == "__main__":
     run(GenerateRecipe, "llmfoundry.commands.generate:generate", help=__doc__)

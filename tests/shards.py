@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from llmfoundry.data.mds.writer import MDSWriter
-from llmfoundry.data.preparation.writer import TokenWriter
-from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.data.preparation.write.writer import TokenWriter
+from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.data.tokens import StreamIndex
 from llmfoundry.files import write_json
 from llmfoundry.recipe.data import DataConfig

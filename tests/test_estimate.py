@@ -20,12 +20,12 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import narrow_frozen, place, quantize_frozen, quantized_shapes
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.parallel.launch import World, relaunch
-from llmfoundry.recipe.adapter import AdapterConfig
+from llmfoundry.recipe.architecture.adapter import AdapterConfig
+from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.selection import slow_but
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -10,13 +10,13 @@ import torch
 
 from llmfoundry.commands import plan as plans
 from llmfoundry.models.counts import parameter_count
-from llmfoundry.recipe.fetch import FetchRecipe
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.load import checked, run
-from llmfoundry.recipe.paths import ROOT, YAMLS
-from llmfoundry.recipe.tasks import ConvertRecipe, EvalRecipe, GenerateRecipe
-from llmfoundry.recipe.track import TrackRecipe
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.front.load import checked, run
+from llmfoundry.recipe.front.paths import ROOT, YAMLS
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
+from llmfoundry.recipe.scripts.fetch import FetchRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.track import TrackRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.track.format import count
 
 QUICKSTART = YAMLS / "quickstart.yaml"

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.build.job import build_root, filled
+from llmfoundry.assemble.job import build_root, filled
 from llmfoundry.commands.train import train
 from llmfoundry.estimate import guess_vocab_size
 from llmfoundry.models.counts import parameter_count
-from llmfoundry.recipe.duration import Duration
-from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.paths import YAMLS
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.values.duration import Duration
 from tests.tiny import losses, write_recipe
 
 RECIPES = sorted(YAMLS.glob("*.yaml"))

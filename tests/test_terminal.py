@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.parallel.mesh import _OWN_BUFFERS
-from llmfoundry.recipe.paths import ROOT
+from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.terminal import progress, quiet_libraries
 
 BAR = """

@@ -213,7 +213,7 @@ def test_export_reloads_with_the_same_logits_and_generates_the_same_text(whole: 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from llmfoundry.build.start import load_checkpoint
+    from llmfoundry.assemble.start import load_checkpoint
     from llmfoundry.parallel.launch import World
 
     run("convert.py", "checkpoint=runs/whole", "to=hf", "output=hf", cwd=whole)

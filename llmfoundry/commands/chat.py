@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from llmfoundry.commands.generate import open_conversation, open_model
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import join
-from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.tasks import ChatRecipe
+from llmfoundry.recipe.scripts.after_training import ChatRecipe
+from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.serve.chat import Conversation
 
 HELP = """/reset        begin anew, with the same system message

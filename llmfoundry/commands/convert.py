@@ -7,28 +7,28 @@ from pathlib import Path
 
 import torch
 
-from llmfoundry.build.adapter import export_adapter
-from llmfoundry.build.fill import fill_model
-from llmfoundry.build.job import build_root, filled
-from llmfoundry.build.start import Loaded, load_checkpoint, model_identity
+from llmfoundry.assemble.adapters.adapter import export_adapter
+from llmfoundry.assemble.job import build_root, filled
+from llmfoundry.assemble.start import Loaded, load_checkpoint, model_identity
+from llmfoundry.assemble.weights.fill import fill_model
 from llmfoundry.commands.card_scores import card_scores
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.card import CardInfo
 from llmfoundry.export.hf import to_hf, whole_or_nothing
 from llmfoundry.export.read import HFFolder, hf_folder, open_hf
-from llmfoundry.gauntlet.special_tokens import DOCUMENT_START
+from llmfoundry.gauntlet.prompts.special_tokens import DOCUMENT_START
 from llmfoundry.masking import public
 from llmfoundry.models.adapters.virtual import virtual_of
 from llmfoundry.models.quantized import is_quantized
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.hf_model import HFModelConfig
-from llmfoundry.recipe.paths import show
-from llmfoundry.recipe.tasks import ConvertRecipe
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+from llmfoundry.recipe.front.paths import show
+from llmfoundry.recipe.front.typed import as_written, flat, to_yaml
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import as_written, flat, to_yaml
-from llmfoundry.train.checkpointer import Checkpointer
+from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 
 # What tells one training from another, where the recipe has it.
 _TOLD = (
@@ -96,8 +96,8 @@ def _export_adapter(recipe: ConvertRecipe) -> None:
 def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
     """A model of transformers' own class, which is what it stays."""
     from llmfoundry.export.hf_class import save_class
-    from llmfoundry.models.adapters.hugging_face import merge_peft
-    from llmfoundry.models.hf_causal_lm import HFCausalLM
+    from llmfoundry.hf_models.adapters import merge_peft
+    from llmfoundry.hf_models.causal_lm import HFCausalLM
 
     if recipe.architecture is not None:
         raise UserError("architecture: has no effect on a model of transformers' class; remove it")

@@ -18,32 +18,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmfoundry.build.data import Data, no_held_out, open_held_out
-from llmfoundry.build.evaluate import build_evaluate, eval_rows, read_tasks
-from llmfoundry.build.job import Job
-from llmfoundry.build.start import Loaded, open_checkpoint
-from llmfoundry.build.subjects import check_outside, is_outside, open_outside
-from llmfoundry.build.trainer import memory_of_process
+from llmfoundry.assemble.data import Data, no_held_out, open_held_out
+from llmfoundry.assemble.evaluate import build_evaluate, eval_rows, read_tasks
+from llmfoundry.assemble.job import Job
+from llmfoundry.assemble.start import Loaded, open_checkpoint
+from llmfoundry.assemble.subjects import check_outside, is_outside, open_outside
+from llmfoundry.assemble.trainer import memory_of_process
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch
 from llmfoundry.files import whole_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
-from llmfoundry.gauntlet.results import GauntletResult
+from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.masking import OPTIONS, public, public_texts
 from llmfoundry.parallel.launch import World, join, relaunch
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.front.paths import find_file, show
+from llmfoundry.recipe.front.typed import keys, missing, require
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.paths import find_file, show
-from llmfoundry.recipe.tasks import EvalRecipe
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import keys, missing, require
+from llmfoundry.recipe.scripts.after_training import EvalRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.track.console import Console
 from llmfoundry.track.eval_session import log_evaluation
 from llmfoundry.track.pages.eval_page import write_eval_page
-from llmfoundry.train.checkpoint import list_checkpoints
+from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
 
 PAGE, REPORT = "gauntlet.html", "report.html"
 Found = TypeVar("Found")

@@ -7,17 +7,17 @@ from pathlib import Path
 from tqdm import tqdm
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.fetch import MANIFEST, Route, fetch, from_foundry
-from llmfoundry.gauntlet.fetch_hub import from_hub
-from llmfoundry.gauntlet.fetch_table import (
+from llmfoundry.gauntlet.fetch.fetch import MANIFEST, Route, fetch, from_foundry
+from llmfoundry.gauntlet.fetch.hub import from_hub
+from llmfoundry.gauntlet.fetch.table import (
     DataFile,
     files_of_gauntlet,
     files_of_tasks,
     read_table,
 )
-from llmfoundry.recipe.checks import nearest
-from llmfoundry.recipe.fetch import FetchRecipe
-from llmfoundry.recipe.paths import IS_REPOSITORY, ROOT, find_file, show
+from llmfoundry.recipe.front.paths import IS_REPOSITORY, ROOT, find_file, show
+from llmfoundry.recipe.scripts.fetch import FetchRecipe
+from llmfoundry.recipe.values.checks import nearest
 
 _LOCAL_DATA = (ROOT if IS_REPOSITORY else Path()) / "eval" / "local_data"
 

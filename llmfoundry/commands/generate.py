@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from llmfoundry.build.job import build_autocast
-from llmfoundry.build.start import Loaded, load_checkpoint
+from llmfoundry.assemble.job import build_autocast
+from llmfoundry.assemble.start import Loaded, load_checkpoint
 from llmfoundry.parallel.launch import World, join
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.tasks import ChatRecipe, DrawRecipe, GenerateRecipe
+from llmfoundry.recipe.scripts.after_training import ChatRecipe, DrawRecipe, GenerateRecipe
 from llmfoundry.serve.chat import Conversation, Draw
 from llmfoundry.serve.generate import stream_text, stream_tokens
 

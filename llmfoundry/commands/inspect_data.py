@@ -19,21 +19,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmfoundry.build.data import Data, build_loader, build_phases, open_data
-from llmfoundry.build.job import filled
-from llmfoundry.build.pretrained import resolve
-from llmfoundry.build.trainer import build_clock, make_tokenizer
+from llmfoundry.assemble.data import Data, build_loader, build_phases, open_data
+from llmfoundry.assemble.job import filled
+from llmfoundry.assemble.trainer import build_clock, make_tokenizer
+from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.rows import Row
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.duration import Clock
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.inspect import InspectRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.inspect import InspectRecipe
+from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.track.console import printable
-from llmfoundry.train.checkpoint import find_damage, list_checkpoints, read_state
+from llmfoundry.train.checkpoints.checkpoint import find_damage, list_checkpoints, read_state
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 _SHOWN = 80  # characters of a row's text

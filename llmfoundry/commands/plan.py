@@ -1,7 +1,7 @@
 """`--dry-run` of every script: what the command would do; nothing is written, nothing trained.
 
-`recipe/load.py` calls `plan` in the command's place, once the recipe is composed and checked. The
-idea: what a command refuses before it begins is refused here too, with the same words.
+`recipe/front/load.py` calls `plan` in the command's place, once the recipe is composed and checked.
+The idea: what a command refuses before it begins is refused here too, with the same words.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from llmfoundry.build.job import attention_refusal, filled
-from llmfoundry.build.pretrained import resolve
-from llmfoundry.build.start import find_start
-from llmfoundry.build.trainer import check_kernels, memory_of_process, sketch
+from llmfoundry.assemble.job import attention_refusal, filled
+from llmfoundry.assemble.start import find_start
+from llmfoundry.assemble.trainer import check_kernels, memory_of_process, sketch
+from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.commands.evaluate import check_models
 from llmfoundry.commands.track import run_with_record
-from llmfoundry.data.preparation.inputs import find_files
+from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import (
     GIB,
@@ -30,25 +30,25 @@ from llmfoundry.estimate import (
     estimate,
     with_guessed_vocabulary,
 )
-from llmfoundry.gauntlet.fetch_table import files_of_gauntlet, files_of_tasks, read_table
+from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
 from llmfoundry.masking import public
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.parallel.launch import World, wanted_processes
 from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.duration import Clock, Duration
-from llmfoundry.recipe.fetch import FetchRecipe
-from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
-from llmfoundry.recipe.paths import find_file, show
-from llmfoundry.recipe.prepare import PrepareRecipe
+from llmfoundry.recipe.front.paths import find_file, show
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
+from llmfoundry.recipe.scripts.fetch import FetchRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.scripts.prepare import PrepareRecipe
+from llmfoundry.recipe.scripts.track import TrackRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import SourceConfig
-from llmfoundry.recipe.tasks import ConvertRecipe, DrawRecipe, EvalRecipe
-from llmfoundry.recipe.track import TrackRecipe
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.track.console import Console
 from llmfoundry.track.format import count, size
-from llmfoundry.train.checkpoint import find_checkpoint
+from llmfoundry.train.checkpoints.checkpoint import find_checkpoint
 
 Rows = Iterator[tuple[str, str]]
 CPU = torch.device("cpu")

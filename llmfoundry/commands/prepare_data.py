@@ -7,14 +7,14 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from llmfoundry.data.preparation.manifest import summary
-from llmfoundry.data.preparation.outputs import Output, token_output
-from llmfoundry.data.preparation.place import Place
 from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
-from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.data.preparation.write.manifest import summary
+from llmfoundry.data.preparation.write.outputs import Output, token_output
+from llmfoundry.data.preparation.write.place import Place
+from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.masking import public
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.prepare import PrepareConfig, PrepareRecipe
+from llmfoundry.recipe.scripts.prepare import PrepareConfig, PrepareRecipe
 from llmfoundry.recipe.source import CORPORA
 
 
@@ -62,7 +62,7 @@ def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
 def _fill_cache(recipe: PrepareRecipe) -> None:
     data = recipe.data
     if data.streams and recipe.tokenizer.name == "train":
-        from llmfoundry.build.data import learning_corpus  # with torch, and for this alone
+        from llmfoundry.assemble.data import learning_corpus  # with torch, and for this alone
 
         data = learning_corpus(data)
     tokenizer = build_tokenizer(recipe.tokenizer, data, progress=True)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from llmfoundry.build.job import filled
-from llmfoundry.build.run_lock import only_run
+from llmfoundry.assemble.job import filled
+from llmfoundry.assemble.run_lock import only_run
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.finetune import load_run
-from llmfoundry.recipe.paths import find_file
-from llmfoundry.recipe.track import TrackRecipe
-from llmfoundry.recipe.typed import require
+from llmfoundry.recipe.front.paths import find_file
+from llmfoundry.recipe.front.typed import require
+from llmfoundry.recipe.scripts.finetune import load_run
+from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.track.console import Console
 from llmfoundry.track.loggers import send_record
 

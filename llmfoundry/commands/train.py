@@ -5,24 +5,24 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-from llmfoundry.build.job import Job, filled, from_main
-from llmfoundry.build.pretrained import resolve
-from llmfoundry.build.run_lock import only_run
-from llmfoundry.build.trainer import build_trainer
+from llmfoundry.assemble.job import Job, filled, from_main
+from llmfoundry.assemble.run_lock import only_run
+from llmfoundry.assemble.trainer import build_trainer
+from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World, join, relaunch
 from llmfoundry.parallel.mesh import set_deterministic
-from llmfoundry.recipe.called import as_called
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.paths import show
+from llmfoundry.recipe.front.called import as_called
+from llmfoundry.recipe.front.paths import show
+from llmfoundry.recipe.front.typed import to_yaml
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import TEXT
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.track.loggers import Tracker
 from llmfoundry.track.pages.before_after import changes, console_lines
 from llmfoundry.track.pages.report import metric_rows, read_evaluations
-from llmfoundry.train.checkpoint import list_checkpoints
+from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
 from llmfoundry.train.trainer import Trainer
 
 GZIP_LIMIT = 50_000_000  # bytes of held-out text up to which gzip is tried: a few seconds

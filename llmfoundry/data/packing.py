@@ -23,7 +23,7 @@ from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.order import Order
 from llmfoundry.data.rows import Row
 from llmfoundry.data.sources import check_fingerprint, order_state, resumed_order
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 
 _LARGEST_GROUP = 8

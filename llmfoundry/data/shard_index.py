@@ -1,6 +1,6 @@
 """The index of a folder of shards, whichever format they are of.
 
-`build/data.py` reads it once per run, the preparation where shards are its input. One idea: an
+`assemble/data.py` reads it once per run, the preparation where shards are its input. One idea: an
 index is all that tells one data set from another, so reading it also asks whose copies are here,
 and what it leaves open, the content of shards without hashes, is sampled.
 """

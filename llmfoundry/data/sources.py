@@ -1,8 +1,8 @@
 """`Source`: rows of training from somewhere; here are its kinds opened, and put in order.
 
-`build/data.py` opens the sources of a recipe, the loader reads them. A source knows rows by their
-number in it; a `Stream` knows them by the number of the sample in a run: it is a source in its
-order, or texts that are packed on the way (`packing.py`).
+`assemble/data.py` opens the sources of a recipe, the loader reads them. A source knows rows by
+their number in it; a `Stream` knows them by the number of the sample in a run: it is a source in
+its order, or texts that are packed on the way (`packing.py`).
 """
 
 from __future__ import annotations

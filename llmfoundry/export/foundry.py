@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmfoundry.models import hf_experts
-from llmfoundry.models.hf_maps import Rule, WeightMap
-from llmfoundry.recipe.attention import LLAMA3_KEYS
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.typed import Problem, build, keys
+from llmfoundry.export import hf_experts
+from llmfoundry.export.hf_maps import Rule, WeightMap
+from llmfoundry.recipe.architecture.attention import LLAMA3_KEYS
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.typed import Problem, build, keys
 
 FOUNDRY = "MPTForCausalLM"  # transformers' class is called MptForCausalLM
 MIXTURES = ("torch_dmoe", "mb_dmoe")  # the first without a balancing loss

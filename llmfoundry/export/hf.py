@@ -19,18 +19,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.export.architectures import ARCHITECTURES
 from llmfoundry.export.card import CardInfo, write_card
-from llmfoundry.export.mixture import remarks
+from llmfoundry.export.config.architectures import ARCHITECTURES
+from llmfoundry.export.config.mixture import remarks
+from llmfoundry.export.config.settings import OWN, choose, unkept, write_settings
+from llmfoundry.export.hf_maps import MAPS, to_theirs
 from llmfoundry.export.read import FLOATS as DTYPES
-from llmfoundry.export.settings import OWN, choose, unkept, write_settings
 from llmfoundry.files import open_to_all
-from llmfoundry.gauntlet.special_tokens import DOCUMENT_START
+from llmfoundry.gauntlet.prompts.special_tokens import DOCUMENT_START
 from llmfoundry.models.adapters.merge import MergedState
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.hf_maps import MAPS, to_theirs
 
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)
 TOKENIZER_FILES = (

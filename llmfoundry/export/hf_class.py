@@ -7,8 +7,8 @@ from typing import cast
 
 from llmfoundry.export.card import CardInfo, write_card
 from llmfoundry.export.hf import DTYPES, SHARD_BYTES, copy_tokenizer, whole_or_nothing
+from llmfoundry.hf_models.causal_lm import HFCausalLM
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.hf_causal_lm import HFCausalLM
 
 
 def save_class(

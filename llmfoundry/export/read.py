@@ -2,8 +2,8 @@
 
 `open_hf` reads config.json and goes once through names, shapes and biases, so that what does not
 fit is refused before a weight is read; `HFFolder.tensors` then gives the decoder's weights one by
-one. Memory is that of the largest, however large the model: `build/fill.py` writes each into the
-shard that this process holds.
+one. Memory is that of the largest, however large the model: `assemble/weights/fill.py` writes each
+into the shard that this process holds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.architectures import ARCHITECTURES
+from llmfoundry.export.config.architectures import ARCHITECTURES
+from llmfoundry.export.config.settings import OWN, read_settings, said_biases, unread
 from llmfoundry.export.foundry import FOUNDRY, foundry_map
-from llmfoundry.export.settings import OWN, read_settings, said_biases, unread
+from llmfoundry.export.hf_maps import MAPS, WeightMap, bias_names, check_shape, to_ours
 from llmfoundry.export.weights import Weights, open_weights, read_json
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.hf_maps import MAPS, WeightMap, bias_names, check_shape, to_ours
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = "lm_head.weight"

@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING
 
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.answers import empty_aliases
-from llmfoundry.gauntlet.categories import (
+from llmfoundry.gauntlet.grading.answers import empty_aliases
+from llmfoundry.gauntlet.grading.categories import (
     combine,
     grade,
     missing_benchmarks,
     wrong_baselines,
 )
-from llmfoundry.gauntlet.chat_prompts import Chat
-from llmfoundry.gauntlet.continuations import heldout_rows
-from llmfoundry.gauntlet.harness import PREFIX, HarnessResult, HarnessTasks
-from llmfoundry.gauntlet.prompt_cache import cached_questions
-from llmfoundry.gauntlet.prompt_parts import generates
+from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
+from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
+from llmfoundry.gauntlet.prompts.cache import cached_questions
+from llmfoundry.gauntlet.prompts.chat import Chat
+from llmfoundry.gauntlet.prompts.parts import generates
+from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens, special_tokens
 from llmfoundry.gauntlet.questions import Question, Refusal, Request, Row, Score, Subject
-from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
-from llmfoundry.gauntlet.rows import chance, load_rows, majority, rows_hash
-from llmfoundry.gauntlet.sources import RowsNotFound
-from llmfoundry.gauntlet.special_tokens import SpecialTokens, special_tokens
-from llmfoundry.gauntlet.subset import part_of, row_order
-from llmfoundry.gauntlet.tasks import METRICS, EvalGauntlet, TaskConfig, read_gauntlet
+from llmfoundry.gauntlet.tasks.continuations import heldout_rows
+from llmfoundry.gauntlet.tasks.gauntlet_file import METRICS, EvalGauntlet, TaskConfig, read_gauntlet
+from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority, rows_hash
+from llmfoundry.gauntlet.tasks.sources import RowsNotFound
+from llmfoundry.gauntlet.tasks.subset import part_of, row_order
 
 if TYPE_CHECKING:
-    from llmfoundry.data.tokenizer import Tokenizer
+    from llmfoundry.data.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from llmfoundry.models.linear import Linear
 from llmfoundry.models.norm import NORMS
 from llmfoundry.models.positions import Table, rotate
-from llmfoundry.ops.attention import Plan, Rules, alibi_slopes, attend
-from llmfoundry.recipe.blocks import LayerConfig
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.ops.attention.backends import Plan, Rules, alibi_slopes, attend
+from llmfoundry.recipe.architecture.blocks import LayerConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 KeysValues = tuple[Tensor, Tensor]  # (B, S, KV, hd) each, as attention takes them
 

@@ -21,8 +21,8 @@ from llmfoundry.models.adapters.virtual import NAME as PROMPT
 from llmfoundry.models.decoder import Block, Decoder
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantized_shapes
-from llmfoundry.recipe.hf_model import HFModelConfig
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 EXPERTS = "ffn.experts."  # in the names of what routers choose from
 

@@ -34,15 +34,15 @@ from llmfoundry.models.positions import (
     rotary_frequencies,
     rotary_table,
 )
-from llmfoundry.ops.attention import plan
+from llmfoundry.ops.attention.backends import plan
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.ops.layout import Layout
 from llmfoundry.ops.log_probs import linear_log_probs
 from llmfoundry.ops.logits import cap
 from llmfoundry.ops.matmul import linear
 from llmfoundry.ops.virtual import Widened, in_front
-from llmfoundry.recipe.blocks import LayerConfig
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.architecture.blocks import LayerConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 R = TypeVar("R")
 Kind = tuple[int, tuple[int, float] | None]  # window and sharpening: what contexts differ by

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from llmfoundry.models.linear import Linear
 from llmfoundry.ops.activations import from_text, to_text
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 
 class FFN(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llmfoundry.recipe.model import InitConfig, ModelConfig
+from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
 
 # projections that write to the residual stream
 RESIDUAL = ("out_proj.weight", "down_proj.weight", "experts.w2")

@@ -19,10 +19,10 @@ from llmfoundry.models.ffn import FFN
 from llmfoundry.models.linear import Linear, whole
 from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.autocast import has_autocast, without_autocast
-from llmfoundry.ops.moe import mixture
-from llmfoundry.ops.moe_experts import Experts, LowRankExperts
+from llmfoundry.ops.moe.backends import mixture
+from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.nf4 import Packing, dequantize
-from llmfoundry.recipe.model import FFNConfig, ModelConfig
+from llmfoundry.recipe.architecture.model import FFNConfig, ModelConfig
 
 
 class Routed(NamedTuple):

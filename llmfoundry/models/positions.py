@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.ops.layout import Layout
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 Table = tuple[Tensor, Tensor]  # cosine and sine, (..., T, 1, head_dim) in fp32
 

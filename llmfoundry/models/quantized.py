@@ -1,9 +1,9 @@
 """Frozen weights of a decoder in fewer bits, and how they get there, one tensor at a time.
 
-`build/trainer.py` calls `narrow_frozen` and `quantize_frozen` on the meta device, once it is known
-what trains and before FSDP cuts parameters into shards. A quantised weight then is a parameter of
-bytes (`ops.nf4`), under its own name. Whoever fills weights calls `place` for each tensor as it is
-read, so that no more than one is held in full precision.
+`assemble/trainer.py` calls `narrow_frozen` and `quantize_frozen` on the meta device, once it is
+known what trains and before FSDP cuts parameters into shards. A quantised weight then is a
+parameter of bytes (`ops.nf4`), under its own name. Whoever fills weights calls `place` for each
+tensor as it is read, so that no more than one is held in full precision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What goes around each block's forward pass: compilation, and around that checkpointing.
 
-`build/trainer.py` calls `wrap_blocks` on the meta device, before FSDP: a block's own `forward` is
-replaced in place, so names of parameters stay what they are, and FSDP's hooks, which wait for
+`assemble/trainer.py` calls `wrap_blocks` on the meta device, before FSDP: a block's own `forward`
+is replaced in place, so names of parameters stay what they are, and FSDP's hooks, which wait for
 other processes, stay outside of what is compiled and of what is computed again.
 
 Only training goes through the wraps. Evaluation and generation call the plain forward pass: their

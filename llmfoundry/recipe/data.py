@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from llmfoundry.recipe.bounds import FRACTION, PATH, PROCESSES, Range, choice, out_of_bounds
-from llmfoundry.recipe.checks import inert, nearest
-from llmfoundry.recipe.duration import check_duration
 from llmfoundry.recipe.filter import FilterConfig
 from llmfoundry.recipe.source import COMPARED, CORPORA, SOURCES, SourceConfig, StreamConfig
 from llmfoundry.recipe.supervised import SupervisedConfig
+from llmfoundry.recipe.values.bounds import FRACTION, PATH, PROCESSES, Range, choice, out_of_bounds
+from llmfoundry.recipe.values.checks import inert, nearest
+from llmfoundry.recipe.values.duration import check_duration
 
 BATCHING = ("stratified", "per_stream")
 DEDUPLICATION = ("none", "exact", "minhash")

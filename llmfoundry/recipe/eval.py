@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import (
+from llmfoundry.recipe.values.bounds import (
     ANY_TEXT,
     CHAT_TEMPLATES,
     LENGTH,
@@ -15,7 +15,7 @@ from llmfoundry.recipe.bounds import (
     choice,
     out_of_bounds,
 )
-from llmfoundry.recipe.checks import inert
+from llmfoundry.recipe.values.checks import inert
 
 PROMPTS = ("native", "harness", "foundry")
 ICL_KEYS = (

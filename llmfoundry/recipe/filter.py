@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import Range, out_of_bounds
-from llmfoundry.recipe.checks import at_least
+from llmfoundry.recipe.values.bounds import Range, out_of_bounds
+from llmfoundry.recipe.values.checks import at_least
 
 
 @dataclass

@@ -6,9 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import NEW_TOKENS, TEMPERATURE, TOP_P, Range, choice, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert
-from llmfoundry.recipe.duration import check_duration
+from llmfoundry.recipe.values.bounds import (
+    NEW_TOKENS,
+    TEMPERATURE,
+    TOP_P,
+    Range,
+    choice,
+    out_of_bounds,
+)
+from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.duration import check_duration
 
 WANDB_MODES = ("online", "offline")
 STOP_MODES = ("min", "max")

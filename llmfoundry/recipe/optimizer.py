@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import POSITIVE, Range, choice, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert
+from llmfoundry.recipe.values.bounds import POSITIVE, Range, choice, out_of_bounds
+from llmfoundry.recipe.values.checks import fill, inert
 
 OPTIMIZERS = ("decoupled_adamw", "adamw", "decoupled_lionw", "muon")
 CLIPPING_TYPES = ("norm", "value", "adaptive")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import PROCESSES, Range, out_of_bounds
-from llmfoundry.recipe.checks import inert
+from llmfoundry.recipe.values.bounds import PROCESSES, Range, out_of_bounds
+from llmfoundry.recipe.values.checks import inert
 
 
 @dataclass

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.bounds import FRACTION, choice, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert
-from llmfoundry.recipe.duration import check_duration
+from llmfoundry.recipe.values.bounds import FRACTION, choice, out_of_bounds
+from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.duration import check_duration
 
 SCHEDULES = (
     "cosine_with_warmup",

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.bounds import PATH, Range, choice, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert
+from llmfoundry.recipe.values.bounds import PATH, Range, choice, out_of_bounds
+from llmfoundry.recipe.values.checks import fill, inert
 
 CORPORA = ("python_stdlib", "files", "huggingface")
 INSTRUCTIONS = "instructions"

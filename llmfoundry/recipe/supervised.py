@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmfoundry.recipe.bounds import Range, choice, out_of_bounds
+from llmfoundry.recipe.values.bounds import Range, choice, out_of_bounds
 
 RESPONSES = ("last", "all")
 PACKINGS = ("best_fit", "off")

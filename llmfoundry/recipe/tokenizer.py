@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.bounds import CHAT_TEMPLATE, PATH, Range, choice, out_of_bounds
-from llmfoundry.recipe.checks import fill, inert
+from llmfoundry.recipe.values.bounds import CHAT_TEMPLATE, PATH, Range, choice, out_of_bounds
+from llmfoundry.recipe.values.checks import fill, inert
 
 TOKENIZERS = ("train", "bytes", "huggingface", "tiktoken")
 PRETRAINED = "pretrained"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from llmfoundry.data.chat_template import ChatTemplate, Message
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.chat_template import ChatTemplate, Message
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.serve.generate import stream_text
 

@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.adapters.virtual import longest_document
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.attention_plan import autocast_dtype
+from llmfoundry.ops.attention.plan import autocast_dtype
 
 _CUT = "\ufffd"  # what decoders write for bytes that are no whole character
 

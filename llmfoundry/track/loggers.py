@@ -15,9 +15,9 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.masking import public, public_texts
+from llmfoundry.recipe.front.typed import as_written, flat
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import as_written, flat
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.track.console import Console
 from llmfoundry.track.environment import environment
 from llmfoundry.track.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics

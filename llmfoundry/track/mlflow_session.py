@@ -28,8 +28,8 @@ from urllib.parse import unquote, urlsplit
 
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public
-from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.track.writer import PATIENCE_WHILE_AWAY, Point, RunFacts, Samples, Target
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmfoundry.masking import public
-from llmfoundry.recipe.called import as_called
+from llmfoundry.recipe.front.called import as_called
 from llmfoundry.track.format import count
 from llmfoundry.track.metrics import find_lacking
 

@@ -1,4 +1,4 @@
-"""Small observers of the training loop; `build/trainer.py` makes those that the recipe asks for.
+"""Small observers of the training loop; `assemble/trainer.py` makes those that the recipe asks for.
 
 Every process has them, and calls each hook at the same batch, in the order of `Trainer.callbacks`.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmfoundry.recipe.logger import GenerateConfig
-from llmfoundry.train.optim import CLASS_NAMES
+from llmfoundry.train.optimizers.optim import CLASS_NAMES
 
 if TYPE_CHECKING:
     from llmfoundry.train.trainer import Trainer

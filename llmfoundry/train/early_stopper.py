@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.logger import EarlyStopperConfig
+from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.train.callbacks import Callback
 
 if TYPE_CHECKING:

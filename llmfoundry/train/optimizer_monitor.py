@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.train.callbacks import Callback
-from llmfoundry.train.shards import l2_norms
+from llmfoundry.train.checkpoints.shards import l2_norms
 
 if TYPE_CHECKING:
     from llmfoundry.train.trainer import Trainer

@@ -1,6 +1,6 @@
 """What preference tuning minimises: dpo (sigmoid, ipo, hinge), kto, orpo and simpo.
 
-`build/trainer.py` makes an objective by `build_preference`, `train_step` minimises it, the
+`assemble/trainer.py` makes an objective by `build_preference`, `train_step` minimises it, the
 evaluation measures by it. The idea: every method is a sum over pairs, or over single answers, of a
 function of log-probabilities (`Compared`), divided by their number in the global batch. So nothing
 depends on microbatches, accumulation or processes, and two numbers for each document are all that
@@ -22,7 +22,7 @@ from torch import Tensor
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.preference import PreferenceConfig
-from llmfoundry.train.mismatch import mismatched
+from llmfoundry.train.checkpoints.mismatch import mismatched
 from llmfoundry.train.objective import Finish, Look, sum_over_processes
 
 PAIRED = ("dpo", "orpo", "simpo")

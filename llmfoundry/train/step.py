@@ -19,8 +19,8 @@ from llmfoundry.models.moe import Routing, move_biases
 from llmfoundry.ops.batch import Batch
 from llmfoundry.parallel.mesh import gradient_sync, sum_factor, whole
 from llmfoundry.recipe.optimizer import GradientClippingConfig
+from llmfoundry.train.checkpoints.shards import l2_norms, local, norms
 from llmfoundry.train.objective import CrossEntropy, Look, Objective, sum_over_processes
-from llmfoundry.train.shards import l2_norms, local, norms
 
 CROSS_ENTROPY = CrossEntropy()
 

@@ -25,13 +25,13 @@ from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import Routing
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.duration import Clock
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.train.callbacks import Callback
-from llmfoundry.train.checkpointer import Checkpointer
+from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.objective import Objective
+from llmfoundry.train.optimizers.schedule import lr_factor
 from llmfoundry.train.routing import routing_metrics
-from llmfoundry.train.schedule import lr_factor
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.step import CROSS_ENTROPY, Guard, StepResult, train_step
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llmfoundry.bench import evaluators
-from llmfoundry.bench.evaluator_tasks import EOS, SHAPES, VOCAB, requests
-from llmfoundry.bench.evaluators import HARNESS, OURS, PADDED, Ran, table
-from llmfoundry.gauntlet.tree import grow
+from benchmarks import evaluators
+from benchmarks.evaluator_tasks import EOS, SHAPES, VOCAB, requests
+from benchmarks.evaluators import HARNESS, OURS, PADDED, Ran, table
+from llmfoundry.gauntlet.models.tree import grow
 
 
 def test_requests_have_the_shapes_of_the_tasks_and_share_what_worked_examples_share() -> None:

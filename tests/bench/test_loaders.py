@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmfoundry.bench import loader_contenders
-from llmfoundry.bench.loader_contenders import EOS, SEQ, ours, time_batches
-from llmfoundry.bench.loaders import Contender, Turn, table, write_samples
+from benchmarks import loader_contenders
+from benchmarks.loader_contenders import EOS, SEQ, ours, time_batches
+from benchmarks.loaders import Contender, Turn, table, write_samples
 
 
 def test_ratios_are_medians_of_each_rounds_own() -> None:

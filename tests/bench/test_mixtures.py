@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import DbrxForCausalLM
 
-from llmfoundry.bench.hf_dbrx import dbrx
-from llmfoundry.bench.measure import RECIPE
-from llmfoundry.bench.mixtures import SIZES
-from llmfoundry.export.settings import write_settings
+from benchmarks.hf_dbrx import dbrx
+from benchmarks.measure import RECIPE
+from benchmarks.mixtures import SIZES
+from llmfoundry.export.config.settings import write_settings
 from llmfoundry.models.counts import parameter_count
-from llmfoundry.recipe.load import load
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.load import load
+from llmfoundry.recipe.scripts.train import TrainRecipe
 
 
 def model_of(size: str, folder: Path) -> ModelConfig:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from llmfoundry.data.preparation.corpus import Corpus, Document
+from llmfoundry.data.preparation.read.corpus import Corpus, Document
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 
@@ -284,7 +284,7 @@ class TestHuggingFaceDatasets:
     def test_a_hub_dataset_is_streamed_file_by_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from llmfoundry.data.preparation import hub
+        from llmfoundry.data.preparation.read import hub
 
         monkeypatch.setattr(hub, "dataset_folder", lambda config: None)  # as a hub id is taken
         folder = tmp_path / "words"

@@ -22,13 +22,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
-from llmfoundry.data.preparation import pipeline, remote_input
-from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.open_files import Input, InputFile
-from llmfoundry.data.preparation.parts import make_part
+from llmfoundry.data.preparation import pipeline
 from llmfoundry.data.preparation.prepare import prepare
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.preparation.read import remote_input
+from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.read.open_files import Input, InputFile
+from llmfoundry.data.preparation.write.parts import make_part
+from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 

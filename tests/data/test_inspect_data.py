@@ -15,10 +15,10 @@ from llmfoundry.commands.train import train
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.rows import Rows
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.argv import parse
-from llmfoundry.recipe.inspect import InspectFinetuneRecipe, InspectRecipe, inspected
-from llmfoundry.recipe.load import checked, load
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.front.argv import parse
+from llmfoundry.recipe.front.load import checked, load
+from llmfoundry.recipe.scripts.inspect import InspectFinetuneRecipe, InspectRecipe, inspected
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.shards import bytes_tokenizer, write_mds, write_tokens
 from tests.tiny import write_recipe
 

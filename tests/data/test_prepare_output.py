@@ -24,13 +24,14 @@ from llmfoundry.commands.prepare_data import prepare_data
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.mds_source import MDSColumn
-from llmfoundry.data.preparation import parts, tasks
-from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation import tasks
+from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.write import parts
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.prepare import PrepareRecipe
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.prepare import PrepareRecipe
 
 EOS = 256  # of the bytes tokenizer, whose ids are UTF-8
 

@@ -15,17 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.preparation import tasks as tasks_module
-from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.open_files import Input
-from llmfoundry.data.preparation.outputs import token_output
-from llmfoundry.data.preparation.parts import WORK, Job, make_part
-from llmfoundry.data.preparation.place import Place
+from llmfoundry.data.preparation.choose.split import content_hash
 from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
-from llmfoundry.data.preparation.split import content_hash
+from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.read.open_files import Input
 from llmfoundry.data.preparation.tasks import cut_tasks
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.preparation.write.outputs import token_output
+from llmfoundry.data.preparation.write.parts import WORK, Job, make_part
+from llmfoundry.data.preparation.write.place import Place
+from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 
@@ -181,7 +181,7 @@ sys.path.insert(0, sys.argv[3])
 from test_prepare_parts import Tokenizer, bytes_backend, END_OF_TEXT, run
 from pathlib import Path
 if __name__ == "__main__":
-    import llmfoundry.data.preparation.parts as parts
+    import llmfoundry.data.preparation.write.parts as parts
     write = parts.Place.write
     def slow(place, name, data):
         write(place, name, data)
@@ -267,6 +267,6 @@ def test_a_worker_ends_when_the_main_process_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_workers_import_is_light() -> None:
-    script = "import sys, llmfoundry.data.preparation.parts as _;"
+    script = "import sys, llmfoundry.data.preparation.write.parts as _;"
     script += " print({'torch', 'datasets'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", script]) == b"set()\n"

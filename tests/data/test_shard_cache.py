@@ -237,7 +237,7 @@ def test_prefetch_waits_for_room_and_hardly_drops_what_it_fetched(
     for n in range(N_FILES):
         with folder.pin(spec(n)) as path:
             assert path.read_bytes() == content(n)
-            # A listing that others write and delete during may hold both: the least of three counts.
+            # Others write and delete while a listing is made: it may hold both.
             n_kept = min(len(kept(tmp_path / "cache")) for _ in range(3))
             assert n_kept <= 4 + 4  # and those being begun
     # A file that is read before its turn may take the room of one fetched ahead of it.

@@ -15,9 +15,9 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from llmfoundry.commands.prepare_data import prepare_data
-from llmfoundry.data.preparation.encode import cut
 from llmfoundry.data.preparation.prepare import prepare
-from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.data.preparation.write.encode import cut
+from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.data.validation import TokenShards
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -191,8 +191,8 @@ def test_the_gauntlet_asks_a_run_as_it_was_trained(
 ) -> None:
     from transformers import AutoTokenizer
 
-    from llmfoundry.build import evaluate
-    from llmfoundry.gauntlet.hugging_face import HuggingFaceTokenizer
+    from llmfoundry.assemble import evaluate
+    from llmfoundry.gauntlet.models.hugging_face import HuggingFaceTokenizer
 
     asked = []
     monkeypatch.setattr(evaluate, "read_tasks", lambda config, asking, **more: asked.append(asking))

@@ -19,22 +19,22 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.build.data import Data, build_loader, open_data
+from llmfoundry.assemble.data import Data, build_loader, open_data
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.rows import Row
 from llmfoundry.data.supervised.pack import best_fit, cut_lengths, pack_examples
-from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.data.validation import validation_batches
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.duration import Clock, Duration
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import StreamConfig
 from llmfoundry.recipe.supervised import SupervisedConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.values.duration import Clock, Duration
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 

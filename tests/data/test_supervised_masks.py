@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from llmfoundry.data.chat_template import NAMED
 from llmfoundry.data.supervised.encode import Encoded, Encoder
 from llmfoundry.data.supervised.formats import Asked, Piece, example_of
 from llmfoundry.data.supervised.reader import RowReader
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.chat_template import NAMED
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.source import SourceConfig
 from llmfoundry.recipe.supervised import SupervisedConfig
 

@@ -7,11 +7,11 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmfoundry.export.architectures import ARCHITECTURES
-from llmfoundry.export.parts import TRAINING, get
-from llmfoundry.recipe.attention import RopeConfig, TemperatureConfig
-from llmfoundry.recipe.blocks import AttentionOverride
-from llmfoundry.recipe.model import FFNConfig, ModelConfig
+from llmfoundry.export.config.architectures import ARCHITECTURES
+from llmfoundry.export.config.parts import TRAINING, get
+from llmfoundry.recipe.architecture.attention import RopeConfig, TemperatureConfig
+from llmfoundry.recipe.architecture.blocks import AttentionOverride
+from llmfoundry.recipe.architecture.model import FFNConfig, ModelConfig
 from tests.export.random_models import (
     CASES,
     HEADS,

@@ -13,14 +13,14 @@ from torch import Tensor
 from llmfoundry.export.card import CardInfo
 from llmfoundry.export.hf import to_hf
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.attention import RopeConfig, TemperatureConfig
-from llmfoundry.recipe.blocks import (
+from llmfoundry.recipe.architecture.attention import RopeConfig, TemperatureConfig
+from llmfoundry.recipe.architecture.blocks import (
     AttentionOverride,
     BlockOverride,
     BlockOverridesConfig,
     BlockRun,
 )
-from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
 
 WIDTH, HEADS, ROWS, LENGTH = 32, 4, 128, 24
 EOS = 90

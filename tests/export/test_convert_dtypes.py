@@ -11,7 +11,7 @@ from llmfoundry.commands import generate as command
 from llmfoundry.commands.convert import convert
 from llmfoundry.commands.generate import generate
 from llmfoundry.export.hf import to_hf
-from llmfoundry.recipe.tasks import ConvertRecipe, GenerateRecipe
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe, GenerateRecipe
 from tests.export.random_models import CARD, LLAMA, decoder, settings, write_tokenizer
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmfoundry.errors import UserError
+from llmfoundry.export.config.settings import choose, read_settings
 from llmfoundry.export.read import from_hf
-from llmfoundry.export.settings import choose, read_settings
 from llmfoundry.models.decoder import Decoder
 
 GIVEN: dict[str, Any] = json.loads((Path(__file__).parent / "foundry_logits.json").read_text())

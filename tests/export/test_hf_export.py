@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
-from llmfoundry.export.common import ACTIVATIONS
+from llmfoundry.export.config.common import ACTIVATIONS
+from llmfoundry.export.config.settings import choose, write_settings
 from llmfoundry.export.hf import to_hf
 from llmfoundry.export.read import from_hf
-from llmfoundry.export.settings import choose, write_settings
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.ffn import ACTIVATIONS as OURS
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.typed import to_dict
+from llmfoundry.recipe.architecture.ffn import ACTIVATIONS as OURS
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.typed import to_dict
 from tests.export.random_models import (
     ALIBI,
     ASKED_FOR,

@@ -11,9 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.architectures import ARCHITECTURES
-from llmfoundry.export.layers import FLOOR, SCALE
-from llmfoundry.export.parts import ANYTHING, REQUIRED
+from llmfoundry.export.config.architectures import ARCHITECTURES
+from llmfoundry.export.config.layers import FLOOR, SCALE
+from llmfoundry.export.config.parts import ANYTHING, REQUIRED
 from llmfoundry.export.read import from_hf
 from llmfoundry.models.decoder import Decoder
 from tests.export.random_models import ROWS, logits, rewrite, written

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.architectures import ARCHITECTURES
+from llmfoundry.export.config.architectures import ARCHITECTURES
 from llmfoundry.export.read import from_hf
 from tests.export.random_models import rewrite, written
 

@@ -15,15 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.architectures import ARCHITECTURES
-from llmfoundry.export.coverage import markdown
+from llmfoundry.export.config.architectures import ARCHITECTURES
+from llmfoundry.export.config.coverage import markdown
+from llmfoundry.export.config.parts import TRAINING, get
+from llmfoundry.export.config.settings import choose, read_settings, unkept, write_settings
 from llmfoundry.export.hf import to_hf
-from llmfoundry.export.parts import TRAINING, get
 from llmfoundry.export.read import from_hf
-from llmfoundry.export.settings import choose, read_settings, unkept, write_settings
 from llmfoundry.hf import LlmfoundryConfig
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.typed import build, to_dict
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.typed import build, to_dict
 from tests.export.changes import (
     BASES,
     BLAMED,

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
-from llmfoundry.export.architectures import ARCHITECTURES
+from llmfoundry.export.config.architectures import ARCHITECTURES
+from llmfoundry.export.config.settings import choose
 from llmfoundry.export.hf import to_hf
 from llmfoundry.export.read import from_hf
-from llmfoundry.export.settings import choose
 from llmfoundry.models.decoder import Decoder
 from tests.export.random_models import (
     BARE,

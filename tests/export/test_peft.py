@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
 from llmfoundry.export.hf import to_hf
-from llmfoundry.export.peft import CONFIG, matrices, splits_qkv, write_adapter
-from llmfoundry.export.peft_read import read_adapter
+from llmfoundry.export.peft.read import read_adapter
+from llmfoundry.export.peft.write import CONFIG, matrices, splits_qkv, write_adapter
 from llmfoundry.models.adapters.adapt import (
     adapted_layers,
     add_adapter,
@@ -24,7 +24,7 @@ from llmfoundry.models.adapters.adapt import (
 )
 from llmfoundry.models.adapters.plan import plan_adapter
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.adapter import AdapterConfig
+from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from tests.export.random_models import (
     CARD,
     CASES,

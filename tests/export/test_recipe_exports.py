@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
+from llmfoundry.export.config.settings import choose
 from llmfoundry.export.hf import to_hf
 from llmfoundry.export.read import from_hf
-from llmfoundry.export.settings import choose
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.typed import build
-from llmfoundry.recipe.yamlfile import read
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.typed import build
+from llmfoundry.recipe.front.yamlfile import read
 from tests.export.random_models import CARD, ROWS, decoder, logits, rows, write_tokenizer
 
 MODELS = Path(__file__).resolve().parents[2] / "yamls" / "model"

@@ -115,7 +115,7 @@ def test_nothing_is_read_before_all_shapes_are_known_to_fit(
 MEASURE = """
 import json, sys, torch
 from pathlib import Path
-from llmfoundry.build.fill import fill_model
+from llmfoundry.assemble.weights.fill import fill_model
 from llmfoundry.export.read import open_hf
 from llmfoundry.models.decoder import Decoder
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
 from llmfoundry.export import read
-from llmfoundry.export.architectures import ARCHITECTURES
+from llmfoundry.export.config.architectures import ARCHITECTURES
 from llmfoundry.export.hf import to_hf
+from llmfoundry.export.hf_maps import MAPS, to_theirs
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.hf_maps import MAPS, to_theirs
 from tests.export.random_models import (
     CARD,
     LLAMA,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from llmfoundry.data.bpe import END_OF_TEXT, train_backend
+from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.gauntlet.questions import Request
 
 TEXT = [

@@ -7,8 +7,8 @@ from functools import cache
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from llmfoundry.data.bpe import END_OF_TEXT, byte_alphabet, bytes_backend, train_backend
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.bpe import END_OF_TEXT, byte_alphabet, bytes_backend, train_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
 
 TEXT = [
     "Question: What is 12 + 34?\nAnswer: 46\nQuestion: Who wrote this book?\nAnswer: the author.",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.answers import (
+from llmfoundry.gauntlet.grading.answers import (
     cut,
     empty_aliases,
     final_answer,
@@ -15,7 +15,7 @@ from llmfoundry.gauntlet.answers import (
     runs_on,
 )
 from llmfoundry.gauntlet.questions import Row
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 
 def task(**keys: Any) -> TaskConfig:

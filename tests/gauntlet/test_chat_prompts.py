@@ -13,16 +13,16 @@ import transformers
 from hugging_face_models import save_model
 from test_harness import CPU, Recorder, write_tasks
 
-from llmfoundry.data.chat_template import template_of
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.chat_template import template_of
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.chat_prompts import Chat, conversation, prompt_text
-from llmfoundry.gauntlet.harness_model import HarnessModel
-from llmfoundry.gauntlet.hugging_face import load_hugging_face
-from llmfoundry.gauntlet.prompts import questions
+from llmfoundry.gauntlet.models.harness_model import HarnessModel
+from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
+from llmfoundry.gauntlet.prompts.chat import Chat, conversation, prompt_text
+from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.questions import Row
-from llmfoundry.gauntlet.rows import load_rows
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.tasks.rows import load_rows
 
 needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,
@@ -177,7 +177,7 @@ def _examples_in(
     row: Row, rows: list[Row], docs: list[Any], config: TaskConfig, shots: int
 ) -> list[Any]:
     """The harness's documents of our worked examples."""
-    from llmfoundry.gauntlet.prompts import _examples
+    from llmfoundry.gauntlet.prompts.native import _examples
 
     return [docs[j] for j in _examples(rows, config, shots)[rows.index(row)]]
 

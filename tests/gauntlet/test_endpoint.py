@@ -17,11 +17,11 @@ import torch.multiprocessing as mp
 
 from llmfoundry.commands.evaluate import evaluate
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.endpoint import ATTEMPTS, Endpoint
-from llmfoundry.gauntlet.generated.chats import chat_rows
+from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint
 from llmfoundry.gauntlet.questions import Prompt, Refusal
+from llmfoundry.gauntlet.tasks.generated.chats import chat_rows
 from llmfoundry.recipe.eval import EvalConfig
-from llmfoundry.recipe.tasks import EvalRecipe
+from llmfoundry.recipe.scripts.after_training import EvalRecipe
 
 Reply = tuple[int, Any]  # status, and JSON or text
 

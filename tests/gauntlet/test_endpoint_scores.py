@@ -19,9 +19,9 @@ import torch
 import transformers
 import yaml
 
-from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
-from llmfoundry.data.tokenizer import Tokenizer
-from llmfoundry.gauntlet.endpoint import Endpoint
+from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.gauntlet.models.endpoint import Endpoint
 from llmfoundry.gauntlet.questions import Refusal, Request, Score
 from tests.gauntlet.hugging_face_models import random_model, save_tokenizer
 from tests.tiny import ENV, ROOT, command

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry.gauntlet.fetch_table import files_of_gauntlet, read_table
-from llmfoundry.gauntlet.tasks import GauntletFile, TaskConfig, read_gauntlet
-from llmfoundry.recipe.paths import ROOT, YAMLS
+from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, read_table
+from llmfoundry.gauntlet.tasks.gauntlet_file import GauntletFile, TaskConfig, read_gauntlet
+from llmfoundry.recipe.front.paths import ROOT, YAMLS
 
 GAUNTLETS = ROOT / "eval" / "gauntlets"
 FOUNDRY = {  # pairs of a task and a number of shots; benchmarks of each category

@@ -17,11 +17,11 @@ import yaml
 from huggingface_hub.errors import GatedRepoError
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet import fetch_hub
-from llmfoundry.gauntlet.fetch import Fetched, FetchError, fetch, from_foundry
-from llmfoundry.gauntlet.fetch_table import DataFile, HubSource, read_table
-from llmfoundry.recipe.fetch import FetchRecipe
-from llmfoundry.recipe.load import run
+from llmfoundry.gauntlet.fetch import hub as fetch_hub
+from llmfoundry.gauntlet.fetch.fetch import Fetched, FetchError, fetch, from_foundry
+from llmfoundry.gauntlet.fetch.table import DataFile, HubSource, read_table
+from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.scripts.fetch import FetchRecipe
 
 Rows = Sequence[dict[str, Any]]
 

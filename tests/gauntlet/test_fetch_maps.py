@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.fetch_maps import MAPS
-from llmfoundry.gauntlet.rows import FIELDS, load_rows
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.fetch.maps import MAPS
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.tasks.rows import FIELDS, load_rows
 
 Row = dict[str, Any]
 

@@ -13,13 +13,13 @@ from prompt_tokenizers import (
     trained_tokenizer,
 )
 
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.foundry_prompts import sample_examples
-from llmfoundry.gauntlet.prompts import questions
+from llmfoundry.gauntlet.prompts.foundry import sample_examples
+from llmfoundry.gauntlet.prompts.native import questions
+from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
 from llmfoundry.gauntlet.questions import Question, Request, Row
-from llmfoundry.gauntlet.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 BYTES = byte_tokenizer()
 BOS = SpecialTokens(start=(), before=(300,), after=(), prefix=300)

@@ -13,13 +13,13 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet import Asking, Gauntlet
-from llmfoundry.gauntlet.own_model import OwnModel
+from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Prompt, Request, Row, Score
-from llmfoundry.gauntlet.subset import part_of, row_order
+from llmfoundry.gauntlet.tasks.subset import part_of, row_order
 from llmfoundry.models.decoder import Decoder, Root
 from tests.models.test_decoder import make_config
 

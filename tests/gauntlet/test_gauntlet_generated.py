@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from generated_solvers import SOLVERS, gold, options, parsed, question
 
-from llmfoundry.data.bpe import END_OF_TEXT, train_backend
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.continuations import heldout_rows
-from llmfoundry.gauntlet.generate import read_recipe
-from llmfoundry.gauntlet.generated.sets import GENERATORS, generated_rows, make_set
-from llmfoundry.gauntlet.prompts import questions
+from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.questions import Row
-from llmfoundry.gauntlet.rows import chance, load_rows, majority
-from llmfoundry.gauntlet.tasks import TaskConfig, read_gauntlet
+from llmfoundry.gauntlet.tasks.continuations import heldout_rows
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig, read_gauntlet
+from llmfoundry.gauntlet.tasks.generate import read_recipe
+from llmfoundry.gauntlet.tasks.generated.sets import GENERATORS, generated_rows, make_set
+from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority
 
 EVAL = Path(__file__).resolve().parents[2] / "eval"
 SETS = read_recipe(EVAL / "generated.yaml")
@@ -96,7 +96,7 @@ def test_the_command_writes_a_file_for_each_set_and_tells_mistakes_in_one_line(
 ) -> None:
     recipe = tmp_path / "my.yaml"
     recipe.write_text("sets: [{name: dyck, rows: 3}, {name: dyck, file: hard, rows: 4, level: 5}]")
-    command = [sys.executable, "-m", "llmfoundry.gauntlet.generate", str(recipe)]
+    command = [sys.executable, "-m", "llmfoundry.gauntlet.tasks.generate", str(recipe)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=EVAL.parent)
     assert done.returncode == 0
     rows = [parsed(Path(line).read_text()) for line in done.stdout.splitlines()]

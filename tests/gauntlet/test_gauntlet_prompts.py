@@ -17,13 +17,13 @@ from prompt_tokenizers import (
     trained_tokenizer,
 )
 
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.harness_model import HarnessModel
-from llmfoundry.gauntlet.prompts import questions
+from llmfoundry.gauntlet.models.harness_model import HarnessModel
+from llmfoundry.gauntlet.prompts.native import questions
+from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row, Score
-from llmfoundry.gauntlet.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 BYTES = byte_tokenizer()
 EOS = BYTES.eos_id

@@ -16,10 +16,10 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from llmfoundry.gauntlet.models.score import score_requests
 from llmfoundry.gauntlet.questions import Request
-from llmfoundry.gauntlet.score import score_requests
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 
 def requests() -> list[Request]:

@@ -13,15 +13,20 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.categories import (
+from llmfoundry.gauntlet.grading.categories import (
     combine,
     grade,
     missing_benchmarks,
     wrong_baselines,
 )
+from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row, Score
-from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
-from llmfoundry.gauntlet.tasks import BenchmarkConfig, CategoryConfig, EvalGauntlet, TaskConfig
+from llmfoundry.gauntlet.tasks.gauntlet_file import (
+    BenchmarkConfig,
+    CategoryConfig,
+    EvalGauntlet,
+    TaskConfig,
+)
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"
 GENERATION = "InContextLearningGenerationExactMatchAccuracy"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.continuations import heldout_rows
 from llmfoundry.gauntlet.questions import Row
-from llmfoundry.gauntlet.rows import chance, load_rows, majority, rows_hash
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.tasks.continuations import heldout_rows
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority, rows_hash
 
 LM = {"context": "a", "continuation": "b"}
 CHOICE = {"query": "q", "choices": ["a", "b"], "gold": 1}

@@ -13,12 +13,12 @@ import torch
 from gauntlet_stand_ins import constant_root, random_root
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet import score, tree
+from llmfoundry.gauntlet.models import score, tree
+from llmfoundry.gauntlet.models.score import deal, score_requests
+from llmfoundry.gauntlet.models.tree import TreeRow, grow
 from llmfoundry.gauntlet.questions import Request, Score
-from llmfoundry.gauntlet.score import deal, score_requests
-from llmfoundry.gauntlet.tree import TreeRow, grow
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 VOCAB = 64
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ import pytest
 
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.rows import load_rows
-from llmfoundry.gauntlet.sources import RowsNotFound, read_source
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.tasks.rows import load_rows
+from llmfoundry.gauntlet.tasks.sources import RowsNotFound, read_source
 from tests.data.s3_server import BUCKET, s3_server
 
 KIND = "language_modeling"
@@ -64,7 +64,7 @@ def test_llm_foundrys_paths_are_found_below_working_folder_project_and_its_own_c
     monkeypatch.chdir(tmp_path / "empty")
     gauntlet_folder = tmp_path / "scripts" / "eval" / "yamls"  # as in a clone of LLM Foundry
     assert contexts(gauntlet_folder, uri) == ["scripts"]
-    monkeypatch.setattr("llmfoundry.gauntlet.sources.ROOT", tmp_path / "project")
+    monkeypatch.setattr("llmfoundry.gauntlet.tasks.sources.ROOT", tmp_path / "project")
     assert contexts(gauntlet_folder, uri) == ["project"]
     monkeypatch.chdir(tmp_path / "work")
     assert contexts(gauntlet_folder, uri) == ["work"]

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.tasks import GauntletFile, TaskConfig, read_gauntlet
-from llmfoundry.recipe.paths import ROOT
+from llmfoundry.gauntlet.tasks.gauntlet_file import GauntletFile, TaskConfig, read_gauntlet
+from llmfoundry.recipe.front.paths import ROOT
 
 TASK = {
     "label": "copa",

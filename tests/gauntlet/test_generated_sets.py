@@ -14,7 +14,7 @@ import pytest
 from generated_solvers import SOLVERS, gold, options, parsed, question
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.generated.sets import (
+from llmfoundry.gauntlet.tasks.generated.sets import (
     GENERATORS,
     SetConfig,
     generated_rows,

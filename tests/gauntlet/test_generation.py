@@ -15,11 +15,11 @@ import torch.multiprocessing as mp
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from llmfoundry.data.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.hf import to_hf
-from llmfoundry.gauntlet import generation
-from llmfoundry.gauntlet.generation import generate_texts
+from llmfoundry.gauntlet.models import generation
+from llmfoundry.gauntlet.models.generation import generate_texts
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.parallel.launch import World

@@ -20,15 +20,15 @@ import yaml
 from hugging_face_models import plain_logprobs, save_model, save_tokenizer
 
 from llmfoundry.commands.evaluate import evaluate as evaluate_command
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.harness import HarnessResult, HarnessTasks
-from llmfoundry.gauntlet.harness_model import HarnessModel
-from llmfoundry.gauntlet.hugging_face import load_hugging_face
-from llmfoundry.gauntlet.hugging_face_subject import HuggingFaceSubject
+from llmfoundry.gauntlet.models.harness import HarnessResult, HarnessTasks
+from llmfoundry.gauntlet.models.harness_model import HarnessModel
+from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
+from llmfoundry.gauntlet.models.hugging_face_subject import HuggingFaceSubject
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.recipe.eval import EvalConfig
-from llmfoundry.recipe.tasks import EvalRecipe
+from llmfoundry.recipe.scripts.after_training import EvalRecipe
 
 needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,

@@ -23,12 +23,12 @@ from hugging_face_models import (
     save_tokenizer,
 )
 
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.hugging_face import HuggingFaceTokenizer, load_hugging_face
-from llmfoundry.gauntlet.hugging_face_subject import HuggingFaceSubject
+from llmfoundry.gauntlet.models.hugging_face import HuggingFaceTokenizer, load_hugging_face
+from llmfoundry.gauntlet.models.hugging_face_subject import HuggingFaceSubject
+from llmfoundry.gauntlet.prompts.special_tokens import special_tokens
 from llmfoundry.gauntlet.questions import Prompt
-from llmfoundry.gauntlet.special_tokens import special_tokens
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.metrics import (
+from llmfoundry.gauntlet.grading.metrics import (
     Answer,
     answers_of,
     bits_per_byte,
@@ -21,7 +21,7 @@ from llmfoundry.gauntlet.metrics import (
     measure,
 )
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row, Score
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"
 GENERATION = "InContextLearningGenerationExactMatchAccuracy"

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from prompt_tokenizers import CountingTokenizer, byte_tokenizer, trained_tokenizer
 
-from llmfoundry.data.tokenizer import Tokenizer
-from llmfoundry.gauntlet.prompt_cache import cached_questions, load_questions, save_questions
-from llmfoundry.gauntlet.prompts import questions
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.gauntlet.prompts.cache import cached_questions, load_questions, save_questions
+from llmfoundry.gauntlet.prompts.native import questions
+from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
-from llmfoundry.gauntlet.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.tasks import TaskConfig
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 CHOICE, GENERATION = "multiple_choice", "generation_task_with_answers"
 TOKENIZER = byte_tokenizer()

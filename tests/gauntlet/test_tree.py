@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from llmfoundry.gauntlet import tree
+from llmfoundry.gauntlet.models import tree
+from llmfoundry.gauntlet.models.tree import Forest, cut, grow, widths, write_row
 from llmfoundry.gauntlet.questions import Request
-from llmfoundry.gauntlet.tree import Forest, cut, grow, widths, write_row
 from llmfoundry.ops.layout import Layout
 
 

@@ -26,7 +26,7 @@ from llmfoundry.models.adapters.plan import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.linear import Linear
 from llmfoundry.parallel.blocks import wrap_blocks
-from llmfoundry.recipe.adapter import AdapterConfig
+from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from tests.models.test_decoder import make_config
 
 GLU = {"ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 40}}

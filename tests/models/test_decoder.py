@@ -13,11 +13,11 @@ from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.ops.activations import ACTIVATIONS
-from llmfoundry.ops.attention import alibi_slopes
+from llmfoundry.ops.attention.backends import alibi_slopes
 from llmfoundry.ops.layout import Layout
-from llmfoundry.recipe import ffn
-from llmfoundry.recipe.model import InitConfig, ModelConfig
-from llmfoundry.recipe.typed import Problem, build
+from llmfoundry.recipe.architecture import ffn
+from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
+from llmfoundry.recipe.front.typed import Problem, build
 from tests.models.plain_decoder import activation, document_logits, slope
 
 GQA = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.recipe.attention import ATTN_TYPES, NORM_TYPES, ROPE_TYPES
-from llmfoundry.recipe.ffn import FFN_TYPES
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.typed import options
+from llmfoundry.recipe.architecture.attention import ATTN_TYPES, NORM_TYPES, ROPE_TYPES
+from llmfoundry.recipe.architecture.ffn import FFN_TYPES
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.typed import options
 from tests.models.test_decoder import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]

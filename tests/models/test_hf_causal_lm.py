@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmfoundry.build.hf_model import check_class, class_config, fill_class
+from llmfoundry.assemble.weights.hf_model import check_class, class_config, fill_class
 from llmfoundry.errors import UserError
+from llmfoundry.hf_models.causal_lm import HFCausalLM
+from llmfoundry.hf_models.layouts import visible
 from llmfoundry.models.decoder import Root
-from llmfoundry.models.hf_causal_lm import HFCausalLM
-from llmfoundry.models.hf_layouts import visible
 from llmfoundry.ops.layout import Layout
 from llmfoundry.parallel.blocks import wrap_blocks
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmfoundry.gauntlet.models.score import score_requests
 from llmfoundry.gauntlet.questions import Request
-from llmfoundry.gauntlet.score import score_requests
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import MoE, move_biases
 from llmfoundry.ops.layout import Layout
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 from tests.models.plain_decoder import activation
 from tests.models.plain_moe import balancing_loss, choice, mixture
 from tests.models.test_decoder import make_config

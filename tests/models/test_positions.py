@@ -18,7 +18,7 @@ from llmfoundry.models.positions import (
     rotary_table,
 )
 from llmfoundry.ops.layout import Layout
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 from tests.models.test_decoder import make_config
 
 CPU = torch.device("cpu")

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
 from llmfoundry.export.hf import to_hf
-from llmfoundry.export.peft_virtual import write_virtual
+from llmfoundry.export.peft.virtual import write_virtual
+from llmfoundry.hf_models.layouts import visible
+from llmfoundry.hf_models.prefix import check_prefix
 from llmfoundry.models.adapters.adapt import switched_off
 from llmfoundry.models.adapters.virtual import VirtualTokens, add_virtual
 from llmfoundry.models.decoder import Root
-from llmfoundry.models.hf_layouts import visible
-from llmfoundry.models.hf_prefix import check_prefix
 from llmfoundry.ops.layout import Layout
 from llmfoundry.ops.virtual import in_front
 from llmfoundry.parallel.blocks import wrap_blocks

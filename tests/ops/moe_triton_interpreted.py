@@ -11,8 +11,9 @@ import json
 import torch
 from torch import Tensor
 
-from llmfoundry.ops import moe_steps, moe_triton
-from llmfoundry.ops.moe_routing import route
+from llmfoundry.ops.moe import steps as moe_steps
+from llmfoundry.ops.moe import triton_steps as moe_triton
+from llmfoundry.ops.moe.routing import route
 
 moe_triton.WIDTH = 256  # two laps along a row, cheaply
 moe_triton.WARPS = 1

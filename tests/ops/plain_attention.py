@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.attention import IMPLS, Rules, alibi_slopes, attend, plan, refusal
+from llmfoundry.ops.attention.backends import IMPLS, Rules, alibi_slopes, attend, plan, refusal
 from llmfoundry.ops.layout import Layout
 
 CPU = torch.device("cpu")

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from llmfoundry.errors import UserError
-from llmfoundry.ops import attention_flash, attention_flex, attention_varlen
-from llmfoundry.ops.attention import PLANS, Plan, Rules, attend, plan, refusal
+from llmfoundry.ops.attention import flash as attention_flash
+from llmfoundry.ops.attention import flex as attention_flex
+from llmfoundry.ops.attention import varlen as attention_varlen
+from llmfoundry.ops.attention.backends import PLANS, Plan, Rules, attend, plan, refusal
 from llmfoundry.ops.layout import Layout
-from llmfoundry.recipe.attention import CANNOT
+from llmfoundry.recipe.architecture.attention import CANNOT
 from tests.ops.plain_attention import (
     CPU,
     DTYPES,

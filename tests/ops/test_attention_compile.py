@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import varlen
 
-from llmfoundry.ops import attention_varlen
-from llmfoundry.ops.attention import PLANS, Plan, Rules, attend, plan
+from llmfoundry.ops.attention import varlen as attention_varlen
+from llmfoundry.ops.attention.backends import PLANS, Plan, Rules, attend, plan
 from llmfoundry.ops.layout import Layout
 from tests.ops.plain_attention import CPU
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from llmfoundry.ops import attention_varlen
-from llmfoundry.ops.attention import PLANS, attend, plan
+from llmfoundry.ops.attention import varlen as attention_varlen
+from llmfoundry.ops.attention.backends import PLANS, attend, plan
 from tests.ops.plain_attention import (
     CPU,
     DTYPES,

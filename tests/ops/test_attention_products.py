@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmfoundry.ops import attention_products
-from llmfoundry.ops.attention import attend, plan
+from llmfoundry.ops.attention import products as attention_products
+from llmfoundry.ops.attention.backends import attend, plan
 from tests.ops.plain_attention import CPU, TOLERANCE, Case, distance
 
 CASES = {

@@ -7,11 +7,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from llmfoundry.bench.moe import saved_bytes
-from llmfoundry.ops import moe_cpu, moe_device, moe_grouped
-from llmfoundry.ops.moe import mixture
-from llmfoundry.ops.moe_compress import BLOCK, pack, packed_width, unpack
-from llmfoundry.ops.moe_experts import Experts
+from benchmarks.moe import saved_bytes
+from llmfoundry.ops.moe import cpu as moe_cpu
+from llmfoundry.ops.moe import device as moe_device
+from llmfoundry.ops.moe import grouped as moe_grouped
+from llmfoundry.ops.moe.backends import mixture
+from llmfoundry.ops.moe.compress import BLOCK, pack, packed_width, unpack
+from llmfoundry.ops.moe.experts import Experts
 from tests.ops.moe_layers import Layer, choices, distances, inputs, run
 
 

@@ -12,8 +12,9 @@ from torch.nn.attention import flex_attention
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.ops import attention_flex, attention_tree
-from llmfoundry.ops.attention import PLANS, Rules, alibi_slopes, attend, choose, plan
+from llmfoundry.ops.attention import flex as attention_flex
+from llmfoundry.ops.attention import tree as attention_tree
+from llmfoundry.ops.attention.backends import PLANS, Rules, alibi_slopes, attend, choose, plan
 from llmfoundry.ops.layout import Layout
 from tests.models.test_decoder import make_config
 from tests.ops.plain_attention import distance

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llmfoundry.build.job import build_autocast
+from llmfoundry.assemble.job import build_autocast
 from llmfoundry.models.adapters.adapt import add_adapter, init_adapter, is_added
 from llmfoundry.models.adapters.plan import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
@@ -29,10 +29,10 @@ from llmfoundry.ops.batch import IGNORE
 from llmfoundry.parallel.blocks import wrap_blocks
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
-from llmfoundry.recipe.adapter import AdapterConfig
+from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.optim import build_optimizer
+from llmfoundry.train.optimizers.optim import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.models.test_decoder import make_config
 from tests.models.test_quantized import GLU, MIXTURE

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.build.run_lock import NAME
+from llmfoundry.assemble.run_lock import NAME
 from llmfoundry.data.fetch.file_locks import try_lock
 from tests.tiny import ENV, ROOT, write_recipe
 
@@ -19,7 +19,7 @@ TARGETS = """
 import time
 from pathlib import Path
 import torch, torch.distributed as dist
-from llmfoundry.build import run_lock
+from llmfoundry.assemble import run_lock
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.parallel import lost_ranks
 from llmfoundry.parallel.launch import host_group, join
@@ -50,8 +50,8 @@ def run_out_of_memory(recipe):
 """
 SCRIPT = """
 import sys
-from llmfoundry.recipe.load import run
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.scripts.train import TrainRecipe
 run(TrainRecipe, "targets:" + sys.argv[1], sys.argv[2:])
 """
 

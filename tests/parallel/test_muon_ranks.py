@@ -23,8 +23,8 @@ from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, replicate, whole
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig, ParamGroupConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train import muon
-from llmfoundry.train.optim import build_optimizer, freeze
+from llmfoundry.train.optimizers import muon
+from llmfoundry.train.optimizers.optim import build_optimizer, freeze
 from llmfoundry.train.step import Guard, clip_adaptive, train_step
 from tests.models.test_decoder import make_config
 from tests.selection import slow_but

@@ -10,8 +10,8 @@ import pytest
 from recipe_front import Front, Outcome
 
 from llmfoundry import masking
-from llmfoundry.recipe.load import run
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.scripts.train import TrainRecipe
 
 
 @pytest.fixture(autouse=True)

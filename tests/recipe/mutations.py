@@ -19,16 +19,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.recipe.fetch import FetchRecipe
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.inspect import InspectRecipe
-from llmfoundry.recipe.load import load
-from llmfoundry.recipe.paths import YAMLS
-from llmfoundry.recipe.prepare import PrepareRecipe
-from llmfoundry.recipe.tasks import ChatRecipe, ConvertRecipe, EvalRecipe, GenerateRecipe
-from llmfoundry.recipe.track import TrackRecipe
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import keys, options, section_of, to_dict
+from llmfoundry.recipe.front.load import load
+from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.front.typed import keys, options, section_of, to_dict
+from llmfoundry.recipe.scripts.after_training import (
+    ChatRecipe,
+    ConvertRecipe,
+    EvalRecipe,
+    GenerateRecipe,
+)
+from llmfoundry.recipe.scripts.fetch import FetchRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.inspect import InspectRecipe
+from llmfoundry.recipe.scripts.prepare import PrepareRecipe
+from llmfoundry.recipe.scripts.track import TrackRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 
 SCRIPTS: dict[str, type] = {
     "train": TrainRecipe,

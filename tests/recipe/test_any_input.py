@@ -25,14 +25,14 @@ import torch
 from mutations import SCRIPTS, Case, case, prepare_folder
 
 from llmfoundry import estimate
-from llmfoundry.build.job import attention_refusal, build_root, experts_refusal, filled
+from llmfoundry.assemble.job import attention_refusal, build_root, experts_refusal, filled
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
 from llmfoundry.estimate import GIB, choose_microbatch, with_guessed_vocabulary
-from llmfoundry.recipe import sweep
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.load import run
-from llmfoundry.recipe.paths import ROOT
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.front import sweep
+from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 
 SLOWEST = 5.0  # seconds of the processor
 

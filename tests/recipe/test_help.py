@@ -11,11 +11,11 @@ from mutations import SCRIPTS, SOUND
 from recipe_front import Front
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.paths import YAMLS
-from llmfoundry.recipe.tasks import ConvertRecipe
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import hint_of, item_of, keys, options, section_of
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.front.typed import hint_of, item_of, keys, options, section_of
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 
 
 def test_help_lists_flags_groups_recipes_and_keys(front: Front) -> None:
@@ -27,7 +27,7 @@ def test_help_lists_flags_groups_recipes_and_keys(front: Front) -> None:
             assert f" {group.name} {choices} " in " ".join(got.out.split())
     for recipe in YAMLS.glob("*.yaml"):
         assert recipe.name in got.out
-    assert "recipe/train.py" in got.out and "device_train_microbatch_size" in got.out
+    assert "recipe/scripts/train.py" in got.out and "device_train_microbatch_size" in got.out
 
 
 def test_help_on_a_recipe_shows_its_header(front: Front, tmp_path: Path) -> None:

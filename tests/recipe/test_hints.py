@@ -12,12 +12,12 @@ import pytest
 from mutations import SCRIPTS
 from recipe_front import Front
 
-from llmfoundry.recipe.checks import nearest_option
-from llmfoundry.recipe.explain import choice_of
-from llmfoundry.recipe.hints import all_keys
-from llmfoundry.recipe.others import OTHERS, VALUES
-from llmfoundry.recipe.paths import ROOT, YAMLS, group_options, search_folders
-from llmfoundry.recipe.typed import hint_of, keys, section_of
+from llmfoundry.recipe.front.help.explain import choice_of
+from llmfoundry.recipe.front.help.hints import all_keys
+from llmfoundry.recipe.front.help.others import OTHERS, VALUES
+from llmfoundry.recipe.front.paths import ROOT, YAMLS, group_options, search_folders
+from llmfoundry.recipe.front.typed import hint_of, keys, section_of
+from llmfoundry.recipe.values.checks import nearest_option
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 SFT = YAMLS / "finetune" / "quickstart-sft.yaml"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe import moe
-from llmfoundry.recipe.ffn import FFNConfig
-from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.paths import YAMLS
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.architecture import moe
+from llmfoundry.recipe.architecture.ffn import FFNConfig
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.scripts.train import TrainRecipe
 
 KEY = "model.ffn_config."
 LINES = {  # beside ffn_type: dmoe, moe_num_experts: 4

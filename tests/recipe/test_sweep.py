@@ -13,7 +13,7 @@ import psutil
 import pytest
 from recipe_front import Front
 
-from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.front.paths import YAMLS
 
 QUICKSTART = str(YAMLS / "quickstart.yaml")
 TARGET = """
@@ -26,8 +26,8 @@ def remember(recipe):
         raise RuntimeError("unlucky")
 """
 SCRIPT = """
-from llmfoundry.recipe.load import run
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.scripts.train import TrainRecipe
 run(TrainRecipe, "sweep_target:remember")
 """
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.commands import chat as commands
-from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.serve.chat import Conversation, until
 

@@ -20,10 +20,10 @@ import pytest
 
 from llmfoundry.commands.track import track
 from llmfoundry.errors import UserError
+from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.recipe.track import TrackRecipe
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import to_yaml
+from llmfoundry.recipe.scripts.track import TrackRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.track import writer as writer_module
 from llmfoundry.track.console import Console
 from llmfoundry.track.loggers import Tracker

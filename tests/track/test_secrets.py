@@ -12,9 +12,9 @@ import yaml
 
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public, public_values
-from llmfoundry.recipe.load import checked, load
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import as_written, require, to_yaml
+from llmfoundry.recipe.front.load import checked, load
+from llmfoundry.recipe.front.typed import as_written, require, to_yaml
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import ENV, command, write_recipe
 
 CANARY = "kanarie"

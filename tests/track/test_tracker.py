@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.track.console import Console
 from llmfoundry.track.loggers import Tracker, flatten
 from llmfoundry.track.metrics import WALL, read_metrics

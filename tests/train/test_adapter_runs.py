@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmfoundry.build.pretrained import open_pretrained
-from llmfoundry.build.start import load_checkpoint
+from llmfoundry.assemble.start import load_checkpoint
+from llmfoundry.assemble.weights.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE, convert
 from llmfoundry.commands.train import train
-from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.pretrained import PretrainedConfig
-from llmfoundry.recipe.tasks import ConvertRecipe
+from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from tests.tiny import finetune_recipe, losses, write_recipe
 from tests.train.here import dtypes, train_here
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry.build.data import Data, build_loader, learning_corpus, mixture_lines, open_data
-from llmfoundry.build.job import filled
-from llmfoundry.build.trainer import build_clock
+from llmfoundry.assemble.data import Data, build_loader, learning_corpus, mixture_lines, open_data
+from llmfoundry.assemble.job import filled
+from llmfoundry.assemble.trainer import build_clock
 from llmfoundry.data.loader import Loader
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.load import load
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.front.load import load
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.shards import bytes_tokenizer, texts, write_mds, write_tokens
 from tests.tiny import RECIPE, losses, run
 

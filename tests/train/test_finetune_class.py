@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmfoundry.build.job import build_root
-from llmfoundry.build.pretrained import open_pretrained
+from llmfoundry.assemble.job import build_root
+from llmfoundry.assemble.weights.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE
-from llmfoundry.recipe.hf_model import HFModelConfig
-from llmfoundry.recipe.pretrained import PretrainedConfig
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.test_finetune import finetune_recipe
 from tests.tiny import losses, run, write_recipe
 

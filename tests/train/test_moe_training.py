@@ -24,7 +24,7 @@ from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.optim import build_optimizer
+from llmfoundry.train.optimizers.optim import build_optimizer
 from llmfoundry.train.routing import routing_metrics
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.models.plain_moe import balancing_loss

@@ -17,10 +17,10 @@ from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.layout import Layout
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig, ParamGroupConfig
-from llmfoundry.train.checkpoint import load_training_state
-from llmfoundry.train.checkpointer import Checkpointer
-from llmfoundry.train.muon import orthogonal
-from llmfoundry.train.optim import OPTIMIZERS, build_optimizer, freeze
+from llmfoundry.train.checkpoints.checkpoint import load_training_state
+from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.optimizers.muon import orthogonal
+from llmfoundry.train.optimizers.optim import OPTIMIZERS, build_optimizer, freeze
 from llmfoundry.train.step import Guard, clip_adaptive, train_step
 from tests.models.test_decoder import CHAIN, make_config
 from tests.selection import slow_but
@@ -205,7 +205,9 @@ def test_frozen_parameters_stay_and_the_others_get_the_same_gradients(name: str)
 def test_muon_is_pytorchs_muon_on_each_matrix_and_adamw_elsewhere(
     settings: dict[str, object], n_matrices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmfoundry.train.muon.HAS_BF16", True)  # PyTorch's is bf16 everywhere
+    monkeypatch.setattr(
+        "llmfoundry.train.optimizers.muon.HAS_BF16", True
+    )  # PyTorch's is bf16 everywhere
     model = make_model(**settings)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     gradients = make_gradients(model, 4)
@@ -239,7 +241,7 @@ def test_a_processor_without_bf16_computes_the_same_up_to_rounding(
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     found = {}
     for has_bf16 in (True, False):
-        monkeypatch.setattr("llmfoundry.train.muon.HAS_BF16", has_bf16)
+        monkeypatch.setattr("llmfoundry.train.optimizers.muon.HAS_BF16", has_bf16)
         found[has_bf16] = orthogonal(matrix)
     assert (found[True].dtype, found[False].dtype) == (torch.bfloat16, torch.float32)
     error = (found[True].float() - found[False]).norm() / found[False].norm()

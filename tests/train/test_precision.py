@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.build.job import build_root, filled
-from llmfoundry.build.start import load_checkpoint
+from llmfoundry.assemble.job import build_root, filled
+from llmfoundry.assemble.start import load_checkpoint
 from llmfoundry.commands.convert import convert
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
-from llmfoundry.recipe.tasks import ConvertRecipe
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.serve.generate import stream_tokens
-from llmfoundry.train.optim import build_optimizer
+from llmfoundry.train.optimizers.optim import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.tiny import losses, write_recipe
 from tests.train.here import dtypes, rows, train_here

@@ -20,8 +20,8 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.preference import PreferenceConfig
-from llmfoundry.train.mismatch import mismatched
-from llmfoundry.train.optim import OPTIMIZERS
+from llmfoundry.train.checkpoints.mismatch import mismatched
+from llmfoundry.train.optimizers.optim import OPTIMIZERS
 from llmfoundry.train.preference import (
     ALMOST_CERTAIN,
     Compared,

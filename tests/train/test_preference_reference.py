@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.build import reference
-from llmfoundry.build.data import Data
-from llmfoundry.build.job import Job
-from llmfoundry.build.reference import WEIGHTS, identity_of, open_reference, with_places
-from llmfoundry.build.start import Start
+from llmfoundry.assemble import reference
+from llmfoundry.assemble.data import Data
+from llmfoundry.assemble.job import Job
+from llmfoundry.assemble.reference import WEIGHTS, identity_of, open_reference, with_places
+from llmfoundry.assemble.start import Start
 from llmfoundry.data.order import Order
 from llmfoundry.data.rows import Row, Rows
 from llmfoundry.data.sources import OrderedStream
@@ -22,9 +22,9 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.train.answers import validate_answers
-from llmfoundry.train.mismatch import mismatched
+from llmfoundry.train.checkpoints.mismatch import mismatched
 from llmfoundry.train.preference import Pairs
 from tests.models.test_decoder import make_config, make_model
 from tests.shards import bytes_tokenizer

@@ -14,14 +14,14 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry.build.data import open_data
-from llmfoundry.build.reference import with_places
+from llmfoundry.assemble.data import open_data
+from llmfoundry.assemble.reference import with_places
 from llmfoundry.data.instructions.rows import instruction_rows
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.front.typed import Problem, build
 from llmfoundry.recipe.preference import FORMATS
-from llmfoundry.recipe.typed import Problem, build
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from tests.shards import bytes_tokenizer
 from tests.tiny import losses, run, write_recipe
 

@@ -11,17 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmfoundry.build.hf_folder import open_folder
-from llmfoundry.build.job import build_root
-from llmfoundry.build.pretrained import TRUST, fit_vocabulary, open_pretrained, read_model
-from llmfoundry.build.pretrained import write_model as write_model_file
+from llmfoundry.assemble.job import build_root
+from llmfoundry.assemble.weights.hf_folder import open_folder
+from llmfoundry.assemble.weights.pretrained import (
+    TRUST,
+    fit_vocabulary,
+    open_pretrained,
+    read_model,
+)
+from llmfoundry.assemble.weights.pretrained import write_model as write_model_file
 from llmfoundry.commands.convert import ALONE
-from llmfoundry.data.bpe import END_OF_TEXT, bytes_backend
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.hf_model import HFModelConfig
-from llmfoundry.recipe.pretrained import PretrainedConfig
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.test_finetune import finetune_recipe
 from tests.tiny import run, write_recipe
 from tests.train.matrix import ROWS, write_model

@@ -10,19 +10,19 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry.build.fill import fill_model
-from llmfoundry.build.pretrained import open_pretrained
-from llmfoundry.build.start import load_checkpoint
+from llmfoundry.assemble.start import load_checkpoint
+from llmfoundry.assemble.weights.fill import fill_model
+from llmfoundry.assemble.weights.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE, convert
 from llmfoundry.commands.train import train
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantize_frozen
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.pretrained import PretrainedConfig
-from llmfoundry.recipe.tasks import ConvertRecipe
+from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from tests.models.test_decoder import make_config, make_model
 from tests.models.test_quantized import GLU
 from tests.tiny import losses, write_finetune, write_recipe

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.train.checkpoint import find_checkpoint
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train.checkpoints.checkpoint import find_checkpoint
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 

@@ -20,18 +20,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from llmfoundry.build.start import load_checkpoint
-from llmfoundry.data.tokenizer import build_tokenizer
+from llmfoundry.assemble.start import load_checkpoint
+from llmfoundry.data.text.tokenizer import build_tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.read import from_hf
-from llmfoundry.gauntlet.hugging_face import load_hugging_face
-from llmfoundry.gauntlet.prompt_cache import load_questions
-from llmfoundry.gauntlet.sources import read_source
-from llmfoundry.gauntlet.tasks import TaskConfig, read_gauntlet
+from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
+from llmfoundry.gauntlet.prompts.cache import load_questions
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig, read_gauntlet
+from llmfoundry.gauntlet.tasks.sources import read_source
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.train.safe_load import read_metadata
+from llmfoundry.train.checkpoints.safe_load import read_metadata
 from tests.gauntlet.hugging_face_models import save_model
 from tests.tiny import write_recipe
 from tests.train.here import train_here

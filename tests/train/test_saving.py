@@ -21,10 +21,10 @@ from torch import nn
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.load import run as run_script
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.train.checkpoint import find_checkpoint, find_damage
-from llmfoundry.train.checkpointer import Checkpointer
+from llmfoundry.recipe.front.load import run as run_script
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train.checkpoints.checkpoint import find_checkpoint, find_damage
+from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 

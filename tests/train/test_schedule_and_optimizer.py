@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from llmfoundry.recipe.duration import Clock, Duration
 from llmfoundry.recipe.optimizer import OptimizerConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
-from llmfoundry.train.optim import OPTIMIZERS
-from llmfoundry.train.schedule import lr_factor
+from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.train.optimizers.optim import OPTIMIZERS
+from llmfoundry.train.optimizers.schedule import lr_factor
 
 CLOCK = Clock(
     samples_per_batch=4,

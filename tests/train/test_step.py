@@ -11,7 +11,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
-from llmfoundry.train.optim import OPTIMIZERS
+from llmfoundry.train.optimizers.optim import OPTIMIZERS
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.models.test_decoder import make_config
 

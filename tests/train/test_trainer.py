@@ -91,10 +91,13 @@ def test_seeding_leaves_nothing_behind_for_a_gpu_that_never_comes(place: Path) -
             r" parallel.activation_checkpointing=true \(tried to allocate \d+ bytes\)$",
         ),
         (
-            "llmfoundry.build.evaluate.validate",
+            "llmfoundry.assemble.evaluate.validate",
             r"^device_eval_batch_size: the evaluation ran out of memory at 4; write 2 \(tried",
         ),
-        ("llmfoundry.build.trainer.materialize", r"^model: its weights ran out of memory; .* \("),
+        (
+            "llmfoundry.assemble.trainer.materialize",
+            r"^model: its weights ran out of memory; .* \(",
+        ),
     ],
 )
 def test_out_of_memory_names_the_key_and_its_value(

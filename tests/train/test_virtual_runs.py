@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmfoundry.build.start import load_checkpoint
+from llmfoundry.assemble.start import load_checkpoint
 from llmfoundry.commands.convert import ALONE
 from llmfoundry.commands.generate import generate
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.tasks import GenerateRecipe
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.after_training import GenerateRecipe
 from tests.tiny import finetune_recipe, losses, run, write_recipe
 from tests.train.here import dtypes, train_here
 from tests.train.test_adapter_runs import finetune_here, to

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.values.checks import nearest
 
 _BULLET = re.compile(r"^\s*[-*•] ", re.MULTILINE)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

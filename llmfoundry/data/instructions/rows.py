@@ -17,7 +17,7 @@ from typing import Any
 from llmfoundry.data.instructions import formats, knowledge, lists, sums, tools
 from llmfoundry.data.instructions.exchange import LENGTHS, UNSEEN_LENGTHS, Exchange, Message
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.values.checks import nearest
 
 HELD_OUT = 0.1
 """Share of all questions that are never in training."""

@@ -22,7 +22,7 @@ from llmfoundry.processes import end_with_parent
 Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
 # What a worker imports before the first task. Torch is no part of it.
-_PRELOAD = ["llmfoundry.data.preparation.parts"]
+_PRELOAD = ["llmfoundry.data.preparation.write.parts"]
 
 
 def cores() -> int:

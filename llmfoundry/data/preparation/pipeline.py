@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.data.mds.writer import INDEX
-from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.deduplicate import deduplicate
+from llmfoundry.data.preparation.choose.deduplicate import deduplicate
+from llmfoundry.data.preparation.choose.split import make_split
 from llmfoundry.data.preparation.engines import ENGINES, Run, cores
-from llmfoundry.data.preparation.manifest import Manifest, make_manifest
-from llmfoundry.data.preparation.outputs import STREAMS, Output
-from llmfoundry.data.preparation.parts import (
+from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.tasks import Task, cut_tasks
+from llmfoundry.data.preparation.write.manifest import Manifest, make_manifest
+from llmfoundry.data.preparation.write.outputs import STREAMS, Output
+from llmfoundry.data.preparation.write.parts import (
     WORK,
     Job,
     Part,
@@ -32,10 +34,8 @@ from llmfoundry.data.preparation.parts import (
     sign_part,
     signature_file,
 )
-from llmfoundry.data.preparation.place import SCRATCH, Place
-from llmfoundry.data.preparation.split import make_split
-from llmfoundry.data.preparation.tasks import Task, cut_tasks
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.preparation.write.place import SCRATCH, Place
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.tokens import Shard, StreamIndex
 from llmfoundry.errors import UserError
 from llmfoundry.terminal import progress

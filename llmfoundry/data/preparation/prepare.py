@@ -19,13 +19,13 @@ from filelock import FileLock, Timeout
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.manifest import MANIFEST, Manifest, summary
-from llmfoundry.data.preparation.outputs import STREAMS, Output, token_output
-from llmfoundry.data.preparation.parts import WORK
 from llmfoundry.data.preparation.pipeline import How, Plan, fill
-from llmfoundry.data.preparation.place import Place
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.write.manifest import MANIFEST, Manifest, summary
+from llmfoundry.data.preparation.write.outputs import STREAMS, Output, token_output
+from llmfoundry.data.preparation.write.parts import WORK
+from llmfoundry.data.preparation.write.place import Place
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.spans import Span
+from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.read.spans import Span
 
 # Small enough to share out a small corpus, large enough that a large one has few parts: thousands
 # of tasks balance a thousand workers.

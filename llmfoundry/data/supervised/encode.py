@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from llmfoundry.data.supervised.formats import Document
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

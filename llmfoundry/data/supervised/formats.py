@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry.data.chat_template import ChatTemplate
 from llmfoundry.data.supervised.messages import (
     conversation,
     is_messages,
@@ -21,6 +20,7 @@ from llmfoundry.data.supervised.messages import (
     plain_messages,
     tools_of,
 )
+from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.errors import UserError
 
 Messages = list[dict[str, Any]]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.values.checks import nearest
 
 ROLES = ("system", "user", "assistant", "tool")
 KEYS = (

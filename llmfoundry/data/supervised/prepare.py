@@ -1,7 +1,7 @@
 """`prepare_rows`: the supervised rows of a source in tokens, made once and opened ever after.
 
-Called by `build/data.py` on every process; one of each machine does the work, over its cores, while
-the others wait. A killed one leaves nothing that a later one would take for whole.
+Called by `assemble/data.py` on every process; one of each machine does the work, over its cores,
+while the others wait. A killed one leaves nothing that a later one would take for whole.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.preparation.corpus import Corpus, Document
+from llmfoundry.data.preparation.choose.split import content_hash
 from llmfoundry.data.preparation.engines import local_engine
-from llmfoundry.data.preparation.readers import ROW, Row
-from llmfoundry.data.preparation.split import content_hash
+from llmfoundry.data.preparation.read.corpus import Corpus, Document
+from llmfoundry.data.preparation.read.readers import ROW, Row
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
 from llmfoundry.data.supervised.encode import Encoded, Encoder
 from llmfoundry.data.supervised.formats import Asked, Example, example_of
@@ -36,7 +36,7 @@ from llmfoundry.data.supervised.store import (
     Store,
     write_store,
 )
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import INSTRUCTIONS

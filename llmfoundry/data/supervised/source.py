@@ -10,7 +10,7 @@ import numpy as np
 from llmfoundry.data.rows import Row
 from llmfoundry.data.supervised.pack import Packed, cut_lengths, lengths_of, pack_examples
 from llmfoundry.data.supervised.store import Store
-from llmfoundry.data.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.supervised import SupervisedConfig
 
 

@@ -1,6 +1,6 @@
 """Adapters on a decoder: added on the meta device, filled once the base has its weights.
 
-`build/trainer.py` calls `add_adapter` before blocks are wrapped and sharded, and `init_adapter`
+`assemble/trainer.py` calls `add_adapter` before blocks are wrapped and sharded, and `init_adapter`
 after the base was loaded. All but the adapter is frozen. What is trained, saved and switched off is
 told apart here, by name and by `requires_grad`.
 """

@@ -1,7 +1,7 @@
 """A decoder's adapter added into its weights: tensor by tensor, never all of them at once.
 
-`export/hf.py` writes a `MergedState`; `build/pretrained.py` begins a run with a merged adapter by
-`merge_into`. Sums are made in fp32.
+`export/hf.py` writes a `MergedState`; `assemble/weights/pretrained.py` begins a run with a merged
+adapter by `merge_into`. Sums are made in fp32.
 """
 
 from __future__ import annotations

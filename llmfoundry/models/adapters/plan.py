@@ -21,7 +21,7 @@ from llmfoundry.models.attention import Attention
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.linear import Embedding, Linear
 from llmfoundry.models.moe import Router, Stacks
-from llmfoundry.recipe.adapter import ALL_LINEAR, AdapterConfig
+from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
 
 QKV = ("q_proj", "k_proj", "v_proj")
 FUSED = "Wqkv"

@@ -1,0 +1,208 @@
+"""Evaluators side by side: this gauntlet, lm-evaluation-harness, and rows padded to the maximum.
+
+    python -m benchmarks.evaluators [--rows 900]
+
+All answer the same requests, token by token, with the same weights of 9 M parameters (the harness
+with transformers' LlamaForCausalLM), on one thread; how far their log-probabilities are from ours
+stands in the table. Time is CPU time, which neighbours on the machine disturb least. Tokenisation
+is left out for all of them. Rows padded to the maximum are so slow that a few batches are timed.
+lm-evaluation-harness is the extra `eval`; without it its line is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.evaluator_tasks import EOS, SHAPES, VOCAB, requests
+from llmfoundry.export.config.settings import write_settings
+from llmfoundry.export.hf_maps import MAPS, to_theirs
+from llmfoundry.gauntlet.models.score import score_requests
+from llmfoundry.gauntlet.models.tree import grow
+from llmfoundry.gauntlet.questions import Request
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.typed import Problem, build
+
+SEQ = 2048
+BATCH_TOKENS = 4096
+HARNESS_BATCH = 16
+PADDED_BATCH, PADDED_BATCHES = 4, 4  # rows a batch; batches that are timed, the first one is not
+LLAMA = "LlamaForCausalLM"
+OURS, HARNESS = "ours", "lm-evaluation-harness"
+PADDED = "padded to 2048"  # LLM Foundry's layout
+KINDS = {"fixed for a task (native)": True, "drawn for each row": False}
+MODEL = {
+    "d_model": 256,
+    "n_heads": 4,
+    "n_layers": 8,
+    "vocab_size": VOCAB,
+    "max_seq_len": SEQ,
+    "no_bias": True,
+    "norm_type": "rmsnorm",
+    "attn_config": {"rope": True},
+    "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 768, "ffn_act_fn": {"name": "silu"}},
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What an evaluator did.
+
+    Attributes:
+        tokens: that went through the model, padding with them.
+        seconds: of CPU time.
+        logprobs: by request; only those that were computed.
+    """
+
+    tokens: int
+    seconds: float
+    logprobs: dict[int, float]
+
+
+def main() -> None:
+    """Run all and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=900, help="of all tasks together")
+    rows = parser.parse_args().rows // len(SHAPES) * len(SHAPES)
+    torch.set_num_threads(1)
+    model = _model()
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{rows} rows of {len(SHAPES)} generated tasks; {size:,} parameters, one thread")
+    with_harness = importlib.util.find_spec("lm_eval") is not None
+    if not with_harness:
+        print("lm_eval is not installed (pip install 'llmfoundry-recipes[eval]'): left out")
+    for kind, fixed in KINDS.items():
+        asked = requests(rows, fixed=fixed)
+        _ours(model, asked[:64])  # warm
+        done = {OURS: _ours(model, asked)}
+        if with_harness:
+            done[HARNESS] = _harness(model, asked)
+        done[PADDED] = _padded(model, asked)
+        unshared = sum(len(request.tokens) for request in asked)
+        print(f"\nworked examples {kind}: {len(asked):,} requests of {unshared:,} tokens")
+        print("\n".join(table(done, rows)), flush=True)
+    timed = PADDED_BATCH * PADDED_BATCHES
+    print(
+        f"\nx fewer: padded rows' tokens over tokens run. Padded: {timed} requests, extrapolated."
+    )
+
+
+def table(done: dict[str, Ran], rows: int) -> list[str]:
+    """A line for each evaluator, beside the harness's time and the padded rows' tokens."""
+    head = ["tokens", "CPU-s", "rows/CPU-s", "x harness", "x fewer", "max |diff|"]
+    lines = [f"{'':24}" + "".join(f"{word:>12}" for word in head)]
+    for name, ran in done.items():
+        cells = [f"{ran.tokens:,}", f"{ran.seconds:.1f}", f"{rows / ran.seconds:.1f}"]
+        cells.append(f"{done[HARNESS].seconds / ran.seconds:.2f}" if HARNESS in done else "n/a")
+        cells.append(f"{done[PADDED].tokens / ran.tokens:.1f}")
+        differences = [abs(ran.logprobs[i] - done[OURS].logprobs[i]) for i in ran.logprobs]
+        cells.append(f"{max(differences):.1e}")
+        lines.append(f"{name:24}" + "".join(f"{cell:>12}" for cell in cells))
+    return lines
+
+
+def _model() -> Decoder:
+    problems: list[Problem] = []
+    config = build(ModelConfig, MODEL, problems)
+    assert not problems, problems
+    config.fill(max_seq_len=SEQ)
+    model = Decoder(config)
+    model.init_weights(seed=0)
+    return model.eval()
+
+
+def _ours(model: Decoder, asked: Sequence[Request]) -> Ran:
+    """The gauntlet's own scoring; the time to grow the tree is counted."""
+    started = time.process_time()
+    forest = grow(asked, seq_len=SEQ)
+    scores = score_requests(
+        Root(model),
+        asked,
+        seq_len=SEQ,
+        eos_id=EOS,
+        device=torch.device("cpu"),
+        batch_tokens=BATCH_TOKENS,
+        autocast=nullcontext,
+        forest=forest,
+    )
+    seconds = time.process_time() - started
+    return Ran(forest.tokens_computed, seconds, dict(enumerate(s.logprob for s in scores)))
+
+
+def _harness(model: Decoder, asked: Sequence[Request]) -> Ran:
+    """The harness's own batching, padding and log-softmax, given tokens in place of texts."""
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of models given as objects
+    words = WordLevel({str(i): i for i in range(VOCAB)}, unk_token=str(EOS))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token=str(EOS))
+    tokens = 0
+
+    def count(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        nonlocal tokens
+        tokens += (inputs[0] if inputs else options["input_ids"]).numel()
+
+    theirs = _transformers_model(model)
+    theirs.register_forward_pre_hook(count, with_kwargs=True)
+    harness = HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=HARNESS_BATCH, max_length=SEQ)
+    entries = []
+    for i, request in enumerate(asked):
+        context = request.tokens[: len(request.tokens) - len(request.targets) + 1]
+        entries.append((("", str(i)), list(context), list(request.targets)))
+    started = time.process_time()
+    answers = harness._loglikelihood_tokens(entries, disable_tqdm=True)
+    seconds = time.process_time() - started
+    return Ran(tokens, seconds, dict(enumerate(logprob for logprob, _ in answers)))
+
+
+def _transformers_model(model: Decoder) -> Any:
+    """The same weights in transformers' class."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model(**write_settings(model.config, LLAMA))
+    theirs = AutoModelForCausalLM.from_config(settings)
+    state = dict(to_theirs(MAPS[LLAMA], model.config, model.state_dict()))
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected  # it is tied
+    return theirs.eval()
+
+
+@torch.no_grad()
+def _padded(model: Decoder, asked: Sequence[Request]) -> Ran:
+    """LLM Foundry's layout: each request a row of the longest length, logits of all places."""
+    n = PADDED_BATCH * (PADDED_BATCHES + 1)
+    chosen = torch.linspace(0, len(asked) - 1, n).long().tolist()
+    logprobs: dict[int, float] = {}
+    seconds = 0.0
+    for start in range(0, n, PADDED_BATCH):
+        started = time.process_time()
+        batch = chosen[start : start + PADDED_BATCH]
+        tokens = torch.full((len(batch), SEQ), EOS)
+        for row, i in zip(tokens, batch, strict=True):
+            row[: len(asked[i].tokens)] = torch.tensor(asked[i].tokens)
+        logits = model.head(model(tokens))
+        for row, i in zip(logits, batch, strict=True):
+            stop, targets = len(asked[i].tokens), torch.tensor(asked[i].targets)
+            found = row[stop - len(targets) : stop].log_softmax(-1)
+            logprobs[i] = float(found.gather(1, targets[:, None]).sum())
+        if start:  # the first batch warms up
+            seconds += time.process_time() - started
+    each = seconds / (PADDED_BATCH * PADDED_BATCHES)
+    return Ran(len(asked) * SEQ, each * len(asked), logprobs)
+
+
+if __name__ == "__main__":
+    main()

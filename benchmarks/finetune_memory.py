@@ -1,0 +1,186 @@
+"""Peak memory of full fine-tuning, LoRA and QLoRA on one model, beside the estimate.
+
+    python -m benchmarks.finetune_memory [--width 1024] [--layers 12] [--precision fp32]
+
+Each is a run of its own process, a few steps on the same rows from the same random Llama. What
+counts is the peak of resident memory above what the process has once everything is imported, beside
+what `estimate.py` said before the model was there, without its share for what is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.recipe.front.paths import ROOT
+
+MODES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "LoRA": {"adapter": {"name": "lora", "r": 16}},
+    "QLoRA": {"adapter": {"name": "lora", "r": 16}, "quantize": "nf4"},
+}
+LENGTH, STEPS, VOCAB = 512, 3, 2048
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of one run, in bytes.
+
+    Attributes:
+        parameters: of the model.
+        measured: peak of resident memory above the start.
+        estimated: by `estimate.py`, for what comes on top of what is imported.
+    """
+
+    parameters: int
+    measured: int
+    estimated: int
+
+
+def compare(*, width: int, layers: int, precision: str) -> dict[str, Peak]:
+    """Measure every mode on a random Llama of that width and depth."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _prepare(folder, width, layers)
+        return {mode: _measure(folder, mode, precision) for mode in MODES}
+
+
+def _prepare(folder: Path, width: int, layers: int) -> None:
+    """A model's folder and a text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    texts = [" ".join(f"{i} times {n} is {i * n}" for i in range(400)) for n in range(40)]
+    tokenizer = Tokenizer(train_backend(texts, VOCAB, progress=False), END_OF_TEXT)
+    tokenizer.save(folder / "model")
+    (folder / "corpus").mkdir()
+    for n, text in enumerate(texts):
+        (folder / "corpus" / f"{n}.txt").write_text(text)
+    shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 8 * width // 3 // 64 * 64}
+    shape |= {"num_hidden_layers": layers, "num_attention_heads": width // 64}
+    ends: dict[str, Any] = {"bos_token_id": tokenizer.eos_id, "eos_token_id": tokenizer.eos_id}
+    LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **ends)).save_pretrained(
+        folder / "model"
+    )
+
+
+def _measure(folder: Path, mode: str, precision: str) -> Peak:
+    changes = dict(MODES[mode])
+    quantize = changes.pop("quantize", "none")
+    recipe = {
+        "run_name": mode,
+        "max_seq_len": LENGTH,
+        "max_duration": f"{STEPS}ba",
+        "global_train_batch_size": 1,
+        "device_train_microbatch_size": 1,
+        "precision": precision,
+        "eval_interval": "0ba",
+        "save_interval": "0ba",
+        "save_async": False,
+        "model": {"pretrained": str(folder / "model"), "quantize": quantize},
+        "data": {
+            "name": "files",
+            "paths": [str(folder / "corpus")],
+            "cache_folder": str(folder / "cache"),
+            "validation_fraction": 0,
+        },
+        "optimizer": {"name": "adamw", "lr": 1e-4},
+        "eval": {"validation": False},
+        "logger": {"mlflow": False},
+        **changes,
+    }
+    file = folder / f"{mode}.yaml"
+    file.write_text(json.dumps(recipe))  # which is YAML
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.finetune_memory", "--run", str(file)],
+        cwd=folder,
+        env=os.environ | {"TQDM_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return Peak(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def run(file: str) -> None:
+    """In a process of its own: estimate, train, and print a `Peak` as JSON."""
+    import resource
+    import runpy
+
+    import psutil
+
+    from llmfoundry.assemble import trainer
+    from llmfoundry.estimate import FRAMEWORK, choose_microbatch, estimate
+
+    found: list[tuple[int, int]] = []
+
+    def listen(recipe: Any, *, sketch: Any, world_size: int, device: Any, **others: Any) -> int:
+        rows = choose_microbatch(
+            recipe, sketch=sketch, world_size=world_size, device=device, **others
+        )
+        need = estimate(recipe, world_size, sketch=sketch, device=device)
+        found.append((need.parameters, need.total(rows) - FRAMEWORK))
+        return rows
+
+    trainer.choose_microbatch = listen  # type: ignore[assignment]
+    _import_all()
+    before = psutil.Process().memory_info().rss
+    sys.argv = ["finetune.py", file]
+    runpy.run_path(str(ROOT / "scripts" / "finetune.py"), run_name="__main__")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    parameters, estimated = found[-1]
+    print(json.dumps({"parameters": parameters, "measured": peak - before, "estimated": estimated}))
+
+
+def _import_all() -> None:
+    """What a run imports later: optimizers' kernels, checkpoints, the reader of models."""
+    import torch
+    import torch.distributed.checkpoint
+    import transformers  # noqa: F401
+
+    weight = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    (weight @ weight).sum().backward()
+    optimizer.step()
+
+
+def table(peaks: dict[str, Peak], title: str) -> Iterator[str]:
+    """Lines for the user."""
+    first = next(iter(peaks.values()))
+    yield f"{first.parameters / 1e6:.0f}M parameters, {title}: peak memory of a process"
+    yield f"{'':8}{'measured':>12}{'estimated':>12}{'estimate is':>14}{'of full':>10}"
+    for mode, peak in peaks.items():
+        yield (
+            f"{mode:8}{peak.measured / 2**20:8.0f} MiB{peak.estimated / 2**20:8.0f} MiB"
+            f"{peak.estimated / peak.measured:13.2f}x{peak.measured / first.measured:9.0%}"
+        )
+
+
+def main() -> None:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--precision", choices=["fp32", "amp_bf16", "bf16"], default="fp32")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run:
+        run(given.run)
+        return
+    peaks = compare(width=given.width, layers=given.layers, precision=given.precision)
+    for line in table(peaks, given.precision):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

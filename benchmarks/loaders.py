@@ -1,0 +1,183 @@
+"""Loaders side by side: this project's on MDS and on token shards, mosaicml-streaming, litdata.
+
+    python -m benchmarks.loaders [--python RIVALS/bin/python] [--rounds 3] [--workers 0 2]
+
+All read samples of 2,048 tokens from this disk, shuffled, in one run: each is a process that stays
+alive, and they take turns within a round, so that a busy minute of the machine meets all of them.
+Medians over the rounds, and of each round's ratios. All give int64 tokens and labels, the rivals
+through two lines of LLM Foundry's collator; ours also once with what keeps documents apart.
+
+The rivals need an environment of their own, because mosaicml-streaming excludes today's numpy:
+    python -m venv RIVALS && RIVALS/bin/pip install torch mosaicml-streaming==0.13 litdata==0.2.76
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import loader_contenders
+from benchmarks.loader_contenders import EOS, SAMPLES, SEQ, samples
+from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.preparation.write.writer import TokenWriter
+from llmfoundry.data.tokens import StreamIndex
+from llmfoundry.files import write_json
+
+NAMES = {
+    "mds": "ours, MDS",
+    "tokens": "ours, token shards",
+    "mds-apart": "ours, MDS, documents apart",
+    "streaming": "mosaicml-streaming {}",
+    "streaming-ahead": "mosaicml-streaming {}, 8192 ahead",
+    "litdata": "litdata {}, dictionaries",
+    "litdata-tokens": "litdata {}, blocks of tokens",
+}
+OURS = ("mds", "tokens", "mds-apart")
+YARDSTICKS = 2  # of these, the first: what all others are compared with
+_STUB = {  # what mosaicml-streaming imports of torchvision, whose wheels need CUDA's torch
+    "torchvision/__init__.py": "",
+    "torchvision/datasets.py": "class VisionDataset: ...\nclass CIFAR10: ...\n",
+    "torchvision/transforms/__init__.py": "",
+    "torchvision/transforms/functional.py": "to_tensor = None\n",
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What it found: seconds to the first batch, and samples a second after it."""
+
+    first: float
+    rate: float
+
+
+class Contender:
+    """A process that measures when asked, until its context is left."""
+
+    def __init__(self, name: str, python: str, folder: Path) -> None:
+        self._log = (folder / f"{name}.log").open("w+", encoding="utf-8")
+        stub = {} if name in OURS else {"PYTHONPATH": str(folder / "stub")}
+        self._process = subprocess.Popen(
+            [python, loader_contenders.__file__, name, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=os.environ | stub,
+        )
+
+    def __enter__(self) -> Contender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()  # it ends by itself when nothing more is asked
+        self._log.close()
+
+    def ready(self) -> tuple[str, str]:
+        """Wait until it can measure: its library's version, or else why it cannot."""
+        answer = self._answer()
+        if answer is not None:
+            return answer["version"], ""
+        self._log.seek(0)
+        return "", self._log.read().strip().rpartition("\n")[2]
+
+    def turn(self, workers: int, rows: int, seconds: float) -> Turn:
+        """Let it measure one setting for so long at most."""
+        assert self._process.stdin is not None
+        print(json.dumps([workers, rows, seconds]), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        assert answer is not None, self._log.read()
+        return Turn(**answer)
+
+    def _answer(self) -> dict[str, Any] | None:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else None
+
+
+def main() -> None:
+    """Write the samples, run the rounds, print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with the rivals")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn, at most")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64], help="in a batch")
+    options = parser.parse_args()
+    print(f"{SAMPLES:,} samples of {SEQ:,} tokens; medians of {options.rounds} rounds by turns")
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        write_samples(folder)
+        contenders = _start(folder, options.python, stack)
+        for workers, rows in itertools.product(options.workers, options.rows):
+            turns: dict[str, list[Turn]] = {contender: [] for contender in contenders}
+            for _ in range(options.rounds):
+                for label, contender in contenders.items():
+                    turns[label].append(contender.turn(workers, rows, options.seconds))
+            print(f"\n{workers} workers, batches of {rows}")
+            print("\n".join(table(turns)), flush=True)
+
+
+def write_samples(folder: Path) -> None:
+    """`mds/` and `tokens/` with the same ids, and `stub/`, what a rival imports and never uses."""
+    dtype = np.dtype("<u2")
+    tokens = TokenWriter(folder / "tokens", "part-00000", dtype, 64 << 20, ("xxh3_64",))
+    mds = MDSWriter(folder / "mds", columns={"tokens": "ndarray:int32"})
+    with mds, tokens:
+        tokens.add([EOS], n_bytes=0, starts_document=True)
+        for ids in samples():
+            mds.write({"tokens": ids})
+            for part in filter(len, np.split(ids, np.flatnonzero(ids == EOS))):
+                tokens.add(part.tolist(), n_bytes=0, starts_document=bool(part[0] == EOS))
+    index = StreamIndex(dtype.str, EOS, "", tuple(tokens.shards))
+    write_json(folder / "tokens" / "index.json", index.to_dict())
+    for name, content in _STUB.items():
+        path = folder / "stub" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+
+
+def _start(folder: Path, rivals: str, stack: ExitStack) -> dict[str, Contender]:
+    """Every contender that can run, by its label; says why of each that cannot."""
+    pythons = {name: sys.executable if name in OURS else rivals for name in NAMES}
+    begun = {n: stack.enter_context(Contender(n, pythons[n], folder)) for n in NAMES}
+    started = {}
+    for name, contender in begun.items():
+        version, problem = contender.ready()
+        if problem:
+            why = f"{pythons[name]} cannot run it: {problem}"
+            print(f"{name}: left out, {why}; name an interpreter that can with --python")
+        else:
+            started[NAMES[name].format(version)] = contender
+    return started
+
+
+def table(turns: Mapping[str, Sequence[Turn]]) -> list[str]:
+    """A line for each contender: its speed, its first batch, and how many times it ours have."""
+    lines = [f"{'':38}{'samples/s':>10}{'first batch':>13}{'MDS x':>8}{'tokens x':>10}"]
+    ours = list(turns.values())[:YARDSTICKS]
+    for label, found in turns.items():
+        rate = statistics.median(turn.rate for turn in found)
+        first = statistics.median(turn.first for turn in found)
+        line = f"{label:38}{rate:10,.0f}{first * 1e3:10,.0f} ms"
+        for mine, width in zip(ours, (8, 10), strict=True):
+            pairs = zip(mine, found, strict=True)
+            line += f"{statistics.median(a.rate / b.rate for a, b in pairs):{width}.2f}"
+        lines.append(line)
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""One contender's run: a process of its own that prints a line a step, timed as the lines come.
+
+`compare.py` and `compare_moe.py` let contenders take turns. Absolute times do not travel between
+machines, nor between minutes on a shared one: contenders alternate, medians are taken, and each
+round gives its own ratio.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.bare import ROWS, SEQ, VOCAB
+from llmfoundry.recipe.front.paths import ROOT
+
+PRECISIONS = ("fp32", "amp_bf16")
+STEP = re.compile(r"^\s*(?:step\s+)?(\d+)(?:/\d+)?\s")
+SIZE = re.compile(r"([\d,]+) parameters")
+
+RECIPE = f"""
+max_seq_len: {SEQ}
+global_train_batch_size: {ROWS}
+eval_interval: 0ba
+save_interval: 0ba
+tokenizer: {{name: train, vocab_size: {VOCAB}}}
+data: {{attend_across_documents: true, validation_fraction: 0}} # whole rows, as the others have
+eval: {{validation: false}}
+callbacks: {{speed_window: 1}}
+"""  # all but the model
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One process's run.
+
+    Attributes:
+        tokens_per_second: of the median step after the warm-up.
+        tokens_per_cpu_second: the same by the time of all threads, which neighbours disturb less.
+        first_step: seconds from the command to the end of the first step.
+        memory: peak resident set, bytes.
+        parameters: as the process said; None where it did not.
+    """
+
+    tokens_per_second: float
+    tokens_per_cpu_second: float
+    first_step: float
+    memory: int
+    parameters: int | None
+
+
+def prepare(model: str, recipe: Path) -> Path:
+    """Write `recipe` with that model section, and its tokens beside it; returns `recipe`."""
+    recipe.write_text(RECIPE + model)
+    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), str(recipe)]
+    subprocess.run(command, check=True, capture_output=True, cwd=recipe.parent)
+    return recipe
+
+
+def ours(recipe: Path, precision: str, steps: int, run_name: str) -> list[str]:
+    """The command of a run of our trainer."""
+    train = [sys.executable, str(ROOT / "scripts" / "train.py"), str(recipe)]
+    return [*train, f"max_duration={steps}ba", f"precision={precision}", f"run_name={run_name}"]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What was seen of a process that prints a line a step.
+
+    Attributes:
+        ends: seconds from the command to the end of each step.
+        cpu_ends: CPU-seconds of all its threads until then.
+        memory: peak resident set, bytes.
+        said: all that it printed.
+    """
+
+    ends: list[float]
+    cpu_ends: list[float]
+    memory: int
+    said: str
+
+
+def measure(command: Sequence[str], folder: Path, *, warm_up: int) -> Measured:
+    """The speed of the median step of a process that trains on whole rows.
+
+    Args:
+        command: what to run.
+        folder: where.
+        warm_up: first steps, not counted.
+
+    Raises:
+        RuntimeError: the process failed, or took too few steps to count any.
+    """
+    run = timed(command, folder, least=warm_up + 2)
+    size = SIZE.search(run.said)
+    return Measured(
+        tokens_per_second=ROWS * SEQ / _median_step(run.ends[warm_up:]),
+        tokens_per_cpu_second=ROWS * SEQ / _median_step(run.cpu_ends[warm_up:]),
+        first_step=run.ends[0],
+        memory=run.memory,
+        parameters=int(size[1].replace(",", "")) if size else None,
+    )
+
+
+def timed(command: Sequence[str], folder: Path, *, least: int) -> Timed:
+    """Time the lines that a process prints, one a step, as they come.
+
+    Raises:
+        RuntimeError: the process failed, or printed fewer than `least`.
+    """
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # all on the CPU, ours too
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    watched = psutil.Process(process.pid)
+    times, cpu_times, said = [], [], []
+    for line in process.stdout:
+        said.append(line)
+        if STEP.match(line):
+            times.append(time.perf_counter() - started)
+            cpu_times.append(sum(watched.cpu_times()[:2]))  # user and system
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0 or len(times) < least:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(said[-30:])}")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Timed(times, cpu_times, usage.ru_maxrss * unit, "".join(said))
+
+
+def _median_step(ends: Sequence[float]) -> float:
+    return statistics.median(b - a for a, b in itertools.pairwise(ends))
+
+
+def median(runs: Sequence[Measured], value: Callable[[Measured], float]) -> float:
+    """Of the rounds."""
+    return statistics.median(value(run) for run in runs)
+
+
+def median_ratio(
+    mine: Sequence[Measured], theirs: Sequence[Measured], value: Callable[[Measured], float]
+) -> float:
+    """Median of the rounds' own ratios, mine over theirs."""
+    pairs = zip(mine, theirs, strict=True)
+    return statistics.median(value(a) / value(b) for a, b in pairs)

@@ -1,0 +1,1 @@
+"""What trains in a fine-tuned run: adapters, on either kind of model."""

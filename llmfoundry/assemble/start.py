@@ -1,0 +1,317 @@
+"""Where a run begins: anew, from its own newest checkpoint, or from another's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmfoundry.assemble.adapters.adapter import (
+    FOLDER,
+    begin_adapter,
+    check_base,
+    choose_trained,
+    has_adapter,
+    hold_frozen,
+)
+from llmfoundry.assemble.job import (
+    Job,
+    attention_refusal,
+    build_root,
+    filled,
+    from_main,
+    served_precision,
+)
+from llmfoundry.assemble.weights.pretrained import open_pretrained, read_model
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import quantization
+from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.paths import find_file
+from llmfoundry.recipe.front.typed import flat, require
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train.checkpoints.checkpoint import (
+    find_checkpoint,
+    find_damage,
+    has_commit,
+    list_checkpoints,
+    load_adapter,
+    load_training_state,
+    load_weights,
+    read_state,
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    checkpoint: Path | None = None
+    weights_only: bool = False
+
+
+def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -> Start:
+    """The run's own newest checkpoint, else load_path's, else nothing; the same on every process.
+
+    Raises:
+        UserError: the folder holds a run that the recipe does not want to go on with.
+    """
+    return from_main(world, lambda: _find_start(recipe, note))
+
+
+def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
+    folder = Path(recipe.save_folder)
+    existing = list_checkpoints(folder)
+    if existing and not (recipe.autoresume or recipe.save_overwrite):
+        raise UserError(
+            f"save_folder: {folder} holds checkpoints of an earlier run; write autoresume=true to"
+            " go on with it, save_overwrite=true to delete it, or another run_name"
+        )
+    if existing and not recipe.save_overwrite:
+        found = find_checkpoint(folder, note=note)
+        if found is not None:
+            return Start(found)
+        if len(existing) > 1 or has_commit(existing[0]):
+            raise UserError(
+                f"save_folder: no checkpoint in {folder} can be used ({existing[0].name}:"
+                f" {find_damage(existing[0])}); write save_overwrite=true to delete them and begin"
+                " anew, or another run_name"
+            )
+        note("its first save was cut short: there is nothing to go on from")
+    if recipe.load_path is None:
+        return Start()
+    path = find_file(recipe.load_path, "load_path")
+    found = find_checkpoint(path, note=note)
+    if found is None:
+        raise UserError(f"load_path: {path} holds no whole checkpoint; write one that does")
+    return Start(found, weights_only=bool(recipe.load_weights_only))
+
+
+ANEW: dict[str, Any] = {"batch": 0, "window": (0.0, 0), "callbacks": {}}
+
+
+def fill_weights(
+    job: Job,
+    start: Start,
+    optimizer: torch.optim.Optimizer,
+    identity: dict[str, Any],
+    loader: Loader,
+    *,
+    total: int,
+    fill: Callable[[Decoder], None] | None = None,
+) -> dict[str, Any]:
+    """Initialise, or load a checkpoint; the state that the run goes on with (Trainer._save's).
+
+    `total` is the run's length in batches; `fill` writes pretrained weights, where a run has some.
+
+    Raises:
+        UserError: the checkpoint belongs to another model, to another order of samples, or to a
+            longer run.
+    """
+    folder, model, distributed = start.checkpoint, job.root.model, job.world.size > 1
+    if folder is None:
+        if fill is None:
+            model.init_weights(job.recipe.seed)
+        else:
+            fill(model)
+            begin_adapter(model, job.recipe, job.tokenizer)
+        return dict(ANEW)
+    state = read_state(folder)
+    if "order" not in state and not start.weights_only:
+        raise UserError(
+            f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
+        )
+    then = {**_unrecorded(folder), **state["identity"]}
+    kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
+    changed = [k for k in kept if then.get(k) != identity[k]]
+    if changed:
+        raise UserError(
+            *(
+                f"{key}: {identity[key]}, but checkpoint {folder} was trained with {then.get(key)};"
+                " write that, or another run_name"
+                for key in changed
+            )
+        )
+    if start.weights_only:
+        load_weights(folder, model, distributed=distributed)
+        job.note(f"weights of {folder} (batch {state['batch']})")
+        return dict(ANEW)
+    if state["batch"] > total:
+        raise UserError(
+            f"max_duration: {job.recipe.max_duration} is {total} batches, but {folder} has done"
+            f" {state['batch']} already; write a longer one, or another run_name"
+        )
+    if has_adapter(job.recipe):  # whose checkpoints do not hold the base
+        assert fill is not None
+        fill(model)
+        check_base(model, folder / FOLDER, "model.pretrained")
+    loader.resume(state["order"], state["batch"])
+    load_training_state(folder, model, optimizer, distributed=distributed)
+    for line in _changes(job.recipe, folder, state):
+        job.note(line)
+    job.note(f"going on from {folder}")
+    return state
+
+
+def _unrecorded(folder: Path) -> dict[str, Any]:
+    """What a checkpoint older than some settings had for them: its recipe, read by today's schema.
+
+    A setting that did not exist then has its default, which is what was trained.
+    """
+    written = load_run(folder / "recipe.yaml")
+    if isinstance(written, FinetuneRecipe):  # of which none is that old
+        return {}
+    model = filled(written).model
+    return {**model_identity(model), "precision": WIDE, "optimizer.disable_grad": []}
+
+
+def _changes(recipe: TrainRecipe, folder: Path, state: dict[str, Any]) -> Iterator[str]:
+    """A line for every setting of the training that is no longer the checkpoint's."""
+    written = filled(load_run(folder / "recipe.yaml")).training_settings()
+    then = {**written, **state.get("settings", {})}  # the recipe's values may come from outside
+    for key, value in recipe.training_settings().items():
+        if then.get(key) != value:
+            yield f"{key}: {then.get(key)} until {folder.name}, {value} from here on"
+
+
+WIDE = "fp32 or amp_bf16"  # which keep the same weights, and may follow each other
+
+
+def run_identity(job: Job) -> dict[str, Any]:
+    """What may not change between a checkpoint and its continuation, beside the data's order.
+
+    Weights and moments of another dtype would be rounded on loading, without a word.
+    """
+    recipe = job.recipe
+    return {
+        "precision": "bf16" if recipe.precision == "bf16" else WIDE,
+        "global_train_batch_size": recipe.global_train_batch_size,
+        "data.attend_across_documents": recipe.data.attend_across_documents,
+        "tokenizer": job.tokenizer.fingerprint,
+        "optimizer.name": recipe.optimizer.name,
+        "optimizer.disable_grad": recipe.optimizer.disable_grad,
+        **model_identity(recipe.model),
+        **_finetuning_identity(recipe),
+        **(quantization(job.root.model) if has_adapter(recipe) else {}),
+    }
+
+
+def _finetuning_identity(recipe: TrainRecipe) -> dict[str, Any]:
+    """What a fine-tuned run may not change beside: which parameters there are, and which train."""
+    if not isinstance(recipe, FinetuneRecipe):
+        return {}
+    adapter = flat(dataclasses.asdict(recipe.adapter), "adapter")
+    return {**dict(adapter), "freeze": recipe.freeze, "preference.name": recipe.preference.name}
+
+
+def model_identity(config: ModelConfig) -> dict[str, Any]:
+    """Every setting of a model by its dotted key, but for how its layers are computed."""
+    settings = dict(flat(dataclasses.asdict(config), "model"))
+    how = (".attn_impl", ".moe_impl", ".moe_compress_activations")
+    return {key: value for key, value in settings.items() if not key.endswith(how)}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint ready to use on this process alone."""
+
+    folder: Path
+    recipe: TrainRecipe
+    """Filled."""
+    root: Root
+    tokenizer: Tokenizer
+    state: dict[str, Any]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it was trained here, rather than imported as another's."""
+        return "order" in self.state or bool(self.state.get("is_trained"))
+
+
+def load_checkpoint(
+    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
+) -> Loaded:
+    """What `open_checkpoint` opens, with its weights."""
+    loaded, fill = open_checkpoint(path, world, note=note, precision=precision)
+    fill()
+    return loaded
+
+
+def open_checkpoint(
+    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
+) -> tuple[Loaded, Callable[[], None]]:
+    """The model, tokenizer and recipe at `path`: a run's folder or one checkpoint's.
+
+    Attention that was trained with a backend that this device lacks is served by another here.
+
+    Returns:
+        The model without its weights, and a function that loads them.
+
+    Args:
+        path: where to look.
+        world: this process.
+        note: told of checkpoints that are passed over.
+        precision: of the recipe in place of its own; decides the weights' dtype.
+
+    Raises:
+        UserError: there is no whole checkpoint at `path`, or its recipe takes a setting of the
+            model from a variable that is not set here.
+    """
+    folder = find_checkpoint(find_file(path, "checkpoint"), note=note)
+    if folder is None:
+        raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
+    written = load_run(folder / "recipe.yaml")
+    require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
+    recipe = filled(written)
+    if isinstance(recipe, FinetuneRecipe):
+        recipe.model = read_model(folder)  # type: ignore[assignment]
+    recipe.precision = served_precision(precision or recipe.precision, world.device, note)
+    reason = attention_refusal(recipe, world.device)
+    if reason is not None:
+        recipe.model.attn_config.attn_impl = "auto"
+        note(f"model.attn_config.attn_impl: auto here; {reason}")
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
+    recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    state = read_state(folder)
+    for key, value in model_identity(recipe.model).items():
+        then = state["identity"].get(key, value)
+        if value != then:
+            raise UserError(
+                f"{key}: {value} by {folder}/recipe.yaml, but it was trained with {then}; set the"
+                " variable that the recipe names to that"
+            )
+    root = build_root(recipe)
+    fill = partial(_fill_loaded, root, written, recipe, folder, world, note)
+    return Loaded(folder, recipe, root.eval(), tokenizer, state), fill
+
+
+def _fill_loaded(
+    root: Root,
+    written: TrainRecipe,
+    recipe: TrainRecipe,
+    folder: Path,
+    world: World,
+    note: Callable[[str], None],
+) -> None:
+    """Weights of a checkpoint, or of an adapter's base and the adapter."""
+    if not has_adapter(recipe):
+        root.to_empty(device=world.device)
+        load_weights(folder, root.model)
+        return
+    assert isinstance(written, FinetuneRecipe)
+    choose_trained(root.model, recipe, lambda line: None, checkpoint=folder)
+    hold_frozen(root.model, recipe, written, lambda line: None)
+    root.to_empty(device=world.device)
+    open_pretrained(written.model, world, note=note).fill(root.model)
+    check_base(root.model, folder / FOLDER, "model.pretrained")
+    load_adapter(folder, root.model)

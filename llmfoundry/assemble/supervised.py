@@ -1,0 +1,89 @@
+"""Supervised sources of the recipe's `data` section opened; called by `assemble/data.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmfoundry.data.sources import ONLY, stream_key
+from llmfoundry.data.supervised.pack import Asked, Packed, open_rows, summary
+from llmfoundry.data.supervised.prepare import prepare_rows
+from llmfoundry.data.supervised.source import SupervisedHeldOut, SupervisedSource
+from llmfoundry.data.supervised.store import Store
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.source import SourceConfig
+
+
+@dataclass(frozen=True)
+class OpenedRows:
+    """A supervised source.
+
+    Attributes:
+        source: rows to train on.
+        validation: those held out of it; None: none are.
+        bytes_per_token: of the learned tokens.
+        notes: lines for the user.
+    """
+
+    source: SupervisedSource
+    validation: SupervisedHeldOut | None
+    bytes_per_token: float
+    notes: list[str]
+
+
+def open_supervised(
+    name: str, source: SourceConfig, recipe: TrainRecipe, tokenizer: Tokenizer
+) -> OpenedRows:
+    """A source to train on, and what it holds out; every process calls it.
+
+    Raises:
+        UserError: its rows cannot be read, are not of their format, or do not fit the recipe.
+    """
+    config = recipe.data if name == ONLY else recipe.data.alone(source)
+    held_out = config.validation_fraction if recipe.data.validation is None else 0.0
+    store, packed, lines = _open(stream_key(name), config, recipe, tokenizer, held_out)
+    supervised = config.supervised
+    rows = SupervisedSource(
+        name, store, packed, recipe.max_seq_len, per_sequence=supervised.loss == "sequences"
+    )
+    validation = None
+    if len(packed.held_out):
+        validation = SupervisedHeldOut(store, packed.held_out, tokenizer, supervised)
+    counts = packed.counts
+    ratio = max(1, counts.learned_bytes) / max(1, counts.learned)
+    return OpenedRows(rows, validation, ratio, lines)
+
+
+def open_validation_rows(
+    source: SourceConfig, recipe: TrainRecipe, tokenizer: Tokenizer
+) -> tuple[SupervisedHeldOut, list[str]]:
+    """The rows of data.validation, all to measure on, and lines for the user.
+
+    Raises:
+        UserError: as `open_supervised`.
+    """
+    config = recipe.data.alone(source)
+    store, packed, lines = _open("data.validation", config, recipe, tokenizer, 0.0)
+    examples = np.sort(packed.members)
+    return SupervisedHeldOut(store, examples, tokenizer, config.supervised), lines
+
+
+def _open(
+    key: str, config: DataConfig, recipe: TrainRecipe, tokenizer: Tokenizer, held_out: float
+) -> tuple[Store, Packed, list[str]]:
+    config = replace(config)
+    config.fill()
+    store = prepare_rows(config, key, tokenizer, seed=recipe.seed)
+    asked = Asked(
+        seq_len=recipe.max_seq_len,
+        seed=recipe.seed,
+        shuffle=config.shuffle,
+        held_out=held_out,
+        supervised=config.supervised,
+        key=key,
+    )
+    packed = open_rows(store, asked, tokenizer.token_bytes(), config.cache_folder)
+    return store, packed, summary(key, store.facts, packed, asked)

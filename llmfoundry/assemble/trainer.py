@@ -1,0 +1,399 @@
+"""From a recipe to a `Trainer`, one short function a part; read `build_trainer` first."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from llmfoundry.assemble.adapters.adapter import (
+    adapter_writer,
+    choose_trained,
+    hold_frozen,
+    lora_plus_ratio,
+)
+from llmfoundry.assemble.data import Data, build_loader, learning_corpus, mixture_lines, open_data
+from llmfoundry.assemble.evaluate import build_evaluate, eval_rows
+from llmfoundry.assemble.job import (
+    Job,
+    attention_refusal,
+    build_root,
+    experts_refusal,
+    filled,
+    served_precision,
+)
+from llmfoundry.assemble.objective import build_objective
+from llmfoundry.assemble.reference import open_reference, with_places
+from llmfoundry.assemble.samples import build_samples
+from llmfoundry.assemble.start import Start, fill_weights, find_start, run_identity
+from llmfoundry.assemble.weights.pretrained import Pretrained, fit_vocabulary, write_model
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
+from llmfoundry.errors import UserError, enough_memory
+from llmfoundry.estimate import (
+    available_memory,
+    check_workers,
+    choose_microbatch,
+    with_guessed_vocabulary,
+)
+from llmfoundry.files import write_whole
+from llmfoundry.gauntlet.gauntlet import Answered
+from llmfoundry.gauntlet.grading.results import GauntletResult
+from llmfoundry.models.counts import (
+    active_parameter_count,
+    peak_flops,
+    trained_flops_per_token,
+)
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import value_count
+from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
+from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
+from llmfoundry.recipe.front.typed import to_yaml
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.tokenizer import PRETRAINED
+from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.track.loggers import Tracker
+from llmfoundry.train.callbacks import (
+    Callback,
+    GarbageCollection,
+    GenerateSamples,
+    LRMonitor,
+    MemoryMonitor,
+    RuntimeEstimator,
+    SpeedMonitor,
+)
+from llmfoundry.train.checkpoints.checkpoint import batch_of
+from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.early_stopper import EarlyStopper
+from llmfoundry.train.optimizer_monitor import OptimizerMonitor
+from llmfoundry.train.optimizers.optim import build_optimizer, freeze
+from llmfoundry.train.step import CROSS_ENTROPY
+from llmfoundry.train.trainer import Trainer
+
+
+def build_trainer(
+    written: TrainRecipe,
+    world: World,
+    tracker: Tracker,
+    *,
+    recipe: TrainRecipe | None = None,
+    pretrained: Pretrained | None = None,
+) -> tuple[Trainer, Job]:
+    """All parts of a run: a trainer ready to `fit`, and what its parts share.
+
+    Args:
+        written: the recipe as it was written.
+        world: this process.
+        tracker: what tells the user.
+        recipe: of fine-tuning: filled, with the pretrained model's shape; None: `written`, filled.
+        pretrained: the model that fine-tuning begins with.
+
+    Raises:
+        UserError: the recipe asks for what cannot be had; nothing has been trained.
+    """
+    recipe = filled(written) if recipe is None else recipe
+    recipe.precision = served_precision(recipe.precision, world.device, tracker.note)
+    fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
+    fit(with_guessed_vocabulary(recipe))
+    check_workers(recipe.data, world)
+    check_kernels(recipe, world.device)
+    start = find_start(recipe, world, tracker.note)
+    tokenizer = make_tokenizer(recipe, world, pretrained)
+    data = _open_data(recipe, tokenizer, world, tracker.note)
+    settle_vocabulary(recipe, written, tokenizer)
+    microbatch = fit(recipe)
+    mesh = build_mesh(recipe.parallel, world)
+    root = build_model(
+        recipe, world, mesh, tracker.note, written=written, checkpoint=start.checkpoint
+    )
+    job = Job(recipe, world, tokenizer, data, root, microbatch, tracker.note)
+    optimizer = build_optimizer(
+        root.model, recipe.optimizer, lora_plus_ratio=lora_plus_ratio(recipe)
+    )
+    identity = run_identity(job)
+    clock = build_clock(recipe, data)
+    loader = build_loader(recipe, data, clock, tokenizer, world)
+    fill = None if pretrained is None else pretrained.fill
+    reference = open_reference(job, data, start, fill)
+    state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
+    identity |= reference.begin()
+    for line in mixture_lines(loader, clock.total):
+        tracker.note(line)
+    trainer = Trainer(
+        recipe=recipe,
+        world=world,
+        root=root,
+        module=replicate(root, mesh),
+        optimizer=optimizer,
+        loader=loader,
+        clock=clock,
+        microbatch=microbatch,
+        autocast=job.autocast,
+        bytes_per_token=data.bytes_per_token,
+        tracker=tracker,
+        checkpointer=build_checkpointer(written, job, tracker, start),
+        evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
+        identity=identity,
+        objective=build_objective(job) or CROSS_ENTROPY,
+        callbacks=build_callbacks(job, state.get("callbacks", {})),
+        first_batch=state["batch"],
+        window=tuple(state["window"]),
+    )
+    _open_record(trainer, job, tracker)
+    return trainer, job
+
+
+def _memory_fit(
+    recipe: TrainRecipe, world: World, trained: Decoder | None
+) -> Callable[[TrainRecipe], int]:
+    """What chooses the microbatch by this process's memory; `trained`: of fine-tuning, on meta."""
+    return partial(
+        choose_microbatch,
+        world_size=world.size,
+        available=memory_of_process(world),
+        device=world.device,
+        sketch=trained,
+    )
+
+
+def _open_data(
+    recipe: TrainRecipe, tokenizer: Tokenizer, world: World, note: Callable[[str], None]
+) -> Data:
+    """The recipe's rows, of which `note` is told."""
+    data = with_places(open_data(recipe, tokenizer, world), recipe)
+    for line in data.summary.splitlines():
+        note(line)
+    return data
+
+
+def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
+    """Begin to record, now that nothing can be refused any more."""
+    if job.recipe.save_overwrite and job.world.is_main:
+        shutil.rmtree(Path(job.recipe.save_folder) / "checkpoints", ignore_errors=True)
+    first, clock = trainer.first_batch, trainer.clock
+    tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))
+
+
+def make_tokenizer(
+    recipe: TrainRecipe, world: World, pretrained: Pretrained | None = None
+) -> Tokenizer:
+    """The recipe's tokenizer; `train` learns from the recipe's corpora."""
+    if recipe.tokenizer.name == PRETRAINED:
+        assert pretrained is not None, "checked by the recipe"
+        tokenizer, rows = pretrained.tokenizer, pretrained.config.vocab_size
+        tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
+        if recipe.tokenizer.chat_template is not None:
+            assert rows is not None, "the model is there"
+            room = rows - tokenizer.vocab_size
+            tokenizer.use_chat_template(recipe.tokenizer.chat_template, room=room)
+        return tokenizer
+    learns = recipe.tokenizer.name == "train"
+    data = learning_corpus(recipe.data) if learns else recipe.data
+    return build_tokenizer(recipe.tokenizer, data, progress=world.is_main)
+
+
+@enough_memory(
+    "model: its weights ran out of memory; write a smaller one, or spread it with"
+    " parallel.data_parallel_shard_degree"
+)
+def build_model(
+    recipe: TrainRecipe,
+    world: World,
+    mesh: DeviceMesh | None,
+    note: Callable[[str], None],
+    *,
+    written: TrainRecipe,
+    checkpoint: Path | None = None,
+) -> Root:
+    """The model in its shards, with memory and without weights. The order matters.
+
+    `checkpoint` is what the run goes on from; `written` the recipe as it was written.
+    """
+    root = build_root(recipe)
+    choose_trained(root.model, recipe, note, checkpoint=checkpoint)  # first: it adds parameters
+    hold_frozen(root.model, recipe, written, note)
+    freeze(root.model, recipe.optimizer)
+    wrap_blocks(  # before FSDP and DDP, whose hooks stay outside of it
+        root,
+        checkpointing=recipe.parallel.activation_checkpointing,
+        compile_mode=recipe.compile_mode,
+    )
+    materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
+    return root
+
+
+def sketch(recipe: TrainRecipe, written: TrainRecipe) -> Decoder:
+    """The model that is to be fine-tuned on the meta device, to count what it takes."""
+    root = build_root(recipe)
+    choose_trained(root.model, recipe, lambda line: None)
+    hold_frozen(root.model, recipe, written, lambda line: None)
+    freeze(root.model, recipe.optimizer)
+    return root.model
+
+
+def build_measure(
+    job: Job, tracker: Tracker, *, resumed: bool
+) -> Callable[[int], dict[str, float]]:
+    """`build_evaluate` for a run: the gauntlet's results are shown, and kept with the record."""
+
+    def record(batch: int, result: GauntletResult, _: list[Answered]) -> None:
+        tracker.gauntlet(batch, result.to_json())
+        tracker.console.table(result.table())
+
+    rows = eval_rows(job.recipe, job.microbatch)
+    return build_evaluate(job, job.recipe.eval, rows=rows, record=record, resumed=resumed)
+
+
+def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
+    """Before any text is read: attention, experts and compilation must work on this device.
+
+    Raises:
+        UserError: one of them does not.
+    """
+    reason = attention_refusal(recipe, device)
+    if reason is not None:
+        raise UserError(f"model.attn_config.attn_impl: {reason}")
+    reason = experts_refusal(recipe, device)
+    if reason is not None:
+        raise UserError(f"model.ffn_config.moe_impl: {reason}")
+    if recipe.compile:
+        check_compiler(device)
+
+
+def memory_of_process(world: World) -> int:
+    """Bytes that this process may use; on a CPU all processes share one memory."""
+    free = available_memory(world.device)
+    return free if world.device.type == "cuda" else free // world.size
+
+
+def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer) -> None:
+    """The embedding has a row for every token: as many as the tokenizer says, or as written."""
+    if isinstance(written, FinetuneRecipe):
+        fit_vocabulary(recipe.model, tokenizer, written.model)
+    recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    check_vocabulary(recipe, tokenizer)
+
+
+def check_vocabulary(recipe: TrainRecipe, tokenizer: Tokenizer) -> None:
+    """The embedding must have a row for every token."""
+    size = recipe.model.vocab_size
+    assert size is not None
+    if size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size: {size} is less than the tokenizer's {tokenizer.vocab_size};"
+            " write at least that, or remove it"
+        )
+
+
+def build_clock(recipe: TrainRecipe, data: Data) -> Clock:
+    """Batches in each unit of time."""
+    size = recipe.global_train_batch_size
+    return Clock(
+        samples_per_batch=size,
+        tokens_per_batch=size * recipe.max_seq_len,
+        batches_per_epoch=data.epoch_rows / size,
+        max_duration=Duration.parse(recipe.max_duration),
+    )
+
+
+def build_checkpointer(
+    written: TrainRecipe, job: Job, tracker: Tracker, start: Start
+) -> Checkpointer:
+    """The writer of checkpoints, each with the recipe as written and the tokenizer."""
+    folder = Path(job.recipe.save_folder)
+    found = None if job.recipe.save_overwrite else start.checkpoint
+    own = found is not None and found.parent == folder / "checkpoints"
+
+    write_adapter = adapter_writer(written, job)
+
+    def extras(folder: Path) -> None:
+        write_whole(folder / "recipe.yaml", to_yaml(written))
+        job.tokenizer.save(folder / "tokenizer")
+        if isinstance(written, FinetuneRecipe):
+            write_model(folder, job.recipe.model)
+            write_adapter(folder)
+
+    return Checkpointer(
+        folder,
+        job.world,
+        extras=extras,
+        keep=job.recipe.save_num_checkpoints_to_keep,
+        background=job.recipe.save_async,
+        max_failures=job.recipe.save_max_failures,
+        warn=tracker.console.warn,
+        note=tracker.note,
+        saved=batch_of(found) if found is not None and own else None,
+    )
+
+
+def build_callbacks(job: Job, state: dict[str, Any]) -> list[Callback]:
+    """Those that the recipe asks for; the early stopper after all that measure something.
+
+    Args:
+        job: the run.
+        state: what they left in the checkpoint that the run goes on from; else empty.
+    """
+    config = job.recipe.callbacks
+    callbacks: list[Callback] = []
+    if config.speed_monitor:
+        flops = trained_flops_per_token(job.root.model, job.recipe.max_seq_len)
+        peak = peak_flops(job.world.device)
+        callbacks.append(
+            SpeedMonitor(window=config.speed_window, flops_per_token=flops, peak_flops=peak)
+        )
+    if config.lr_monitor:
+        callbacks.append(LRMonitor())
+    if config.optimizer_monitor:
+        callbacks.append(OptimizerMonitor())
+    if config.memory_monitor:
+        callbacks.append(MemoryMonitor())
+    if config.runtime_estimator:
+        callbacks.append(RuntimeEstimator())
+    if config.generate.prompts or config.generate.from_validation:
+        callbacks.append(GenerateSamples(config.generate, build_samples(job)))
+    if config.early_stopper.metric is not None:
+        callbacks.append(EarlyStopper(config.early_stopper))
+    if config.gc_interval > 0:
+        callbacks.append(GarbageCollection(config.gc_interval))
+    for callback in callbacks:
+        callback.restore(state)
+    return callbacks
+
+
+def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tuple[str, str]]:
+    """What a run is, for the top of its console."""
+    recipe, world = job.recipe, job.world
+    parameters = value_count(job.root)
+    size = f"{parameters:,} parameters"
+    if recipe.model.ffn_config.ffn_type == "dmoe":
+        size += f", of which a token meets {active_parameter_count(recipe.model):,}"
+    how = f"{recipe.precision}, microbatch {job.microbatch}"
+    if recipe.parallel.activation_checkpointing:
+        how += ", activation checkpointing"
+    if recipe.compile:
+        how += f", blocks compiled ({recipe.compile_mode}): the first step takes a minute for it"
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    return [
+        ("run", str(recipe.save_folder)),
+        ("model", f"{recipe.model.name}, {size}"),
+        ("tokenizer", tokenizer_summary(job.tokenizer, recipe.tokenizer)),
+        (
+            "data",
+            f"{loader.n_rows:,} rows of {recipe.max_seq_len:,} tokens;"
+            f" {loader.tokens_left_out:,} after the last whole row are left out",
+        ),
+        (
+            "length",
+            f"{clock.total:,} batches of {clock.tokens_per_batch:,} tokens"
+            f" ({clock.total / clock.batches_per_epoch:.2f} epochs)"
+            + (f", {first_batch:,} done" if first_batch else ""),
+        ),
+        ("device", f"{world.size} x {device}, {how}"),
+    ]

@@ -1,0 +1,1 @@
+"""Where weights come from when a run begins with someone's."""

@@ -1,0 +1,1 @@
+"""Which documents stay: held out, filtered, repeated."""

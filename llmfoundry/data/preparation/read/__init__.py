@@ -1,0 +1,1 @@
+"""Files, datasets and URLs to documents."""

@@ -1,0 +1,289 @@
+"""Input files, here or at URLs: what is known of them, and their bytes in order.
+
+`inputs` finds them, `readers` reads them. The one idea: a reader sees chunks of bytes and never
+asks where they come from, so every format can be read from every place, compressed or not.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.preparation.read.remote_input import open_url
+from llmfoundry.errors import UserError
+
+CHUNK = 1 << 20  # bytes read at a time
+_LONGEST = 10**9  # bytes of a row; data.max_row_size
+_ZSTD_CHUNK = 1 << 10  # becomes 32 MiB at most: four bytes are a block of 128 KiB, if it is all one
+_ZSTD_WINDOW = 1 << 31  # bytes; of zstd --long=31, the largest
+NEEDS_EXTRA = "is not installed; write: pip install 'llmfoundry-recipes[data]'"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file of a corpus.
+
+    Attributes:
+        name: path or URL.
+        size: bytes.
+        stamp: another after a change: nanoseconds of the last one, or what the store says.
+    """
+
+    name: str
+    size: int
+    stamp: int | str
+
+    @classmethod
+    def here(cls, path: Path) -> InputFile:
+        """A file of this machine.
+
+        Raises:
+            UserError: there is none, or something that has no end or no content of its own.
+        """
+        with readable(path):
+            status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            kind = next((n for known, n in _KINDS.items() if known(status.st_mode)), "no file")
+            raise UserError(f"{path}: is {kind}; write its content to a file")
+        return cls(str(path), status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file to read, or a part of it.
+
+    Attributes:
+        file: which.
+        start: where the part begins: a byte of lines, a row group of parquet.
+        stop: where it ends; None: with the file.
+        n_bytes: how much of the file that is.
+        longest: bytes of a row of it, unpacked; `data.max_row_size`.
+        seen: told how many of these bytes were read, for a progress bar.
+        options: how a URL is read.
+    """
+
+    file: InputFile
+    start: int = 0
+    stop: int | None = None
+    n_bytes: int = 0
+    longest: int = _LONGEST
+    seen: Callable[[int], None] = lambda n_bytes: None
+    options: FetchOptions = field(default_factory=FetchOptions)
+
+    @property
+    def name(self) -> str:
+        """Its path or URL."""
+        return self.file.name
+
+    def open(self) -> IO[bytes]:
+        """The file, seekable.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
+        if "://" in self.name:
+            return open_url(self.name, self.file.size, self.options)
+        with readable(self.name):
+            return Path(self.name).open("rb")
+
+    def chunks(self, place: int = 0) -> Iterator[bytes]:
+        """Its bytes from `place` on, beyond `stop` too, as they are kept."""
+        left = self.n_bytes
+        with self.open() as file, readable(self.name):
+            if place:
+                file.seek(place)
+            while chunk := file.read(CHUNK):
+                self.seen(min(left, len(chunk)))
+                left = max(0, left - len(chunk))
+                yield chunk
+
+    def unpacked(self, place: int = 0) -> Iterator[bytes]:
+        """Its bytes from `place` on, decompressed if its name ends in .gz or .zst."""
+        unpack = _UNPACK.get(self.name[self.name.rfind(".") :].lower())
+        return unpack(self) if unpack else self.chunks(place)
+
+    def whole(self) -> bytes:
+        """All its bytes, unpacked.
+
+        Raises:
+            UserError: they are more than a row may have.
+        """
+        parts, size = [], 0
+        for part in self.unpacked():
+            parts.append(part)
+            size += len(part)
+            if size > self.longest:
+                raise self.too_long(self.name)
+        return b"".join(parts)
+
+    def too_long(self, where: str) -> UserError:
+        """What to say of a row."""
+        return UserError(
+            f"{where}: is longer than {self.longest:,} bytes; divide it, or write a larger"
+            " data.max_row_size"
+        )
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines that begin within the part, without their end; the longest is in memory.
+
+        Raises:
+            UserError: one is longer than a row may be.
+        """
+        place = max(0, self.start - 1)
+        lines = self._split(self.unpacked(place))
+        if self.start:  # the rest of a line of the part before, empty if that ends here
+            place += len(next(lines, b"")) + 1
+        for line in lines:
+            if self.stop is not None and place >= self.stop:
+                return
+            yield line
+            place += len(line) + 1
+
+    def lines_before(self) -> int:
+        """Lines of the file before the part, read anew; for messages."""
+        with self.open() as file:
+            left, count = self.start, 0
+            while left and (chunk := file.read(min(CHUNK, left))):
+                left, count = left - len(chunk), count + chunk.count(b"\n")
+        # A line that begins before the part and ends in it is the part's predecessor's.
+        return count if not self.start or chunk.endswith(b"\n") else count + 1
+
+    def _split(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        rest: list[bytes] = []
+        number, size = 0 if self.start else 1, 0
+        for chunk in chunks:
+            first, *others = chunk.split(b"\n")
+            rest.append(first)
+            size += len(first)
+            for line in others:
+                if size > self.longest:
+                    break
+                yield b"".join(rest)
+                rest, size, number = [line], len(line), number + 1
+            if size > self.longest:
+                before = self.lines_before() if self.start else 0
+                raise self.too_long(f"{self.name}:{before + number}")
+        if last := b"".join(rest):
+            yield last
+
+
+# What a name may stand for beside a file: reading it could wait forever.
+_KINDS: dict[Callable[[int], bool], str] = {
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISDIR: "a folder",
+}
+
+
+@contextmanager
+def readable(name: str | Path) -> Iterator[None]:
+    """What the system says of a file that cannot be read, in a line.
+
+    Raises:
+        UserError: with the file's name.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror or error}") from error
+
+
+def decode(name: str, data: bytes, encoding: str = "utf-8", *, skipped: int = 0) -> str:
+    """The text of `data`; a byte-order mark at its start is no part of it.
+
+    Raises:
+        UserError: naming the first byte that is not text, counted from `skipped`.
+    """
+    if data.startswith(codecs.BOM_UTF8):
+        data, skipped = data[3:], skipped + 3
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start : error.start + 1].hex()
+        where = f"byte {skipped + error.start} (0x{byte})"
+        raise UserError(
+            f"{name}: {where} is not {encoding}: {error.reason}; convert the file to UTF-8"
+        ) from error
+    except (LookupError, ValueError, OverflowError) as error:  # of encodings that a file declares
+        raise UserError(f"{name}: is not {encoding}: {error}; convert the file to UTF-8") from error
+
+
+def as_file(chunks: Iterable[bytes]) -> io.BufferedReader:
+    """Chunks as a file that can be read once."""
+    return io.BufferedReader(_Chunks(iter(chunks)), CHUNK)
+
+
+class _Chunks(io.RawIOBase):
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = chunk
+        now = self._rest[: len(buffer)]
+        buffer[: len(now)] = now
+        self._rest = self._rest[len(now) :]
+        return len(now)
+
+
+def _gunzip(source: Input) -> Iterator[bytes]:
+    try:
+        with as_file(source.chunks()) as packed, gzip.GzipFile(fileobj=packed) as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{source.name}: {_broken('gzip', error)}") from error
+
+
+def _unzstd(source: Input) -> Iterator[bytes]:
+    """Frame by frame: the library's own stream reader takes a truncated file for a whole one.
+
+    And in small steps, because it has no bound for what a step makes.
+    """
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(f"{source.name}: zstandard {NEEDS_EXTRA}") from error
+    library = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+    frame, begun = library.decompressobj(), False
+    try:
+        for chunk in source.chunks():
+            for start in range(0, len(chunk), _ZSTD_CHUNK):
+                packed = chunk[start : start + _ZSTD_CHUNK]
+                while packed:
+                    begun = True
+                    yield frame.decompress(packed)
+                    packed = frame.unused_data if frame.eof else b""
+                    if frame.eof:
+                        frame, begun = library.decompressobj(), False
+    except zstandard.ZstdError as error:
+        raise UserError(f"{source.name}: {_broken('zstd', error)}") from error
+    if begun:
+        raise UserError(f"{source.name}: {_broken('zstd', 'it ends inside a frame')}")
+
+
+def _broken(kind: str, why: object) -> str:
+    return f"not a whole {kind} file: {why}; copy or download it again"
+
+
+_UNPACK: dict[str, Callable[[Input], Iterator[bytes]]] = {".gz": _gunzip, ".zst": _unzstd}
+PACKED = ("", *_UNPACK)
+"""What may end the name of a text file."""

@@ -1,0 +1,357 @@
+"""Files to documents: one reader a format, each a stream of (row, text), called by the corpus.
+
+Whatever cannot be read raises a `UserError` that names the file and the line, row or byte. Files
+of rows are streamed; only a text file, being one document, is read whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import tokenize
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from llmfoundry.data.preparation.read.open_files import NEEDS_EXTRA, PACKED, Input, decode
+from llmfoundry.data.preparation.read.wet import read_wet
+from llmfoundry.errors import UserError
+
+_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field that Python can be told; it has 128 Ki
+_SHOWN = 500  # characters of a file's column names
+ROW = "*"
+"""As `text_column`: a document is the JSON object of all columns of a row, whichever they are."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A place in a file of rows; counted within the part that is read, shown within the file."""
+
+    source: Input
+    number: int
+
+    def __str__(self) -> str:
+        return str(self.number + (self.source.lines_before() if self.source.start else 0))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """File and row, for a message: a text that costs a reading of the file is not made before."""
+
+    row: Row
+
+    def __str__(self) -> str:
+        return f"{self.row.source.name}:{self.row}"
+
+
+Rows = Iterator[tuple[Row | int | None, str]]
+
+
+def read_file(source: Input, text_column: str) -> Rows:
+    """Yield (row, text) of one file, or of a part of it.
+
+    Row is None for a text file, the line from 1 for .jsonl and .csv, the row from 0 for .parquet,
+    the record from 1 for .warc.wet.
+
+    Raises:
+        UserError: the file, or a row of it, cannot be read.
+    """
+    yield from readers_of(text_column)[suffix_of(source.name)](source, text_column)
+
+
+def readers_of(text_column: str | None) -> dict[str, Callable[[Input, str], Rows]]:
+    """The readers by suffix: of documents, or of rows of any columns."""
+    return ROW_READERS if text_column == ROW else READERS
+
+
+def suffix_of(name: str) -> str:
+    """What chooses a reader: the suffix, .gz and .zst with the one before; may be no key of it."""
+    name = name[name.rfind("/") + 1 :].lower()
+    longest = max((s for s in _SUFFIXES if name.endswith(s)), key=len, default=None)
+    return longest or name[name.rfind(".") :] if "." in name else ""
+
+
+def _text(source: Input, text_column: str) -> Rows:
+    yield None, decode(source.name, source.whole())
+
+
+def _python(source: Input, text_column: str) -> Rows:
+    """Python sources may declare another encoding in their first two lines (PEP 263)."""
+    name, data = source.name, source.whole()
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    except SyntaxError as error:
+        decode(name, data)  # names the byte where that is the reason
+        raise UserError(f"{name}: {error.msg[:80]}; convert the file to UTF-8") from error
+    yield None, decode(name, data, "utf-8" if encoding == "utf-8-sig" else encoding)
+
+
+def _jsonl(source: Input, text_column: str) -> Rows:
+    for number, data in enumerate(source.lines(), start=1):
+        line = Row(source, number)
+        if data.strip():
+            yield line, _jsonl_text(_Place(line), data, text_column)
+        else:
+            yield line, ""
+
+
+def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
+    try:
+        row = json.loads(data.removeprefix(codecs.BOM_UTF8))
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} of the line (0x{error.object[error.start]:02x})"
+        raise UserError(f"{where}: {byte} is not UTF-8: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]  # of a long integer: how a program could allow it
+        raise UserError(f"{where}: not JSON: {reason}; every line must hold one object") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: holds {_kind(row)}; every line must hold one JSON object")
+    return pick(where, text_column, row)
+
+
+def _json(source: Input, text_column: str) -> Rows:
+    """A list of objects, numbered from 1; or lines, which many files of this name hold."""
+    data = source.whole().removeprefix(codecs.BOM_UTF8)
+    if not data.lstrip().startswith(b"["):
+        yield from _json_lines(source, data, text_column)
+        return
+    text = decode(source.name, data)
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]
+        raise UserError(f"{source.name}: not JSON: {reason}; it must hold a list") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(f"{source.name}:{number}: holds {_kind(row)}, not a JSON object")
+        yield number, pick(f"{source.name}:{number}", text_column, row)
+
+
+def _json_lines(source: Input, data: bytes, text_column: str) -> Rows:
+    lines = data.split(b"\n")
+    if len([line for line in lines if line.strip()]) > 1 and data.lstrip().startswith(b"{\n"):
+        raise UserError(
+            f"{source.name}: holds one object over several lines; write a list of objects, or one"
+            " object a line"
+        )
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            place = _Place(Row(source, number))
+            yield number, _jsonl_text(place, line, text_column)
+
+
+def _csv(source: Input, text_column: str) -> Rows:
+    """RFC 4180, the first line naming the columns; a field may go over several lines."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    number, size = 1, 0  # of the row that is read
+
+    def lines() -> Iterator[str]:
+        nonlocal size
+        for n, line in enumerate(source.lines(), start=1):
+            size += len(line) + 1
+            if size > source.longest:
+                raise source.too_long(f"{source.name}:{number}")
+            yield decode(f"{source.name}:{n}", line) + "\n"
+
+    rows = csv.reader(lines(), strict=True)
+    try:
+        names = next(rows, [])
+        check_columns(f"{source.name}:1", text_column, names)
+        while True:
+            number, size = rows.line_num + 1, 0
+            if (row := next(rows, None)) is None:
+                return
+            if row and len(row) != len(names):
+                raise UserError(
+                    f"{source.name}:{number}: has {len(row)} fields, line 1 names {len(names)};"
+                    " correct the row"
+                )
+            where = f"{source.name}:{number}"
+            yield (
+                number,
+                pick(where, text_column, dict(zip(names, row, strict=True))) if row else "",
+            )
+    except csv.Error as error:
+        raise UserError(f"{source.name}:{number}: not CSV: {error}") from error
+
+
+def _parquet(source: Input, text_column: str) -> Rows:
+    """The row groups start … stop - 1."""
+    with _parquet_file(source) as file:
+        check_columns(source.name, text_column, file.schema_arrow.names)
+        columns = read_columns(text_column)
+        groups = range(source.start, file.num_row_groups if source.stop is None else source.stop)
+        row = sum(file.metadata.row_group(n).num_rows for n in range(source.start))
+        for group in groups:
+            for batch in file.iter_batches(1024, [group], columns, use_threads=False):
+                for text in arrow_texts(f"{source.name}: row", row, text_column, batch):
+                    yield row, text
+                    row += 1
+            source.seen(source.n_bytes // len(groups))
+
+
+def row_groups(source: Input) -> list[int]:
+    """About how many bytes of a parquet file each of its row groups takes.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with _parquet_file(source) as file:
+        groups = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
+        ends = list(accumulate(groups, initial=0))
+        places = [source.file.size * end // max(1, ends[-1]) for end in ends]
+        return [stop - start for start, stop in pairwise(places)]
+
+
+@contextmanager
+def _parquet_file(source: Input) -> Iterator[Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{source.name}: pyarrow {NEEDS_EXTRA}") from error
+    try:
+        with source.open() as opened, pyarrow.parquet.ParquetFile(opened) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{source.name}: not a whole parquet file: {reason}") from error
+
+
+def _wet(source: Input, text_column: str) -> Rows:
+    yield from read_wet(source)
+
+
+def columns_of(text_column: str) -> list[tuple[str, str]]:
+    """The columns to read and whether each is `str` or `json`: of `a`, `a,` or `a,b:json`.
+
+    A column alone is a document. With a comma a document is the JSON object of its columns, which
+    `prepare.columns` asks for and takes apart again.
+    """
+    parts = (part.partition(":") for part in text_column.removesuffix(",").split(","))
+    return [(name, kind or "str") for name, _, kind in parts]
+
+
+def read_columns(text_column: str) -> list[str] | None:
+    """The names of the columns to read; None: all."""
+    return None if text_column == ROW else [name for name, _ in columns_of(text_column)]
+
+
+def check_columns(where: object, text_column: str, names: Collection[str]) -> None:
+    """Refuse a file that lacks a column, or has it twice.
+
+    Raises:
+        UserError: naming the column.
+    """
+    if text_column == ROW:
+        twice = [n for n in names if isinstance(names, list) and names.count(n) > 1]
+        if twice:
+            raise UserError(f"{where}: has the column {twice[0]!r} more than once; rename one")
+        return
+    for name, _ in columns_of(text_column):
+        if name not in names:
+            raise UserError(f"{where}: {no_column(name, list(names))}")
+        if isinstance(names, list) and names.count(name) > 1:  # a row of JSON has a name once
+            raise UserError(f"{where}: has the column {name!r} more than once; rename the others")
+
+
+def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
+    """The text of one row, or the JSON of its columns; `str(where)` is what errors begin with.
+
+    Raises:
+        UserError: a column is missing, or is no text where text is asked.
+    """
+    if text_column == ROW:
+        return row_text(where, row)
+    columns = columns_of(text_column)
+    check_columns(where, text_column, row)
+    if text_column == columns[0][0]:
+        return as_text(where, text_column, row[text_column])
+    values = {n: as_text(where, n, row[n]) if kind == "str" else row[n] for n, kind in columns}
+    try:
+        return json.dumps(values, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {error}; correct the row or the columns named") from error
+
+
+def row_text(where: object, row: Mapping[str, Any]) -> str:
+    """The JSON of a whole row; what JSON does not know, such as a date, is written as text.
+
+    Raises:
+        UserError: it has no JSON.
+    """
+    try:
+        return json.dumps(row, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {error}; correct the row") from error
+
+
+def arrow_texts(where: str, first: int, text_column: str, batch: Any) -> Iterator[str]:
+    """The texts of a pyarrow batch or table whose first row is number `first`.
+
+    Raises:
+        UserError: a value is null, no string, or not UTF-8.
+    """
+    names = batch.schema.names
+    for number, values in enumerate(zip(*batch.columns, strict=True), start=first):
+        try:
+            row = {name: value.as_py() for name, value in zip(names, values, strict=True)}
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{where} {number}: byte {error.start} is not UTF-8: {error.reason}"
+            ) from error
+        except Exception as error:  # what values Python has no like of raise, by their types
+            reason = " ".join(str(error).split())
+            raise UserError(f"{where} {number}: cannot be read: {reason}; correct it") from error
+        yield pick(f"{where} {number}", text_column, row)
+
+
+def as_text(where: object, text_column: str, value: Any) -> str:
+    """The value of a column, which must be text.
+
+    Raises:
+        UserError: it is none.
+    """
+    if isinstance(value, str):
+        return value
+    raise UserError(
+        f"{where}: {text_column!r} holds {_kind(value)}, not text;"
+        " correct the row or choose another data.text_column"
+    )
+
+
+def no_column(text_column: str, names: list[str]) -> str:
+    """What to say where a column is missing."""
+    choices = " ".join(", ".join(names).split())
+    choices = choices if len(choices) <= _SHOWN else f"{choices[:_SHOWN]} …"
+    return f"no column {text_column!r}; set data.text_column to one of: {choices}"
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a value of type {type(value).__name__}"
+
+
+_FORMATS: dict[str, Callable[[Input, str], Rows]] = {
+    ".txt": _text,
+    ".md": _text,
+    ".py": _python,
+    ".jsonl": _jsonl,
+    ".csv": _csv,
+    ".warc.wet": _wet,
+}
+
+READERS = {f"{name}{packed}": read for name, read in _FORMATS.items() for packed in PACKED}
+READERS[".parquet"] = _parquet  # compressed within
+ROW_READERS = {
+    suffix: read
+    for suffix, read in READERS.items()
+    if suffix.startswith((".jsonl", ".csv", ".parquet"))
+} | {f".json{packed}": _json for packed in PACKED}
+_SUFFIXES = (*READERS, *ROW_READERS)
+READS_ROWS = ".jsonl .json .csv (each also .gz or .zst) .parquet"
+READS = ".txt .md .py .jsonl .csv .warc.wet (each also .gz or .zst) .parquet"
+"""What to tell the user."""

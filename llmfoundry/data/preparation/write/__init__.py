@@ -1,0 +1,1 @@
+"""Documents to shards, in parts, with a manifest."""

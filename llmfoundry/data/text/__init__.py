@@ -1,0 +1,1 @@
+"""Text to ids and back: tokenizers, byte-pair encoding, chat templates."""

@@ -1,0 +1,531 @@
+"""`Tokenizer`: text to ids and back; `build_tokenizer` makes the one a recipe asks for.
+
+Built on the `tokenizers` library alone, because importing transformers takes seconds; every kind
+is saved in Hugging Face's format, which transformers loads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.preparation.choose.split import make_split, training_sample
+from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.text.bpe import (
+    END_OF_TEXT,
+    WORDS,
+    bytes_backend,
+    tiktoken_backend,
+    train_backend,
+)
+from llmfoundry.data.text.chat_template import NAMED, ChatTemplate, chosen_templates, template_of
+from llmfoundry.errors import UserError
+from llmfoundry.files import write_whole
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.tokenizer import TokenizerConfig
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+_VERSION = 1  # of what is learned from a corpus; raised when the sample or the trainer changes
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Special tokens, such as the end of text, are not read out of a text: a document that spells one
+    is encoded as the characters it holds, unless `split_special_tokens` is turned off.
+
+    Attributes:
+        vocab_size: ids are below it.
+        eos_id: the end of text.
+        bos_ids: special tokens that the tokenizer itself puts before a text; for many none.
+        eos_ids: those that it puts behind one.
+        document_start: what each document of a token stream begins with, and so each prompt:
+            bos_ids, or the end of text where there are none.
+        document_end: what it ends with: eos_ids, and the end of text where no document begins with
+            it, so that a model learns where to stop. With document_start: once a document.
+        byte_level: any text survives encode and decode unchanged.
+    """
+
+    def __init__(self, backend: Backend, eos: str, config: dict[str, Any] | None = None) -> None:
+        """Take over a backend.
+
+        Args:
+            backend: changed to truncate and pad nothing.
+            eos: its end-of-text token.
+            config: other entries for tokenizer_config.json, such as a chat template.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self._config = config or {}
+        self.eos = eos
+        eos_id = backend.token_to_id(eos)
+        assert eos_id is not None, eos
+        self.eos_id: int = eos_id
+        self.bos_ids, self.eos_ids = _added(backend)
+        others = tuple(i for i in self.eos_ids if i != eos_id)
+        self.document_start = self.bos_ids or (eos_id,)
+        self.document_end = others if eos_id in self.document_start else (*others, eos_id)
+        self.vocab_size: int = _vocab_size(backend)
+        self.byte_level = "ByteLevel" in json.dumps(_part(backend, "decoder"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled backend forgets settings that are no part of its file, special tokens' for one.
+        kept = (self.eos, self._config, self.split_special_tokens)
+        return _unpickled, (self._backend.to_str(), *kept)
+
+    @property
+    def split_special_tokens(self) -> bool:
+        """Whether a special token that a text spells is the characters it holds, no token."""
+        return self._backend.encode_special_tokens
+
+    @split_special_tokens.setter
+    def split_special_tokens(self, value: bool) -> None:
+        self._backend.encode_special_tokens = value
+        for name in ("fingerprint", "_reading"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The beginning-of-text token that its files name, whether or not it puts it anywhere."""
+        token = self._config.get("bos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        return None if token is None else self._backend.token_to_id(token)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the ids of a document."""
+        definition = f"{self.eos_id} {self._backend.to_str()}"
+        around = (self.document_start, self.document_end)
+        if around != ((self.eos_id,), ()):  # what every document was before the rest was followed
+            definition += f" {around}"
+        if not self.split_special_tokens:
+            definition += " special tokens are read"
+        return hashlib.blake2b(definition.encode(), digest_size=16).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; no special tokens around it."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @property
+    def pad_id(self) -> int | None:
+        """Of the token that its configuration names for padding."""
+        token = self._config.get("pad_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        return None if text is None else self._backend.token_to_id(text)
+
+    def encode_documents(self, texts: list[str]) -> list[list[int]]:
+        """The ids of documents as they stand in a token stream."""
+        start, end = self.document_start, self.document_end
+        return [[*start, *ids, *end] for ids in self.encode_batch(texts)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a document to be continued."""
+        return [*self.document_start, *self.encode(text)]
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """How messages become a text; `encode_chat` makes ids of that.
+
+        Raises:
+            UserError: it has no chat template, or one that is not a template.
+        """
+        template = self._config.get("chat_template")
+        if template is None:
+            raise UserError(
+                "tokenizer.chat_template: the tokenizer has none; write zephyr, which fits any"
+                " tokenizer, chatml, llama3 or mpt, or a Jinja file"
+            )
+        text, tools = chosen_templates(template)
+        return ChatTemplate(text, self._special_tokens(), tools=tools)
+
+    def chat_by(self, choice: str, *, key: str = "tokenizer.chat_template") -> ChatTemplate:
+        """A named template or a file's, with this tokenizer's special tokens and none added.
+
+        Raises:
+            UserError: there is no such template, or it needs tokens that the tokenizer lacks; the
+                line begins with `key`.
+        """
+        text = template_of(choice, key=key)
+        missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
+        if missing:
+            raise UserError(
+                f"{key}: {choice} needs the tokens {' '.join(missing)}, which the tokenizer does"
+                " not have; write zephyr, whose marks are plain text"
+            )
+        return ChatTemplate(text, self._special_tokens())
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether it has a chat template."""
+        return self._config.get("chat_template") is not None
+
+    def use_chat_template(self, choice: str, *, room: int | None = None) -> list[str]:
+        """Take over a named template or a file's; the special tokens added for it.
+
+        Args:
+            choice: chatml, llama3, zephyr or mpt; or a Jinja file.
+            room: tokens that the model's embedding can still take up; None: any number.
+
+        Raises:
+            UserError: there is no such template, or no room for its tokens.
+        """
+        text = template_of(choice)
+        missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
+        if room is not None and len(missing) > room:
+            raise UserError(
+                f"tokenizer.chat_template: {choice} needs the tokens {' '.join(missing)}, which the"
+                " tokenizer does not have; write zephyr, whose marks are plain text, or"
+                " model.resize_embeddings: true, which adds them"
+            )
+        ChatTemplate(text, self._special_tokens())  # is one, or an error before any change
+        if missing:
+            from tokenizers import AddedToken
+
+            tokens = [AddedToken(token, special=True, normalized=False) for token in missing]
+            self._backend.add_special_tokens(tokens)
+            self.vocab_size = _vocab_size(self._backend)
+        self._config = {**self._config, "chat_template": text}
+        for name in ("chat", "fingerprint", "_reading"):
+            self.__dict__.pop(name, None)
+        return missing
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The ids of a rendered conversation: special tokens are read, and none added."""
+        return self._reading.encode(text, add_special_tokens=False).ids
+
+    def encode_chat_batch(self, texts: list[str]) -> list[list[int]]:
+        """`encode_chat` of each text, on all cores."""
+        found = self._reading.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    def encode_chat_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode_chat`, and of each id the characters that it stands for: from, to."""
+        found = self._reading.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The texts that `encode_chat` reads as one token each."""
+        tokens = self._backend.get_added_tokens_decoder().values()
+        return [token.content for token in tokens if token.special]
+
+    @cached_property
+    def _reading(self) -> Backend:
+        """A backend that reads special tokens; a copy, as others may encode at the same time."""
+        if not self.split_special_tokens:
+            return self._backend
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(self._backend.to_str())
+        backend.encode_special_tokens = False
+        return backend
+
+    def _special_tokens(self) -> dict[str, str]:
+        """What templates may name, as transformers hands it to them: bos_token and others."""
+        found = {"eos_token": self.eos, "pad_token": self.eos}
+        for name in ("bos", "unk", "sep", "pad", "cls", "mask"):
+            token = self._config.get(f"{name}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                found[f"{name}_token"] = token
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self) -> np.ndarray:
+        """(vocab_size,) int32: UTF-8 bytes that each token stands for; 0 for special tokens.
+
+        Exact for byte-level vocabularies. For others a word piece counts without its marks.
+        """
+        sizes = np.zeros(self.vocab_size, np.int32)
+        for piece, place in self._backend.get_vocab(with_added_tokens=True).items():
+            sizes[place] = len(piece) if self.byte_level else _piece_bytes(piece)
+        for place, token in self._backend.get_added_tokens_decoder().items():
+            sizes[place] = 0 if token.special else len(token.content.encode())
+        return sizes
+
+    def save(self, folder: Path, *, max_length: int | None = None) -> None:
+        """Write Hugging Face's files; transformers' AutoTokenizer loads the folder.
+
+        Args:
+            folder: made if need be.
+            max_length: tokens that the model reads at most.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "tokenizer.json", self._backend.to_str(pretty=True))
+        config = {name: value for name, value in self._config.items() if value is not None}
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos}
+        config.setdefault("pad_token", self.eos)
+        config.setdefault("clean_up_tokenization_spaces", False)
+        if max_length is not None:
+            config["model_max_length"] = max_length
+        _write_json(folder / "tokenizer_config.json", config)
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        tokens = {name: config[name] for name in names if name in config}
+        _write_json(folder / "special_tokens_map.json", tokens)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read a folder with tokenizer.json, a saved one or another's.
+
+        Raises:
+            UserError: a file is missing or broken, or no end-of-text token is named.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(f"{folder}: holds no tokenizer.json; name a folder that does")
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{file}: is no tokenizer: {error}") from error
+        config = {name: v for name, v in _read_config(folder).items() if name not in _NOT_KEPT}
+        return cls(backend, _eos_in(folder, backend), config)
+
+
+def _unpickled(definition: str, eos: str, config: dict[str, Any], split: bool) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    tokenizer = Tokenizer(Backend.from_str(definition), eos, config)
+    tokenizer.split_special_tokens = split
+    return tokenizer
+
+
+def _vocab_size(backend: Backend) -> int:
+    return max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _added(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a tokenizer's post-processor puts before a text and behind it."""
+    whole = backend.encode("a")
+    text = [n for n, added in enumerate(whole.special_tokens_mask) if not added]
+    if not text:  # of a vocabulary that has no "a", and nothing for what it does not have
+        return (), ()
+    return tuple(whole.ids[: text[0]]), tuple(whole.ids[text[-1] + 1 :])
+
+
+def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool) -> Tokenizer:
+    """The tokenizer that a recipe asks for; `train` learns it from the corpus, once.
+
+    Args:
+        config: the recipe's tokenizer section.
+        data: where `train` finds its text, and where results are kept.
+        progress: show on stderr how far the training is.
+
+    Raises:
+        UserError: the tokenizer cannot be found or made.
+    """
+    config = _filled(config)
+    tokenizer = _KINDS[config.name](config, data, progress)
+    tokenizer.split_special_tokens = config.split_special_tokens
+    if config.chat_template is not None:
+        tokenizer.use_chat_template(config.chat_template)
+    return tokenizer
+
+
+def tokenizer_summary(tokenizer: Tokenizer, config: TokenizerConfig) -> str:
+    """A line about what was built."""
+    asked = _filled(config).vocab_size
+    line = f"{config.name}, {tokenizer.vocab_size:,} tokens, {tokenizer.eos} is {tokenizer.eos_id}"
+    if asked is not None and tokenizer.vocab_size < asked:
+        line += f"; the text has too few repeated pairs for the {asked:,} asked for"
+    return line
+
+
+def _filled(config: TokenizerConfig) -> TokenizerConfig:
+    config = replace(config)
+    config.fill()
+    return config
+
+
+def _train(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
+    vocab_size, train_bytes = config.vocab_size, config.train_bytes
+    assert vocab_size is not None and train_bytes is not None
+    corpus = Corpus(data)
+
+    def build(folder: Path) -> None:
+        texts = training_sample(corpus, make_split(corpus), train_bytes)
+        backend = train_backend(texts, vocab_size, progress=progress)
+        Tokenizer(backend, END_OF_TEXT).save(folder)
+
+    key = cache_key(
+        version=_VERSION,
+        words=WORDS,
+        corpus=corpus.fingerprint(),
+        validation_fraction=data.validation_fraction,
+        vocab_size=vocab_size,
+        train_bytes=train_bytes,
+    )
+    return _cached(data, key, build)
+
+
+def _bytes(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
+    return Tokenizer(bytes_backend(), END_OF_TEXT)
+
+
+def _huggingface(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
+    folder = Path(config.path or "").expanduser()
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.load(folder)
+    import transformers  # seconds; only for hub ids and folders of older formats
+
+    try:
+        # not asked on the terminal either
+        loaded = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # transformers and the hub's client raise many unrelated types
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"tokenizer.path: cannot load {config.path}: {reason}; write a folder with"
+            " tokenizer.json or a hub id that this machine can reach"
+        ) from error
+    if not getattr(loaded, "is_fast", False):
+        raise UserError(f"tokenizer.path: {config.path} has no tokenizer.json; choose one that has")
+    if loaded.eos_token is None:
+        raise UserError(_no_eos(f"tokenizer.path: {config.path}"))
+    names = ("bos_token", "unk_token", "pad_token", "chat_template")
+    kept = {name: getattr(loaded, name, None) for name in names}
+    return Tokenizer(loaded.backend_tokenizer, loaded.eos_token, kept)
+
+
+def _tiktoken(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise UserError(
+            "tokenizer.name: tiktoken is not installed;"
+            " write: pip install 'llmfoundry-recipes[tiktoken]'"
+        ) from error
+    name = str(config.encoding)
+    try:
+        name = tiktoken.encoding_name_for_model(name)
+    except KeyError:
+        if name not in tiktoken.list_encoding_names():
+            known = ", ".join(tiktoken.list_encoding_names())
+            raise UserError(
+                f"tokenizer.encoding: {name!r} is neither a model nor an encoding of tiktoken;"
+                f" encodings: {known}"
+            ) from None
+
+    def build(folder: Path) -> None:
+        encoding = _tiktoken_encoding(name)
+        eos = encoding.decode([encoding.eot_token])
+        Tokenizer(tiktoken_backend(encoding), eos).save(folder)
+
+    return _cached(data, cache_key(version=_VERSION, tiktoken=name), build)
+
+
+def _tiktoken_encoding(name: str) -> Any:
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors
+        raise UserError(
+            f"tokenizer.encoding: cannot download {name}: {' '.join(str(error).split())}; on a"
+            " machine without network set TIKTOKEN_CACHE_DIR to a copy of another's cache"
+        ) from error
+
+
+def _cached(data: DataConfig, key: str, build: Callable[[Path], None]) -> Tokenizer:
+    folder = Path(data.cache_folder).expanduser() / "tokenizers" / key
+    build_once(folder, build)
+    return Tokenizer.load(folder)
+
+
+_KINDS: dict[str, Callable[[TokenizerConfig, DataConfig, bool], Tokenizer]] = {
+    "train": _train,
+    "bytes": _bytes,
+    "huggingface": _huggingface,
+    "tiktoken": _tiktoken,
+}
+
+# Entries of another's tokenizer_config.json that would make transformers build another tokenizer.
+_NOT_KEPT = ("tokenizer_class", "auto_map", "eos_token", "tokenizer_file", "name_or_path")
+
+
+def _eos_in(folder: Path, backend: Backend) -> str:
+    """The end-of-text token that a folder names, in the order transformers looks."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _read_json(folder / name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            break
+    else:
+        token = _eos_by_id(folder, backend)
+    if token is None:
+        raise UserError(_no_eos(str(folder)))
+    if backend.token_to_id(token) is None:
+        raise UserError(f"{folder}: its eos_token {token!r} is not in its vocabulary; correct it")
+    return token
+
+
+def _eos_by_id(folder: Path, backend: Backend) -> str | None:
+    for name in ("generation_config.json", "config.json"):
+        place = _read_json(folder / name).get("eos_token_id")
+        place = place[0] if isinstance(place, list) and place else place
+        if isinstance(place, int):
+            return backend.id_to_token(place)
+    return None
+
+
+def _no_eos(where: str) -> str:
+    return (
+        f"{where}: names no end-of-text token, which separates documents;"
+        ' add "eos_token" to its tokenizer_config.json'
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, and the chat template that newer versions keep in its own file."""
+    config = _read_json(folder / "tokenizer_config.json")
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: is not JSON: {error}; copy or download it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: holds no settings by name; copy or download it again")
+    return content
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    write_whole(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _part(backend: Backend, name: str) -> Any:
+    part = getattr(backend, name)
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _piece_bytes(piece: str) -> int:
+    """Bytes of a piece that is no byte-level one: SentencePiece's and WordPiece's marks."""
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return 1
+    return len(piece.removeprefix("##").replace("\u2581", " ").encode())

@@ -1,0 +1,1 @@
+"""A `model` section as transformers' config.json, and back."""

@@ -1,0 +1,1 @@
+"""Adapters in peft's file format, both ways."""

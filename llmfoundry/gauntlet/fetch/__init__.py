@@ -1,0 +1,1 @@
+"""Rows of public benchmarks, brought into a folder."""

@@ -1,0 +1,1 @@
+"""From answers to scores: judging, metrics, categories, the result."""

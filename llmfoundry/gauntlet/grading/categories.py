@@ -1,0 +1,291 @@
+"""From graded tasks to categories and averages, with their standard errors.
+
+`Gauntlet.run` calls `grade` for each task and `combine` once. The idea: a number that is missing
+stays missing. A task that failed makes its categories, and the averages over them, n/a, with the
+reason beside them; a mean over what happens to be left would not be comparable with any other
+run's. Categories and averages are linear in the accuracies, so their standard errors are exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from llmfoundry.gauntlet.grading.metrics import NOT_GENERATED, Estimate, answers_of, measure
+from llmfoundry.gauntlet.grading.results import CategoryOfTask, Cost, GauntletResult, TaskResult
+from llmfoundry.gauntlet.questions import Question, Refusal, Score
+from llmfoundry.gauntlet.tasks.gauntlet_file import (
+    BenchmarkConfig,
+    CategoryConfig,
+    EvalGauntlet,
+    TaskConfig,
+)
+from llmfoundry.recipe.values.checks import nearest
+
+__all__ = [
+    "Cost",
+    "GauntletResult",
+    "TaskResult",
+    "combine",
+    "grade",
+    "missing_benchmarks",
+    "wrong_baselines",
+]
+
+CONTRADICTED = 0.005  # baselines are given with two or three decimals
+DEFAULT_AVERAGE = "default_average"  # LLM Foundry's name of the mean of all categories
+
+WEIGHTS: dict[str, Callable[[int], float]] = {
+    "EQUAL": lambda n: 1.0,
+    "SAMPLE_SZ": float,
+    "LOG_SAMPLE_SZ": lambda n: max(math.log2(n), 1.0),
+}
+
+
+def _given(benchmark: BenchmarkConfig, task: TaskResult) -> float:
+    given = benchmark.random_baseline
+    return task.chance if given is None else given
+
+
+BASELINES: dict[str, Callable[[BenchmarkConfig, TaskResult], float]] = {
+    "file": _given,
+    "chance": lambda benchmark, task: task.chance,
+    "majority": lambda benchmark, task: task.majority,
+}
+
+
+@dataclass(frozen=True)
+class _Score:
+    """A sum of accuracies with weights, and a constant.
+
+    Attributes:
+        value: the score.
+        slopes: for each task by name how much the score changes with its accuracy.
+    """
+
+    value: float
+    slopes: dict[str, float]
+
+    def stderr(self, tasks: Mapping[str, TaskResult]) -> float | None:
+        """Of independent tasks; None where the error of one is not known."""
+        total = 0.0
+        for name, slope in self.slopes.items():
+            error = tasks[name].stderr
+            if error is None:
+                return None
+            total += (slope * error) ** 2
+        return math.sqrt(total)
+
+
+def grade(
+    blank: TaskResult,
+    task: TaskConfig,
+    questions: Sequence[Question],
+    scores: Sequence[Sequence[Score | Refusal]],
+    texts: Sequence[str | Refusal] | None = None,
+) -> TaskResult:
+    """`blank` with accuracy, every other metric, standard errors, ties and failure filled in.
+
+    Args:
+        blank: what is known without a model.
+        task: what the questions are of.
+        questions: those asked, at least one.
+        scores: for each question the scores of its requests; may be empty where there are texts.
+        texts: what was generated for each question; None: nothing was.
+    """
+    assert blank.n == len(questions) > 0
+    answers = answers_of(questions, scores, texts)
+    for answer in answers:
+        if not answer.is_finite:
+            reason = f"a log-probability at {answer.question.row.place} is not a finite number"
+            return dataclasses.replace(blank, failure=reason)
+    refusals = [answer.refusal for answer in answers if answer.refusal is not None]
+    if refusals:
+        blank = dataclasses.replace(blank, refused=len(refusals), refusal=refusals[0])
+    if len(refusals) == len(answers):
+        return dataclasses.replace(blank, failure=f"every question was refused: {refusals[0]}")
+    measured = measure(task, answers)
+    accuracy = measured.estimates[measured.metric]
+    return dataclasses.replace(
+        blank,
+        metric=measured.metric,
+        accuracy=accuracy.value,
+        stderr=accuracy.stderr,
+        ties=measured.ties,
+        metrics=_values(measured.estimates),
+        stderrs=_errors(measured.estimates),
+        by_category={
+            name: CategoryOfTask(n, _values(estimates), _errors(estimates))
+            for name, (n, estimates) in measured.by_category.items()
+        },
+    )
+
+
+def combine(
+    tasks: list[TaskResult], gauntlet: EvalGauntlet, notes: list[str], *, cost: Cost | None = None
+) -> GauntletResult:
+    """Categories and averages of graded tasks; `notes` are problems known before.
+
+    A benchmark's score is its accuracy, less the baseline, over 1 - baseline, where the file asks
+    for it; a category is the weighted mean of its benchmarks, an average the mean of categories.
+    """
+    problems = list(notes)
+    problems.extend(f"{t.name}: failed: {t.failure}" for t in tasks if t.failure is not None)
+    problems.extend(
+        f"{t.name}: {t.refused} of {t.n} questions were refused, and count as wrong: {t.refusal}"
+        for t in tasks
+        if t.refused and t.failure is None
+    )
+    problems.extend(_not_generated(tasks))
+    by_name = {task.name: task for task in tasks}
+    averages = _averages(gauntlet)
+    categories: dict[str, _Score | None] = {}
+    for category in gauntlet.categories:
+        lost = list(_lost(category, gauntlet, by_name))
+        categories[category.name] = None if lost else _category(category, gauntlet, by_name)
+        if lost:
+            needing = [name for name, names in averages.items() if category.name in names]
+            so = f", and so is {', '.join(needing)}" if needing else ""
+            problems.append(f"{category.name}: n/a{so}: {'; '.join(lost)}")
+    means: dict[str, _Score | None] = {}
+    for name, members in averages.items():
+        means[name] = _average([categories.get(member) for member in members])
+        unknown = [member for member in members if member not in categories]
+        if unknown or not members:
+            problems.append(f"{name}: n/a: no category {', '.join(unknown) or 'is listed'}")
+    return GauntletResult(
+        tasks,
+        {name: score.value if score else None for name, score in categories.items()},
+        {name: score.value if score else None for name, score in means.items()},
+        {n: s.stderr(by_name) if s else None for n, s in {**categories, **means}.items()},
+        problems,
+        cost,
+        _members_of(gauntlet, averages),
+    )
+
+
+def _members_of(gauntlet: EvalGauntlet, averages: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Names of the tasks behind each category and average."""
+    found = {c.name: [_name(benchmark) for benchmark in c.benchmarks] for c in gauntlet.categories}
+    of_averages = {
+        name: [task for category in names for task in found.get(category, [])]
+        for name, names in averages.items()
+    }
+    return found | of_averages
+
+
+def missing_benchmarks(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Iterator[str]:
+    """A line for each benchmark that no task of the file provides."""
+    for category, benchmark in _members(gauntlet):
+        shots = [task.num_fewshot for task in tasks if task.label == benchmark.name]
+        if benchmark.num_fewshot in shots:
+            continue
+        hint = nearest(benchmark.name, [task.label for task in tasks])
+        if shots:
+            hint = f"; its num_fewshot is {', '.join(map(str, shots))}"
+        yield (
+            f"{category.name}: {_name(benchmark)} is not among icl_tasks{hint};"
+            " until it is, the category and every average over it are n/a"
+        )
+
+
+def wrong_baselines(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Iterator[str]:
+    """A line for each random_baseline that is neither guessing's nor the best constant answer's."""
+    by_name = {task.name: task for task in tasks}
+    for category, benchmark in _members(gauntlet):
+        task, given = by_name.get(_name(benchmark)), benchmark.random_baseline
+        if task is None or given is None or not gauntlet.subtract_random_baseline:
+            continue
+        if min(abs(given - task.chance), abs(given - task.majority)) > CONTRADICTED:
+            used = BASELINES[gauntlet.baseline](benchmark, task)
+            yield (
+                f"{category.name}: {task.name}: random_baseline: {given:g}, but on these rows"
+                f" guessing scores {task.chance:.4g}, the best constant answer"
+                f" {task.majority:.4g}; with baseline: {gauntlet.baseline}, {used:.4g} is taken off"
+            )
+
+
+def _members(gauntlet: EvalGauntlet) -> Iterator[tuple[CategoryConfig, BenchmarkConfig]]:
+    for category in gauntlet.categories:
+        for benchmark in category.benchmarks:
+            yield category, benchmark
+
+
+def _name(benchmark: BenchmarkConfig) -> str:
+    """The TaskResult's name."""
+    return f"{benchmark.name}/{benchmark.num_fewshot}-shot"
+
+
+def _averages(gauntlet: EvalGauntlet) -> dict[str, list[str]]:
+    """Categories of each average: the file's, else LLM Foundry's default, if it has categories."""
+    if gauntlet.averages or not gauntlet.categories:
+        return gauntlet.averages
+    return {DEFAULT_AVERAGE: [category.name for category in gauntlet.categories]}
+
+
+def _not_generated(tasks: list[TaskResult]) -> Iterator[str]:
+    names = [task.name for task in tasks if task.metric == NOT_GENERATED]
+    if names:
+        yield (
+            f"{', '.join(names)}: nothing was generated; the accuracy is the share of gold answers"
+            " that are greedy, which compares with other runs' only where they did the same"
+        )
+
+
+def _lost(
+    category: CategoryConfig, gauntlet: EvalGauntlet, tasks: Mapping[str, TaskResult]
+) -> Iterator[str]:
+    """Why a category has no score; nothing where it has."""
+    found = {_name(benchmark): tasks.get(_name(benchmark)) for benchmark in category.benchmarks}
+    missing = [name for name, task in found.items() if task is None or task.accuracy is None]
+    if missing:
+        yield f"no {', '.join(missing)}"
+    if not (gauntlet.subtract_random_baseline and gauntlet.rescale_accuracy):
+        return
+    for benchmark in category.benchmarks:
+        task = tasks.get(_name(benchmark))
+        if task is not None and BASELINES[gauntlet.baseline](benchmark, task) >= 1:
+            yield f"the {gauntlet.baseline} baseline of {task.name} is 1: nothing can be gained"
+
+
+def _category(
+    category: CategoryConfig, gauntlet: EvalGauntlet, tasks: Mapping[str, TaskResult]
+) -> _Score:
+    """The weighted mean of benchmarks, all of which are there."""
+    scores, weights = [], []
+    for benchmark in category.benchmarks:
+        task = tasks[_name(benchmark)]
+        assert task.accuracy is not None
+        score, slope = task.accuracy, 1.0
+        if gauntlet.subtract_random_baseline:
+            baseline = BASELINES[gauntlet.baseline](benchmark, task)
+            left = 1 - baseline if gauntlet.rescale_accuracy else 1.0
+            score, slope = (score - baseline) / left, 1 / left
+        scores.append(_Score(score, {task.name: slope}))
+        weights.append(WEIGHTS[gauntlet.weighting](task.size))
+    return _mean(scores, weights)
+
+
+def _average(scores: Sequence[_Score | None]) -> _Score | None:
+    """The mean of categories; None where one of them has no score, or there are none."""
+    known = [score for score in scores if score is not None]
+    return _mean(known, [1.0] * len(known)) if len(known) == len(scores) > 0 else None
+
+
+def _mean(scores: Sequence[_Score], weights: Sequence[float]) -> _Score:
+    value, slopes, total = 0.0, dict[str, float](), sum(weights)
+    for score, weight in zip(scores, weights, strict=True):
+        value += weight * score.value
+        for name, slope in score.slopes.items():
+            slopes[name] = slopes.get(name, 0.0) + weight * slope / total
+    return _Score(value / total, slopes)
+
+
+def _values(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    return {name: estimate.value for name, estimate in estimates.items()}
+
+
+def _errors(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    return {name: e.stderr for name, e in estimates.items() if e.stderr is not None}

@@ -1,0 +1,1 @@
+"""From rows to tokens: prompts in the project's and in LLM Foundry's form."""

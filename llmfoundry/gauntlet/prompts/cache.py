@@ -1,0 +1,237 @@
+"""Questions kept on disk, so that a task is tokenised once for many runs, processes and users.
+
+`Gauntlet` calls `cached_questions`. A file is found by what determines its content, and holds each
+sequence of tokens as what it adds to the one before, as neighbours share most of their prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from filelock import FileLock
+
+from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.gauntlet.models.tree import common_prefix
+from llmfoundry.gauntlet.prompts.chat import Chat, uses_chat
+from llmfoundry.gauntlet.prompts.native import questions
+from llmfoundry.gauntlet.prompts.parts import generates
+from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens, special_tokens
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.tasks.rows import rows_hash
+
+if TYPE_CHECKING:
+    from llmfoundry.data.text.tokenizer import Tokenizer
+
+_VERSION = 2  # raised when `questions` gives others for the same rows, or the file's form changes
+_FILE = "questions.npz"
+
+# Fields of a task without influence on its prompts; a new field counts until it is named here.
+_WITHOUT_EFFECT = (
+    "label",
+    "dataset_uri",
+    "num_fewshot",
+    "metric_names",
+    "max_seq_len",  # the caller's seq_len stands for it
+    "do_normalization",
+    "hf_loading_vars",
+    "hf_parsing_map",
+    "choice_by",
+)
+
+
+def cached_questions(
+    rows: Sequence[Row],
+    task: TaskConfig,
+    shots: int,
+    tokenizer: Tokenizer,
+    *,
+    mode: str,
+    seq_len: int,
+    folder: Path,
+    say: Callable[[str], None],
+    keep: Sequence[int] | None = None,
+    special: SpecialTokens | None = None,
+    generate: bool = True,
+    chat: Chat | None = None,
+) -> list[Question]:
+    """What `questions` gives, from `folder` if it is there, else made and put there.
+
+    Several processes may call this at the same time: one makes the file, the others wait.
+
+    Args:
+        rows: all rows of the task; their places do not matter.
+        task: its label, scoring and source do not matter: equal prompts are shared.
+        shots: number of worked examples.
+        tokenizer: known by its fingerprint.
+        mode: native, harness or foundry.
+        seq_len: longest input in tokens.
+        folder: where all prompts are kept.
+        say: told when a file is damaged; it is made again.
+        keep: indices of the rows to ask; unset: all.
+        special: tokens around every text; unset: the tokenizer's own.
+        generate: whether answers are to be written.
+        chat: how conversations are put.
+
+    Raises:
+        UserError: as `questions`, or `folder` cannot be written.
+    """
+    settings = dataclasses.asdict(task)
+    special = special or special_tokens(tokenizer)
+    how: dict[str, Any] = {"mode": mode, "seq_len": seq_len}
+    how["generate"] = generate and generates(task)
+    spoken = {"chat": chat.facts()} if chat is not None and uses_chat(rows, chat) else {}
+    key = cache_key(
+        version=_VERSION,
+        rows=rows_hash(rows),
+        task={name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT},
+        shots=shots,
+        keep=None if keep is None else list(keep),
+        special=dataclasses.asdict(special),
+        tokenizer=tokenizer.fingerprint,
+        **how,
+        **spoken,
+    )
+    place = folder / key
+    asked = list(rows) if keep is None else [rows[i] for i in keep]
+
+    def make() -> list[Question]:
+        return questions(rows, task, shots, tokenizer, keep=keep, special=special, chat=chat, **how)
+
+    if place.is_dir():
+        found = _load_or_remove(place, asked, say)
+        if found is not None:
+            return found
+    return _make_once(place, asked, make)
+
+
+def save_questions(file: Path, asked: Sequence[Question]) -> None:
+    """Write questions, but not their rows."""
+    shared: list[int] = []
+    added: list[int] = []
+    ids: list[int] = []
+    before: tuple[int, ...] = ()
+    for tokens in _sequences(asked):
+        n = common_prefix(before, tokens)
+        shared.append(n)
+        added.append(len(tokens) - n)
+        ids.extend(tokens[n:])
+        before = tokens
+    requests = [request for question in asked for request in question.requests]
+    prompts = [question.prompt for question in asked if question.prompt is not None]
+    texts = {
+        "requests": [request.text for request in requests],
+        "prompts": [
+            [prompt.text, prompt.stops, prompt.messages, prompt.tools] for prompt in prompts
+        ],
+    }
+    arrays = {
+        "n_requests": [len(question.requests) for question in asked],
+        "max_new_tokens": [q.prompt.max_new_tokens if q.prompt else 0 for q in asked],
+        "dropped": [question.dropped for question in asked],
+        "truncated": [int(question.truncated) for question in asked],
+        "n_targets": [len(request.targets) for request in requests],
+        "last_target": [request.targets[-1] for request in requests],
+        "shared": shared,
+        "added": added,
+        "ids": ids,
+    }
+    content: dict[str, Any] = {name: np.array(values, np.int32) for name, values in arrays.items()}
+    content["texts"] = np.frombuffer(json.dumps(texts).encode(), np.uint8)
+    with file.open("wb") as out:
+        np.savez_compressed(out, **content)
+
+
+def load_questions(file: Path, rows: Sequence[Row]) -> list[Question]:
+    """Questions that `save_questions` wrote, about the same rows.
+
+    Raises:
+        Exception: of many unrelated kinds, from zipfile, zlib, numpy and json: it is damaged. What
+            can be read is right, as every array of the file has a checksum.
+    """
+    with np.load(file) as content:
+        texts = json.loads(content["texts"].tobytes())
+        arrays = {name: content[name].tolist() for name in content.files if name != "texts"}
+    if len(arrays["n_requests"]) != len(rows):
+        raise ValueError(f"holds {len(arrays['n_requests'])} questions, not {len(rows)}")
+    sequences = _joined(arrays["shared"], arrays["added"], arrays["ids"])
+    per_request = zip(arrays["n_targets"], arrays["last_target"], texts["requests"], strict=True)
+    prompts = iter(texts["prompts"])
+    facts = (arrays[name] for name in ("n_requests", "max_new_tokens", "dropped", "truncated"))
+    result = []
+    for row, n_requests, n_new, dropped, truncated in zip(rows, *facts, strict=True):
+        requests = []
+        for _ in range(n_requests):
+            tokens, (n_targets, last, text) = next(sequences), next(per_request)
+            targets = (*tokens[len(tokens) - n_targets + 1 :], last)
+            requests.append(Request(tokens, targets, text))
+        prompt = None
+        if n_new:
+            text, stops, *spoken = next(prompts)
+            said = (tuple(part) for part in spoken)  # none in a file of before there were chats
+            prompt = Prompt(next(sequences), text, tuple(stops), n_new, *said)
+        result.append(Question(row, tuple(requests), prompt, dropped, bool(truncated)))
+    return result
+
+
+def _load_or_remove(
+    place: Path, rows: Sequence[Row], say: Callable[[str], None]
+) -> list[Question] | None:
+    """The questions in a folder; None where they cannot be read: then the folder is removed."""
+    try:
+        return load_questions(place / _FILE, rows)
+    except Exception as error:  # see load_questions
+        say(f"{place / _FILE}: cannot be read ({error}); the prompts are made again")
+    try:
+        with FileLock(f"{place}.lock"):  # of build_once: nobody writes there meanwhile
+            try:
+                return load_questions(place / _FILE, rows)  # another process was quicker
+            except Exception:
+                shutil.rmtree(place)
+    except OSError:
+        pass  # another user's: `_make_once` does without
+    return None
+
+
+def _make_once(
+    place: Path, rows: Sequence[Row], make: Callable[[], list[Question]]
+) -> list[Question]:
+    made: list[list[Question]] = []
+
+    def build(temporary: Path) -> None:
+        made.append(make())
+        save_questions(temporary / _FILE, made[0])
+
+    build_once(place, build)
+    if made:
+        return made[0]
+    try:
+        return load_questions(place / _FILE, rows)
+    except Exception:  # damaged, said so, and not ours to remove
+        return make()
+
+
+def _sequences(asked: Sequence[Question]) -> Iterator[tuple[int, ...]]:
+    """Every list of tokens, in the order of the file."""
+    for question in asked:
+        yield from (request.tokens for request in question.requests)
+        if question.prompt is not None:
+            yield question.prompt.tokens
+
+
+def _joined(
+    shared: Sequence[int], added: Sequence[int], ids: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    """`_sequences` back from what each adds to the one before."""
+    before: tuple[int, ...] = ()
+    at = 0
+    for n, more in zip(shared, added, strict=True):
+        before = (*before[:n], *ids[at : at + more])
+        at += more
+        yield before

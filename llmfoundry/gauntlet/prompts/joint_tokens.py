@@ -1,0 +1,141 @@
+r"""Questions and answers as the tokens of one text, with what many texts begin with encoded once.
+
+`prompts` calls `encode_joint`. A model was trained on whole texts, in which a token may hold the
+end of a question with the start of its answer. So each answer is encoded together with its
+question, and the question alone only tells where the answer begins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmfoundry.gauntlet.models.tree import common_prefix
+
+if TYPE_CHECKING:
+    from llmfoundry.data.text.tokenizer import Tokenizer
+
+_FAR = 32  # characters: more than any pattern of words looks ahead
+_NEAR = 200  # characters before that in which a place to part a text is looked for
+# Where words most often end: between two of them, or around a line end beside a letter or a digit.
+_BREAK = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A question in tokens, alone and with each of its answers.
+
+    Attributes:
+        text: the question and all before it, as far as the answers' tokens do not spell it.
+        head: tokens of `text`.
+        wholes: for each answer the tokens of `text`, white space between, and answer.
+        border: how many of them are the question's: the same for all answers.
+        stripped: tokens of the question without white space at its end, which lm-evaluation-harness
+            takes for the border, whatever these tokens are.
+    """
+
+    text: str
+    head: list[int]
+    wholes: list[list[int]]
+    border: int
+    stripped: int
+
+
+def encode_joint(
+    before: str, asked: Sequence[tuple[str, Sequence[str]]], tokenizer: Tokenizer
+) -> list[Joint]:
+    """Encode questions that follow the same text.
+
+    Args:
+        before: what all texts begin with, such as worked examples.
+        asked: each question, with the delimiter at its end, and its answers.
+        tokenizer: encodes without special tokens.
+    """
+    (shared,) = _part([before], tokenizer)
+    stripped = [question.rstrip() for question, _ in asked]
+    spaces = [question[len(text) :] for (question, _), text in zip(asked, stripped, strict=True)]
+    parts = _part([shared.rest + text for text in stripped], tokenizer)
+    endings = tokenizer.encode_batch(
+        [
+            part.rest + space + answer
+            for part, space, (_, answers) in zip(parts, spaces, asked, strict=True)
+            for answer in answers
+        ]
+    )
+    at = iter(endings)
+    result = []
+    for part, text, space, (_, answers) in zip(parts, stripped, spaces, asked, strict=True):
+        wholes = [shared.fixed + part.fixed + next(at) for _ in answers]
+        n = len(shared.fixed) + len(part.tokens)
+        joint = _joint(before + text, shared.fixed + part.tokens, wholes, n)
+        if joint.border < len(joint.head) and space:
+            head = shared.fixed + part.fixed + tokenizer.encode(part.rest + space)
+            spaced = _joint(before + text + space, head, wholes, n)
+            joint = spaced if spaced.border == len(head) else joint
+        result.append(joint)
+    return result
+
+
+def _joint(text: str, head: list[int], wholes: list[list[int]], stripped: int) -> Joint:
+    r"""Find the border between a question and its answers, by the harness's rule and beyond it.
+
+    lm-evaluation-harness gives white space at a question's end to the answer, whose tokens are
+    those after as many as the question alone has. That fails where the border is inside a token.
+    If the token only joins question and white space (":\n"), it is the question's, as with the
+    harness: `encode_joint` tries that. Else (":)") it has to be predicted too, and, so that all
+    answers are scored after the same tokens, from there on for all of them.
+    """
+    border = min(common_prefix(head, whole) for whole in wholes)
+    return Joint(text, head, wholes, border, stripped)
+
+
+@dataclass(frozen=True)
+class _Parted:
+    """A text that others continue.
+
+    Attributes:
+        tokens: of the text alone.
+        fixed: those of them that begin the tokens of every continuation.
+        rest: the text that the other ones spell.
+    """
+
+    tokens: list[int]
+    fixed: list[int]
+    rest: str
+
+
+def _part(texts: list[str], tokenizer: Tokenizer) -> list[_Parted]:
+    """Find in each text a place up to which its tokens are those of every continuation.
+
+    Exact: tokens are parts of words, and words are found from left to right by a pattern that looks
+    ahead to the next word at most. If a text's tokens end with those of its last characters alone,
+    _FAR of them or more, then a word begins there, and does so whatever follows. With a tokenizer
+    that is found not to part so, as one that marks the start of a text, all is encoded whole.
+    """
+    places = [_place(text) for text in texts]
+    rests = [text[place:] for text, place in zip(texts, places, strict=True)]
+    every = zip(
+        texts,
+        places,
+        rests,
+        tokenizer.encode_batch(texts),
+        tokenizer.encode_batch(rests),
+        strict=True,
+    )
+    result = []
+    for text, place, rest, tokens, ending in every:
+        n = len(tokens) - len(ending)
+        parts = place > 0 and tokens[n:] == ending
+        result.append(_Parted(tokens, tokens[:n] if parts else [], rest if parts else text))
+    return result
+
+
+def _place(text: str) -> int:
+    """The last break of a text that is _FAR from its end; 0: none."""
+    limit = len(text.rstrip()) - _FAR
+    if limit <= 0:
+        return 0
+    found = _BREAK.finditer(text, max(0, limit - _NEAR))
+    return max((match.start() for match in found if match.start() <= limit), default=0)

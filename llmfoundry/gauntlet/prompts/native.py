@@ -1,0 +1,363 @@
+"""From rows to questions in tokens: worked examples, prompt texts, and what is to be scored.
+
+`prompt_cache` calls `questions`. Three modes differ in their prompts' tokens. `native` gives a
+model what it met in training here: context and answer as one text after `<eos>`. `harness` makes of
+the same texts the tokens that lm-evaluation-harness does. In both the worked examples are the same
+for all questions of a task, so that questions share a long prefix, tokenised and run once.
+`foundry` reproduces LLM Foundry's texts and tokens (`foundry_prompts`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.prompts.chat import (
+    Chat,
+    chat_joints,
+    check_chat,
+    conversation,
+    uses_chat,
+)
+from llmfoundry.gauntlet.prompts.foundry import foundry_questions
+from llmfoundry.gauntlet.prompts.joint_tokens import Joint, encode_joint
+from llmfoundry.gauntlet.prompts.parts import (
+    answers,
+    check_answer,
+    families,
+    generates,
+    max_new_tokens,
+    reasons,
+    right_answer,
+    right_context,
+)
+from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens, special_tokens
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
+from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+
+if TYPE_CHECKING:
+    from llmfoundry.data.text.tokenizer import Tokenizer
+
+_TOO_MANY = 8  # tokens that an answer in a conversation may have beyond the longest right one
+
+
+def questions(
+    rows: Sequence[Row],
+    task: TaskConfig,
+    shots: int,
+    tokenizer: Tokenizer,
+    *,
+    mode: str,
+    seq_len: int,
+    keep: Sequence[int] | None = None,
+    special: SpecialTokens | None = None,
+    generate: bool = True,
+    chat: Chat | None = None,
+) -> list[Question]:
+    """The rows `keep`, in its order, tokenised.
+
+    Args:
+        rows: all rows of the task; worked examples are drawn as if all were asked.
+        task: its type, delimiters and seed.
+        shots: number of worked examples.
+        tokenizer: encodes without special tokens.
+        mode: native, harness or foundry.
+        seq_len: longest input in tokens.
+        keep: indices of the rows to ask; unset: all.
+        special: tokens around every text; unset: the tokenizer's own.
+        generate: whether answers are to be written: no prompts, and no room for these, if not.
+        chat: how conversations are put; None: there is no template.
+
+    Raises:
+        UserError: too few rows to draw examples from; an answer that does not fit into seq_len.
+    """
+    asked = range(len(rows)) if keep is None else keep
+    if not asked:
+        return []
+    special = special or special_tokens(tokenizer)
+    how: dict[str, Any] = {"seq_len": seq_len, "keep": asked}
+    how |= {"special": special, "generate": generate}
+    if uses_chat(rows, chat):
+        check_chat(rows, task, shots, mode, chat)
+        how["chat"] = chat
+    return MODES[mode](rows, task, shots, tokenizer, **how)
+
+
+def native_questions(
+    rows: Sequence[Row],
+    task: TaskConfig,
+    shots: int,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    keep: Sequence[int],
+    special: SpecialTokens,
+    generate: bool,
+    chat: Chat | None = None,
+) -> list[Question]:
+    """`questions` with joint tokenisation, examples fixed per task, and none cut in the middle.
+
+    A question too long for the window loses whole examples from the first, then its start. A chat
+    template writes itself what comes before a conversation.
+    """
+    examples = _examples(rows, task, shots)
+    start = special.start if chat is None else ()
+    n_new = 0
+    if generates(task) and generate:
+        n_new = _n_new(rows, task, tokenizer, room=seq_len - len(start), chat=chat)
+    window = _Window(start, seq_len, n_new, _stops(task, chat))
+    reasoned = reasons(rows)
+    done: dict[int, Question] = {}
+    waiting = list(dict.fromkeys(keep))
+    for dropped in range(shots + 1):
+        if not waiting:
+            break
+        kept = {i: examples[i][dropped:] for i in waiting}
+        waiting = []
+        for i, joints in _encode(rows, task, kept, tokenizer, chat):
+            if window.overflow(joints) and dropped < shots:
+                waiting.append(i)
+            else:
+                texts = answers(rows[i], task, reasoned=reasoned)
+                done[i] = window.question(rows[i], joints, texts, dropped, tokenizer)
+    return [_spoken(done[i], rows, task, examples[i], chat) for i in keep]
+
+
+def harness_questions(
+    rows: Sequence[Row],
+    task: TaskConfig,
+    shots: int,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    keep: Sequence[int],
+    special: SpecialTokens,
+    generate: bool,
+    chat: Chat | None = None,
+) -> list[Question]:
+    """`questions` with native's texts, in the tokens of lm-evaluation-harness's HFLM.
+
+    What the tokenizer puts before a text comes first; where that and the question are nothing, the
+    prefix token. The answer is what the whole has more tokens than the question. What is too long
+    loses its start, of each option on its own. Not followed: what a tokenizer puts behind a text,
+    which in the harness takes the place of the answer's first token; and answers without a token
+    of their own, which stop it: there native's border holds.
+    """
+    examples = _examples(rows, task, shots)
+    n_new = 0
+    if generates(task) and generate:
+        n_new = _n_new(rows, task, tokenizer, room=seq_len, chat=chat)
+    stops, spelled = _stops(task, chat), tokenizer.decode([special.prefix])
+    reasoned = reasons(rows)
+    done: dict[int, Question] = {}
+    for i, joints in _encode(rows, task, {i: examples[i] for i in keep}, tokenizer, chat):
+        texts = answers(rows[i], task, reasoned=reasoned)
+        requests, too_long = [], False
+        for joint in joints:
+            before = _before(joint, special, spelled, chat)
+            first = before or (() if joint.stripped else (special.prefix,))
+            lost = min(map(len, joint.wholes)) <= joint.stripped
+            border = joint.border if lost else joint.stripped
+            check_answer(rows[i], [len(whole) - border for whole in joint.wholes], seq_len)
+            for whole, text in zip(joint.wholes, texts, strict=True):
+                tokens = (*first, *whole)
+                requests.append(Request(tokens[-seq_len - 1 : -1], tuple(whole[border:]), text))
+                too_long |= len(tokens) > seq_len + 1
+        prompt = None
+        if n_new:
+            head = (*before, *joints[0].head) or (special.prefix,)
+            kept = head[n_new - seq_len :]
+            too_long |= len(kept) < len(head)
+            text = joints[0].text if len(kept) == len(head) else tokenizer.decode(kept)
+            prompt = Prompt(kept, text, stops, n_new)
+        done[i] = Question(rows[i], tuple(requests), prompt, 0, too_long)
+    return [_spoken(done[i], rows, task, examples[i], chat) for i in keep]
+
+
+MODES: dict[str, Callable[..., list[Question]]] = {
+    "native": native_questions,
+    "harness": harness_questions,
+    "foundry": foundry_questions,
+}
+"""The ways to make prompts; results name the one they were made with."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What fits into the model.
+
+    Attributes:
+        start: tokens before every text, which are never cut.
+        seq_len: tokens of an input.
+        n_new: of which a prompt leaves free; 0 where nothing is generated.
+        stops: for prompts.
+    """
+
+    start: tuple[int, ...]
+    seq_len: int
+    n_new: int
+    stops: tuple[str, ...]
+
+    @property
+    def room(self) -> int:
+        """Tokens of question and answer; the answer's last is not read."""
+        return self.seq_len - len(self.start) + 1
+
+    def overflow(self, joints: Sequence[Joint]) -> int:
+        """Tokens too many, of the longest option or of the prompt."""
+        over = max(len(whole) for joint in joints for whole in joint.wholes) - self.room
+        if self.n_new:
+            over = max(over, len(self.start) + len(joints[0].head) + self.n_new - self.seq_len)
+        return max(0, over)
+
+    def question(
+        self,
+        row: Row,
+        joints: Sequence[Joint],
+        texts: Sequence[str],
+        dropped: int,
+        tokenizer: Tokenizer,
+    ) -> Question:
+        """Cut the start off where need be, and wrap up.
+
+        Args:
+            row: the row.
+            joints: of each of its contexts.
+            texts: the answers that each of them has.
+            dropped: worked examples that have given way.
+            tokenizer: spells prompts that are cut.
+        """
+        options = [(j, whole, t) for j in joints for whole, t in zip(j.wholes, texts, strict=True)]
+        check_answer(row, [len(whole) - joint.border for joint, whole, _ in options], self.room)
+        over = self.overflow(joints)
+        requests = []
+        for joint, whole, text in options:
+            # Choices lose equally much, to follow the same tokens; contexts differ anyway, and a
+            # short one might lose all of itself to a long one.
+            cut = min(over, joint.border) if len(joints) == 1 else max(0, len(whole) - self.room)
+            tokens = (*self.start, *whole[cut:-1])
+            requests.append(Request(tokens, tuple(whole[joint.border :]), text))
+        prompt = self._prompt(joints[0], over, tokenizer) if self.n_new else None
+        return Question(row, tuple(requests), prompt, dropped, over > 0)
+
+    def _prompt(self, joint: Joint, cut: int, tokenizer: Tokenizer) -> Prompt:
+        head = joint.head[cut:]
+        text = tokenizer.decode(head) if cut else joint.text
+        return Prompt((*self.start, *head), text, self.stops, self.n_new)
+
+
+def _stops(task: TaskConfig, chat: Chat | None) -> tuple[str, ...]:
+    """Texts before which an answer ends, the end of its turn among them."""
+    turn = "" if chat is None else chat.end_of_turn
+    stops = (*task.early_stopping_criteria, turn)
+    return tuple(dict.fromkeys(stop for stop in stops if stop))
+
+
+def _before(
+    joint: Joint, special: SpecialTokens, spelled: str, chat: Chat | None
+) -> tuple[int, ...]:
+    """What the tokenizer puts before a text, but where a chat template has written it already."""
+    if chat is not None and spelled and joint.text.startswith(spelled):
+        return ()
+    return special.before
+
+
+def _spoken(
+    question: Question,
+    rows: Sequence[Row],
+    task: TaskConfig,
+    examples: Sequence[int],
+    chat: Chat | None,
+) -> Question:
+    """The question with its prompt's messages, for a server that has a template of its own."""
+    if chat is None or question.prompt is None:
+        return question
+    row, its = question.row, [rows[j] for j in examples[question.dropped :]]
+    messages = conversation(row, row.contexts[0], its, task, chat, reasoned=reasons(rows))
+    prompt = replace(question.prompt, messages=tuple(messages), tools=row.tools)
+    return replace(question, prompt=prompt)
+
+
+def _n_new(
+    rows: Sequence[Row],
+    task: TaskConfig,
+    tokenizer: Tokenizer,
+    *,
+    room: int,
+    chat: Chat | None = None,
+) -> int:
+    """`max_new_tokens`; what the delimiter ends in is left to the model: see joint_tokens.
+
+    In a conversation there is room for the end of the turn, and for a few tokens too many: what
+    goes on after a right answer shows.
+    """
+    if chat is not None:
+        end = len(tokenizer.encode_chat(chat.end_of_turn)) + _TOO_MANY
+        return max_new_tokens(rows, task, tokenizer, room=room, n_special=end)
+    lead = task.continuation_delimiter[len(task.continuation_delimiter.rstrip()) :]
+    return max_new_tokens(rows, task, tokenizer, room=room, lead=lead)
+
+
+def _examples(rows: Sequence[Row], task: TaskConfig, shots: int) -> list[tuple[int, ...]]:
+    """Each row's worked examples: its family's; one that is the row itself gives way to a spare.
+
+    Raises:
+        UserError: a family is too small.
+    """
+    result: list[tuple[int, ...]] = [()] * len(rows)
+    for family in families(rows, task) if shots else []:
+        if shots >= len(family):
+            category = f" of category {rows[family[0]].category}" if task.has_categories else ""
+            raise UserError(
+                f"{task.label}: num_fewshot: {shots}, but there are {len(family)} rows{category},"
+                f" one of which is the question; write {len(family) - 1} or less"
+            )
+        drawn = random.Random(task.fewshot_random_seed).sample(family, shots + 1)
+        usual = tuple(drawn[:shots])
+        for i in family:
+            result[i] = tuple(j for j in drawn if j != i)[:shots] if i in usual else usual
+    return result
+
+
+def _encode(
+    rows: Sequence[Row],
+    task: TaskConfig,
+    examples: Mapping[int, tuple[int, ...]],
+    tokenizer: Tokenizer,
+    chat: Chat | None = None,
+) -> Iterator[tuple[int, list[Joint]]]:
+    """Each row of `examples` under each context; those with the same examples together."""
+    if chat is not None:
+        yield from chat_joints(rows, task, examples, tokenizer, chat)
+        return
+    reasoned = reasons(rows)
+    together: dict[tuple[int, ...], list[int]] = {}
+    for i, its in examples.items():
+        together.setdefault(its, []).append(i)
+    for its, members in together.items():
+        before = _preamble([rows[j] for j in its], task, reasoned)
+        asked = [
+            (_opened(context, task, before), answers(rows[i], task, reasoned=reasoned))
+            for i in members
+            for context in rows[i].contexts
+        ]
+        joints = iter(encode_joint(before, asked, tokenizer))
+        for i in members:
+            yield i, [next(joints) for _ in rows[i].contexts]
+
+
+def _preamble(examples: Sequence[Row], task: TaskConfig, reasoned: bool) -> str:
+    """The text before a question: prompt string and worked examples."""
+    text = task.prompt_string
+    for row in examples:
+        text += _opened(right_context(row), task, text)
+        text += right_answer(row, task, reasoned=reasoned)
+    return text
+
+
+def _opened(context: str, task: TaskConfig, before: str) -> str:
+    delimiter = task.example_delimiter if before else ""
+    return delimiter + task.question_prelimiter + context + task.continuation_delimiter

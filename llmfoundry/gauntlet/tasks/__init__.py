@@ -1,0 +1,1 @@
+"""What is asked: gauntlet files, their tasks, the rows of each."""

@@ -1,0 +1,340 @@
+"""A gauntlet file: its tasks, its categories, and every mistake in it named before training starts.
+
+`Gauntlet` calls `read_gauntlet`. The form and the key names are LLM Foundry's: `icl_tasks`, a list
+or the path of a file with that key, and `eval_gauntlet`, likewise; both may be in one file. Ours is
+`definitions`: files of tasks without shots, from which the entries of icl_tasks start, so that many
+gauntlets share one description of a benchmark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.tasks.definitions import read_definitions
+from llmfoundry.gauntlet.tasks.task_reader import HARNESS, find, place, read_section, translate
+from llmfoundry.recipe.front import yamlfile
+from llmfoundry.recipe.values.checks import at_least, fraction, nearest, one_of
+
+METRICS = {
+    "language_modeling": "InContextLearningLMAccuracy",
+    "multiple_choice": "InContextLearningMultipleChoiceAccuracy",
+    "schema": "InContextLearningMultipleChoiceAccuracy",
+    "generation_task_with_answers": "InContextLearningGenerationExactMatchAccuracy",
+}
+"""Each task type and the metric that a benchmark's score is made of."""
+
+CALIBRATION_METRICS = {
+    "language_modeling": "InContextLearningLMExpectedCalibrationError",
+    "multiple_choice": "InContextLearningMCExpectedCalibrationError",
+    "schema": "InContextLearningMCExpectedCalibrationError",
+}
+"""What else LLM Foundry's metric_names may ask for; it is computed in any case."""
+
+WEIGHTINGS = ("EQUAL", "SAMPLE_SZ", "LOG_SAMPLE_SZ")
+BASELINES = ("file", "chance", "majority")
+CHOICE_BY = ("token", "sum", "char", "byte")
+
+# What a file may hold at its top.
+_KEYS = ("icl_tasks", "eval_gauntlet", "definitions")
+
+# Fields of TaskConfig that only some tasks have a use for.
+_GENERATION_ONLY = (
+    "cot_delimiter",
+    "early_stopping_criteria",
+    "do_normalization",
+    "max_new_tokens",
+)
+_HUB_ONLY = ("hf_loading_vars", "hf_parsing_map")
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """One entry of `icl_tasks`: LLM Foundry's keys, and ours after them."""
+
+    label: str
+    """Name in tables, metric names and categories."""
+    dataset_uri: str
+    """A .jsonl file or a glob of them, relative to the gauntlet file or to the repository; an
+    address that fsspec reads (s3://..., https://...); hf://owner/name, a data set on the Hugging
+    Face hub; generated://NAME?level=2&rows=100&seed=1, rows that are made here;
+    instructions://NAME?rows=50&seed=1, likewise, conversations;
+    heldout://continuations, pieces of the run's own held-out text."""
+    icl_task_type: str
+    """language_modeling, multiple_choice, schema or generation_task_with_answers."""
+    num_fewshot: list[int]
+    """Numbers of worked examples before the question; each is evaluated and reported apart."""
+    metric_names: list[str] = field(default_factory=list)
+    """Must hold the type's own metric, if given; every metric is always computed."""
+    max_seq_len: int | None = None
+    """Longest input in tokens; unset: the model's."""
+    prompt_string: str = ""
+    """Text before everything else."""
+    example_delimiter: str = "\n"
+    """Text between worked examples, and between the last of them and the question."""
+    continuation_delimiter: str = " "
+    """Text between a question and its answer."""
+    question_prelimiter: str = ""
+    """Text before each question; also written prelimiter."""
+    has_categories: bool = False
+    """Rows carry a `category`; accuracy is the mean over them, and examples are of the same."""
+    fewshot_random_seed: int = 1234
+    """Decides which rows are the worked examples."""
+    strip_dataset: bool = True
+    """Remove white space around each text of a row; false where it matters, as in code."""
+    cot_delimiter: str = ""
+    """Generation: text between a chain of thought and the answer."""
+    early_stopping_criteria: list[str] = field(default_factory=list)
+    """Generation: texts before which an answer ends."""
+    do_normalization: bool = True
+    """Generation: compare without case, articles, punctuation and white space, as TriviaQA does."""
+    hf_loading_vars: dict[str, Any] = field(default_factory=dict)
+    """hf://: arguments of datasets.load_dataset, such as name and split."""
+    hf_parsing_map: dict[str, list[str]] = field(default_factory=dict)
+    """hf://: for each field of a row the columns that make it, joined by a space."""
+    choice_by: str = "token"
+    """What a choice's log-probability is divided by before choices are compared: token (LLM
+    Foundry), sum (nothing), char (the harness's acc_norm) or byte."""
+    max_new_tokens: int | None = None
+    """Generation: longest answer; unset: the longest answer of the rows."""
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """A task, with one number of worked examples, as a member of a category."""
+
+    name: str
+    num_fewshot: int
+    random_baseline: float | None = None
+    """Accuracy of guessing, 0.25 for one of four; unset: computed from the rows."""
+
+
+@dataclass(frozen=True)
+class CategoryConfig:
+    """A named mean of benchmarks."""
+
+    name: str
+    benchmarks: list[BenchmarkConfig]
+
+
+@dataclass(frozen=True)
+class EvalGauntlet:
+    """How accuracies become categories and averages."""
+
+    categories: list[CategoryConfig] = field(default_factory=list)
+    weighting: str = "EQUAL"
+    """Weight of a benchmark in its category: EQUAL 1, SAMPLE_SZ n, LOG_SAMPLE_SZ log2 n."""
+    subtract_random_baseline: bool = True
+    """Score 0 for guessing."""
+    rescale_accuracy: bool = True
+    """Score 1 for no mistake, in spite of the subtraction."""
+    averages: dict[str, list[str]] = field(default_factory=dict)
+    """Names of averages and the categories that each is the mean of; unset: one, of all."""
+    baseline: str = "file"
+    """What is subtracted: file, the benchmark's random_baseline, and chance where it has none, as
+    LLM Foundry does; chance, guessing among the options of the rows; majority, the best constant
+    answer to the rows."""
+
+
+@dataclass(frozen=True)
+class GauntletFile:
+    """What a gauntlet file says, checked; no row has been read yet.
+
+    Attributes:
+        path: the file that holds icl_tasks; relative paths of rows begin beside it.
+        tasks: in the file's order.
+        gauntlet: categories and averages; empty where the file has none.
+        notes: lines about keys that were read but have no effect here.
+    """
+
+    path: Path
+    tasks: list[TaskConfig]
+    gauntlet: EvalGauntlet
+    notes: list[str] = field(default_factory=list)
+
+
+def read_gauntlet(path: Path) -> GauntletFile:
+    """Read and check a gauntlet file.
+
+    Raises:
+        UserError: every unknown key, wrong value and missing file, with the place of each.
+    """
+    path = find(str(path), beside=Path("."), key="eval.gauntlet")
+    top = yamlfile.read(path)
+    problems = [
+        f"{path}: unknown key '{key}'{nearest(key, _KEYS)} (keys: {', '.join(_KEYS)})"
+        for key in top
+        if key not in _KEYS
+    ]
+    notes: dict[str, list[str]] = {}
+    task_path, task_top = _follow(path, top, "icl_tasks")
+    defined = read_definitions({path: top, task_path: task_top}, TaskConfig, notes)
+    where = f"{task_path}: icl_tasks"
+    tasks = _read_tasks(task_top.get("icl_tasks"), where, defined, problems, notes)
+    gauntlet_path, gauntlet_top = _follow(path, top, "eval_gauntlet")
+    gauntlet = EvalGauntlet()
+    if gauntlet_top.get("eval_gauntlet") is not None:
+        where = f"{gauntlet_path}: eval_gauntlet"
+        section = read_section(EvalGauntlet, gauntlet_top["eval_gauntlet"], where, problems)
+        gauntlet = section or gauntlet
+        problems.extend(_check_gauntlet(gauntlet, f"{where}: "))
+    if problems:
+        raise UserError(*problems)
+    return GauntletFile(task_path, tasks, gauntlet, list(_note_lines(task_path, tasks, notes)))
+
+
+def _follow(path: Path, top: Mapping[str, Any], key: str) -> tuple[Path, Mapping[str, Any]]:
+    """The file that holds `key`, and its content: this one, or the one that is named here.
+
+    Raises:
+        UserError: the named file does not hold it either.
+    """
+    name = top.get(key)
+    if not isinstance(name, str):
+        return path, top
+    other = find(name, beside=path, key=f"{path}: {key}")
+    content = yamlfile.read(other)
+    if content.get(key) is None or isinstance(content[key], str):
+        hint = nearest(key, content)
+        raise UserError(f"{path}: {key}: {name} has no key {key} with something below it{hint}")
+    return other, content
+
+
+def _read_tasks(
+    raw: Any,
+    where: str,
+    defined: Mapping[str, dict[str, Any]],
+    problems: list[str],
+    notes: dict[str, list[str]],
+) -> list[TaskConfig]:
+    """The entries of icl_tasks that can be read, each over what is defined for its label."""
+    if not isinstance(raw, list) or not raw:
+        problems.append(f"{where}: is missing or empty; write a list of tasks")
+        return []
+    tasks = []
+    for i, entry in enumerate(raw):
+        at = place(where, i, entry)
+        if isinstance(entry, Mapping):
+            entry = translate(entry, at, problems, notes)
+            base = defined.get(str(entry.get("label")), {})
+            if defined and not base and "dataset_uri" not in entry:
+                hint = nearest(str(entry.get("label")), defined)
+                problems.append(f"{at}: label: is not among the definitions{hint}")
+            entry = {**base, **entry}
+        task = read_section(TaskConfig, entry, at, problems)
+        if task is not None:
+            problems.extend(_check_task(task, f"{at}: "))
+            tasks.append(task)
+    pairs = [f"{task.label}, {shots}-shot" for task in tasks for shots in set(task.num_fewshot)]
+    problems.extend(_check_repeats(pairs, f"{where}: label"))
+    return tasks
+
+
+def _check_task(task: TaskConfig, where: str) -> Iterator[str]:
+    kind = task.icl_task_type
+    of_harness = task.dataset_uri.startswith(f"{HARNESS}:")
+    yield from one_of(f"{where}icl_task_type", kind, [HARNESS] if of_harness else METRICS)
+    if not task.num_fewshot:
+        yield f"{where}num_fewshot: is empty; write a list of one or more whole numbers"
+    for shots in task.num_fewshot:
+        yield from at_least(f"{where}num_fewshot", shots, 0)
+    yield from _check_repeats(task.num_fewshot, f"{where}num_fewshot")
+    if "/" in task.label or not task.label:
+        yield f"{where}label: {task.label!r} cannot name a metric; write a name without '/'"
+    yield from at_least(f"{where}max_seq_len", task.max_seq_len, 1)
+    yield from at_least(f"{where}max_new_tokens", task.max_new_tokens, 1)
+    yield from one_of(f"{where}choice_by", task.choice_by, CHOICE_BY)
+    if "" in task.early_stopping_criteria:
+        yield f"{where}early_stopping_criteria: '' ends every answer at once; remove it"
+    if kind in METRICS:
+        yield from _check_metrics(task, where)
+    if kind in METRICS or of_harness:
+        yield from _check_no_effect(task, where)
+
+
+def _check_metrics(task: TaskConfig, where: str) -> Iterator[str]:
+    primary = METRICS[task.icl_task_type]
+    known = [primary, *filter(None, [CALIBRATION_METRICS.get(task.icl_task_type)])]
+    for name in task.metric_names:
+        yield from one_of(f"{where}metric_names", name, known)
+    if task.metric_names and primary not in task.metric_names:
+        yield f"{where}metric_names: has no {primary}, which scores are made of; add it"
+
+
+def _check_no_effect(task: TaskConfig, where: str) -> Iterator[str]:
+    """Fields that were changed from their defaults in a task that has no use for them."""
+    defaults = TaskConfig(task.label, task.dataset_uri, task.icl_task_type, task.num_fewshot)
+    changed = {f.name for f in fields(task) if getattr(task, f.name) != getattr(defaults, f.name)}
+    kind, unused = task.icl_task_type, []
+    if kind != "generation_task_with_answers":
+        unused += [(key, f"in {kind}") for key in _GENERATION_ONLY]
+    if kind not in ("multiple_choice", "schema"):
+        unused += [("choice_by", f"in {kind}")]
+    if not task.dataset_uri.startswith("hf://"):
+        unused += [(key, "without dataset_uri: hf://...") for key in _HUB_ONLY]
+    if kind == HARNESS:
+        unused = [(key, "on a task of the harness, which has its own") for key in sorted(changed)]
+    for key, why in unused:
+        if key in changed:
+            yield f"{where}{key}: has no effect {why}; remove it"
+    if task.dataset_uri.startswith("heldout://") and task.has_categories:
+        yield f"{where}has_categories: pieces of held-out text have none; remove it"
+
+
+def _check_gauntlet(gauntlet: EvalGauntlet, where: str) -> Iterator[str]:
+    yield from one_of(f"{where}weighting", gauntlet.weighting, WEIGHTINGS)
+    yield from one_of(f"{where}baseline", gauntlet.baseline, BASELINES)
+    if gauntlet.rescale_accuracy and not gauntlet.subtract_random_baseline:
+        yield (
+            f"{where}rescale_accuracy: true needs subtract_random_baseline: true;"
+            " set both or neither"
+        )
+    if gauntlet.baseline != "file" and not gauntlet.subtract_random_baseline:
+        yield f"{where}baseline: has no effect without subtract_random_baseline: true; remove it"
+    names = [category.name for category in gauntlet.categories]
+    yield from _check_repeats([*names, "average"], f"{where}categories: name")
+    for category in gauntlet.categories:
+        yield from _check_benchmarks(category, f"{where}categories: {category.name}: benchmarks")
+    for name, members in gauntlet.averages.items():
+        yield from _check_average(name, members, names, f"{where}averages: {name}")
+
+
+def _check_benchmarks(category: CategoryConfig, where: str) -> Iterator[str]:
+    if not category.benchmarks:
+        yield f"{where}: is empty; write a list of benchmarks"
+    keys = [f"{b.name}, {b.num_fewshot}-shot" for b in category.benchmarks]
+    yield from _check_repeats(keys, where)
+    for benchmark in category.benchmarks:
+        yield from fraction(
+            f"{where}: {benchmark.name}: random_baseline", benchmark.random_baseline
+        )
+
+
+def _check_average(name: str, members: list[str], names: list[str], where: str) -> Iterator[str]:
+    if name in names:
+        yield f"{where}: is the name of a category; write another"
+    if not members:
+        yield f"{where}: is empty; write a list of categories"
+    yield from _check_repeats(members, where)
+    for member in members:
+        yield from one_of(where, member, names)
+
+
+def _check_repeats(values: list[Any], where: str) -> Iterator[str]:
+    for value in dict.fromkeys(v for v in values if values.count(v) > 1):
+        yield f"{where}: {value!r} is there more than once; each must differ"
+
+
+def _note_lines(
+    path: Path, tasks: list[TaskConfig], notes: Mapping[str, list[str]]
+) -> Iterator[str]:
+    """A line for each note on tasks of this gauntlet, which names three of them."""
+    used = {task.label for task in tasks}
+    for what, labels in notes.items():
+        labels = [label for label in dict.fromkeys(labels) if label in used]
+        more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+        if labels:
+            yield f"{path}: icl_tasks: {what} ({', '.join(labels[:3])}{more})"

@@ -1,0 +1,250 @@
+"""From a task's `dataset_uri` to raw rows: files, object stores, the Hugging Face hub.
+
+`rows.load_rows` calls `read_source`. A line of a file comes as text, so that `rows` tells what is
+wrong with it together with all other wrong rows; a row of a data set comes as a mapping. What is
+not there raises `RowsNotFound`, so that a caller may go on without the task; all else `UserError`.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+
+from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.fetch.remote import MissingError, Remote
+from llmfoundry.data.preparation.read.remote_input import list_url
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.tasks.generated import chats
+from llmfoundry.gauntlet.tasks.generated.sets import SCHEME, generated_rows
+from llmfoundry.recipe.front.paths import ROOT, nearest_path, show
+from llmfoundry.recipe.values.checks import nearest
+
+if TYPE_CHECKING:
+    from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+
+RawRow = str | Mapping[str, Any]
+
+FETCH = "python scripts/fetch_eval_data.py"
+
+# Fields of rows that hold lists or numbers; the others are made of columns as text.
+_LISTS = ("choices", "context_options", "aliases")
+_AS_THEY_ARE = (*_LISTS, "gold")
+
+_UNSAFE = ("pandas",)  # builders of `datasets`; newer ones than 4 refuse it themselves
+_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+
+
+class RowsNotFound(UserError):
+    """The rows are not where the task says."""
+
+
+def read_source(
+    task: TaskConfig, *, gauntlet_path: Path, fetching: FetchOptions | None = None
+) -> Iterator[tuple[str, RawRow]]:
+    """Every raw row with its place (file and line), in a fixed order; blank lines are no rows.
+
+    Args:
+        task: its dataset_uri may be a path, a glob, an address, hf://... or generated://...
+        gauntlet_path: the file that the task is in; relative paths begin beside it.
+        fetching: how an address is asked for: credentials, attempts; unset: the environment's.
+
+    Raises:
+        UserError: nothing can be read there; the line says why and what to do.
+    """
+    key = f"{show(gauntlet_path)}: icl_tasks: {task.label}: dataset_uri"
+    uri = task.dataset_uri
+    if uri.startswith("hf://"):
+        yield from _hub_rows(task, gauntlet_path, key)
+    elif uri.startswith(SCHEME):
+        for number, row in enumerate(generated_rows(uri, key=key), start=1):
+            yield f"{uri}:{number}", row
+    elif uri.startswith(chats.SCHEME):
+        for number, row in enumerate(chats.chat_rows(uri, key=key), start=1):
+            yield f"{uri}:{number}", row
+    elif "://" in uri:
+        for name, content in _remote_files(uri, key, fetching or FetchOptions()):
+            yield from _lines(name, content)
+    else:
+        for path in local_files(uri, gauntlet_path, key):
+            yield from _lines(show(path), _read(path, key))
+
+
+def local_files(uri: str, gauntlet_path: Path, key: str) -> list[Path]:
+    """The file at `uri`, or the files that it matches as a glob, sorted.
+
+    The first of these folders that has any wins: the gauntlet file's, the working folder, the
+    repository, and the two above the gauntlet file's, for LLM Foundry's own files where they are.
+
+    Raises:
+        RowsNotFound: there is none; names the folders, the nearest path and how to get rows.
+    """
+    given = Path(uri).expanduser()
+    beside = gauntlet_path.absolute().parent
+    folders = list(dict.fromkeys([beside, Path.cwd(), ROOT, *beside.parents[:2]]))
+    for folder in folders:
+        path = folder / given
+        if path.is_dir():
+            raise UserError(f"{key}: {uri} is a folder; write a file, or a glob: {uri}/*.jsonl")
+        if path.exists():
+            return [path]
+        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if found := [file for file in found if file.is_file()]:
+            return found
+    near = [sibling for folder in folders for sibling in (folder / given).parent.glob("*")]
+    tried = "" if given.is_absolute() else f" (tried {', '.join(map(show, folders))})"
+    raise RowsNotFound(
+        f"{key}: nothing at {uri}{nearest_path(given, near)}{tried};"
+        f" rows of benchmarks are fetched by: {FETCH}"
+    )
+
+
+def _read(path: Path, key: str) -> bytes:
+    if path.suffix == ".parquet":
+        raise UserError(f"{key}: {show(path)} is no text; write hf://{show(path)}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{key}: {show(path)}: {error.strerror}") from error
+
+
+def _lines(name: str, content: bytes) -> Iterator[tuple[str, str]]:
+    r"""The lines of a .jsonl or .jsonl.gz file; only \n ends one, as texts may hold \u2028."""
+    try:
+        if name.endswith(".gz"):
+            content = gzip.decompress(content)
+        text = content.decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{name}: is not whole gzip data ({error}); fetch it again") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: is not UTF-8 text ({error}); convert it") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{name}:{number}", line
+
+
+def _remote_files(uri: str, key: str, fetching: FetchOptions) -> list[tuple[str, bytes]]:
+    """Address and content of the file at `uri`, or of those that match its `*`, sorted."""
+    protocol = uri.split("://")[0]
+    known = fsspec.available_protocols()
+    if protocol not in known and protocol != "oci":
+        hint = nearest(protocol, [*known, "heldout", "hf", "generated", "instructions"])
+        raise UserError(
+            f"{key}: {uri}: unknown protocol {protocol}{hint}; write s3://, https://..."
+        )
+    try:
+        urls = [uri]
+        if "*" in uri:
+            urls = [url for url, _, _ in list_url(uri, fetching, key="dataset_uri")[1]]
+        return [(url, _fetched(url, fetching)) for url in urls]
+    except MissingError as error:
+        raise RowsNotFound(f"{key}: nothing at {uri}; write the address of a file") from error
+    except UserError as error:
+        lines = (f"{key}: cannot read {uri}: {line}" for line in error.problems)
+        raise UserError(*lines) from error
+
+
+def _fetched(url: str, fetching: FetchOptions) -> bytes:
+    folder, _, name = url.rpartition("/")
+    remote = Remote(
+        folder,
+        storage_options=fetching.storage_options,
+        retry=fetching.retry,
+        timeout=fetching.timeout,
+    )
+    return remote.read(name)
+
+
+def _hub_rows(
+    task: TaskConfig, gauntlet_path: Path, key: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of a data set, its columns renamed by hf_parsing_map."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{key}: hf:// needs `datasets`; write: pip install 'llmfoundry-recipes[data]'"
+        ) from error
+    builder, arguments = _load_arguments(task, gauntlet_path)
+    if builder in _UNSAFE:
+        raise UserError(
+            f"{key}: {task.dataset_uri} reads pickles, which run what their writer put there; write"
+            " the rows again as parquet or jsonl"
+        )
+    try:
+        loaded = datasets.load_dataset(builder, **arguments)
+        splits = list(loaded) if isinstance(loaded, dict) else []
+        rows = list(loaded[splits[0]] if splits else loaded) if len(splits) < 2 else []
+    except FileNotFoundError as error:
+        raise RowsNotFound(f"{key}: nothing at {task.dataset_uri}: {_reason(error)}") from error
+    except Exception as error:  # the library raises a dozen unrelated types, its client's too
+        raise UserError(f"{key}: cannot load {task.dataset_uri}: {_reason(error)}") from error
+    if len(splits) > 1:
+        raise UserError(
+            f"{key}: {task.dataset_uri} has the splits {', '.join(splits)}; choose one:"
+            f" hf_loading_vars: {{split: {splits[0]}}}"
+        )
+    if rows:
+        _check_columns(task, rows[0], key)
+    for number, row in enumerate(rows, start=1):
+        yield f"{task.dataset_uri}:{number}", _mapped(row, task.hf_parsing_map)
+
+
+def _load_arguments(task: TaskConfig, gauntlet_path: Path) -> tuple[str, dict[str, Any]]:
+    """What `datasets.load_dataset` is called with, for a hub id, a folder or a file."""
+    name, arguments = task.dataset_uri.removeprefix("hf://"), dict(task.hf_loading_vars)
+    path = _local_data(name, gauntlet_path)
+    if path is None or path.suffix not in _FORMATS:
+        return str(path or name), arguments
+    # A single file is the split train, whatever its own split's name was.
+    return _FORMATS[path.suffix], {"split": "train", "data_files": str(path), **arguments}
+
+
+def _local_data(name: str, gauntlet_path: Path) -> Path | None:
+    """The file or folder `name`: beside the gauntlet file, in the working folder or repository."""
+    for folder in (gauntlet_path.absolute().parent, Path.cwd(), ROOT):
+        path = folder / Path(name).expanduser()
+        if path.exists():
+            return path
+    return None
+
+
+def _check_columns(task: TaskConfig, columns: Iterable[str], key: str) -> None:
+    columns = list(columns)
+    problems = [
+        f"{key}: hf_parsing_map.{field}: no column '{name}'{nearest(name, columns)}"
+        f" (columns: {', '.join(columns)})"
+        for field, names in task.hf_parsing_map.items()
+        for name in names
+        if name not in columns
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+def _mapped(row: Mapping[str, Any], parsing_map: Mapping[str, list[str]]) -> Mapping[str, Any]:
+    """The row's fields, each from its columns: texts joined by a space, as LLM Foundry does.
+
+    Lists and `gold` stay what they are; several columns for a list are its items.
+    """
+    if not parsing_map:
+        return row
+    fields: dict[str, Any] = {}
+    for field, names in parsing_map.items():
+        values = [row[name] for name in names]
+        if field in _AS_THEY_ARE and len(values) == 1:
+            fields[field] = values[0]
+        elif field in _LISTS:
+            fields[field] = values
+        else:
+            fields[field] = " ".join(str(value) for value in values)
+    return fields
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

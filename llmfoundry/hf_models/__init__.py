@@ -1,0 +1,1 @@
+"""transformers' own classes under the model's contract: blocks, hidden states, head apart."""

@@ -1,0 +1,1 @@
+"""Attention over packed rows: the backends, and what picks one."""

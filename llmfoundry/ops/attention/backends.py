@@ -1,0 +1,188 @@
+"""Attention over packed rows: one function, its backends, and what picks among them.
+
+`models/decoder.py` makes a `Plan` once a forward pass for all layers with the same rules, so that
+masks and document borders are worked out once; `models/attention.py` calls `attend` with it.
+
+Every backend computes the same: logits times scale, softcap, ALiBi's bias slope * (key - query),
+mask, softmax, dropout, times values. A token sees itself and earlier tokens of its own document, or
+of its path in a tree, no further back than the window; distances are those of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmfoundry.errors import UserError
+from llmfoundry.ops.attention import flash as attention_flash
+from llmfoundry.ops.attention import flex as attention_flex
+from llmfoundry.ops.attention import sdpa as attention_sdpa
+from llmfoundry.ops.attention import varlen as attention_varlen
+from llmfoundry.ops.attention.plan import (
+    Plan,
+    Rules,
+    alibi_slopes,
+    autocast_dtype,
+    dense_bias,
+    repeat_heads,
+    without_autocast,
+    working_dtype,
+)
+from llmfoundry.ops.layout import Layout
+
+__all__ = ["Plan", "Rules", "alibi_slopes", "attend", "plan", "refusal"]
+
+
+def plan(
+    layout: Layout | None,
+    rules: Rules,
+    *,
+    queries: int,
+    past: int,
+    device: torch.device,
+    impl: str,
+    dtype: torch.dtype | None = None,
+    head_dim: int | None = None,
+) -> Plan:
+    """Decide how one forward pass attends. Nothing here waits for the device.
+
+    Tokens after cached ones, and single ones, are served by sdpa (torch, where there is a softcap)
+    whatever was named: the kernels for training have no use there. Trees, which only evaluation
+    has, are served by what `auto` finds where the one that was named knows documents alone.
+
+    Args:
+        layout: documents of the rows; None: one document a row.
+        rules: what the layers ask.
+        queries: tokens in a row, T.
+        past: earlier tokens of each row, in a key-value cache.
+        device: where the tokens are.
+        impl: a name of the recipe's attn_impl.
+        dtype: of the weights; None: torch's default. Autocast's goes before it.
+        head_dim: width of a head; None: one that every kernel has.
+
+    Raises:
+        UserError: the backend was named, and cannot serve.
+    """
+    trees = layout is not None and layout.ends is not None
+    if layout is not None and not trees and all(len(row) == 1 for row in layout.lengths):
+        layout = None
+    assert layout is None or past == 0, "packed rows have no key-value cache"
+    if rules.window >= past + queries - 1:
+        rules = replace(rules, window=-1)
+    dtype = autocast_dtype(device.type, dtype or torch.get_default_dtype())
+    if (past or queries == 1) and impl != "torch":
+        impl = "sdpa" if rules.softcap is None else "torch"
+    elif impl == "auto" or (trees and impl not in SERVE_TREES):
+        impl = choose(rules, layout is not None, device, dtype, head_dim, trees=trees)
+    elif reason := refusal(impl, rules, device, dtype, head_dim=head_dim):
+        raise UserError(f"model.attn_config.attn_impl: {reason}")
+    return PLANS[impl](layout, rules, queries=queries, past=past, device=device)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, training: bool = False) -> Tensor:
+    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd), KV dividing H; (B, T, H, hd).
+
+    In and out of autocast's dtype where autocast is on, else of that of the values. Dropout only
+    where `training`.
+    """
+    if not plan.shared_heads:
+        k, v = repeat_heads(q, k, v)
+    return IMPLS[plan.impl](q, k, v, plan, plan.rules.dropout if training else 0.0)
+
+
+def choose(
+    rules: Rules,
+    packed: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int | None,
+    *,
+    trees: bool = False,
+) -> str:
+    """The backend that `auto` stands for: the first that can serve, the cheapest first.
+
+    On CUDA plain rows are SDPA's own case; then varlen (no mask, nothing to compile), flex (every
+    option but dropout), flash (every option, where it is installed). What is left is sdpa with a
+    dense mask, and torch, which has the softcap.
+    """
+    order = ["sdpa", "torch"]
+    plain = rules.slopes is None and rules.softcap is None and rules.window < 0 and not packed
+    if device.type == "cuda" and not plain:
+        order = ["varlen", "flex", "flash", *order]
+    if trees:
+        order = [name for name in order if name in SERVE_TREES]
+    able = (name for name in order if not refusal(name, rules, device, dtype, head_dim=head_dim))
+    return next(able)
+
+
+def refusal(
+    impl: str,
+    rules: Rules,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int | None = None,
+) -> str | None:
+    """Why a backend cannot serve these rules here, and what to write; None: it can.
+
+    Args:
+        impl: a name of the recipe's attn_impl; auto always can.
+        rules: what the layers ask.
+        device: where the tokens will be.
+        dtype: what attention will compute in: autocast's dtype, or that of the weights.
+        head_dim: width of a head; None: one that every kernel has.
+    """
+    if impl == "auto":
+        return None
+    reason = REFUSALS[impl](rules, device, dtype, head_dim)
+    return None if reason is None else f"{impl}: {reason}"
+
+
+def _prepare_torch(
+    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
+) -> Plan:
+    bias = dense_bias(layout, rules, queries, past, device)
+    return Plan("torch", rules, shared_heads=False, bias=bias)
+
+
+def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """Plain matmul and softmax in fp32 (fp64 for fp64), all logits in memory: the reference."""
+    rules, bias, dtype = plan.rules, plan.bias, working_dtype(v)
+    assert bias is not None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    with without_autocast(q.device.type):
+        logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide)) * rules.scale
+        if rules.softcap is not None:
+            logits = rules.softcap * torch.tanh(logits / rules.softcap)
+        is_mask = bias.dtype == torch.bool
+        logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias
+        weights = F.dropout(logits.softmax(-1), dropout)
+        return torch.einsum("bhts,bshd->bthd", weights, v.to(wide)).to(dtype)
+
+
+SERVE_TREES = ("torch", "sdpa", "flex")  # FlashAttention's borders know documents alone
+REFUSALS: dict[str, Callable[[Rules, torch.device, torch.dtype, int | None], str | None]] = {
+    "torch": lambda *_: None,
+    "sdpa": attention_sdpa.refusal,
+    "flex": attention_flex.refusal,
+    "varlen": attention_varlen.refusal,
+    "flash": attention_flash.refusal,
+}
+PLANS: dict[str, Callable[..., Plan]] = {
+    "torch": _prepare_torch,
+    "sdpa": attention_sdpa.prepare,
+    "flex": attention_flex.prepare,
+    "varlen": attention_varlen.prepare,
+    "flash": attention_flash.prepare,
+}
+IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor]] = {
+    "torch": _attend_torch,
+    "sdpa": attention_sdpa.attend,
+    "flex": attention_flex.attend,
+    "varlen": attention_varlen.attend,
+    "flash": attention_flash.attend,
+}

@@ -1,0 +1,85 @@
+"""The backend `flash`: the package flash-attn (Dao, 2023), where it is installed.
+
+The only kernel that has every option, dropout with a softcap or with ALiBi among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+
+import torch
+from torch import Tensor
+
+from llmfoundry.ops.attention.plan import (
+    Plan,
+    Rules,
+    document_borders,
+    flash_refusal,
+    working_dtype,
+)
+from llmfoundry.ops.layout import Layout
+
+OLDEST = (2, 6, 2)
+"""ALiBi came with 2.4.2, the softcap with 2.6.2."""
+INSTALL = "pip install flash-attn --no-build-isolation, or write auto"
+
+
+def refusal(
+    rules: Rules, device: torch.device, dtype: torch.dtype, head_dim: int | None
+) -> str | None:
+    """Why it cannot serve; None: it can."""
+    return flash_refusal(device, dtype, head_dim) or _missing()
+
+
+def prepare(
+    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
+) -> Plan:
+    """Where documents begin and end, where there are several in a row."""
+    assert past == 0, "cached keys are served by sdpa or torch"
+    assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
+    if layout is None:
+        return Plan("flash", rules)
+    borders, longest = document_borders(layout, device)
+    return Plan("flash", rules, borders=borders, longest=longest)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd); (B, T, H, hd)."""
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    rules, dtype, shape = plan.rules, working_dtype(v), q.shape
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    options = {
+        "dropout_p": dropout,
+        "softmax_scale": rules.scale,
+        "causal": True,
+        "window_size": (rules.window, 0 if rules.window >= 0 else -1),
+        "softcap": rules.softcap or 0.0,
+        "alibi_slopes": None if rules.slopes is None else rules.slopes.float(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if plan.borders is None:
+        return flash_attn_func(q, k, v, **options)
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    borders, longest = plan.borders, plan.longest
+    out = flash_attn_varlen_func(q, k, v, borders, borders, longest, longest, **options)
+    return out.view(shape)
+
+
+@functools.cache
+def _missing() -> str | None:
+    """What keeps the package from being used; None: nothing."""
+    try:
+        version = importlib.metadata.version("flash-attn")
+    except importlib.metadata.PackageNotFoundError:
+        return f"the package flash-attn is not installed; {INSTALL}"
+    if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < OLDEST:
+        oldest = ".".join(str(part) for part in OLDEST)
+        return f"flash-attn {version} is older than {oldest}; {INSTALL}"
+    try:
+        importlib.import_module("flash_attn")
+    except ImportError as error:  # built against another torch
+        return f"flash-attn {version} does not load ({error}); build it anew: {INSTALL}"
+    return None

@@ -1,0 +1,228 @@
+"""The backend `flex`: PyTorch's FlexAttention, one compiled kernel for every option but dropout.
+
+ALiBi and the softcap change logits inside the kernel, so that no bias is ever in memory; a block
+mask tells it which blocks of keys to leave out. CUDA alone: on a CPU it has no backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmfoundry.ops.attention.plan import Plan, Rules, repeat_heads, working_dtype
+from llmfoundry.ops.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+"""Queries and keys of a block of the mask: FlexAttention's own default."""
+MIN_HEAD_DIM = 16
+"""Triton's matrix product takes no narrower one."""
+RECOMPILE_LIMIT = 64
+"""Programs of the compiled kernel; PyTorch's default, 8, is soon used up: kinds of layers (local,
+global), training and evaluation, and two or three steps until a length is a variable."""
+
+
+def refusal(
+    rules: Rules, device: torch.device, dtype: torch.dtype, head_dim: int | None
+) -> str | None:
+    """Why it cannot serve; None: it can."""
+    if rules.dropout:
+        return "FlexAttention has no dropout; write sdpa, flash or torch"
+    if device.type == "cpu":
+        return "FlexAttention has no backward pass on a CPU; write auto"
+    if device.type != "cuda":
+        return f"FlexAttention is served on CUDA alone, not on {device.type}; write auto"
+    if dtype == torch.float64:
+        return "FlexAttention takes no double precision; write auto"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernel is compiled by Triton, which is not installed; write auto"
+    return None
+
+
+def prepare(
+    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
+) -> Plan:
+    """The block mask, and what is done to a logit."""
+    assert past == 0, "cached keys are served by sdpa or torch"
+    if layout is not None and layout.ends is not None:
+        mask = tree_mask(layout.ends, layout.positions, rules.window)
+        return Plan("flex", rules, block_mask=mask, score_mod=_score_mod(rules, layout.positions))
+    documents = None if layout is None else layout.documents
+    mask = block_mask(queries, rules.window, documents, device)
+    return Plan("flex", rules, block_mask=mask, score_mod=_score_mod(rules))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd); (B, T, H, hd)."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    assert not dropout, "plan refuses it"
+    groups, width = q.shape[2] // k.shape[2], q.shape[3]
+    if groups & (groups - 1):  # its backward pass shares a head among 1, 2, 4, ... alone
+        k, v = repeat_heads(q, k, v)
+    dtype, missing = working_dtype(v), max(0, MIN_HEAD_DIM - width)
+    q, k, v = (F.pad(x.to(dtype), (0, missing)) if missing else x.to(dtype) for x in (q, k, v))
+    # a block that is being compiled takes the kernel into its own program
+    kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
+    out = kernel(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        score_mod=plan.score_mod,
+        block_mask=plan.block_mask,
+        scale=plan.rules.scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)[..., :width]
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    """FlexAttention compiled for blocks that are not; made at the first call, for it takes long."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    limits = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
+    # fullgraph: beyond the limit an error, not a fallback that holds all logits in memory
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _score_mod(rules: Rules, positions: Tensor | None = None) -> Callable[..., Tensor] | None:
+    """The softcap, then ALiBi's bias, of one scaled logit; None: neither.
+
+    Args:
+        rules: what the layers ask.
+        positions: (B, T) of trees; elsewhere places differ by as much as positions do.
+    """
+    softcap, slopes = rules.softcap, rules.slopes
+    if softcap is None and slopes is None:
+        return None
+
+    def change(logit: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if softcap is not None:
+            logit = softcap * torch.tanh(logit / softcap)
+        if slopes is None:
+            return logit
+        if positions is None:
+            return logit + slopes[head] * (key - query)
+        return logit + slopes[head] * (positions[row, key] - positions[row, query])
+
+    return change
+
+
+def block_mask(
+    length: int, window: int, documents: Tensor | None, device: torch.device
+) -> BlockMask:
+    """Blocks of `length` causal tokens that see one another in part, or wholly.
+
+    PyTorch's create_block_mask finds the same by writing down who sees whom, a byte for each pair
+    of tokens (4 GB a row of 64k). Documents are runs that ascend, and windows bands: a block's
+    first and last token tell.
+
+    Args:
+        length: tokens in a row.
+        window: keys that a query sees before itself; -1: all.
+        documents: (B, T), ascending in a row; None: one document a row.
+        device: where the tokens are.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first = torch.arange(0, length, BLOCK, device=device)
+    last = (first + BLOCK - 1).clamp(max=length - 1)
+    some = (first <= first[:, None])[None]  # (B or 1, blocks of queries, blocks of keys)
+    every = ((first < first[:, None]) & (first + BLOCK <= length)[:, None])[None]
+    if window >= 0:
+        some = some & (first[:, None] - last <= window)
+        every = every & (last[:, None] - first <= window)
+    if documents is not None:
+        opening, closing = documents[:, first], documents[:, last]
+        some = some & (closing[:, None, :] >= opening[:, :, None])
+        every = every & (opening[:, None, :] == closing[:, :, None])
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~every),
+        *_ordered(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(window, documents),
+        seq_lengths=(length, length),
+    )
+
+
+def tree_mask(ends: Tensor, positions: Tensor, window: int) -> BlockMask:
+    """As `block_mask`, for trees: what their tokens see is known from a block's extremes as well.
+
+    With a window a block may be looked into that has nothing to see: of positions only the range is
+    known.
+
+    Args:
+        ends: (B, T) of the layout.
+        positions: (B, T) of the layout.
+        window: keys that a query sees before itself on its path; -1: all.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    length = ends.shape[1]
+    missing = -length % BLOCK
+
+    def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Smallest and largest of each block, (B, blocks)."""
+        filled = torch.cat([x, x[:, -1:].expand(-1, missing)], dim=1)
+        low, high = filled.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
+        return low, high
+
+    first = torch.arange(0, length, BLOCK, device=ends.device)
+    last = (first + BLOCK - 1).clamp(max=length - 1)
+    soonest, latest = extremes(ends)
+    earlier = first < first[:, None]  # (blocks of queries, blocks of keys)
+    some = (earlier & (latest[:, None] > first[:, None])) | (first == first[:, None])
+    whole = (first + BLOCK <= length)[:, None]
+    every = earlier & whole & (soonest[:, None] > last[:, None])
+    if window >= 0:
+        low, high = extremes(positions)
+        some = some & (low[:, :, None] - high[:, None] <= window)
+        every = every & (high[:, :, None] - low[:, None] <= window)
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~every),
+        *_ordered(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_tree_mask_mod(ends, positions, window),
+        seq_lengths=(length, length),
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys are set for each block of queries, and which, those first."""
+    flags = blocks[:, None].int()
+    order = torch.argsort(flags, dim=-1, descending=True, stable=True)
+    return flags.sum(-1, dtype=torch.int32), order.int()
+
+
+def _tree_mask_mod(ends: Tensor, positions: Tensor, window: int) -> Callable[..., Tensor]:
+    """As `_mask_mod`, for trees."""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key <= query) & (query < ends[row, key])
+        if window < 0:
+            return seen
+        return seen & (positions[row, query] - positions[row, key] <= window)
+
+    return sees
+
+
+def _mask_mod(window: int, documents: Tensor | None) -> Callable[..., Tensor]:
+    """Whether a query sees a key, in blocks that are seen in part."""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = key <= query
+        if window >= 0:
+            seen = seen & (query - key <= window)
+        return seen if documents is None else seen & (documents[row, query] == documents[row, key])
+
+    return sees

@@ -1,0 +1,225 @@
+"""The backend `sdpa`: PyTorch's scaled_dot_product_attention, on every device.
+
+On a CPU packed documents are attended to one by one, long rows by chunks of queries, and trees by
+pieces (`attention_tree`): all leave out keys that nobody sees, which a mask does not. Whole rows of
+bf16 go to `attention_products`, which is faster there. Elsewhere one call serves, causal or with a
+mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmfoundry.ops.attention import products as attention_products
+from llmfoundry.ops.attention.plan import (
+    Plan,
+    Rules,
+    causal_bias,
+    dense_bias,
+    without_autocast,
+    working_dtype,
+)
+from llmfoundry.ops.attention.tree import cut
+from llmfoundry.ops.layout import Layout
+
+CHUNK = 128
+"""Queries a call, where they are split."""
+Serve = Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor]
+
+
+def refusal(
+    rules: Rules, device: torch.device, dtype: torch.dtype, head_dim: int | None
+) -> str | None:
+    """Why it cannot serve; None: it can."""
+    if rules.softcap is not None:
+        return "PyTorch's fused attention has no softcap; write flex or torch"
+    return None
+
+
+def prepare(
+    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
+) -> Plan:
+    """Documents, pieces and chunks on a CPU; a mask elsewhere, where one is needed."""
+    if device.type == "cpu" and layout is not None and layout.ends is not None:
+        by_piece = _outside_of_graphs(_by_piece)
+        return Plan("sdpa", rules, packed=True, pieces=cut(layout, rules), by_run=by_piece)
+    if device.type == "cpu" and layout is not None:
+        lengths = [n for row in layout.lengths for n in row]
+        runs = tuple((len(list(same)), n) for n, same in groupby(lengths))
+        needing = [n for n in lengths if not _is_plain(n, rules) or _is_split(n, rules)]
+        bias, by_run = _corner(needing, rules, device), _outside_of_graphs(_by_run)
+        return Plan("sdpa", rules, bias=bias, packed=True, runs=runs, by_run=by_run)
+    if device.type == "cpu" and past == 0:
+        needs = not _is_plain(queries, rules) or _is_row_split(queries, rules)
+        return Plan("sdpa", rules, bias=_corner([queries] if needs else [], rules, device))
+    if layout is None and _is_plain(past + queries, rules) and (past == 0 or queries == 1):
+        return Plan("sdpa", rules)
+    # With a mask and shared heads no CUDA kernel serves but the one that holds all logits.
+    shared = device.type != "cuda"
+    bias = dense_bias(layout, rules, queries, past, device)
+    return Plan("sdpa", rules, shared_heads=shared, bias=bias)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd)."""
+    dtype, rules, queries = working_dtype(v), plan.rules, q.shape[1]
+    if q.device.type != "cpu":
+        return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, rules.scale, dropout)
+    whole = not plan.packed and queries == k.shape[1]
+    by_products = whole and attention_products.serves(dtype, queries, dropout)
+    inner = dtype if by_products else _cpu_dtype(dtype, queries, plan)
+    with without_autocast("cpu"):
+        q, k, v = q.to(inner), k.to(inner), v.to(inner)
+        if by_products:
+            bias, window = None if _is_plain(queries, rules) else plan.bias, rules.window
+            out = attention_products.attend(q, k, v, bias, scale=rules.scale, window=window)
+        elif plan.packed:
+            assert plan.by_run is not None
+            out = plan.by_run(q, k, v, plan, dropout)
+        elif queries != k.shape[1]:  # cached keys
+            out = _call(q, k, v, plan.bias, rules.scale, dropout)
+        elif _is_row_split(queries, rules):
+            out = _by_chunk(q, k, v, plan.bias, rules, dropout)
+        else:
+            out = _whole(q, k, v, plan.bias, rules, dropout)
+    return out.to(dtype)
+
+
+def _cpu_dtype(dtype: torch.dtype, queries: int, plan: Plan) -> torch.dtype:
+    """What PyTorch's kernel computes in: fp32 for narrower types, but for long rows of bf16.
+
+    The CPU's bf16 kernel is compiled for every length that it meets, and each is kept: documents of
+    all lengths made it 8 times slower than fp32, and its memory grew without end. Rows of whole
+    blocks share a few. Measured (one core, forward and backward, H 4, hd 64): bf16 0.75 of fp32's
+    time at T 2048; 0.88 at 512, where fp32 by chunks has 0.77.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return dtype
+    single = not plan.packed and not _is_row_split(queries, plan.rules)
+    return dtype if single and queries >= 1024 and queries % 64 == 0 else torch.float32
+
+
+def _is_plain(length: int, rules: Rules) -> bool:
+    """Whether so many tokens need nothing but causality."""
+    return rules.slopes is None and not 0 <= rules.window < length - 1
+
+
+def _is_split(length: int, rules: Rules) -> bool:
+    """Whether so many causal queries are cheaper by chunks.
+
+    The CPU's kernel works in tiles of 512 keys, also where half of a tile is not seen. Measured
+    (one core, forward and backward, hd 64) by chunks: 0.9 of the time of one call at T 256, 0.7 at
+    512, 0.9 at 1024, 1.04 at 2048. A window that leaves out most keys pays at any length.
+    """
+    local = rules.window >= 0 and length >= 2 * (rules.window + CHUNK)
+    return local or 2 * CHUNK <= length < 1024
+
+
+def _is_row_split(length: int, rules: Rules) -> bool:
+    """As `_is_split`, for rows that a compiled block may hold: whole chunks only.
+
+    Such a block is compiled anew for every number of chunks; other lengths share one program.
+    """
+    return length % CHUNK == 0 and _is_split(length, rules)
+
+
+def _corner(lengths: list[int], rules: Rules, device: torch.device) -> Tensor | None:
+    """The bias of the longest of these lengths; the others take its top-left corner."""
+    if not lengths:
+        return None
+    bias = causal_bias(max(lengths), max(lengths), rules, device)
+    if bias.dtype != torch.bool:
+        return bias
+    # as numbers, once: each call would turn a boolean mask into them
+    return torch.zeros(bias.shape, device=device).masked_fill(~bias, float("-inf"))
+
+
+def _outside_of_graphs(serve: Serve) -> Serve:
+    """`serve`, kept out of compiled blocks: with its lengths every batch would be compiled anew.
+
+    The compiler takes a second to import; where it is not there yet, nothing is compiled.
+    """
+    return _disabled(serve) if "torch._dynamo" in sys.modules else serve
+
+
+@functools.cache
+def _disabled(serve: Serve) -> Serve:
+    return torch.compiler.disable(serve)
+
+
+def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """One call, or several by chunks, for each run of documents of one length."""
+    sizes = [count * length for count, length in plan.runs]
+    # split and cat, not slices: their backward passes touch each gradient once
+    parts = zip(plan.runs, *(x.flatten(0, 1).split(sizes) for x in (q, k, v)), strict=True)
+    outputs = []
+    for shape, *run in parts:
+        q_run, k_run, v_run = (x.unflatten(0, shape) for x in run)
+        serve = _by_chunk if _is_split(shape[1], plan.rules) else _whole
+        out = serve(q_run, k_run, v_run, plan.bias, plan.rules, dropout)
+        outputs.append(out.flatten(0, 1))
+    return torch.cat(outputs).view(q.shape)
+
+
+def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """A call for each piece of the trees of q (B, T, H, hd)."""
+    rules = plan.rules
+    slopes = None if rules.slopes is None else rules.slopes.view(1, -1, 1, 1)
+    flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
+    outputs = []
+    for part, piece in zip(
+        q.flatten(0, 1).split([p.queries for p in plan.pieces]), plan.pieces, strict=True
+    ):
+        bias = piece.bias if slopes is None else slopes * piece.bias
+        keys, values = flat_k[piece.keys], flat_v[piece.keys]
+        outputs.append(_call(part[None], keys[None], values[None], bias, rules.scale, dropout)[0])
+    return torch.cat(outputs).view(q.shape)
+
+
+def _whole(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rules: Rules, dropout: float
+) -> Tensor:
+    """Causal attention of rows (B, T, ...) in one call."""
+    length = q.shape[1]
+    if bias is None or _is_plain(length, rules):
+        return _call(q, k, v, None, rules.scale, dropout)
+    return _call(q, k, v, bias[..., :length, :length], rules.scale, dropout)
+
+
+def _by_chunk(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rules: Rules, dropout: float
+) -> Tensor:
+    """Causal attention of rows (B, T, ...), each chunk of queries with the keys it can see."""
+    assert bias is not None
+    outputs = []
+    for index, q_chunk in enumerate(q.split(CHUNK, dim=1)):
+        start = index * CHUNK
+        stop = start + q_chunk.shape[1]
+        first = 0 if rules.window < 0 else max(0, start - rules.window)
+        part = bias[..., start:stop, first:stop]
+        out = _call(q_chunk, k[:, first:stop], v[:, first:stop], part, rules.scale, dropout)
+        outputs.append(out)
+    return torch.cat(outputs, dim=1)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
+) -> Tensor:
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype),
+        dropout_p=dropout,
+        is_causal=bias is None and q.shape[1] > 1,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,92 @@
+"""The backend `varlen`: PyTorch's variable-length FlashAttention, on CUDA alone.
+
+All documents of a batch, one after the other, in one call that never looks across a border: cheaper
+than a mask, and nothing to compile. It has neither bias nor softcap nor dropout.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmfoundry.ops.attention.plan import (
+    Plan,
+    Rules,
+    document_borders,
+    flash_refusal,
+    working_dtype,
+)
+from llmfoundry.ops.layout import Layout
+
+
+def refusal(
+    rules: Rules, device: torch.device, dtype: torch.dtype, head_dim: int | None
+) -> str | None:
+    """Why it cannot serve; None: it can."""
+    if rules.slopes is not None:
+        return "PyTorch's varlen attention adds no bias; write flex or flash"
+    if rules.softcap is not None:
+        return "PyTorch's varlen attention has no softcap; write flex or flash"
+    if rules.dropout:
+        return "PyTorch's varlen attention has no dropout; write sdpa, flash or torch"
+    reason = flash_refusal(device, dtype, head_dim)
+    if reason is None and "window_size" not in _parameters():
+        reason = f"it is too old in torch {torch.__version__}; install 2.11 or newer, or write auto"
+    return reason
+
+
+def prepare(
+    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
+) -> Plan:
+    """Where documents begin and end."""
+    assert past == 0, "cached keys are served by sdpa or torch"
+    assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
+    shared = "enable_gqa" in _parameters()  # since torch 2.12
+    if layout is None:
+        return Plan("varlen", rules, shared_heads=shared, longest=queries)
+    borders, longest = document_borders(layout, device)
+    return Plan("varlen", rules, shared_heads=shared, borders=borders, longest=longest)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd); (B, T, H, hd)."""
+    from torch.nn.attention import varlen
+
+    assert not dropout, "plan refuses it"
+    rows, queries, heads, width = q.shape
+    dtype, missing = working_dtype(v), -width % 8  # it takes heads of whole 16 bytes
+    q, k, v = (x.to(dtype).flatten(0, 1) for x in (q, k, v))
+    if missing:
+        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
+    borders = plan.borders
+    if borders is None:
+        borders = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * queries
+    shared = {"enable_gqa": True} if k.shape[1] != heads else {}
+    kernel: Callable[..., Any] = varlen.varlen_attn
+    out = kernel(
+        q,
+        k,
+        v,
+        borders,
+        borders,
+        plan.longest,
+        plan.longest,
+        scale=plan.rules.scale,
+        window_size=(plan.rules.window, 0),
+        **shared,
+    )
+    return out.unflatten(0, (rows, queries))[..., :width]
+
+
+@functools.cache
+def _parameters() -> frozenset[str]:
+    """What the installed function takes: torch 2.10 had no window, 2.11 no shared heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)

@@ -1,0 +1,275 @@
+"""The mixture of experts on a CPU: one expert after another, its activations in the cache.
+
+`moe_grouped.py` calls it. Counts are known to the host for nothing here, and a matrix product an
+expert is as fast as a dense layer's; the time goes elsewhere: fresh memory costs the kernel a page
+fault every 4 KiB, more than the elementwise functions that fill it. So products write straight into
+their place, and elementwise functions go block by block over memory that is used again.
+
+Products by oneDNN are compiled for every number of rows that they meet, which takes half as long as
+the product. So a segment of theirs is padded to one of a few numbers of rows: by the rows
+behind it, which belong to the next expert. Forward that writes over them in its turn; backward
+their gradient is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmfoundry.ops.activations import Activation
+from llmfoundry.ops.matmul import is_compiled, mm
+from llmfoundry.ops.moe.compress import pack, packed_width, unpack
+from llmfoundry.ops.moe.experts import Experts, Gradients, Kept, LowRankExperts
+from llmfoundry.ops.moe.routing import Routing
+
+BLOCK_VALUES = 1 << 18  # of an elementwise step: its operands stay cached, its threads busy
+PACK_VALUES = 1 << 17  # of a step to or from 8 bits, which has more and wider operands
+PADDING = 64  # a segment is padded by less than this, and by less than a sixteenth of its rows
+
+
+def forward(
+    x: Tensor, weights: Tensor, routing: Routing, w: Experts, *, keep: bool, compress: bool
+) -> tuple[Tensor, Kept]:
+    """Output (T, d), and the pre-activations where they are to be kept.
+
+    Args:
+        x: (T, d).
+        weights: (T, k), fp32 or wider.
+        routing: the N = T * k rows, sorted.
+        w: the experts, in x's dtype, a wider one or 4 bits: each is cast when its turn comes, so
+            that no copy of them all is written to memory, or kept there.
+        keep: a backward pass will come.
+        compress: keep them in 8 bits.
+    """
+    n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.hidden(x.shape[1])
+    exact, packed = keep and not compress, keep and compress
+    width = f if exact else packed_width(f) if packed else 0
+    dtype = torch.int8 if packed else x.dtype
+    gate = torch.empty(n_rows, width, dtype=dtype)
+    up = torch.empty(0 if w.v1 is None else n_rows, width, dtype=dtype)
+    tokens = _tokens(routing, weights.shape[1], n_rows)
+    y_rows = x.new_empty(n_rows, x.shape[1])
+    for e, _, rows in _segments(routing, x.dtype):
+        x_e = x.index_select(0, tokens[rows])
+        one = w.one(e, x.shape[1], x.dtype)
+        a = _linear(x_e, one.w1, one.b1, gate[rows] if exact else None)
+        b = None if one.v1 is None else _linear(x_e, one.v1, one.bv, up[rows] if exact else None)
+        _add_product(a, x_e, one.low.w1_a, one.low.w1_b)
+        _add_product(b, x_e, one.low.v1_a, one.low.v1_b)
+        if packed:
+            _pack(a, gate[rows])
+            if b is not None:
+                _pack(b, up[rows])
+        h = _glu(a, b, w.act)
+        y = mm(h, one.w2, out=y_rows[rows])
+        _add_product(y, h, one.low.w2_a, one.low.w2_b)
+        if one.b2 is not None:
+            y += one.b2
+    return _sum_choices(y_rows, routing, weights), Kept(gate, up)
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    kept: Kept,
+    routing: Routing,
+    w: Experts,
+    *,
+    frozen: bool,
+) -> Gradients:
+    """All gradients from that of the output, grad (T, d); none of the experts where `frozen`.
+
+    The router's weight is left out of all that is f wide. It is a factor of x and of grad where
+    they meet those rows in the experts' gradients, and of the rows whose sum is the gradient of x.
+    """
+    n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.hidden(x.shape[1])
+    tokens = _tokens(routing, weights.shape[1], n_rows)
+    row_weights = _row_weights(weights.to(x.dtype), routing, n_rows)
+    grad_rows, inner = x.new_empty(n_rows, x.shape[1]), x.new_empty(n_rows)
+    grads = tuple(None if p is None or frozen else torch.empty_like(p) for p in w.tensors())
+    low = w.low.map(torch.empty_like)
+    _zero_unused((*grads, *low), routing)
+    for e, count, rows in _segments(routing, x.dtype):
+        one = w.one(e, x.shape[1], x.dtype)
+        g = grad.index_select(0, tokens[rows])
+        g[count:] = 0
+        a = _restored(kept.gate[rows], f, x.dtype)
+        b = None if one.v1 is None else _restored(kept.up[rows], f, x.dtype)
+        dh = mm(g, one.w2.T)
+        _add_gradient(dh, g, one.low.w2_a, one.low.w2_b)
+        h, da = _glu_backward(dh, a, b, w.act, inner[rows])
+        db = dh  # its memory
+        if one.b2 is not None:
+            inner[rows] += g @ one.b2
+        dx = mm(da, one.w1, out=grad_rows[rows])
+        if one.v1 is not None:
+            dx += mm(db, one.v1)
+        _add_gradient(dx, da, one.low.w1_a, one.low.w1_b)
+        _add_gradient(dx, db, one.low.v1_a, one.low.v1_b)
+        if frozen and not any(t is not None for t in w.low):
+            continue
+        x_e = x.index_select(0, tokens[rows])
+        x_e *= row_weights[rows]
+        g *= row_weights[rows]
+        _adapter_gradients(low.of(e), one.low, x_e, g, h, da, db)
+        if not frozen:
+            mine = tuple(None if p is None else p[e] for p in grads)
+            _expert_gradients(mine, row_weights[rows], x_e, g, h, da, db)
+    grad_weights = inner.to(weights.dtype).index_select(0, routing.inverse).view_as(weights)
+    return Gradients(_sum_choices(grad_rows, routing, weights), grad_weights, grads, low)
+
+
+def _expert_gradients(
+    grads: tuple[Tensor | None, ...], weights: Tensor,
+    x: Tensor, g: Tensor, h: Tensor, da: Tensor, db: Tensor,
+) -> None:  # fmt: skip
+    """Fill one expert's gradients, in the order of `Experts.tensors`; x and g are weighted."""
+    w1, v1, w2, b1, bv, b2 = grads
+    for weight, left, right in ((w1, da, x), (w2, h, g), (v1, db, x)):
+        if weight is not None and weight.dtype == x.dtype:
+            mm(left.T, right, out=weight)
+        elif weight is not None:
+            weight.copy_(left.T @ right)
+    for bias, rows in ((b1, da), (bv, db)):
+        if bias is not None:
+            bias.copy_((rows * weights).sum(0, dtype=_wide(rows.dtype)))
+    if b2 is not None:
+        b2.copy_(g.sum(0, dtype=_wide(g.dtype)))
+
+
+def _add_product(y: Tensor | None, x: Tensor, a: Tensor | None, b: Tensor | None) -> None:
+    """Add (x a^T) b^T to y, of an adapter's a (r, in) and b (out, r), where there is one."""
+    if y is not None and a is not None and b is not None:
+        y += mm(mm(x, a.T), b.T)
+
+
+def _add_gradient(dx: Tensor, dy: Tensor, a: Tensor | None, b: Tensor | None) -> None:
+    """Add dy b a to dx, the gradient of an adapter's rows."""
+    if a is not None and b is not None:
+        dx += mm(mm(dy, b), a)
+
+
+def _adapter_gradients(
+    grads: LowRankExperts, low: LowRankExperts,
+    x: Tensor, g: Tensor, h: Tensor, da: Tensor, db: Tensor,
+) -> None:  # fmt: skip
+    """Fill the gradients of one expert's adapters; x and g are weighted."""
+    pairs = ((x, da, *low[0:2], *grads[0:2]), (x, db, *low[2:4], *grads[2:4]))
+    for rows, dy, a, b, grad_a, grad_b in (*pairs, (h, g, *low[4:6], *grads[4:6])):
+        if a is not None and b is not None and grad_a is not None and grad_b is not None:
+            grad_a.copy_(mm(mm(dy, b).T, rows))
+            grad_b.copy_(mm(dy.T, mm(rows, a.T)))
+
+
+def _zero_unused(grads: tuple[Tensor | None, ...], routing: Routing) -> None:
+    """The gradients of experts without rows."""
+    counts = torch.diff(routing.ends, prepend=routing.ends.new_zeros(1))
+    for e in (counts == 0).nonzero().flatten().tolist():
+        for grad in grads:
+            if grad is not None:
+                grad[e] = 0
+
+
+def _segments(routing: Routing, dtype: torch.dtype) -> Iterator[tuple[int, int, slice]]:
+    """Experts that have rows, how many, and where they and their padding are."""
+    start = 0
+    for e, end in enumerate(routing.ends.tolist()):
+        if end > start:
+            yield e, end - start, slice(start, start + _padded(end - start, dtype))
+        start = end
+
+
+def _padded(count: int, dtype: torch.dtype) -> int:
+    """Rows of a product of `count`, where products are compiled: 16 numbers an octave at most."""
+    if not is_compiled(dtype):
+        return count
+    step = min(PADDING, 1 << max(0, count.bit_length() - 5))
+    return -(-count // step) * step
+
+
+def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
+    """The first dimension of what `forward` keeps of N rows: the last segment is padded, too."""
+    return n_rows + (PADDING if is_compiled(dtype) else 0)
+
+
+def _tokens(routing: Routing, top_k: int, n_rows: int) -> Tensor:
+    """Token (n_rows,) of each sorted row and of what pads them."""
+    return F.pad(routing.order // top_k, (0, n_rows - routing.order.shape[0]))
+
+
+def _row_weights(weights: Tensor, routing: Routing, n_rows: int) -> Tensor:
+    """Router's weight (n_rows, 1) of each sorted row and of what pads them.
+
+    They come in the rows' dtype: an operation on two dtypes writes out what it reads in the wider.
+    """
+    row_weights = weights.flatten().index_select(0, routing.order)
+    return F.pad(row_weights, (0, n_rows - routing.order.shape[0]))[:, None]
+
+
+def _sum_choices(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
+    """(T, d), the sum of each token's k rows times their weights (T, k), which are rounded."""
+    places = routing.inverse.view_as(weights)
+    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    y = mm(x, weight.T, out=out)
+    return y if bias is None else y.add_(bias)
+
+
+def _glu(a: Tensor, b: Tensor | None, act: Activation) -> Tensor:
+    """act(a) * b, or act(a)."""
+    h = torch.empty_like(a)
+    for block in _blocks(a, BLOCK_VALUES):
+        if b is None:
+            h[block] = act.function(a[block])
+        else:
+            torch.mul(act.function(a[block]), b[block], out=h[block])
+    return h
+
+
+def _glu_backward(
+    dh: Tensor, a: Tensor, b: Tensor | None, act: Activation, inner: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Recompute h and turn dh (M, f), the gradient of h, into others.
+
+    `inner` (M,) becomes <dh, h>, the gradient of the router's weights; dh's memory the gradient of
+    b. Returns h and the gradient of a.
+    """
+    h, da = torch.empty_like(a), torch.empty_like(a)
+    for block in _blocks(a, BLOCK_VALUES):
+        grad, s = dh[block], act.function(a[block])
+        value = s if b is None else torch.mul(s, b[block], out=h[block])
+        if b is None:
+            h[block] = s
+        torch.linalg.vecdot(grad, value, out=inner[block])
+        da[block] = act.backward(grad if b is None else grad * b[block], a[block])
+        grad *= s
+    return h, da
+
+
+def _blocks(x: Tensor, values: int) -> Iterator[slice]:
+    rows = max(1, values // x.shape[1])
+    return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
+
+
+def _pack(x: Tensor, out: Tensor) -> None:
+    for block in _blocks(x, PACK_VALUES):
+        out[block] = pack(x[block])
+
+
+def _restored(kept: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    if kept.dtype != torch.int8:
+        return kept
+    restored = torch.empty(kept.shape[0], width, dtype=dtype)
+    for block in _blocks(restored, PACK_VALUES):
+        restored[block] = unpack(kept[block], width, dtype)
+    return restored
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

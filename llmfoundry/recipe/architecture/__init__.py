@@ -1,0 +1,1 @@
+"""The `model` and `adapter` sections, a module each part."""

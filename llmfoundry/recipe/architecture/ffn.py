@@ -1,0 +1,137 @@
+"""The `model.ffn_config` section: the feed-forward layer, its activation, its experts.
+
+What the keys of a mixture of experts may be together stands in `moe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from llmfoundry.recipe.architecture import moe
+from llmfoundry.recipe.values.bounds import POSITIVE, WIDTH, Range, choice, out_of_bounds
+from llmfoundry.recipe.values.checks import one_of
+
+FFN_TYPES = ("mptmlp", "mptglu", "dmoe")
+
+ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the arguments each takes
+    "gelu": ("approximate",),
+    "gelu_tanh": (),
+    "quick_gelu": (),
+    "silu": (),
+    "relu": (),
+    "relu2": (),
+    "relu6": (),
+    "leaky_relu": ("negative_slope",),
+    "elu": ("alpha",),
+    "celu": ("alpha",),
+    "selu": (),
+    "mish": (),
+    "softplus": ("beta", "threshold"),
+    "softsign": (),
+    "sigmoid": (),
+    "logsigmoid": (),
+    "tanh": (),
+    "tanhshrink": (),
+    "softshrink": ("lambd",),
+    "hardshrink": ("lambd",),
+    "hardsigmoid": (),
+    "hardswish": (),
+    "hardtanh": ("min_val", "max_val"),
+}
+
+
+@dataclass
+class FFNConfig:
+    """The feed-forward layer."""
+
+    ffn_type: Annotated[str, choice(FFN_TYPES, reasons=moe.OTHER_NAMES)] = "mptmlp"
+    """mptmlp: down(act(up x)). mptglu: down(act(gate x) * up x) (Shazeer, 2020). dmoe: a dropless
+    mixture of such layers (Gale et al., 2022), of which a router chooses a few for each token."""
+    ffn_act_fn: Annotated[str | dict[str, Any], choice(ACTIVATIONS)] = "gelu"
+    """An elementwise function of torch.nn.functional, gelu_tanh, quick_gelu or relu2 (squared);
+    with arguments as {name: leaky_relu, negative_slope: 0.1}."""
+    ffn_hidden_size: Annotated[int | None, WIDTH] = None
+    """Inner width, of one expert where there are several; unset: d_model * expansion_ratio."""
+    moe_num_experts: Annotated[int | None, Range(1, 2**16)] = None
+    """Only for dmoe, required there: experts of a layer."""
+    moe_top_k: Annotated[int | None, Range(1, 2**16)] = None
+    """Only for dmoe: experts that a token visits; 1 there."""
+    mlp_type: Annotated[str | None, choice(moe.MLP_TYPES)] = None
+    """Only for dmoe: the kind of each expert, mlp (as mptmlp; the default there) or glu."""
+    moe_normalize_expert_weights: Annotated[float | None, POSITIVE] = None
+    """Only for dmoe: divide a token's expert weights by their p-norm, for this p; 1 makes their sum
+    1, as DBRX does. Unset: they stay probabilities among all experts."""
+    moe_jitter_eps: float | None = None
+    """Only for dmoe: while training the router's input is multiplied by random numbers from
+    1 - this to 1 + this (Fedus et al., 2021); unset: not."""
+    moe_balancing: Annotated[str | None, choice(moe.BALANCING)] = None
+    """Only for dmoe: what keeps experts equally loaded. loss: the load-balancing loss (Shazeer et
+    al., 2017; the default there). bias: a number added to each expert's score where experts are
+    chosen, moved after every step (Wang et al., 2024). none: nothing."""
+    moe_loss_weight: Annotated[float | None, POSITIVE] = None
+    """Only with moe_balancing: loss, its weight, which is its value at perfect balance; 0.01."""
+    moe_lbl_scope: Annotated[str | None, choice(moe.SCOPES)] = None
+    """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the default
+    there: the same whatever the microbatch) or of each microbatch, as megablocks does."""
+    moe_bias_update_rate: Annotated[float | None, POSITIVE] = None
+    """Only with moe_balancing: bias, how far a step moves a bias; 0.001 there."""
+    moe_zloss_weight: Annotated[float | None, POSITIVE] = None
+    """Only for dmoe: weight of the router z-loss, the mean squared logsumexp of the router's logits
+    (Zoph et al., 2022, take 0.001); unset: no such loss."""
+    shared_expert_hidden_size: Annotated[int | None, WIDTH] = None
+    """Only for dmoe: inner width of an expert that every token visits beside those chosen, with
+    weight 1; unset: there is none."""
+    uniform_expert_assignment: bool | None = None
+    """Only for dmoe, to measure speed: experts in turn, with the weights of those chosen."""
+    moe_force_balance: bool | None = None
+    """Only for dmoe, to measure speed: experts in turn, each with its own weight."""
+    moe_impl: Annotated[str | None, choice(moe.IMPLS)] = None
+    """Only for dmoe: who multiplies. grouped_mm (the default there): one operator for all experts.
+    torch: one expert after another, the slow reference. megablocks: that package, on CUDA."""
+    moe_compress_activations: bool | None = None
+    """Only for dmoe with grouped_mm: keep what the experts' backward pass needs in 8 bits."""
+
+    @property
+    def active_share(self) -> float:
+        """Share of the experts that a token visits; 1 where there are none to choose from."""
+        if self.ffn_type != "dmoe":
+            return 1.0
+        assert self.moe_top_k and self.moe_num_experts, "the recipe was not filled"
+        return self.moe_top_k / self.moe_num_experts
+
+    @property
+    def activation(self) -> tuple[str, dict[str, Any]]:
+        """Name and arguments of the activation, however it was written."""
+        if isinstance(self.ffn_act_fn, str):
+            return self.ffn_act_fn, {}
+        arguments = dict(self.ffn_act_fn)
+        return str(arguments.pop("name", "")), arguments
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be."""
+        if (yield from out_of_bounds(key, self)):
+            return
+        yield from moe.check(key, self)
+        yield from self._check_activation(f"{key}ffn_act_fn")
+
+    def _check_activation(self, key: str) -> Iterator[str]:
+        name, arguments = self.activation
+        if not name:
+            yield f"{key}: has no name; write {{name: gelu}}"
+            return
+        yield from one_of(key, name, ACTIVATIONS)
+        for argument, value in arguments.items():
+            if argument not in ACTIVATIONS.get(name, (argument,)):
+                takes = ", ".join(ACTIVATIONS[name]) or "no arguments"
+                yield f"{key}.{argument}: {name} takes {takes}; remove it"
+            elif argument == "approximate":
+                yield from one_of(f"{key}.{argument}", value, ("none", "tanh"))
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                yield f"{key}.{argument}: {value!r} is not a number"
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.ffn_type == "dmoe":
+            moe.fill_defaults(self)

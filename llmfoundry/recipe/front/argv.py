@@ -1,0 +1,96 @@
+"""The command line of every script: [RECIPE.yaml] [key=value ...] and a few flags, in any order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.front.paths import is_recipe
+
+FLAGS = {
+    "--help": "this text; --help KEY explains a key or a section",
+    "--cfg job": "print the whole recipe, defaults and all; redirect it for a flat copy to edit",
+    "--dry-run": "compose and check the recipe, print what would happen, and write nothing",
+    "--version": "versions of the project, torch, transformers and Python",
+    "--resolve": "with --cfg job: with ${...} replaced by their values",
+    "-m": "sweep: run every combination of values in key=a,b, each in a process of its own",
+}
+_SAME = {"-h": "--help", "-c": "--cfg", "--multirun": "-m", "-V": "--version"}
+_KNOWN = {flag.split()[0] for flag in FLAGS}
+
+
+@dataclass
+class CommandLine:
+    """What the user asked for."""
+
+    recipe: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    flags: set[str] = field(default_factory=set)
+    topic: str | None = None
+    """The KEY of `--help KEY`."""
+    unknown_flags: list[tuple[str, str | None]] = field(default_factory=list)
+    """Each with what follows it, which may be its value; to be refused once the keys are known."""
+
+
+def parse(argv: Sequence[str]) -> CommandLine:
+    """Sort arguments into recipe, overrides and flags.
+
+    Raises:
+        UserError: an argument that is none of them, or a second recipe.
+    """
+    command = CommandLine()
+    words: list[str] = []
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        if not argument.isascii() and argument != argument.encode(errors="ignore").decode():
+            raise UserError(f"{argument!r} is not UTF-8 text; write it so")
+        if not argument.startswith("-"):
+            words.append(argument)
+            continue
+        flag, _, value = argument.partition("=")
+        flag = _SAME.get(flag, flag)
+        if flag not in _KNOWN:
+            is_next = not value and arguments and _is_value(arguments[0])
+            command.unknown_flags.append((argument, arguments.pop(0) if is_next else None))
+            continue
+        if flag == "--cfg" and (value or (arguments.pop(0) if arguments else "")) != "job":
+            raise UserError("--cfg: write --cfg job")
+        if value and flag != "--cfg":
+            raise UserError(f"{flag}: takes no value after a '='")
+        command.flags.add(flag)
+    for word in words:
+        _place(command, word)
+    return command
+
+
+def _is_value(word: str) -> bool:
+    """Whether a word behind an unknown flag is neither a setting nor a flag."""
+    return not word.startswith("-") and "=" not in word
+
+
+def _place(command: CommandLine, word: str) -> None:
+    if not word.strip():
+        raise UserError("an argument is empty; write a recipe's path or key=value")
+    if not _is_recipe(word):
+        command.overrides.append(word)
+    elif "--help" in command.flags and not (is_recipe(word) or "/" in word):
+        command.topic = word
+    elif command.recipe is not None:
+        kind = "recipes" if command.recipe.endswith((".yaml", ".yml")) else "words without a key"
+        raise UserError(
+            f"two {kind}, {command.recipe} and {word}; write one, and settings as key=value"
+        )
+    else:
+        command.recipe = word
+
+
+def _is_recipe(word: str) -> bool:
+    """Whether a word is a path; a sweep's folder, and so what lies in it, may hold a `=`."""
+    if word.startswith("~"):
+        return word.startswith("~/")
+    key = word.partition("=")[0]
+    looks = "/" in key and word.endswith((".yaml", ".yml"))
+    return "=" not in word or looks or os.path.exists(word)

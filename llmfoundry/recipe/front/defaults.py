@@ -1,0 +1,179 @@
+"""Which files make up a recipe, and in which order: its `defaults` list, as Hydra reads it.
+
+`compose.py` calls it. Nested lists, `override` entries, `_self_` and packages are Hydra's; only the
+list of parts is asked of it, the files are read by `yamlfile.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.front.paths import show
+from llmfoundry.recipe.front.yamlfile import line_of, read
+from llmfoundry.recipe.values.checks import nearest
+
+_ROOT = "__recipe__"
+_SCHEME = "recipes"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A YAML file that takes part; its keys lie below the dotted `package` ("" for a recipe)."""
+
+    path: Path
+    package: str
+
+    def load(self) -> dict[str, Any]:
+        """Its values, nested as the recipe is."""
+        values = read(self.path)
+        values.pop("defaults", None)
+        for part in reversed(self.package.split(".") if self.package else []):
+            values = {part: values}
+        return values
+
+    def line_of(self, key: str) -> int | None:
+        """The line on which the recipe's dotted `key` stands in the file."""
+        prefix = f"{self.package}." if self.package else ""
+        inside = key.startswith(prefix)
+        return line_of(self.path, key.removeprefix(prefix)) if inside else None
+
+
+def parts(
+    recipe: Path | None,
+    groups: dict[str, str],
+    options: dict[str, list[str]],
+    folders: list[Path],
+) -> tuple[list[Source], set[str]]:
+    """The files in order of merging, and those of `groups` that the recipe does not choose itself.
+
+    Args:
+        recipe: the recipe's file, if there is one.
+        groups: choices of the command line, `{"model": "mpt-125m"}`.
+        options: every group's choices, for errors.
+        folders: where groups and further recipes are, first found wins.
+
+    Raises:
+        UserError: the defaults list is none, or names what is not there.
+    """
+    for group, option in groups.items():
+        if option not in options[group]:
+            raise UserError(_missing(f"{group}/{option}", options))
+    defaults = [] if recipe is None else _defaults(recipe)
+    own = [] if recipe is None else [Source(recipe, "")]
+    if not defaults and not groups:
+        return own, set()
+    if "_self_" not in defaults:
+        defaults.append("_self_")
+    prefix = "" if recipe is None else f"{show(recipe)}: "
+    try:
+        names, added = _ask_hydra(defaults, groups, folders)
+    except FileNotFoundError as error:
+        raise UserError(prefix + _missing(str(error), options)) from error
+    except RecursionError as error:
+        raise UserError(f"{prefix}defaults: a list here includes its own file") from error
+    except (ValueError, OmegaConfBaseException) as error:
+        text = " ".join(str(error).replace(_ROOT, "it").split())
+        raise UserError(f"{prefix}defaults: {text}") from error
+    found: list[Source] = []
+    for name, package in names:
+        paths = [f / f"{name}.yaml" for f in folders if (f / f"{name}.yaml").is_file()]
+        found += own if name == _ROOT else [Source(paths[0], package)]
+    return found, added
+
+
+def _defaults(recipe: Path) -> list[Any]:
+    """A copy of a file's list, empty where it has none."""
+    defaults = read(recipe).get("defaults") or []
+    where = f"{show(recipe)}:{line_of(recipe, 'defaults')}"
+    if not isinstance(defaults, list):
+        raise UserError(f"{where}: defaults: is no list; write [model: mpt-125m, data: c4]")
+    for entry in defaults:
+        if not (isinstance(entry, str) or _is_choice(entry)):
+            raise UserError(f"{where}: defaults: {entry!r} is no choice; write group: option")
+    return list(defaults)
+
+
+def _is_choice(entry: Any) -> bool:
+    """Whether an entry is `group: option`, with a list of options or null in its place at most."""
+    if not isinstance(entry, dict) or len(entry) != 1:
+        return False
+    (option,) = entry.values()
+    options = option if isinstance(option, list) else [option]
+    return all(isinstance(name, str) for name in options) or option is None
+
+
+def _ask_hydra(
+    defaults: list[Any], groups: dict[str, str], folders: list[Path]
+) -> tuple[list[tuple[str, str]], set[str]]:
+    """Each part's (config name, package), and which of `groups` had to be added.
+
+    Raises:
+        FileNotFoundError: a part does not exist; its text is the part's name.
+        ValueError: Hydra cannot make sense of the list.
+    """
+    from hydra import initialize
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
+    from hydra.errors import HydraException, MissingConfigException
+    from hydra.types import RunMode
+
+    Plugins.instance().register(_source())
+    searchpath = [f"{_SCHEME}://{folder}" for folder in folders]
+    root = {"defaults": defaults, "hydra": {"searchpath": searchpath}}
+    ConfigStore.instance().store(name=_ROOT, node=root)
+    try:
+        with initialize(config_path=None, version_base="1.3"):
+            loader: Any = GlobalHydra.instance().config_loader()
+            parts = loader.compute_defaults_list(_ROOT, [], RunMode.RUN)
+            added = set(groups) - set(parts.overrides.known_choices)
+            if groups:
+                choices = [f"{'+' if g in added else ''}{g}='{groups[g]}'" for g in groups]
+                parts = loader.compute_defaults_list(_ROOT, choices, RunMode.RUN)
+    except MissingConfigException as error:
+        raise FileNotFoundError(error.missing_cfg_file) from error
+    except HydraException as error:
+        raise ValueError(str(error)) from error
+    named = [(part.config_path, part.package or "") for part in parts.defaults if part.config_path]
+    return [(name, package) for name, package in named if not name.startswith("hydra/")], added
+
+
+@functools.cache
+def _source() -> type:
+    """What gives Hydra the defaults lists of the files in a folder, read as all our YAML is."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra.plugins.config_source import ConfigResult
+
+    class RecipeSource(FileConfigSource):
+        """A folder of recipes and groups."""
+
+        @staticmethod
+        def scheme() -> str:
+            return _SCHEME
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            path = Path(self.path) / self._normalize_file_name(config_path)
+            defaults = _defaults(path)
+            config = OmegaConf.create({"defaults": defaults} if defaults else {})
+            header = self._get_header_dict(path.read_text(encoding="utf-8", errors="replace")[:512])
+            return ConfigResult(self.provider, self.full_path(), config, header)
+
+    return RecipeSource
+
+
+def _missing(name: str, options: dict[str, list[str]]) -> str:
+    """Why `group/option` is not there: which options there are, or which groups."""
+    group, _, option = name.rpartition("/")
+    if group in options:
+        choices, hint = options[group], nearest(option, options[group])
+        return f"could not find '{name}'; options: {', '.join(choices)}{hint}"
+    if group:
+        return f"could not find '{name}'; groups: {', '.join(options)}{nearest(group, options)}"
+    return f"could not find the recipe '{name}' of the defaults list"

@@ -1,0 +1,1 @@
+"""What a user is told: the text of `--help`, completion, nearest keys."""

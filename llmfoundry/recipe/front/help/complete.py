@@ -1,0 +1,121 @@
+"""What can follow in a command line that is being written: recipes, keys, choices and flags.
+
+The shell asks through the console command, which calls a script with `--complete` and the words so
+far; `load.run` answers with this. Nothing is read but names, so that Tab answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.front.argv import FLAGS, CommandLine, parse
+from llmfoundry.recipe.front.help.explain import choice_of
+from llmfoundry.recipe.front.paths import (
+    find_recipe,
+    group_options,
+    recipe_name,
+    search_folders,
+    shipped,
+)
+from llmfoundry.recipe.front.typed import hint_of, keys, options, section_of
+
+
+def complete(
+    recipe_type: type[Any] | Callable[[CommandLine], type[Any]], words: Sequence[str]
+) -> list[str]:
+    """The words that the last of `words` can become; one that ends with `=`, `.` or `/` goes on."""
+    *before, current = words or [""]
+    command = _understood(before)
+    try:
+        schema = recipe_type if isinstance(recipe_type, type) else recipe_type(command)
+    except UserError:
+        return []
+    key, equals, text = current.partition("=")
+    if current.startswith("-"):
+        found = [flag.split()[0] for flag in FLAGS]
+    elif equals:
+        found = [f"{key}={value}" for value in _values(schema, command, key, text)]
+    else:
+        found = [*_first(schema, command, current)]
+        found += _keys(schema, current, "--help" in command.flags)
+    return sorted({word for word in found if word.startswith(current)})
+
+
+def _understood(words: Sequence[str]) -> CommandLine:
+    """What can be read of the words before; the rest does not matter to what may follow."""
+    command = CommandLine()
+    for word in words:
+        try:
+            read = parse(["--cfg", "job"] if word == "--cfg" else [word])
+        except UserError:
+            continue
+        command.recipe = command.recipe or read.recipe
+        command.overrides += read.overrides
+        command.flags |= read.flags
+    return command
+
+
+def _first(schema: type, command: CommandLine, current: str) -> Iterator[str]:
+    """The word without a key, if there is none yet: a recipe, or the folder of a run."""
+    if command.recipe is not None:
+        return
+    if "run_name" in keys(schema):
+        yield from (recipe_name(path) for path in shipped(schema))
+        yield from _paths(current, (".yaml", ".yml"))
+    elif getattr(schema, "FOLDER_KEY", None) is not None:
+        yield from (path for path in _paths(current) if path.endswith("/"))
+
+
+def _keys(schema: type, current: str, as_topics: bool) -> Iterator[str]:
+    """The keys of the section that `current` is in, as settings or as topics of --help."""
+    parent, dot, _ = current.rpartition(".")
+    section = section_of(hint_of(schema, parent)) if dot else schema
+    if section is None:
+        return
+    groups = () if dot else group_options(search_folders(None), schema)
+    for name, hint in keys(section).items():
+        is_section = section_of(hint) is not None
+        if as_topics or not is_section or name in groups:
+            yield f"{parent}{dot}{name}" + "=" * (not as_topics)
+        if is_section:
+            yield f"{parent}{dot}{name}."
+
+
+def _values(schema: type, command: CommandLine, key: str, text: str) -> Iterator[str]:
+    """What `key` may be: choices, true and false, or paths that begin with `text`."""
+    try:
+        recipe = None if command.recipe is None else find_recipe(command.recipe)
+    except UserError:
+        recipe = None
+    groups = group_options(search_folders(recipe), schema)
+    if key in groups:
+        yield from groups[key]
+        return
+    parent, _, name = key.rpartition(".")
+    section = section_of(hint_of(schema, parent)) if parent else schema
+    if section is None or name not in keys(section):
+        return
+    kinds, choice = options(keys(section)[name]), choice_of(section, name)
+    if choice is not None:
+        yield from choice.options
+    elif bool in kinds:
+        yield from ("true", "false")
+    elif str in kinds:
+        yield from _paths(text)
+
+
+def _paths(text: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[str]:
+    """Files and folders whose path begins with `text`."""
+    folder, slash, name = text.rpartition("/")
+    try:
+        entries = list(os.scandir(Path(f"{folder}{slash}").expanduser()))
+    except OSError:
+        return
+    for entry in entries:
+        hidden = entry.name.startswith(".") and not name.startswith(".")
+        if not hidden and (entry.is_dir() or entry.name.endswith(suffixes)):
+            yield f"{folder}{slash}{entry.name}" + "/" * entry.is_dir()

@@ -1,0 +1,316 @@
+"""From plain values to a typed recipe and back; the schema's dataclasses decide everything.
+
+`build` collects every unknown key and every wrong type instead of stopping at the first. A field
+whose name ends with an underscore (because Python reserves the word) is written without it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
+
+from llmfoundry.errors import MOST_LINES, UserError
+from llmfoundry.masking import MASK, public_values
+from llmfoundry.recipe.values.checks import nearest
+
+T = TypeVar("T")
+
+
+class Problem(NamedTuple):
+    """A mistake in a recipe: the dotted key that it is about, and the line that says so."""
+
+    key: str
+    line: str
+    is_unknown: bool = False
+    """Whether there is no such key."""
+
+
+def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], key: str = "") -> T:
+    """A `schema` object with `values`; what is not given keeps its default.
+
+    Args:
+        schema: a dataclass, whose fields may be dataclasses again.
+        values: plain values, nested as the schema is.
+        problems: receives what is wrong; the fields concerned keep their defaults.
+        key: dotted prefix of the section, with its last dot.
+    """
+    hints = keys(schema)  # type: ignore[arg-type]
+    names = {f.name.rstrip("_"): f.name for f in dataclasses.fields(schema)}  # type: ignore[arg-type]
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted = f"{key}{name}"
+        if name not in hints:
+            hint = nearest(str(name), hints) if len(problems) < MOST_LINES else ""
+            problems.append(Problem(dotted, f"unknown key '{dotted}'{hint}", is_unknown=True))
+            continue
+        before = len(problems)
+        converted = convert(hints[name], value, dotted, problems)
+        if len(problems) == before:
+            given[names[name]] = converted
+    return schema(**given)
+
+
+class _Origin(NamedTuple):
+    """What `remember` keeps, and the recipe's values as they were then."""
+
+    raw: dict[str, Any]
+    loaded: dict[str, Any]
+    pending: dict[str, str]
+
+
+def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str]) -> None:
+    """Keep, beside a recipe's fields, how it was written, for `as_written` and `require`.
+
+    Args:
+        recipe: as it was read.
+        raw: its plain values, interpolations still in place.
+        pending: for each dotted key whose value cannot be had here, the line that says why.
+    """
+    recipe._origin = _Origin(copy.deepcopy(dict(raw)), to_dict(recipe), dict(pending))
+
+
+def as_written(recipe: Any) -> dict[str, Any]:
+    """The recipe's plain values as they may be saved: interpolations as written, secrets masked.
+
+    They are YAML's: in values that come from no interpolation a `${` is escaped.
+    """
+    origin = _origin(recipe)
+    return public_values(_put_back(to_dict(recipe), origin.loaded, origin.raw))
+
+
+def require(recipe: Any, *needed: str) -> None:
+    """Refuse a recipe if what it says at a `needed` key, or below one, cannot be had here.
+
+    Raises:
+        UserError: a line for each such key: a variable that is not set, or a secret that was not
+            saved.
+    """
+    lines = missing(recipe, *needed)
+    if lines:
+        raise UserError(*lines)
+
+
+def missing(recipe: Any, *needed: str) -> list[str]:
+    """The lines that `require` would raise; without `needed` of every key."""
+    below = re.compile("|".join(rf"{re.escape(key)}(?:[.\[]|$)" for key in needed))
+    return [line for key, line in _origin(recipe).pending.items() if below.match(key)]
+
+
+def is_named(recipe: Any) -> bool:
+    """Whether a recipe was given its run_name, which is otherwise its file's name."""
+    return _origin(recipe).raw.get("run_name", "") is not None
+
+
+def _origin(recipe: Any) -> _Origin:
+    return getattr(recipe, "_origin", _Origin({}, {}, {}))
+
+
+def _put_back(values: Any, loaded: Any, raw: Any) -> Any:
+    """`values`, with interpolations put back where nobody changed what they led to."""
+    if isinstance(values, dict) and isinstance(raw, dict) and isinstance(loaded, dict):
+        pending = {k: v for k, v in raw.items() if k not in loaded}
+        return pending | {k: _put_back(v, loaded.get(k), raw.get(k)) for k, v in values.items()}
+    is_reference = "${" in str(raw) or MASK in str(raw)
+    return raw if is_reference and values == loaded else _escape(values)
+
+
+def to_dict(recipe: Any) -> dict[str, Any]:
+    """The recipe as plain values under the names that users write, in the schema's order."""
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(recipe):
+        plain[field.name.rstrip("_")] = _to_plain(getattr(recipe, field.name))
+    return plain
+
+
+def _to_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, dict):
+        return {name: _to_plain(item) for name, item in value.items()}
+    return [_to_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def to_yaml(recipe: Any, *, resolve: bool = False) -> str:
+    """`as_written` as YAML that `load` turns back into the recipe, but for its secrets.
+
+    With `resolve` interpolations are replaced by what they led to.
+    """
+    return dump(public_values(_escape(to_dict(recipe))) if resolve else as_written(recipe))
+
+
+def dump(plain: Any) -> str:
+    """Plain values as YAML in their own order; interpolations in them stay what they are."""
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def flat(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested sections by its dotted key, below `key`."""
+    for name, value in values.items():
+        dotted = f"{key}.{name}" if key else name
+        if isinstance(value, dict) and value:
+            yield from flat(value, dotted)
+        else:
+            yield dotted, value
+
+
+@functools.cache
+def keys(schema: type) -> dict[str, Any]:
+    """The keys of a section and their types, as users write them."""
+    hints = typing.get_type_hints(schema)
+    return {f.name.rstrip("_"): hints[f.name] for f in dataclasses.fields(schema)}
+
+
+def hint_of(schema: type, key: str) -> Any:
+    """The type of the field at dotted `key`; None where the schema has no such field."""
+    hint: Any = schema
+    for part in key.split("."):
+        name, _, index = part.partition("[")
+        section, item = section_of(hint), item_of(hint)
+        if section is not None:
+            hint = keys(section).get(name)
+            hint = item_of(hint) if index else hint
+        else:
+            hint = item  # of a mapping, whose names are the user's own
+    return hint
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass in a type such as `EvalConfig | None`; None for a value's type."""
+    sections = (o for o in options(hint) if isinstance(o, type) and dataclasses.is_dataclass(o))
+    return next(sections, None)
+
+
+def item_of(hint: Any) -> type | None:
+    """The dataclass that a list or a mapping holds, as `data.streams` does; None elsewhere."""
+    items = [args[-1] for option in options(hint) if (args := typing.get_args(option))]
+    return section_of(items[0]) if items else None
+
+
+def options(hint: Any) -> tuple[Any, ...]:
+    """The types that a union allows, or the one type that it is."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _escape(value: Any) -> Any:
+    r"""`value` with each `${` in its texts written `\${`, and backslashes before it doubled."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
+    """`value` as the type `hint`; appends to `problems` where it cannot be."""
+    allowed = options(hint)
+    if value is None and types.NoneType in allowed:
+        return None
+    if value == "???":
+        problems.append(Problem(key, f"{key}: is required; write {key}=VALUE"))
+        return None
+    section = section_of(hint)
+    if section is not None:
+        if isinstance(value, dict):
+            return build(section, value, problems, f"{key}.")
+        line = f"{key}: {_show(value)} is not a section; write its keys below it"
+        hint = f", or `- {key}: {value}` in the defaults list" if isinstance(value, str) else ""
+        problems.append(Problem(key, line + hint))
+        return None
+    kinds = {typing.get_origin(option): typing.get_args(option) for option in allowed}
+    scalars = [option for option in allowed if option in _SCALARS]
+    if list in kinds and (isinstance(value, list) or not scalars):
+        return _convert_list(kinds[list][0], value, key, problems)
+    if dict in kinds and (isinstance(value, dict) or not scalars):
+        return _convert_dict(kinds[dict][1], value, key, problems)
+    for scalar in scalars:
+        try:
+            return _SCALARS[scalar][0](value)
+        except (ValueError, TypeError, OverflowError):
+            continue
+    nouns = " or ".join(_SCALARS[scalar][1] for scalar in scalars)
+    problems.append(Problem(key, f"{key}: {_show(value)} is not {nouns}"))
+    return None
+
+
+def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> list[Any] | None:
+    if not isinstance(value, list):
+        problems.append(Problem(key, f"{key}: {_show(value)} is not a list; write [{value}]"))
+        return None
+    return [convert(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
+
+
+def _convert_dict(hint: Any, value: Any, key: str, problems: list[Problem]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        problems.append(
+            Problem(key, f"{key}: {_show(value)} is not a mapping; write {{name: ...}}")
+        )
+        return {}
+    if hint is Any:
+        return dict(value)
+    return {str(k): convert(hint, item, f"{key}.{k}", problems) for k, item in value.items()}
+
+
+def _integer(value: Any) -> int:
+    """4, "4" (from an environment variable) or 1e3, which some YAML readers take for a text."""
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value.replace(".inf", "inf") if isinstance(value, str) else value)
+
+
+def _boolean(value: Any) -> bool:
+    word = str(value).lower()
+    if word not in ("true", "yes", "on", "false", "no", "off"):
+        raise ValueError
+    return word in ("true", "yes", "on")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError
+    return str(value)
+
+
+_SCALARS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    int: (_integer, "an integer"),
+    float: (_number, "a number"),
+    bool: (_boolean, "true or false"),
+    str: (_text, "a text"),
+}
+
+
+def _show(value: Any) -> str:
+    """A value as YAML would write it, a text in quotes."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists on one line, sections as blocks."""
+
+    def represent_list(self, data: Any) -> yaml.SequenceNode:
+        """A list as [a, b]."""
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+
+_Dumper.add_representer(list, _Dumper.represent_list)

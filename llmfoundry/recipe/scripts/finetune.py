@@ -1,0 +1,90 @@
+"""`FinetuneRecipe`: a training run that begins with someone's weights. `scripts/finetune.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from llmfoundry.recipe.architecture.adapter import AdapterConfig
+from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
+from llmfoundry.recipe.front.load import load
+from llmfoundry.recipe.front.paths import find_recipe
+from llmfoundry.recipe.front.yamlfile import read
+from llmfoundry.recipe.preference import PreferenceConfig
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.tokenizer import PRETRAINED, TokenizerConfig
+
+
+def _pretrained_tokenizer() -> TokenizerConfig:
+    return TokenizerConfig(name=PRETRAINED)
+
+
+@dataclass
+class FinetuneRecipe(TrainRecipe):
+    """Every key of a training run, but for the model, which is there already, and these."""
+
+    FOLDER: ClassVar[str] = "finetune"
+    NOT_GROUPS: ClassVar[tuple[str, ...]] = ("model",)
+
+    model: PretrainedConfig = field(default_factory=PretrainedConfig)  # type: ignore[assignment]
+    """The model to begin with."""
+    tokenizer: TokenizerConfig = field(default_factory=_pretrained_tokenizer)
+    """The tokenizer (group tokenizer/); unset: the model's own."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """What trains in place of the model's own parameters."""
+    freeze: list[str] = field(default_factory=list)
+    """Parts that do not train, by name: wte, "blocks.0-3", "*.attn"; each must match."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Learning from pairs of answers."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each."""
+        yield from super().check()
+        yield from self.adapter.check()
+        yield from self.preference.check()
+        yield from self.preference.check_data(self.data)
+        if self.model.quantize != "none" and self.adapter.name == "none":
+            yield (
+                f"model.quantize: {self.model.quantize} keeps matrices that cannot train; write"
+                " adapter.name: lora, or quantize: none"
+            )
+        if self.preference.reference == "adapter" and self.adapter.name == "none":
+            yield (
+                "preference.reference: adapter needs one to switch off; write precompute, or"
+                " adapter.name: lora"
+            )
+        if self.preference.reference == "adapter" and self.adapter.pretrained is not None:
+            yield (
+                "preference.reference: adapter would take the model without adapter.pretrained for"
+                " what training begins with; write precompute"
+            )
+        if self.adapter.name != "none" and self.freeze:
+            yield "freeze: has no effect with an adapter, which freezes all else; remove it"
+        if self.load_path is not None:
+            yield "load_path: has no effect here; write the checkpoint as model.pretrained"
+
+    def _check_model_across(self) -> Iterator[str]:
+        """What the model's own files decide is checked once they are read."""
+        return iter(())
+
+    def fill(self) -> None:
+        """Write derived values in place; the model's once its files are read."""
+        super().fill()
+        self.adapter.fill()
+        self.preference.fill()
+
+    def _fill_model(self) -> None:
+        """Nothing is known yet."""
+
+
+def load_run(path: str | Path) -> TrainRecipe:
+    """The recipe that a run saved, of either kind; neither checked nor filled.
+
+    Raises:
+        UserError: as `load`.
+    """
+    model = read(find_recipe(path)).get("model")
+    is_finetuned = isinstance(model, dict) and "pretrained" in model
+    return load(FinetuneRecipe if is_finetuned else TrainRecipe, path)

@@ -1,0 +1,224 @@
+"""`TrainRecipe`: all that a training run is. `scripts/train.py` reads one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.front.typed import flat
+from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig
+from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.schedule import ScheduleConfig
+from llmfoundry.recipe.source import COMPARED
+from llmfoundry.recipe.tokenizer import PRETRAINED, TOKENIZERS, TokenizerConfig
+from llmfoundry.recipe.values.bounds import (
+    AUTO_ROWS,
+    LENGTH,
+    PATH,
+    ROWS,
+    RUN_NAME,
+    Range,
+    choice,
+    out_of_bounds,
+)
+from llmfoundry.recipe.values.duration import check_duration
+
+PRECISIONS = ("fp32", "amp_bf16", "bf16")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+# Fields and sections that do not change what is learnt: where files lie, what is told and measured,
+# how it is computed. Model and tokenizer may not change at all (build.start.run_identity).
+NOT_LEARNT = re.compile(
+    r"(run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
+    r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|callbacks(?!\.early_stopper)"
+    r"|data\.validation|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch"
+    r"|prefetch_factor|download_\w+|requests_per_second|validate_hash|allow_changed|num_workers"
+    r"|loader_workers)"
+    r")(\..*)?"
+)
+
+
+@dataclass
+class TrainRecipe:
+    """One training run; the same file serves a laptop and a cluster."""
+
+    run_name: Annotated[str | None, RUN_NAME] = None
+    """Name of the run; unset: the recipe file's name."""
+    save_folder: Annotated[str, PATH] = "runs/${run_name}"
+    """The run's folder: recipe.yaml, metrics.jsonl, report.html, tokenizer, checkpoints."""
+    seed: Annotated[int, Range(0)] = 17
+    """Decides initial weights, the order of samples and every random draw."""
+    deterministic: bool = False
+    """Only deterministic kernels (slower on a GPU; a CPU is deterministic either way)."""
+    precision: Annotated[str, choice(PRECISIONS)] = "amp_bf16"
+    """amp_bf16: matrix products in bfloat16, weights and sums in fp32; a CPU without bfloat16
+    instructions computes in fp32, and says so. fp32: everything. bf16: the weights, gradients and
+    optimizer too are bfloat16: half the memory, small updates are lost."""
+    compile: bool = False
+    """torch.compile each block: faster steps after a first one that takes a minute."""
+    compile_mode: Annotated[str | None, choice(COMPILE_MODES)] = None
+    """Only with compile: torch.compile's mode; default there."""
+    max_duration: str = "1ep"
+    """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
+    max_seq_len: Annotated[int, Range(2, 2**24, LENGTH)] = 2048
+    """Tokens in a row."""
+    global_train_batch_size: Annotated[int, ROWS] = 256
+    """Rows in one optimizer step, over all processes."""
+    device_train_microbatch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
+    """Rows a process computes at a time; auto: as many as the estimate says fit."""
+    device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
+    """Rows a process evaluates at a time; auto: as many as the estimate says fit."""
+    eval_interval: str = "500ba"
+    """How often to evaluate; the end of the run always is. 0ba: only the end."""
+    eval_first: bool = False
+    """Evaluate before the first step too."""
+    log_interval: str = "1ba"
+    """How often to print a line and write metrics; the loss is the mean since the last line."""
+    save_interval: str = "1000ba"
+    """How often to save a checkpoint; the end of the run always is. 0ba: only the end."""
+    save_num_checkpoints_to_keep: Annotated[int, Range(-1)] = -1
+    """Newest checkpoints to keep; -1: all."""
+    save_overwrite: bool = False
+    """Start anew in a folder that holds a run already, deleting its checkpoints and metrics."""
+    save_async: bool = True
+    """Write a checkpoint in the background while training goes on."""
+    save_max_failures: Annotated[int, Range(1)] = 3
+    """Saves that may fail in a row, each told at once and tried again at the next, until the run
+    ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
+    autoresume: bool = True
+    """Go on from the newest whole checkpoint in save_folder, where there is one."""
+    load_path: Annotated[str | None, PATH] = None
+    """A checkpoint, or a run's folder, to start from where save_folder holds none."""
+    load_weights_only: bool | None = None
+    """Only with load_path: take its weights and begin at batch 0, optimizer and order anew."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The decoder (group model/)."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer (group tokenizer/)."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text (group data/)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer (group optimizer/)."""
+    gradient_clipping: GradientClippingConfig = field(default_factory=GradientClippingConfig)
+    """The bound on the gradient."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The learning rate over time (group schedule/)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The spread over processes (group parallel/)."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """What is measured (group eval/)."""
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    """Where it is recorded (group logger/)."""
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    """Observers of the loop."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each, sections and then what crosses them."""
+        yield from out_of_bounds("", self)
+        yield from check_duration(
+            "max_duration", self.max_duration, allow_dur=False, allow_zero=False
+        )
+        for key in ("eval_interval", "log_interval", "save_interval"):
+            yield from check_duration(key, getattr(self, key))
+        if not self.compile and self.compile_mode is not None:
+            yield "compile_mode: has no effect without compile: true; remove it"
+        sections = (
+            self.model,
+            self.tokenizer,
+            self.data,
+            self.optimizer,
+            self.gradient_clipping,
+            self.schedule,
+            self.parallel,
+            self.eval,
+            self.logger,
+            self.callbacks,
+        )
+        for section in sections:
+            yield from section.check()
+        yield from self._check_across()
+
+    def _check_model_across(self) -> Iterator[str]:
+        """What the model and the rest of the recipe must agree on."""
+        if self.tokenizer.name == PRETRAINED:
+            yield (
+                f"tokenizer.name: {PRETRAINED} is for scripts/finetune.py; write one of"
+                f" {', '.join(TOKENIZERS)}"
+            )
+        for key, form in self.data.formats():
+            if form in COMPARED:
+                yield (
+                    f"{key}: {form} has answers to compare, which scripts/finetune.py does with"
+                    " preference.name: dpo and others; write prompt_response or chat"
+                )
+        longest = self.model.max_seq_len
+        if longest is not None and longest < self.max_seq_len:
+            yield (
+                f"model.max_seq_len: {longest} is shorter than the recipe's rows"
+                f" (max_seq_len: {self.max_seq_len}); remove it"
+            )
+        impl = self.model.attn_config.attn_impl
+        if self.precision == "fp32" and impl in ("varlen", "flash"):
+            yield (
+                f"model.attn_config.attn_impl: {impl} computes in bf16 alone, but precision is"
+                " fp32; write sdpa, or precision: amp_bf16"
+            )
+
+    def _check_across(self) -> Iterator[str]:
+        yield from self._check_model_across()
+        if self.early_stop_unseen():
+            yield (
+                f"callbacks.early_stopper.metric: {self.callbacks.early_stopper.metric} is measured"
+                " on validation text, but eval.validation is false"
+            )
+        micro = self.device_train_microbatch_size
+        if isinstance(micro, int) and micro > self.global_train_batch_size:
+            yield (
+                f"device_train_microbatch_size: {micro} rows, but a step has only"
+                f" {self.global_train_batch_size} (global_train_batch_size); write at most that"
+            )
+        if self.save_num_checkpoints_to_keep == 0:
+            yield "save_num_checkpoints_to_keep: 0; write -1 (all) or at least 1"
+        if self.load_path is None and self.load_weights_only is not None:
+            yield "load_weights_only: has no effect without load_path; remove it"
+        if not self.data.holds_out() and self.eval.validation:
+            yield (
+                "eval.validation: true, but nothing is held out; write eval.validation=false, or"
+                " set data.validation (shards), or data.validation_fraction (a corpus)"
+            )
+
+    def early_stop_unseen(self) -> bool:
+        """Whether the early stopper waits for a metric that nothing measures."""
+        metric = self.callbacks.early_stopper.metric
+        return (
+            metric is not None and metric.startswith("metrics/eval/") and not self.eval.validation
+        )
+
+    def training_settings(self) -> dict[str, Any]:
+        """Every setting of a filled recipe that changes what is learnt, by its dotted key."""
+        settings = flat(asdict(self))
+        return {key: value for key, value in settings if not NOT_LEARNT.fullmatch(key)}
+
+    def fill(self) -> None:
+        """Write derived values in place; call after `check` found nothing."""
+        self._fill_model()
+        self.tokenizer.fill()
+        self.data.fill()
+        self.optimizer.fill()
+        self.schedule.fill()
+        self.parallel.fill()
+        self.logger.fill()
+        self.callbacks.fill()
+        if self.compile and self.compile_mode is None:
+            self.compile_mode = "default"
+        if self.load_path is not None and self.load_weights_only is None:
+            self.load_weights_only = False
+
+    def _fill_model(self) -> None:
+        self.model.fill(max_seq_len=self.max_seq_len)

@@ -1,0 +1,1 @@
+"""What values may be: bounds, durations, and the checks that sections share."""

@@ -1,0 +1,112 @@
+"""Small checks that every section uses; each yields lines `key: why; what to write instead`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from llmfoundry.recipe.front.help.others import VALUES
+
+LONGEST_NAME = 100  # of what is compared with names
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """The clause `; did you mean 'x'?` for an option that is really near, or an empty string.
+
+    Near is what at most two slips of the finger make of the name, one of a short name; else the
+    only option that holds the name as whole words, as max_seq_len holds seq_len.
+    """
+    found = nearest_option(name, options)
+    return f"; did you mean '{found}'?" if found is not None else ""
+
+
+def nearest_option(name: str, options: Iterable[str]) -> str | None:
+    """What `nearest` names."""
+    options = list(options)
+    for meant in VALUES.get(name.lower(), "").split():
+        if meant in options:
+            return meant
+    slips = {option: _slips(name, option) for option in options}
+    close = [n for n in options if slips[n] <= min(2, max(len(n), len(name)) // 3)]
+    if close:
+        return min(close, key=lambda option: slips[option])
+    holding = [option for option in options if f"_{name}_" in f"_{option}_"]
+    return holding[0] if len(holding) == 1 and len(name) > 2 else None
+
+
+def _slips(left: str, right: str) -> int:
+    """Letters inserted, left out, replaced or swapped with their neighbour (Damerau, 1964)."""
+    if abs(len(left) - len(right)) > 2 or len(left) > LONGEST_NAME:
+        return LONGEST_NAME
+    before, row = [], list(range(len(right) + 1))
+    for i, a in enumerate(left, 1):
+        before, above, row = row, before, [i]
+        for j, b in enumerate(right, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == right[j - 2] and b == left[i - 2]:
+                cost = min(cost, above[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+def one_of(key: str, value: str, options: Iterable[str]) -> Iterator[str]:
+    """`value` must be one of `options`."""
+    options = list(options)
+    if value not in options:
+        yield f"{key}: {not_a_choice(value, options)}"
+
+
+def not_a_choice(value: Any, options: list[str], *, other: str = "") -> str:
+    """Why `value` is none of `options`, and what they are; `other` is what else may be written."""
+    listed = ", ".join(options) + (f", or {other}" if other else "")
+    return f"{value!r} is not a choice{nearest(str(value), options)} (choices: {listed})"
+
+
+def at_least(key: str, value: float | None, low: float) -> Iterator[str]:
+    """`value`, where given, must not be below `low`."""
+    if value is not None and value < low:
+        yield f"{key}: {value} is too small; write {low} or more"
+
+
+def above(key: str, value: float | None, low: float) -> Iterator[str]:
+    """`value`, where given, must be greater than `low`."""
+    if value is not None and not value > low:
+        yield f"{key}: {value} must be greater than {low}"
+
+
+def fraction(key: str, value: float | None) -> Iterator[str]:
+    """`value`, where given, must lie in [0, 1)."""
+    if value is not None and not 0 <= value < 1:
+        yield f"{key}: {value} is not a fraction; write a number from 0 up to, not including, 1"
+
+
+def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[str]:
+    """`part` must divide `whole`."""
+    if part < 1 or whole % part:
+        close = min(divisors(whole), key=lambda n: abs(n - part), default=1)
+        why = f"{part} does not divide {whole_key} ({whole})"
+        yield f"{key}: {why}; the nearest that does is {close}"
+
+
+def divisors(whole: int) -> list[int]:
+    """All divisors of `whole`, ascending, in time of its square root."""
+    small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
+    return sorted({*small, *(whole // n for n in small)})
+
+
+def inert(key: str, section: Any, fields: Iterable[str], why: str) -> Iterator[str]:
+    """Fields that were set although they have no effect; unset is None.
+
+    `why` completes the sentence "... has no effect", for instance "without alibi: true".
+    """
+    for field in fields:
+        if getattr(section, field) is not None:
+            yield f"{key}{field}: has no effect {why}; remove it"
+
+
+def fill(section: Any, **defaults: Any) -> None:
+    """Give fields that are still None the value that a run uses."""
+    for field, value in defaults.items():
+        if getattr(section, field) is None:
+            setattr(section, field, value)

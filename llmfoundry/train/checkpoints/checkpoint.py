@@ -1,0 +1,238 @@
+"""Checkpoints: sharded, with a commit marker last; finds and loads them. `checkpointer.py` writes.
+
+    runs/<name>/checkpoints/ba0000100/
+        __<rank>_*.distcp .metadata   model and optimizer, by torch.distributed.checkpoint
+        state.json                    time, seed, fingerprints of data and model
+        recipe.yaml tokenizer/        all that eval, convert and generate need
+        COMMIT                        names, sizes and checksums of the above, written last
+
+A folder without COMMIT, or whose files differ from it, does not count: it is refused by name and
+the one before is used. Loads on any number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Collection
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from llmfoundry.errors import UserError, one_line
+from llmfoundry.models.adapters.adapt import is_added, plain_name, saved_names
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.train.checkpoints.safe_load import load_tensors
+
+# said by torch for every save and load of a run that has one process
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+COMMIT = "COMMIT"
+_NAME = re.compile(r"ba\d{7,}")
+_LONGEST_COMMIT = 1 << 28  # bytes; about a hundred for each file
+
+
+def find_checkpoint(path: Path, *, note: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint at `path`: one checkpoint's folder, or a run's folder.
+
+    Args:
+        path: where to look.
+        note: told of every checkpoint that is passed over, and why.
+
+    Returns:
+        The checkpoint's folder; None where a run's folder has none.
+
+    Raises:
+        UserError: `path` is one checkpoint's folder, and it is torn or damaged.
+    """
+    if is_checkpoint(path):
+        problem = find_damage(path)
+        if problem is not None:
+            raise UserError(f"{path}: {problem}; choose another checkpoint")
+        return path
+    for folder in list_checkpoints(path):
+        problem = find_damage(folder)
+        if problem is None:
+            return folder
+        note(f"checkpoint {folder} is refused: {problem}")
+    return None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is the folder of one checkpoint, rather than of a run, by its name."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """All checkpoint folders of a run, whole or not, newest first."""
+    folders = (run_folder / "checkpoints").glob("ba*")
+    found = (f for f in folders if _NAME.fullmatch(f.name) and f.is_dir())
+    return sorted(found, key=batch_of, reverse=True)
+
+
+def batch_of(folder: Path) -> int:
+    """The steps after which a checkpoint was saved."""
+    return int(folder.name[2:])
+
+
+def find_damage(folder: Path, *, sums: bool = True) -> str | None:
+    """What is wrong with a checkpoint; None if every file is as it was committed.
+
+    Args:
+        folder: the checkpoint's.
+        sums: read all files; else their sizes have to do.
+    """
+    try:
+        if not has_commit(folder):
+            return "it has no COMMIT (saving was cut short)"
+        files = _read_commit(folder / COMMIT)
+        for name, (size, expected) in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"its file {name} is missing"
+            if path.stat().st_size != size:
+                return f"its file {name} has {path.stat().st_size} bytes, not {size}"
+            if sums and checksum(path) != expected:
+                return f"its file {name} is damaged (checksum)"
+    except OSError as error:
+        return f"it cannot be read: {one_line(error)}"
+    except ValueError as error:
+        return f"its COMMIT cannot be read: {error}"
+    return None
+
+
+def has_commit(folder: Path) -> bool:
+    """Whether something is called COMMIT there; without it the folder never was a checkpoint."""
+    try:
+        (folder / COMMIT).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _read_commit(path: Path) -> dict[str, tuple[int, int]]:
+    """Bytes and checksum of every file of a checkpoint.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no list of a whole checkpoint's files, all of them inside of its folder.
+    """
+    if not path.is_file():
+        raise ValueError("it is no file")
+    if path.stat().st_size > _LONGEST_COMMIT:
+        raise ValueError("it is too long")
+    try:
+        listed = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is no list of files") from None
+    if not isinstance(listed, dict) or not isinstance(listed.get("files"), dict):
+        raise ValueError("it is no list of files")
+    files: dict[str, tuple[int, int]] = {}
+    for name, entry in listed["files"].items():
+        inside = PurePosixPath(name)
+        if inside.is_absolute() or ".." in inside.parts or not name.isprintable():
+            raise ValueError(f"{name!r} is no name of a file in this folder")
+        size, crc = (entry.get(k) if isinstance(entry, dict) else None for k in ("bytes", "crc32"))
+        if type(size) is not int or type(crc) is not int:
+            raise ValueError(f"{name!r} has no size and checksum")
+        files[name] = (size, crc)
+    for name in (".metadata", "state.json", "recipe.yaml"):
+        if name not in files:
+            raise ValueError(f"it lacks {name}")
+    return files
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """A checkpoint's state.json.
+
+    Raises:
+        UserError: it is not what a run writes.
+    """
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder / 'state.json'}: {one_line(error)}") from error
+    kinds = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
+    sound = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
+    if not sound or any(type(state[k]) is not kinds[k] for k in kinds.keys() & state.keys()):
+        raise UserError(f"{folder / 'state.json'}: is no run's state; choose another checkpoint")
+    return state
+
+
+_OPTIONS = StateDictOptions(strict=True)
+_PARTS = StateDictOptions(strict=False)  # names are the model's own; load_tensors misses none
+
+
+def load_weights(
+    folder: Path, model: Decoder, *, distributed: bool = False, left: Collection[str] = ()
+) -> None:
+    """Fill `model`, on this process alone unless `distributed`.
+
+    Left alone are an adapter, what is kept in 4 bits, which checkpoints never are, and `left`.
+    """
+    whole = get_model_state_dict(model)
+    quantized = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
+    others = {n for n in whole if is_added(n) or n in quantized or n in left}
+    _load_into(model, folder, {n: t for n, t in whole.items() if n not in others}, distributed)
+
+
+def load_adapter(folder: Path, model: Decoder, *, distributed: bool = False) -> None:
+    """Fill what an adapter's checkpoint holds of `model`, whose base has its weights."""
+    _load_into(model, folder, saved_state(model), distributed)
+
+
+def _load_into(model: Decoder, folder: Path, tensors: dict[str, Any], distributed: bool) -> None:
+    names = {plain_name(name): name for name in tensors}
+    state = {"model": {plain: tensors[name] for plain, name in names.items()}}
+    load_tensors(state, folder, distributed=distributed)
+    loaded = {name: state["model"][plain] for plain, name in names.items()}
+    set_model_state_dict(model, loaded, options=_PARTS)
+
+
+def saved_state(model: Decoder) -> dict[str, Any]:
+    """What a checkpoint holds of a model: all, or of an adapted one what its base does not say."""
+    whole = get_model_state_dict(model)
+    if not any(map(is_added, whole)):
+        return whole
+    kept = set(saved_names(model))
+    return {name: tensor for name, tensor in whole.items() if name in kept}
+
+
+def load_training_state(
+    folder: Path, model: Decoder, optimizer: Optimizer, *, distributed: bool
+) -> None:
+    """Fill model and optimizer from a checkpoint written by any number of processes."""
+    state = training_state(model, optimizer)
+    groups = state["optimizer"].pop("param_groups")  # the recipe's, not the past's
+    load_tensors(state, folder, distributed=distributed)
+    set_model_state_dict(model, state["model"], options=_PARTS)
+    moments = state["optimizer"] | {"param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)
+
+
+def training_state(model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
+    """All tensors of a run, by the names that they have in a checkpoint."""
+    return {
+        "model": saved_state(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }

@@ -1,0 +1,312 @@
+"""Writes a run's checkpoints, in the background where asked.
+
+The idea: a save is a row of steps that all processes end before one of them begins the next, so
+that what goes wrong on one is known to all, at the same step. A save that fails is told at once,
+and tried again when the next is due; a full disk may be emptied meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim import Optimizer
+
+from llmfoundry.errors import UserError, one_line
+from llmfoundry.files import write_json, write_whole
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.parallel.launch import World, host_group
+from llmfoundry.recipe.front.paths import show
+from llmfoundry.train.checkpoints.checkpoint import (
+    COMMIT,
+    batch_of,
+    checksum,
+    find_damage,
+    has_commit,
+    list_checkpoints,
+    training_state,
+)
+
+Made = TypeVar("Made")
+
+
+class _SaveError(Exception):
+    """Why a save failed, in one line; the same on every process."""
+
+
+class Checkpointer:
+    """Writes a run's checkpoints, one at a time, in a background thread where asked."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        world: World,
+        *,
+        extras: Callable[[Path], None],
+        keep: int,
+        background: bool,
+        max_failures: int,
+        warn: Callable[[str], None],
+        note: Callable[[str], None] = lambda line: None,
+        saved: int | None = None,
+    ) -> None:
+        """Prepare to write.
+
+        Args:
+            run_folder: the run's folder.
+            world: this process; every one takes part in each save.
+            extras: writes recipe and tokenizer into a checkpoint's folder; called on rank 0.
+            keep: how many newest checkpoints stay; -1: all.
+            background: return from `save` once weights are copied, not once they are written.
+            max_failures: so many failed saves in a row end the run.
+            warn: told of a save that failed, at once.
+            note: told of each that is whole.
+            saved: the batch whose checkpoint in this folder the run goes on from; None: none.
+        """
+        self._folder, self._world, self._extras = run_folder, world, extras
+        self._keep, self._background = keep, background
+        self._max_failures, self._warn, self._note = max_failures, warn, note
+        # its own group: the background thread's messages must not mix with the step's
+        self._group = host_group(world)
+        self._thread: threading.Thread | None = None
+        self._began = time.time()
+        self._saved = saved  # the newest batch that this process knows to be saved
+        self._failures = 0  # in a row
+        self._problem = ""  # the last one's
+
+    def save(
+        self,
+        batch: int,
+        model: Decoder,
+        optimizer: Optimizer,
+        state: dict[str, Any],
+        *,
+        last: bool = False,
+    ) -> Path:
+        """Save after `batch` steps; waits for the save before to end.
+
+        Args:
+            batch: steps done.
+            model: what to save.
+            optimizer: what to save.
+            state: what to save as state.json.
+            last: no other save follows: return once it is written.
+
+        Raises:
+            UserError: the last save failed, or too many in a row did; on every process.
+        """
+        self.wait()
+        folder = self._folder / "checkpoints" / f"ba{batch:07d}"
+        if not last:
+            self.check()
+        if batch == self._saved:
+            return folder  # by its interval, and now once more by a signal or at the end
+        tensors = training_state(model, optimizer)
+        if last or not self._background:
+            self._write(batch, folder, tensors, state, last=last)
+            self.check()
+            return folder
+        try:
+            stager = BlockingAsyncStager(cache_staged_state_dict=False)
+            tensors = self._together(lambda: stager.stage(tensors))
+        except _SaveError as error:
+            self._fail(batch, error, last=False)
+            self.check()
+            return folder
+        self._thread = threading.Thread(
+            target=self._write, args=(batch, folder, tensors, state), name="checkpoint"
+        )
+        self._thread.start()
+        return folder
+
+    def save_weights(self, model: Decoder, state: dict[str, Any]) -> Path:
+        """Save a model that has not been trained here, as the checkpoint of batch 0."""
+        folder = self._folder / "checkpoints" / f"ba{0:07d}"
+        self._write(0, folder, {"model": get_model_state_dict(model)}, state, last=True)
+        return folder
+
+    def tidy(self) -> None:
+        """Remove what the newest checkpoint makes needless; a start may find it half done."""
+        if self._saved is None or not self._world.is_main:
+            return
+        try:
+            self._prune(self._saved)
+        except OSError as error:
+            self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
+
+    def wait(self) -> None:
+        """Wait for a save under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def check(self) -> None:
+        """Say that the run cannot go on, if so; until every process has, they must still step.
+
+        Raises:
+            UserError: too many saves in a row failed.
+        """
+        if self._failures >= self._max_failures:
+            many = f" ({self._failures} saves in a row)" if self._failures > 1 else ""
+            raise UserError(f"{self._problem}{many}{self._advice()}")
+
+    def _write(
+        self, batch: int, folder: Path, tensors: Any, state: dict[str, Any], *, last: bool = False
+    ) -> None:
+        """Write a checkpoint; if that fails, count it, tell it, and remove what there is of it.
+
+        Raises:
+            UserError: it was the last.
+        """
+        try:
+            self._write_files(folder, tensors, state)
+        except Exception as error:  # _SaveError, or the other processes cannot be reached
+            self._fail(batch, error, last=last)
+            if self._world.is_main:
+                shutil.rmtree(folder, ignore_errors=True)  # the room that is left is needed
+            if last:
+                raise UserError(f"{self._problem}{self._advice()}") from error
+            return
+        self._saved, self._failures = batch, 0
+        if self._world.is_main:
+            self._note(f"saved {show(folder)} ({_whole_size(folder) / 1e6:,.1f} MB)")
+        self.tidy()
+
+    def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
+        self._failures += 1
+        self._problem = (
+            f"save_folder: the checkpoint of batch {batch} was not saved: {one_line(error)}"
+        )
+        if not last and self._failures < self._max_failures:
+            self._warn(f"{self._problem}; training goes on, and the next save tries again")
+
+    def _advice(self) -> str:
+        whole = (f for f in list_checkpoints(self._folder) if find_damage(f, sums=False) is None)
+        newest = next(whole, None)
+        if newest is None:
+            return "; nothing is saved; make room there, or write another save_folder"
+        return f"; the newest is {newest.name}; make room there, and run the same command"
+
+    def _write_files(self, folder: Path, tensors: Any, state: dict[str, Any]) -> None:
+        """Every step on every process before the next one begins.
+
+        Raises:
+            _SaveError: a step failed on one of them; on all.
+        """
+        rank, size = self._world.rank, self._world.size
+        self._together(lambda: _make_anew(folder), only_main=True)
+        self._together(
+            lambda: dcp.save(
+                tensors,
+                storage_writer=_Writer(folder),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        )
+        self._together(lambda: self._write_extras(folder, state), only_main=True)
+        self._together(lambda: _write_sums(folder, rank, size))
+        self._together(lambda: _commit(folder, size), only_main=True)
+
+    def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:
+        write_whole(folder / "state.json", json.dumps(state, indent=2) + "\n")
+        self._extras(folder)
+
+    def _together(self, action: Callable[[], Made], *, only_main: bool = False) -> Made:
+        """What `action` gives, once it went well on every process (or on the main one).
+
+        Raises:
+            _SaveError: on every process, with the reasons of those where it went wrong.
+        """
+        made, problem = None, None
+        try:
+            made = action() if self._world.is_main or not only_main else None
+        except (Exception, CheckpointException) as error:
+            problem = _reason(error)
+        problems: list[str | None] = [problem]
+        if self._group is not None:
+            problems *= self._world.size
+            dist.all_gather_object(problems, problem, group=self._group)
+        found = sorted({line for line in problems if line})
+        if found:
+            raise _SaveError("; ".join(found))
+        return cast(Made, made)
+
+    def _prune(self, batch: int) -> None:
+        """Remove what the checkpoint of `batch`, now whole, makes needless.
+
+        That is all before the newest `keep`, and what saves that were cut short have left before
+        this process began. Later batches than this one are of a run that was refused at the start;
+        they stay until there is a newer checkpoint.
+        """
+        older = [f for f in list_checkpoints(self._folder) if batch_of(f) < batch]
+        whole = [f for f in older if find_damage(f, sums=False) is None]
+        needless = [f for f in older if not has_commit(f) and _last_change(f) < self._began]
+        if self._keep > 0 and len(whole) >= self._keep:
+            last = whole[self._keep - 1]
+            needless += [f for f in older if batch_of(f) <= batch_of(last) and has_commit(f)]
+        for folder in needless:
+            if (folder / COMMIT).is_file():
+                (folder / COMMIT).unlink()  # first, so that a half-deleted folder never counts
+            shutil.rmtree(folder)
+
+
+class _Writer(FileSystemWriter):
+    """PyTorch's; its errors keep their reason on the way to other processes."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            raise _SaveError(one_line(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(sorted({one_line(part) for part, _ in error.failures.values()}))
+    return one_line(error)
+
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _last_change(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in [folder, *folder.rglob("*")])
+
+
+def _write_sums(folder: Path, rank: int, size: int) -> None:
+    """Checksums of this process's share of the files, into sums.<rank>.json."""
+    files = sorted(f for f in folder.rglob("*") if not f.name.startswith("sums.") and f.is_file())
+    sums = {
+        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "crc32": checksum(f)}
+        for f in files[rank::size]
+    }
+    write_json(folder / f"sums.{rank}.json", sums)
+
+
+def _whole_size(folder: Path) -> int:
+    """Bytes of a checkpoint's files."""
+    files = json.loads((folder / COMMIT).read_text())["files"]
+    return sum(file["bytes"] for file in files.values())
+
+
+def _commit(folder: Path, size: int) -> None:
+    """Merge the sums into COMMIT; the rename makes the checkpoint count."""
+    files: dict[str, Any] = {}
+    for rank in range(size):
+        part = folder / f"sums.{rank}.json"
+        files |= json.loads(part.read_text())
+        part.unlink()
+    write_json(folder / COMMIT, {"version": 1, "files": files})

@@ -1,0 +1,206 @@
+"""Muon for the blocks' matrices and AdamW for all else, as one optimizer; optim.py builds it.
+
+Muon (Jordan et al., 2024) makes the running gradient of a matrix orthogonal, so that a step moves
+all of its directions alike. That needs whole matrices: where FSDP has cut them into rows, as many
+as there are processes are brought together at a time, each on another process, which computes it
+and sends the rows back (all-to-all, in bf16; no matrix is computed twice among the shards).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llmfoundry.ops.processor import HAS_BF16
+from llmfoundry.train.checkpoints.shards import Shards, local
+
+# Jordan's quintic: its slope at 0 is as steep as convergence allows, so 5 rounds are enough.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+ROUNDS = 5
+DTYPE = torch.bfloat16  # of the iteration, as in torch.optim.Muon; it bears the rounding
+RMS = 0.2  # of an AdamW update, by Liu et al. (2025): one lr serves both
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for groups with `orthogonal`, fused AdamW for the others.
+
+    m <- lerp(m, g, 1 - momentum); u = orthogonal(lerp(g, m, momentum));
+    p <- p (1 - weight_decay lr) - lr 0.2 sqrt(max(rows, columns)) u, which is torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw". While `found_inf` is 1 a step changes nothing, and the host is
+    not asked.
+
+    A group's `rows` are the heights of the matrices that each of its parameters stacks; empty: one.
+    Each is made orthogonal by itself: fused queries, keys and values are three matrices, as they
+    are in Jordan's and Moonlight's runs.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas}
+        super().__init__(parameters, defaults | {"eps": eps, "orthogonal": False, "rows": ()})
+        others = [group for group in self.param_groups if not group["orthogonal"]]
+        # adds AdamW's own keys to these groups, which both optimizers then hold
+        self._adamw = torch.optim.AdamW(others or [{"params": []}], fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        groups = self.param_groups  # loading a state replaces them, and the state
+        self._adamw.param_groups = [group for group in groups if not group["orthogonal"]]
+        self._adamw.state = self.state
+        self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
+        self._adamw.step()
+        for group in groups:
+            if group["orthogonal"]:
+                self._step_matrices(group)
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        found = None if self.found_inf is None else self.found_inf.bool()
+        matrices = [
+            matrix
+            for parameter in group["params"]
+            if parameter.grad is not None
+            for matrix in _matrices(parameter, self._momentum(parameter), group["rows"])
+        ]
+        shrink = _unless(found, 1 - group["lr"] * group["weight_decay"], 1.0)
+        for turn in _turns(matrices):
+            updates = _orthogonal(
+                [matrix.advance(group["momentum"], found) for matrix in turn], turn
+            )
+            for matrix, update in zip(turn, updates, strict=True):
+                lr = group["lr"] * RMS * math.sqrt(max(matrix.shape))
+                matrix.weight.mul_(shrink)
+                matrix.weight.sub_(update.to(matrix.weight.dtype) * _unless(found, lr, 0.0))
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What this process holds of one matrix.
+
+    Attributes:
+        weight: its rows, (r, columns), a view of the parameter.
+        grad: their gradient.
+        mean: their running gradient.
+        heights: how many of its rows each shard holds.
+        shards: of the parameter.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    mean: Tensor
+    heights: list[int]
+    shards: Shards
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the whole matrix."""
+        return sum(self.heights), self.weight.shape[1]
+
+    def advance(self, momentum: float, found: Tensor | None) -> Tensor:
+        """Take the gradient into the running one; what is to be made orthogonal (Nesterov's)."""
+        grad = self.grad if found is None else self.grad.masked_fill(found, 0.0)
+        mean = torch.lerp(self.mean, grad, 1 - momentum)
+        self.mean.copy_(mean if found is None else torch.where(found, self.mean, mean))
+        return torch.lerp(grad, self.mean, momentum)
+
+
+def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[Matrix]:
+    """The matrices of `rows` rows that a parameter stacks."""
+    assert parameter.grad is not None
+    shards, height, start = Shards.of(parameter), parameter.shape[0], 0
+    parts = [local(tensor) for tensor in (parameter, parameter.grad, mean)]
+    for n in tuple(rows) or (height,):
+        held = []  # rows, from and to, of each shard
+        for rank in range(shards.n):
+            low, high = shards.bounds(height, rank)
+            first, last = (min(max(row, low), high) - low for row in (start, start + n))
+            held.append((first, last))
+        mine = slice(*held[shards.rank])
+        weight, grad, running = (part[mine] for part in parts)
+        yield Matrix(weight, grad, running, [last - first for first, last in held], shards)
+        start += n
+
+
+def _turns(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
+    """As many at a time as there are shards, of like size, so that no process waits for long."""
+    matrices = sorted(matrices, key=lambda matrix: -math.prod(matrix.shape))
+    n = matrices[0].shards.n if matrices else 1
+    for first in range(0, len(matrices), n):
+        yield matrices[first : first + n]
+
+
+def _orthogonal(updates: list[Tensor], turn: list[Matrix]) -> list[Tensor]:
+    """Each update made orthogonal, in `_dtype`; of a cut one this process's rows."""
+    shards = turn[0].shards
+    if shards.group is None:
+        return [orthogonal(update) for update in updates]
+    idle = [0] * (shards.n - len(turn))  # in the last turn
+    sent = [update.numel() for update in updates] + idle
+    received, columns = [0] * shards.n, 1
+    if shards.rank < len(turn):
+        columns = turn[shards.rank].shape[1]
+        received = [height * columns for height in turn[shards.rank].heights]
+    flat = torch.cat([update.to(_dtype(update)).flatten() for update in updates])
+    whole = _all_to_all(flat, sent, received, shards.group).view(-1, columns)
+    back = orthogonal(whole).flatten() if whole.numel() else whole.flatten()
+    parts = _all_to_all(back, received, sent, shards.group).split(sent)
+    return [part.view_as(update) for part, update in zip(parts, updates, strict=False)]
+
+
+def _all_to_all(
+    flat: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    result = flat.new_empty(sum(received))
+    dist.all_to_all_single(result, flat, received, sent, group=group)
+    return result
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """U V^T, nearly, of a matrix U S V^T: singular values end between about 0.7 and 1.2.
+
+    Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon), in bf16 operation by
+    operation as in torch.optim.Muon, which cannot be used itself: it knows neither shards nor
+    `found_inf`.
+    """
+    a, b, c = NEWTON_SCHULZ
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(_dtype(matrix))
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=1e-7)  # the spectral norm is at most the Frobenius norm
+    for _ in range(ROUNDS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def _dtype(matrix: Tensor) -> torch.dtype:
+    """DTYPE, but fp32 on processors that emulate it: 14 times as fast on one with AVX2."""
+    return torch.float32 if matrix.device.type == "cpu" and not HAS_BF16 else DTYPE
+
+
+def _unless(found: Tensor | None, value: float, otherwise: float) -> float | Tensor:
+    """`value`, on the device `otherwise` where a step was found not to be finite."""
+    return value if found is None else torch.where(found, otherwise, value)

@@ -1,0 +1,88 @@
+"""Learning-rate schedules: pure functions of time, so a resumed run needs no state of theirs.
+
+Step number b (from 0) runs at the factor of time b + 1: the first step of a warm-up learns, and
+the last step of the run is at the schedule's end. (Composer lags: its first two steps are at 0.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from llmfoundry.recipe.schedule import ScheduleConfig
+from llmfoundry.recipe.values.duration import Clock
+
+
+def lr_factor(config: ScheduleConfig, clock: Clock, batch: int) -> float:
+    """The factor on the peak learning rate in step number `batch`, from 0.
+
+    Args:
+        config: filled.
+        clock: of the run.
+        batch: steps done before this one.
+    """
+    time, warmup = batch + 1, clock.batches(config.t_warmup)
+    if time < warmup:
+        return time / warmup
+    return SCHEDULES[config.name](config, clock, time - warmup)
+
+
+def cosine(config: ScheduleConfig, clock: Clock, since: float) -> float:
+    """alpha_f + (1 - alpha_f) (1 + cos(pi x)) / 2, x the share of the way to t_max."""
+    assert config.alpha_f is not None, "the recipe was not filled"
+    share = _share_done(config, clock, since)
+    return config.alpha_f + (1 - config.alpha_f) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def linear(config: ScheduleConfig, clock: Clock, since: float) -> float:
+    """From 1 to alpha_f in a line."""
+    assert config.alpha_f is not None, "the recipe was not filled"
+    return 1 - (1 - config.alpha_f) * _share_done(config, clock, since)
+
+
+def constant(config: ScheduleConfig, clock: Clock, since: float) -> float:
+    """1."""
+    return 1.0
+
+
+def stable_decay(config: ScheduleConfig, clock: Clock, since: float) -> float:
+    """1, then a line to alpha_f over the run's last t_cooldown (MiniCPM, Hu et al., 2024)."""
+    assert config.alpha_f is not None, "the recipe was not filled"
+    return 1 - (1 - config.alpha_f) * _share_cooled(config, clock, since)
+
+
+def inverse_sqrt(config: ScheduleConfig, clock: Clock, since: float) -> float:
+    """Root decay from the warm-up's end, then a line to alpha_f_cooldown (LLM Foundry).
+
+    alpha_f_decay + (1 - alpha_f_decay) / sqrt((t + t_scale) / t_scale) of the time t since then.
+    """
+    assert config.t_scale and config.t_cooldown, "the recipe was not filled"
+    floor, last = config.alpha_f_decay or 0.0, config.alpha_f_cooldown or 0.0
+    scale = clock.batches(config.t_scale)
+    stable = clock.total - clock.batches(config.t_cooldown) - clock.batches(config.t_warmup)
+    decayed = floor + (1 - floor) / math.sqrt((min(since, stable) + scale) / scale)
+    return decayed + (last - decayed) * _share_cooled(config, clock, since)
+
+
+def _share_done(config: ScheduleConfig, clock: Clock, since: float) -> float:
+    """How far from the warm-up's end to t_max, at most 1."""
+    assert config.t_max is not None, "the recipe was not filled"
+    length = clock.batches(config.t_max) - clock.batches(config.t_warmup)
+    return min(1.0, since / max(length, 1e-9))
+
+
+def _share_cooled(config: ScheduleConfig, clock: Clock, since: float) -> float:
+    """How far into the run's last t_cooldown, from 0 to 1."""
+    assert config.t_cooldown is not None, "the recipe was not filled"
+    cooldown = clock.batches(config.t_cooldown)
+    left = clock.total - clock.batches(config.t_warmup) - since
+    return min(1.0, max(0.0, 1 - left / max(cooldown, 1e-9)))
+
+
+SCHEDULES: dict[str, Callable[[ScheduleConfig, Clock, float], float]] = {
+    "cosine_with_warmup": cosine,
+    "linear_decay_with_warmup": linear,
+    "constant_with_warmup": constant,
+    "inv_sqrt_with_warmup": inverse_sqrt,
+    "warmup_stable_decay": stable_decay,
+}
