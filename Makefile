@@ -47,7 +47,7 @@ bench-data: $(VENV)/.dev ## the order's mixing, loaders beside others (RIVALS=th
 	$(BIN)/python -m benchmarks.data_wait
 
 test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evaluation-harness
-	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/bench/test_evaluators.py
+	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/benchmarks/test_evaluators.py
 
 ui: $(VENV)/.ui ## open MLflow on the runs of this folder
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db

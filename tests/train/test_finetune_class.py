@@ -17,8 +17,7 @@ from llmfoundry.commands.convert import ALONE
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from tests.test_finetune import finetune_recipe
-from tests.tiny import losses, run, write_recipe
+from tests.tiny import finetune_recipe, losses, run, write_recipe
 
 RUN = "runs/cut/checkpoints"
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -27,8 +27,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from tests.test_finetune import finetune_recipe
-from tests.tiny import run, write_recipe
+from tests.tiny import finetune_recipe, run, write_recipe
 from tests.train.matrix import ROWS, write_model
 
 FILE = "model.safetensors"

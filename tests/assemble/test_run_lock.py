@@ -1,4 +1,4 @@
-"""One run at a time in a folder; what two ranks say of it is in parallel/test_lost_ranks.py."""
+"""One run at a time in a folder; what two ranks say of it is in ../parallel/test_lost_ranks.py."""
 
 from __future__ import annotations
 
