@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llmfoundry.assemble.job import attention_refusal, filled
+from llmfoundry.assemble.job import attention_refusal, filled, served_precision
 from llmfoundry.assemble.start import find_start
 from llmfoundry.assemble.trainer import check_kernels, memory_of_process, sketch
 from llmfoundry.assemble.weights.pretrained import resolve
@@ -79,6 +79,7 @@ def plan_training(written: TrainRecipe) -> Rows:
         recipe, pretrained = resolve(written, _alone(), note=lambda line: None)
         yield "pretrained", pretrained.summary
         model = sketch(recipe, written)
+    recipe.precision = served_precision(recipe.precision, world.device, lambda line: None)
     guessed = with_guessed_vocabulary(recipe)
     degrees(recipe.parallel, world.size)
     check_workers(recipe.data, world)

@@ -50,6 +50,16 @@ def test_a_training_run_is_planned_and_nothing_is_written(
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU serves amp_bf16")
+@pytest.mark.parametrize(("has_bf16", "served"), [(True, "amp_bf16"), (False, "fp32")])
+def test_the_plan_names_the_precision_that_is_computed_in(
+    has_bf16: bool, served: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llmfoundry.ops.processor.HAS_BF16", has_bf16)
+    assert dry(TrainRecipe, "train:train", QUICKSTART) == 0
+    assert f"x CPU, {served}, microbatch" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
