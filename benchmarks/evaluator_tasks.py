@@ -19,7 +19,7 @@ EOS = 0
 
 
 @dataclass(frozen=True)
-class Shape:
+class TaskShape:
     """A task: mean numbers of tokens.
 
     Attributes:
@@ -40,15 +40,15 @@ class Shape:
 
 
 SHAPES = {
-    "arc_easy": Shape(3, 45, 8, 4),
-    "boolq": Shape(0, 224, 1, 2, letters=True),
-    "winogrande": Shape(5, 23, 14, 2, schema=True),
-    "winograd": Shape(3, 24, 8, 2, schema=True),
-    "commonsense_qa": Shape(0, 65, 1, 4, letters=True),
-    "piqa": Shape(0, 19, 39, 2),
-    "lambada": Shape(0, 120, 2, 1),
-    "copa": Shape(0, 15, 10, 2),
-    "arithmetic": Shape(5, 6, 2, 1),
+    "arc_easy": TaskShape(3, 45, 8, 4),
+    "boolq": TaskShape(0, 224, 1, 2, letters=True),
+    "winogrande": TaskShape(5, 23, 14, 2, schema=True),
+    "winograd": TaskShape(3, 24, 8, 2, schema=True),
+    "commonsense_qa": TaskShape(0, 65, 1, 4, letters=True),
+    "piqa": TaskShape(0, 19, 39, 2),
+    "lambada": TaskShape(0, 120, 2, 1),
+    "copa": TaskShape(0, 15, 10, 2),
+    "arithmetic": TaskShape(5, 6, 2, 1),
 }
 
 
@@ -78,7 +78,7 @@ def requests(n_rows: int, *, fixed: bool, seed: int = 0) -> list[Request]:
     return found
 
 
-def _row(shape: Shape, rng: random.Random) -> _Row:
+def _row(shape: TaskShape, rng: random.Random) -> _Row:
     question = _tokens(rng, shape.question)
     if shape.schema:
         contexts = [[*question, *_tokens(rng, 2)] for _ in range(shape.choices)]

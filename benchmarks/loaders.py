@@ -56,7 +56,7 @@ _STUB = {  # what mosaicml-streaming imports of torchvision, whose wheels need C
 
 
 @dataclass(frozen=True)
-class Turn:
+class LoaderTurn:
     """What it found: seconds to the first batch, and samples a second after it."""
 
     first: float
@@ -93,13 +93,13 @@ class Contender:
         self._log.seek(0)
         return "", self._log.read().strip().rpartition("\n")[2]
 
-    def turn(self, workers: int, rows: int, seconds: float) -> Turn:
+    def turn(self, workers: int, rows: int, seconds: float) -> LoaderTurn:
         """Let it measure one setting for so long at most."""
         assert self._process.stdin is not None
         print(json.dumps([workers, rows, seconds]), file=self._process.stdin, flush=True)
         answer = self._answer()
         assert answer is not None, self._log.read()
-        return Turn(**answer)
+        return LoaderTurn(**answer)
 
     def _answer(self) -> dict[str, Any] | None:
         assert self._process.stdout is not None
@@ -122,7 +122,7 @@ def main() -> None:
         write_samples(folder)
         contenders = _start(folder, options.python, stack)
         for workers, rows in itertools.product(options.workers, options.rows):
-            turns: dict[str, list[Turn]] = {contender: [] for contender in contenders}
+            turns: dict[str, list[LoaderTurn]] = {contender: [] for contender in contenders}
             for _ in range(options.rounds):
                 for label, contender in contenders.items():
                     turns[label].append(contender.turn(workers, rows, options.seconds))
@@ -164,7 +164,7 @@ def _start(folder: Path, rivals: str, stack: ExitStack) -> dict[str, Contender]:
     return started
 
 
-def table(turns: Mapping[str, Sequence[Turn]]) -> list[str]:
+def table(turns: Mapping[str, Sequence[LoaderTurn]]) -> list[str]:
     """A line for each contender: its speed, its first batch, and how many times it ours have."""
     lines = [f"{'':38}{'samples/s':>10}{'first batch':>13}{'MDS x':>8}{'tokens x':>10}"]
     ours = list(turns.values())[:YARDSTICKS]

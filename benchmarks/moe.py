@@ -30,7 +30,7 @@ CEILING = 8192  # a square product of this size on a GPU is what it can reach
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """Sizes of a layer.
 
     Attributes:
@@ -58,7 +58,7 @@ Times = dict[str, float]  # clock -> seconds
 
 
 def contenders(
-    shape: Shape, dtype: torch.dtype, device: str
+    shape: LayerShape, dtype: torch.dtype, device: str
 ) -> dict[str, tuple[Layer, list[Tensor]]]:
     """What is timed: a function of x (T, d), and the weights whose gradients it is to give."""
 
@@ -109,7 +109,7 @@ def _by_autograd(weights: Tensor, experts: Tensor, stacked: list[Tensor]) -> Lay
 
 
 def _transformers(
-    shape: Shape, weights: Tensor, experts: Tensor, stacked: list[Tensor]
+    shape: LayerShape, weights: Tensor, experts: Tensor, stacked: list[Tensor]
 ) -> tuple[Layer, list[Tensor]]:
     from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 
@@ -124,7 +124,7 @@ def _transformers(
     return lambda x: module(x[None], experts, weights).view_as(x), list(module.parameters())
 
 
-def _choices(shape: Shape, device: str, exponent: float) -> tuple[Tensor, Tensor]:
+def _choices(shape: LayerShape, device: str, exponent: float) -> tuple[Tensor, Tensor]:
     """Random weights (T, k) and experts (T, k), expert e drawn with (e + 1) ** -exponent."""
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(shape.tokens, shape.experts, generator=generator)
@@ -194,7 +194,7 @@ def _ceiling(dtype: torch.dtype, device: torch.device) -> Times:
     return {clock: taken / (2 * n**3) for clock, taken in fastest.items()}
 
 
-def table(shape: Shape, dtype: torch.dtype, device: str, rounds: int) -> str:
+def table(shape: LayerShape, dtype: torch.dtype, device: str, rounds: int) -> str:
     """A line a contender: by each clock time over dense and share of the matmul ceiling; bytes."""
     x = torch.randn(shape.tokens, shape.d, device=device).to(dtype).requires_grad_()
     layers = contenders(shape, dtype, device)
@@ -219,7 +219,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
-    shape = Shape(given.tokens, given.d, given.f, given.experts, given.top_k)
+    shape = LayerShape(given.tokens, given.d, given.f, given.experts, given.top_k)
     where = f"{torch.get_num_threads()} CPU threads" if given.device == "cpu" else given.device
     print(f"{shape}; {where}; fastest of {given.rounds} rounds")
     for dtype in (torch.float32, torch.bfloat16):

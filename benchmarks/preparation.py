@@ -33,7 +33,7 @@ _WARM_UP = 1 << 20  # characters: the tokenizers library remembers words
 
 
 @dataclass(frozen=True)
-class Turn:
+class PreparationTurn:
     """One contender's turn: seconds by the clock, and of all processes' CPU time."""
 
     clock: float
@@ -64,7 +64,7 @@ def main() -> None:
             "datasets.map": _map(texts, _transformers(tokenizer), options.workers, Path(folder)),
             "same, our call": _map(texts, tokenizer.encode_batch, options.workers, Path(folder)),
         }
-        turns: dict[str, list[Turn]] = {name: [] for name in contenders}
+        turns: dict[str, list[PreparationTurn]] = {name: [] for name in contenders}
         for n in range(options.rounds):
             for name, contender in contenders.items():
                 turns[name].append(_timed(contender, n))
@@ -72,7 +72,7 @@ def main() -> None:
     print("\n".join(table(turns, size)))
 
 
-def table(turns: dict[str, list[Turn]], size: int) -> list[str]:
+def table(turns: dict[str, list[PreparationTurn]], size: int) -> list[str]:
     """A line for each contender, medians, and then the ratios of the first to the others."""
     lines = [f"{'':14} {'MB/s':>8} {'MB/CPU s':>9}"]
     for name, taken in turns.items():
@@ -124,10 +124,10 @@ def _map(texts: list[str], encode: Encode, workers: int, folder: Path) -> Callab
     )
 
 
-def _timed(contender: Callable[[int], Any], n: int) -> Turn:
+def _timed(contender: Callable[[int], Any], n: int) -> PreparationTurn:
     clock, cpu = time.perf_counter(), _cpu()
     contender(n)
-    return Turn(time.perf_counter() - clock, _cpu() - cpu)
+    return PreparationTurn(time.perf_counter() - clock, _cpu() - cpu)
 
 
 def _cpu() -> float:

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from llmfoundry.errors import UserError
-from llmfoundry.estimate_trained import ALL, Kept, kept_by_blocks, weigh
+from llmfoundry.estimate_trained import ALL, SavedInputs, kept_by_blocks, weigh
 from llmfoundry.models.counts import expert_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
@@ -50,7 +50,7 @@ KNOWN_VOCABULARIES = {"bytes": 257, "tiktoken": 100_277, "huggingface": 50_277}
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes that one process needs.
 
     Attributes:
@@ -79,7 +79,7 @@ def estimate(
     *,
     sketch: Decoder | None = None,
     device: torch.device = CPU,
-) -> Estimate:
+) -> MemoryEstimate:
     """What a filled recipe needs on each of `world_size` processes.
 
     Args:
@@ -98,7 +98,7 @@ def estimate(
     shard = degrees(recipe.parallel, world_size)[1]
     embedding = model.vocab_size * model.d_model * (1 if model.tie_word_embeddings else 2)
     block = (parameters - embedding) // model.n_layers
-    return Estimate(
+    return MemoryEstimate(
         parameters=parameters,
         weights=width * (2 + MOMENTS[recipe.optimizer.name]) * parameters // shard
         + expert_copies(recipe, shard),
@@ -115,7 +115,7 @@ def _chunk_bytes(vocab_size: int) -> int:
 
 def _estimate_part(
     recipe: TrainRecipe, world_size: int, sketch: Decoder, device: torch.device
-) -> Estimate:
+) -> MemoryEstimate:
     """Of a model of which a part trains: gradients and moments of that alone."""
     held, shard = weigh(sketch, device), degrees(recipe.parallel, world_size)[1]
     low = 4 if recipe.precision == "fp32" else 2
@@ -123,7 +123,7 @@ def _estimate_part(
     gathered = 2 * (held.ends + held.block) if shard > 1 else held.trained_ends
     per_row = row_bytes(recipe, kept_by_blocks(sketch))
     assert recipe.model.vocab_size is not None
-    return Estimate(
+    return MemoryEstimate(
         parameters=held.parameters,
         weights=(held.frozen + (2 + MOMENTS[recipe.optimizer.name]) * held.trained) // shard
         + copies,
@@ -143,7 +143,7 @@ def expert_copies(recipe: TrainRecipe, shard: int) -> int:
     return copies
 
 
-def row_bytes(recipe: TrainRecipe, kept: Sequence[Kept] | None = None) -> int:
+def row_bytes(recipe: TrainRecipe, kept: Sequence[SavedInputs] | None = None) -> int:
     """Bytes that the backward pass keeps of one row of max_seq_len; all blocks all, or as `kept`.
 
     Of blocks that are behind the first weight that trains, nothing.
@@ -164,7 +164,7 @@ def row_bytes(recipe: TrainRecipe, kept: Sequence[Kept] | None = None) -> int:
     return blocks + (5 * 4 * recipe.model.d_model + passing) * recipe.max_seq_len
 
 
-def block_bytes(recipe: TrainRecipe, kept: Kept = ALL) -> int:
+def block_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL) -> int:
     """Bytes that the backward pass keeps of one row in one block.
 
     Counted tensor by tensor from the block's forward pass: the inputs of norms and of the
@@ -195,7 +195,7 @@ def block_bytes(recipe: TrainRecipe, kept: Kept = ALL) -> int:
     return (norms + attention + dropped + ffn + added) * recipe.max_seq_len
 
 
-def expert_bytes(model: ModelConfig, low: int, kept: Kept = ALL) -> int:
+def expert_bytes(model: ModelConfig, low: int, kept: SavedInputs = ALL) -> int:
     """Bytes that the backward pass of a mixture keeps of one token, in values of `low` bytes."""
     ffn, d, top_k = model.ffn_config, model.d_model, model.ffn_config.moe_top_k
     assert ffn.ffn_hidden_size and ffn.moe_num_experts and top_k, "the recipe was not filled"
@@ -303,7 +303,7 @@ def rows_per_process(recipe: TrainRecipe, world_size: int) -> int:
 
 
 def _does_not_fit(
-    recipe: TrainRecipe, need: Estimate, rows: int, world_size: int, available: int
+    recipe: TrainRecipe, need: MemoryEstimate, rows: int, world_size: int, available: int
 ) -> str:
     fits = largest_fitting_recipe(world_size, available)
     hint = f"the largest shipped recipe that fits is {fits}" if fits else "no shipped recipe fits"
@@ -317,7 +317,7 @@ def _does_not_fit(
 
 
 def _does_not_fit_frozen(
-    recipe: TrainRecipe, need: Estimate, rows: int, available: int, sketch: Decoder
+    recipe: TrainRecipe, need: MemoryEstimate, rows: int, available: int, sketch: Decoder
 ) -> str:
     """For fine-tuning: what makes it smaller is an adapter, 4 bits, or more processes."""
     frozen = not all(p.requires_grad for p in sketch.parameters())

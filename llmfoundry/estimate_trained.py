@@ -21,7 +21,7 @@ from llmfoundry.models.quantized import quantized_shapes, value_count
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedInputs:
     """Which inputs of its matrices one block keeps for the backward pass: those that train.
 
     Attributes:
@@ -41,11 +41,11 @@ class Kept:
     added: int = 0
 
 
-ALL = Kept()
+ALL = SavedInputs()
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightBytes:
     """Bytes of a model's parameters.
 
     Attributes:
@@ -69,13 +69,13 @@ class Weights:
     trains_experts: bool
 
 
-def weigh(model: nn.Module, device: torch.device) -> Weights:
+def weigh(model: nn.Module, device: torch.device) -> WeightBytes:
     """What the parameters of a model with `blocks` take, computing on a device of that kind."""
     blocks = [_bytes(block) for block in model.blocks]  # type: ignore[union-attr]
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     inside = {id(p) for block in model.blocks for p in block.parameters()}  # type: ignore[union-attr]
     total, of_trained = _bytes(model), sum(p.nbytes for _, p in trained)
-    return Weights(
+    return WeightBytes(
         parameters=value_count(model),
         frozen=total - of_trained,
         trained=of_trained,
@@ -101,12 +101,12 @@ def _largest_matrix(model: nn.Module, device: torch.device) -> int:
     return max(sizes)
 
 
-def kept_by_blocks(model: nn.Module) -> list[Kept]:
+def kept_by_blocks(model: nn.Module) -> list[SavedInputs]:
     """What each block keeps, in order."""
     if not isinstance(model, Decoder):
         return _kept_by_others(model)
     ends = [p for n, p in model.named_parameters() if n.startswith(("wte.", "wpe.", PROMPT))]
-    reached, found = _trains(ends), list[Kept]()
+    reached, found = _trains(ends), list[SavedInputs]()
     for block in model.blocks:
         named = list(block.named_parameters())
         reached |= _trains([p for _, p in named])
@@ -116,7 +116,7 @@ def kept_by_blocks(model: nn.Module) -> list[Kept]:
             return _trains(mine)
 
         found.append(
-            Kept(
+            SavedInputs(
                 anything=reached,
                 qkv=input_of("attn.W"),
                 out=input_of("attn.out_proj"),
@@ -128,14 +128,14 @@ def kept_by_blocks(model: nn.Module) -> list[Kept]:
     return found
 
 
-def _kept_by_others(model: nn.Module) -> list[Kept]:
+def _kept_by_others(model: nn.Module) -> list[SavedInputs]:
     """Of a class of transformers: all inputs of a block in which anything trains."""
     in_blocks = {id(p) for block in model.blocks for p in block.parameters()}  # type: ignore[union-attr]
     reached, found = _trains([p for p in model.parameters() if id(p) not in in_blocks]), []
     for block in model.blocks:  # type: ignore[union-attr]
         trains = _trains(list(block.parameters()))
         reached |= trains
-        found.append(Kept(reached, trains, trains, trains, trains))
+        found.append(SavedInputs(reached, trains, trains, trains, trains))
     return found
 
 

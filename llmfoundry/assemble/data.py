@@ -22,7 +22,7 @@ from llmfoundry.data.loader import ONLY, Loader
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
 from llmfoundry.data.mixture import Mixture, Phase, stream_weights
 from llmfoundry.data.order import Order
-from llmfoundry.data.packing import PackedStream, Packing, Probe, probe
+from llmfoundry.data.packing import PackedStream, PackingRatio, Probe, probe
 from llmfoundry.data.preparation.prepare import prepare
 from llmfoundry.data.shard_index import Index, read_index, with_sample
 from llmfoundry.data.sources import (
@@ -342,7 +342,7 @@ class _Opening:
         exact = not isinstance(ratio, str)
         packing = found.packing
         if not isinstance(ratio, str):
-            packing = Packing.of_ratio(ratio, self._recipe.global_train_batch_size)
+            packing = PackingRatio.of_ratio(ratio, self._recipe.global_train_batch_size)
         stream = PackedStream(
             texts,
             self._tokenizer,

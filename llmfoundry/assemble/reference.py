@@ -33,7 +33,7 @@ from llmfoundry.assemble.objective import check_sides
 from llmfoundry.assemble.start import Start, model_identity
 from llmfoundry.data.preparation.cache import cache_key
 from llmfoundry.data.rows import Row, Rows
-from llmfoundry.data.sources import OrderedStream, Source
+from llmfoundry.data.sources import OrderedStream, RowSource
 from llmfoundry.data.validation import HeldOut
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
@@ -57,7 +57,7 @@ class Referred:
         values: (rows, k, D) fp32.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RowSource) -> None:
         """Of `source`."""
         self.source, self.values = source, np.zeros((0, 1, 1), np.float32)
         self.name, self.n_rows, self.sizes = source.name, source.n_rows, source.sizes

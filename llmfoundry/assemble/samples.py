@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
 from llmfoundry.assemble.job import Job
-from llmfoundry.data.supervised.source import Asked, SupervisedHeldOut
+from llmfoundry.data.supervised.source import HeldOutPrompt, SupervisedHeldOut
 from llmfoundry.data.validation import Chain, HeldOut
 from llmfoundry.errors import UserError
 from llmfoundry.serve.chat import until
@@ -49,8 +49,8 @@ def draw_seed(seed: int, batch: int, place: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _asked(job: Job, n: int) -> list[Asked]:
-    found: list[Asked] = []
+def _asked(job: Job, n: int) -> list[HeldOutPrompt]:
+    found: list[HeldOutPrompt] = []
     for part in _parts(job.prepared.validation):
         if isinstance(part, SupervisedHeldOut):
             found += part.asked(n - len(found))
@@ -66,7 +66,7 @@ def _parts(held_out: HeldOut) -> Iterable[HeldOut]:
     return held_out.parts if isinstance(held_out, Chain) else [held_out]
 
 
-def _answered(job: Job, example: Asked, seed: int) -> Sample:
+def _answered(job: Job, example: HeldOutPrompt, seed: int) -> Sample:
     """An answer up to the end of its turn, where the tokenizer has a template that tells it."""
     tokenizer = job.tokenizer
     end = tokenizer.chat.end_of_turn if tokenizer.has_chat else tokenizer.eos

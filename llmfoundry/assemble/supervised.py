@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmfoundry.data.sources import ONLY, stream_key
-from llmfoundry.data.supervised.pack import Asked, Packed, open_rows, summary
+from llmfoundry.data.supervised.pack import PackedExamples, PackOptions, open_rows, summary
 from llmfoundry.data.supervised.prepare import prepare_rows
 from llmfoundry.data.supervised.source import SupervisedHeldOut, SupervisedSource
 from llmfoundry.data.supervised.store import Store
@@ -73,11 +73,11 @@ def open_validation_rows(
 
 def _open(
     key: str, config: DataConfig, recipe: TrainRecipe, tokenizer: Tokenizer, held_out: float
-) -> tuple[Store, Packed, list[str]]:
+) -> tuple[Store, PackedExamples, list[str]]:
     config = replace(config)
     config.fill()
     store = prepare_rows(config, key, tokenizer, seed=recipe.seed)
-    asked = Asked(
+    asked = PackOptions(
         seq_len=recipe.max_seq_len,
         seed=recipe.seed,
         shuffle=config.shuffle,

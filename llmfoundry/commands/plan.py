@@ -24,7 +24,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.estimate import (
     GIB,
     MOMENTS,
-    Estimate,
+    MemoryEstimate,
     check_workers,
     choose_microbatch,
     estimate,
@@ -124,7 +124,7 @@ def _is_on_hub(recipe: FinetuneRecipe) -> bool:
     return False
 
 
-def _size(recipe: TrainRecipe, need: Estimate) -> str:
+def _size(recipe: TrainRecipe, need: MemoryEstimate) -> str:
     model = f"{recipe.model.name}, about {count(need.parameters)} parameters"
     if recipe.model.ffn_config.ffn_type == "dmoe":
         model += f", of which a token meets {count(active_parameter_count(recipe.model))}"
@@ -164,7 +164,7 @@ def _length(recipe: TrainRecipe) -> str:
     return f"{total:,} {shape}, {count(total * step)} tokens in all"
 
 
-def _memory(need: Estimate, rows: int, free: int) -> str:
+def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
     return (
         f"about {size(need.total(rows) / GIB)} a process (weights, gradients and optimizer"
         f" {size(need.weights / GIB)}, activations {size(rows * need.per_row / GIB)});"
@@ -172,7 +172,7 @@ def _memory(need: Estimate, rows: int, free: int) -> str:
     )
 
 
-def _checkpoints(recipe: TrainRecipe, need: Estimate, model: Decoder | None) -> str:
+def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | None) -> str:
     """How often, how many, and how large: weights and moments of what trains."""
     keep = recipe.save_num_checkpoints_to_keep
     kept = "all are kept" if keep == -1 else f"the newest {keep} are kept"

@@ -10,7 +10,7 @@ from pathlib import Path
 from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
 from llmfoundry.data.preparation.write.manifest import summary
 from llmfoundry.data.preparation.write.outputs import Output, token_output
-from llmfoundry.data.preparation.write.place import Place
+from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.masking import public
 from llmfoundry.recipe.data import DataConfig
@@ -77,7 +77,7 @@ def _write(recipe: PrepareRecipe, config: PrepareConfig, output: str) -> None:
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=True)
     folder = output.rstrip("/") if "://" in output else str(Path(output).expanduser().absolute())
     manifest = prepare_to(
-        Place(folder, recipe.data.storage_options),
+        OutputFolder(folder, recipe.data.storage_options),
         recipe.data,
         tokenizer,
         output=build_output(config, tokenizer),

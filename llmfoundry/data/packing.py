@@ -31,7 +31,7 @@ _PROBE = 512  # documents whose length says how many a group gets
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackingRatio:
     """How documents become rows.
 
     Attributes:
@@ -43,7 +43,7 @@ class Packing:
     documents: int
 
     @classmethod
-    def of_ratio(cls, ratio: float, batch_size: int) -> Packing:
+    def of_ratio(cls, ratio: float, batch_size: int) -> PackingRatio:
         """A group of `ratio` documents a row; a global batch has a whole number of groups."""
         rows = group_rows(batch_size)
         return cls(rows, max(1, round(rows * ratio)))
@@ -63,7 +63,7 @@ class Probe:
         bytes_per_token: of the text.
     """
 
-    packing: Packing
+    packing: PackingRatio
     bytes_per_token: float
 
 
@@ -76,7 +76,7 @@ def probe(
     sizes = np.array([len(ids) for ids in tokenizer.encode_documents(documents)])
     group = group_rows(batch_size)
     room = group * seq_len  # a longer document is cut, and counts as what is left of it
-    packing = Packing(group, max(1, round(room / float(np.minimum(sizes, room).mean()))))
+    packing = PackingRatio(group, max(1, round(room / float(np.minimum(sizes, room).mean()))))
     n_bytes = sum(len(document.encode()) for document in documents)
     return Probe(packing, n_bytes / int(sizes.sum()))
 
@@ -116,7 +116,7 @@ class PackedStream:
         texts: MDSTexts,
         tokenizer: Tokenizer,
         order: Order,
-        packing: Packing,
+        packing: PackingRatio,
         *,
         seq_len: int,
         exact: bool = False,
@@ -177,7 +177,7 @@ class PackedStream:
         """
         check_fingerprint(self.name, state, self.texts.fingerprint, allow_changed=allow_changed)
         self._order = resumed_order(self._order, self.texts.sizes, state)
-        before = Packing(**state["packing"])
+        before = PackingRatio(**state["packing"])
         if self._exact and before != self.packing:
             raise UserError(
                 f"data.packing_ratio: the checkpoint's rows were packed with"

@@ -1,4 +1,4 @@
-"""`Source`: rows of training from somewhere; here are its kinds opened, and put in order.
+"""`RowSource`: rows of training from somewhere; here are its kinds opened, and put in order.
 
 `assemble/data.py` opens the sources of a recipe, the loader reads them. A source knows rows by
 their number in it; a `Stream` knows them by the number of the sample in a run: it is a source in
@@ -35,7 +35,7 @@ def stream_key(name: str) -> str:
     return "data" if name == ONLY else f"data.streams.{name}"
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Rows by their number.
 
     Attributes:
@@ -101,7 +101,7 @@ class Stream(Protocol):
 class OrderedStream:
     """A source's rows in their order."""
 
-    def __init__(self, source: Source, order: Order) -> None:
+    def __init__(self, source: RowSource, order: Order) -> None:
         """Read `source` in an order of its rows."""
         self.source, self.name, self.n_rows, self.order = source, source.name, source.n_rows, order
 

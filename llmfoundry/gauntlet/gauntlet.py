@@ -28,7 +28,7 @@ from llmfoundry.gauntlet.prompts.cache import cached_questions
 from llmfoundry.gauntlet.prompts.chat import Chat
 from llmfoundry.gauntlet.prompts.parts import generates
 from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens, special_tokens
-from llmfoundry.gauntlet.questions import Question, Refusal, Request, Row, Score, Subject
+from llmfoundry.gauntlet.questions import Question, Refusal, Request, Score, Subject, TaskRow
 from llmfoundry.gauntlet.tasks.continuations import heldout_rows
 from llmfoundry.gauntlet.tasks.gauntlet_file import METRICS, EvalGauntlet, TaskConfig, read_gauntlet
 from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority, rows_hash
@@ -288,7 +288,7 @@ class Gauntlet:
             asked = [asked[places[index]] for index in order]
             yield _Ready(task, _sized(self._blank(task, shots, rows), asked), asked)
 
-    def _rows(self, task: TaskConfig) -> list[Row]:
+    def _rows(self, task: TaskConfig) -> list[TaskRow]:
         if not task.dataset_uri.startswith("heldout://"):
             return load_rows(task, gauntlet_path=self._file.path, fetching=self._fetching)
         if self._texts is None:
@@ -299,7 +299,7 @@ class Gauntlet:
             )
         return heldout_rows(task, self._texts())
 
-    def _blank(self, task: TaskConfig, shots: int, rows: list[Row]) -> TaskResult:
+    def _blank(self, task: TaskConfig, shots: int, rows: list[TaskRow]) -> TaskResult:
         """What is known of a result before its questions are."""
         names = [
             category.name

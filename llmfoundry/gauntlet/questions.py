@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Row:
+class TaskRow:
     """One line of a task's file, in one form for all task types.
 
     Attributes:
@@ -99,7 +99,7 @@ class Question:
         truncated: the start of what is left was cut off all the same.
     """
 
-    row: Row
+    row: TaskRow
     requests: tuple[Request, ...]
     prompt: Prompt | None = None
     dropped: int = 0

@@ -26,11 +26,11 @@ from llmfoundry.track.pages.report import STATUS, read_json, write_report
 from llmfoundry.track.pages.report_charts import TRAIN_LOSS
 from llmfoundry.track.tensorboard_session import tensorboard_target
 from llmfoundry.track.wandb_session import wandb_target
-from llmfoundry.track.writer import BackgroundWriter, RunFacts, Target, close_all, milliseconds
+from llmfoundry.track.writer import BackgroundWriter, LogTarget, RunFacts, close_all, milliseconds
 
 _A_DAY = 86_400.0  # seconds for a record that is sent by a command
 # By the key of `logger` that switches it on.
-TARGETS: dict[str, Callable[[LoggerConfig, Path], Target]] = {
+TARGETS: dict[str, Callable[[LoggerConfig, Path], LogTarget]] = {
     "mlflow": mlflow_target,
     "tensorboard": tensorboard_target,
     "wandb": wandb_target,

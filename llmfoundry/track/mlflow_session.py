@@ -30,7 +30,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.values.checks import nearest
-from llmfoundry.track.writer import PATIENCE_WHILE_AWAY, Point, RunFacts, Samples, Target
+from llmfoundry.track.writer import PATIENCE_WHILE_AWAY, LogTarget, MetricPoint, RunFacts, Samples
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 RUN_ID_FILE, ARTIFACTS = "mlflow_run_id", "mlartifacts"
@@ -64,7 +64,7 @@ class MlflowSession:
         """The batches for which the run has a value."""
         return {m.step for m in self.client.get_metric_history(self.run_id, metric_name(name))}
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[MetricPoint]) -> None:
         """Write at most MAX_METRICS points in one request."""
         from mlflow.entities import Metric
 
@@ -91,7 +91,7 @@ class MlflowSession:
         self.client.set_terminated(self.run_id, STATUS[status])
 
 
-def mlflow_target(config: LoggerConfig, run_folder: Path) -> Target:
+def mlflow_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
     """Where `logger.tracking_uri` points.
 
     Raises:
@@ -99,7 +99,7 @@ def mlflow_target(config: LoggerConfig, run_folder: Path) -> Target:
     """
     assert config.tracking_uri is not None and config.experiment_name is not None
     check_uri(config.tracking_uri)
-    return Target(
+    return LogTarget(
         f"MLflow ({public(config.tracking_uri)})",
         partial(open_session, config.tracking_uri, config.experiment_name),
         lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),

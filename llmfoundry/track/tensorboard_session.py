@@ -26,7 +26,7 @@ from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.console import printable
 from llmfoundry.track.metrics import append
-from llmfoundry.track.writer import Point, RunFacts, Samples, Target, milliseconds
+from llmfoundry.track.writer import LogTarget, MetricPoint, RunFacts, Samples, milliseconds
 
 FOLDER = "tensorboard"
 FILE = "events.out.tfevents.{seconds:.6f}"  # read in the order of names; no host in it
@@ -64,7 +64,7 @@ class TensorBoardSession:
             return ()
         return {event.step for event in self._read.Tensors(name)}
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[MetricPoint]) -> None:
         """One record for the metrics of a step."""
         records = []
         for (batch, when), group in groupby(points, lambda p: (p.batch, p.milliseconds)):
@@ -88,7 +88,7 @@ class TensorBoardSession:
         self._file.close()
 
 
-def tensorboard_target(config: LoggerConfig, run_folder: Path) -> Target:
+def tensorboard_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
     """The run's folder of event files.
 
     Raises:
@@ -100,7 +100,7 @@ def tensorboard_target(config: LoggerConfig, run_folder: Path) -> Target:
             " pip install 'llmfoundry-recipes[tensorboard]'"
         )
     folder = run_folder / FOLDER
-    return Target(
+    return LogTarget(
         f"TensorBoard ({folder})",
         partial(_open, folder),
         lambda run_folder: _forget(run_folder / FOLDER),

@@ -33,7 +33,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.metrics import BATCH
-from llmfoundry.track.writer import Point, RunFacts, Samples, Target, describe
+from llmfoundry.track.writer import LogTarget, MetricPoint, RunFacts, Samples, describe
 
 RUN_ID_FILE = "wandb_run_id"
 EXIT_CODES = {"finished": 0, "failed": 1, "killed": 255}  # W&B calls 255 killed
@@ -60,7 +60,7 @@ class WandbSession:
         """The batches that the server has; offline nobody knows those, and none is sent again."""
         return range(self._first_step if self._server is not None else sys.maxsize)
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[MetricPoint]) -> None:
         """Hand metrics to W&B's process, which never fails, and look whether they can arrive."""
         for batch, group in groupby(points, lambda p: p.batch):
             if batch >= self._first_step:
@@ -111,7 +111,7 @@ class WandbSession:
         self._next_look = time.monotonic() + _LOOK_SECONDS
 
 
-def wandb_target(config: LoggerConfig, run_folder: Path) -> Target:
+def wandb_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
     """The project of `logger.wandb_project`.
 
     Raises:
@@ -122,7 +122,7 @@ def wandb_target(config: LoggerConfig, run_folder: Path) -> Target:
             "logger.wandb: needs the package wandb; pip install 'llmfoundry-recipes[wandb]'"
         )
     label = f"W&B ({config.wandb_mode}, project {config.wandb_project})"
-    return Target(
+    return LogTarget(
         label,
         partial(open_session, config, label),
         lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),

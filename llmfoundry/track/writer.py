@@ -41,7 +41,7 @@ _PERMANENT = (
 
 
 @dataclass(frozen=True)
-class Point:
+class MetricPoint:
     """One value of one metric."""
 
     name: str
@@ -59,7 +59,7 @@ class Samples:
     texts: Sequence[tuple[str, str]]
 
 
-Item = Point | Samples | Path
+Item = MetricPoint | Samples | Path
 KINDS = ("metric values", "samples")  # what is lost by number, and not by name
 
 
@@ -89,7 +89,7 @@ class Session(Protocol):
     def steps(self, name: str) -> Container[int]:
         """The batches for which the place has a value of a metric."""
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[MetricPoint]) -> None:
         """Write metrics, all or none."""
 
     def samples(self, samples: Samples) -> None:
@@ -103,7 +103,7 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True)
-class Target:
+class LogTarget:
     """Where a run goes: how messages call it, and what opens it.
 
     `open` gets a function that prints a line. `begin_anew` is called once, where a run starts from
@@ -122,7 +122,7 @@ class BackgroundWriter:
     """Feeds one target. `note` and `warn` print a line, and are called from the thread too."""
 
     def __init__(
-        self, target: Target, *, note: Callable[[str], None], warn: Callable[[str], None]
+        self, target: LogTarget, *, note: Callable[[str], None], warn: Callable[[str], None]
     ) -> None:
         self._target, self._note, self._warn = target, note, warn
         self._waiting: deque[Item] = deque()
@@ -150,7 +150,9 @@ class BackgroundWriter:
     def log(self, batch: int, metrics: Mapping[str, float], *, when: int | None = None) -> None:
         """Queue the metrics of a step, of now or of `when` in milliseconds; returns at once."""
         when = milliseconds() if when is None else when
-        self._queue([Point(name, float(value), when, batch) for name, value in metrics.items()])
+        self._queue(
+            [MetricPoint(name, float(value), when, batch) for name, value in metrics.items()]
+        )
 
     def samples(self, batch: int, texts: Sequence[tuple[str, str]]) -> None:
         """Queue texts that the model wrote."""
@@ -220,11 +222,11 @@ class BackgroundWriter:
 
         That is what earlier processes logged before they were killed, or while it was away.
         """
-        lacking: list[Point] = []
+        lacking: list[MetricPoint] = []
 
         def compare() -> None:
             found = find_lacking(self._record, last_batch, session.steps)
-            lacking[:] = [Point(*value) for value in found]
+            lacking[:] = [MetricPoint(*value) for value in found]
 
         if not (self._record.exists() and self._persist(compare, "a look at what it has")):
             return
@@ -379,12 +381,12 @@ def _request(session: Session, items: Sequence[Item]) -> tuple[Callable[[], None
         return partial(session.samples, first), f"the samples of batch {first.batch}"
     if isinstance(first, Path):
         return partial(session.upload, first), first.name
-    points = [item for item in items if isinstance(item, Point)]
+    points = [item for item in items if isinstance(item, MetricPoint)]
     return partial(session.send, points), f"{len(points)} metric values"
 
 
 def _is_point(item: Item) -> bool:
-    return isinstance(item, Point)
+    return isinstance(item, MetricPoint)
 
 
 def _kind(item: Item) -> str:

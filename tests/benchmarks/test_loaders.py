@@ -14,12 +14,14 @@ from torch import Tensor
 
 from benchmarks import loader_contenders
 from benchmarks.loader_contenders import EOS, SEQ, ours, time_batches
-from benchmarks.loaders import Contender, Turn, table, write_samples
+from benchmarks.loaders import Contender, LoaderTurn, table, write_samples
 
 
 def test_ratios_are_medians_of_each_rounds_own() -> None:
     rates = {"mds": [10.0, 20.0, 90.0], "tokens": [20.0, 20.0, 20.0], "rival": [5.0, 5.0, 30.0]}
-    lines = table({name: [Turn(0.002, rate) for rate in found] for name, found in rates.items()})
+    lines = table(
+        {name: [LoaderTurn(0.002, rate) for rate in found] for name, found in rates.items()}
+    )
     assert lines[-1].split() == ["rival", "5", "2", "ms", "3.00", "4.00"]  # 2, 4, 3 and 4, 4, 2/3
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.fetch.file_spec import FileSpec, Packed
+from llmfoundry.data.fetch.file_spec import CompressedFile, FileSpec
 from llmfoundry.data.mds.shard import MDSIndex
 from llmfoundry.errors import UserError
 
@@ -67,7 +67,7 @@ def test_each_shards_file_is_as_the_index_says() -> None:
         name="a/shard.00001.mds",
         n_bytes=1001,
         hashes=(("sha1", "cd1"), ("xxh64", "ab1")),
-        packed=Packed("a/shard.00001.mds.zstd", 101, (("sha1", "ef1"),), "zstd:3"),
+        packed=CompressedFile("a/shard.00001.mds.zstd", 101, (("sha1", "ef1"),), "zstd:3"),
     )
     assert index.spec(2) == FileSpec(
         "a/shard.00007.mds", 1007, hashes=(("sha1", "cd7"), ("xxh64", "ab7"))

@@ -17,7 +17,7 @@ from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
-from llmfoundry.data.packing import PackedStream, Packing, group_rows, pack, probe
+from llmfoundry.data.packing import PackedStream, PackingRatio, group_rows, pack, probe
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import Reading, open_source
 from llmfoundry.errors import UserError
@@ -47,12 +47,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> MDSTexts:
     return source
 
 
-def stream(texts: MDSTexts, packing: Packing, **settings: Any) -> PackedStream:
+def stream(texts: MDSTexts, packing: PackingRatio, **settings: Any) -> PackedStream:
     order = Order(texts.sizes, seed=3, shuffle=True)
     return PackedStream(texts, TOKENIZER, order, packing, seq_len=T, **settings)
 
 
-def loader(texts: MDSTexts, packing: Packing, batch_size: int = 8, **settings: Any) -> Loader:
+def loader(texts: MDSTexts, packing: PackingRatio, batch_size: int = 8, **settings: Any) -> Loader:
     mixture = Mixture(["data"], [Phase(0, (1.0,))], batch_size=batch_size)
     packed = stream(texts, packing)
     return Loader([packed], mixture, seq_len=T, eos_id=EOS, vocab_size=257, **settings)
@@ -74,7 +74,7 @@ def test_packing_is_the_documents_one_after_another(n_documents: int) -> None:
 
 
 def test_a_group_has_the_next_documents_of_the_order(texts: MDSTexts) -> None:
-    packed = stream(texts, Packing(rows=4, documents=6))
+    packed = stream(texts, PackingRatio(rows=4, documents=6))
     order = Order(texts.sizes, seed=3, shuffle=True)
     for group in (0, 3, 60):  # the last in a later epoch
         chosen = [texts.text(row) for row in order.rows(group * 6, 6).tolist()]
@@ -86,7 +86,7 @@ def test_a_group_has_the_next_documents_of_the_order(texts: MDSTexts) -> None:
 
 @pytest.mark.parametrize("documents", [2, 6, 30])
 def test_what_is_dropped_and_padded_is_counted(texts: MDSTexts, documents: int) -> None:
-    one = loader(texts, Packing(4, documents))
+    one = loader(texts, PackingRatio(4, documents))
     order = Order(texts.sizes, seed=3, shuffle=True)
     for step in range(6):
         rows, given, kept, read = one.rows(step), 0, 0, 0
@@ -103,7 +103,7 @@ def test_what_is_dropped_and_padded_is_counted(texts: MDSTexts, documents: int) 
 
 
 def test_the_iterator_sums_up_the_counts(texts: MDSTexts) -> None:
-    one = loader(texts, Packing(4, 3))
+    one = loader(texts, PackingRatio(4, 3))
     rows = [one.rows(step) for step in range(12)]
     with closing(one.prefetch(0)) as batches:
         for _ in rows:
@@ -117,11 +117,11 @@ def test_the_iterator_sums_up_the_counts(texts: MDSTexts) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_ranks_and_restarts_pack_alike(texts: MDSTexts, world_size: int) -> None:
-    whole = loader(texts, Packing(8, 10))
+    whole = loader(texts, PackingRatio(8, 10))
     state = json.loads(json.dumps(whole.state(3)))
     ranks = []
     for rank in range(world_size):
-        ranks.append(loader(texts, Packing(8, 99), rank=rank, world_size=world_size))
+        ranks.append(loader(texts, PackingRatio(8, 99), rank=rank, world_size=world_size))
         ranks[-1].resume(state, 3)  # has the packing of the run
     for step in (3, 4, 40):
         parts = [rank.batch(step).tokens for rank in ranks]
@@ -129,10 +129,10 @@ def test_ranks_and_restarts_pack_alike(texts: MDSTexts, world_size: int) -> None
 
 
 def test_an_asked_for_packing_must_be_the_checkpoints(texts: MDSTexts) -> None:
-    state = stream(texts, Packing(8, 20)).state()
+    state = stream(texts, PackingRatio(8, 20)).state()
     with pytest.raises(UserError, match=r"^data\.packing_ratio: .* packed with 2\.5; write that"):
-        stream(texts, Packing(8, 16), exact=True).resume(state, allow_changed=False)
-    stream(texts, Packing(8, 20), exact=True).resume(state, allow_changed=False)
+        stream(texts, PackingRatio(8, 16), exact=True).resume(state, allow_changed=False)
+    stream(texts, PackingRatio(8, 20), exact=True).resume(state, allow_changed=False)
 
 
 def test_the_ratio_makes_groups_that_are_about_full(texts: MDSTexts) -> None:
@@ -146,5 +146,5 @@ def test_the_ratio_makes_groups_that_are_about_full(texts: MDSTexts) -> None:
 
 def test_groups_divide_the_batch() -> None:
     assert [group_rows(n) for n in (1, 2, 6, 7, 8, 12, 13, 512)] == [1, 2, 6, 7, 8, 6, 1, 8]
-    assert Packing.of_ratio(2.5, 16) == Packing(8, 20)
-    assert Packing.of_ratio(0.01, 16) == Packing(8, 1)
+    assert PackingRatio.of_ratio(2.5, 16) == PackingRatio(8, 20)
+    assert PackingRatio.of_ratio(0.01, 16) == PackingRatio(8, 1)

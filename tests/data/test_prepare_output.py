@@ -293,7 +293,7 @@ def test_a_preparation_to_a_url_is_gone_on_with(
     store.rm("/bucket", recursive=True)
     made: list[str] = []
 
-    def stop(job: parts.Job, task: tasks.Task, *rest: object) -> object:
+    def stop(job: parts.PartSettings, task: tasks.Task, *rest: object) -> object:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(task.part)

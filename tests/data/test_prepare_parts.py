@@ -22,8 +22,8 @@ from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.read.open_files import Input
 from llmfoundry.data.preparation.tasks import cut_tasks
 from llmfoundry.data.preparation.write.outputs import token_output
-from llmfoundry.data.preparation.write.parts import WORK, Job, make_part
-from llmfoundry.data.preparation.write.place import Place
+from llmfoundry.data.preparation.write.parts import WORK, PartSettings, make_part
+from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -74,7 +74,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 def run(folder: Path, data: Path, tokenizer: Tokenizer, *, workers: int = 1) -> dict[str, bytes]:
     prepare_to(
-        Place(str(folder)),
+        OutputFolder(str(folder)),
         config_of(data),
         tokenizer,
         output=token_output(tokenizer),
@@ -163,7 +163,7 @@ def test_an_error_in_a_process_is_the_line_and_finished_parts_stay(
     os.utime(last, ns=(times.st_atime_ns, times.st_mtime_ns))
     made: list[str] = []
 
-    def spy(job: Job, task: tasks_module.Task, *rest: object) -> object:
+    def spy(job: PartSettings, task: tasks_module.Task, *rest: object) -> object:
         made.append(task.part)
         return make_part(job, task)
 
@@ -182,13 +182,13 @@ from test_prepare_parts import Tokenizer, bytes_backend, END_OF_TEXT, run
 from pathlib import Path
 if __name__ == "__main__":
     import llmfoundry.data.preparation.write.parts as parts
-    write = parts.Place.write
+    write = parts.OutputFolder.write
     def slow(place, name, data):
         write(place, name, data)
         if name.endswith("00002.json"):
             print("third", flush=True)
             sys.stdin.read()
-    parts.Place.write = slow
+    parts.OutputFolder.write = slow
     run(Path(sys.argv[1]), Path(sys.argv[2]), Tokenizer(bytes_backend(), END_OF_TEXT))
 """
 
@@ -226,7 +226,7 @@ def test_a_killed_cache_is_gone_on_with(tmp_path: Path, plain: Tokenizer) -> Non
     made.rename(made.with_name("aside"))
     stopped: list[int] = []
 
-    def stop(job: Job, task: tasks_module.Task, *rest: object) -> object:
+    def stop(job: PartSettings, task: tasks_module.Task, *rest: object) -> object:
         if task.number == 3:
             raise KeyboardInterrupt
         stopped.append(task.number)

@@ -17,7 +17,7 @@ import pytest
 from llmfoundry.data.fetch import prefetch
 from llmfoundry.data.fetch.file_spec import in_words
 from llmfoundry.data.fetch.prefetch import N_THREADS, Prefetcher
-from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, Packed, ShardFolder
+from llmfoundry.data.fetch.shard_files import CompressedFile, FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig, n_bytes
 
@@ -78,7 +78,9 @@ def test_a_compressed_file_in_place_is_unpacked_once_into_the_cache(
     packed = gzip.compress(raw)
     (tmp_path / "a.gz").write_bytes(packed)
     sha = (("sha1", hashlib.sha1(packed).hexdigest()),)
-    spec = FileSpec("a", len(raw), spec_of("a", raw).hashes, Packed("a.gz", len(packed), sha, "gz"))
+    spec = FileSpec(
+        "a", len(raw), spec_of("a", raw).hashes, CompressedFile("a.gz", len(packed), sha, "gz")
+    )
     path = ShardFolder.open(None, str(tmp_path), options).get(spec)
     assert path.is_relative_to(tmp_path / "cache") and path.read_bytes() == raw
     (tmp_path / "a.gz").unlink()
@@ -91,7 +93,7 @@ def test_a_compressed_file_in_place_is_unpacked_once_into_the_cache(
 def test_a_damaged_compressed_file_is_an_error(tmp_path: Path, options: FetchOptions) -> None:
     packed = gzip.compress(b"words " * 1000)
     (tmp_path / "a.gz").write_bytes(packed[:-9])
-    spec = FileSpec("a", None, (), Packed("a.gz", None, (), "gz"))
+    spec = FileSpec("a", None, (), CompressedFile("a.gz", None, (), "gz"))
     with pytest.raises(UserError, match=r"a\.gz: cannot be unpacked \(gz\).*fetched again"):
         ShardFolder.open(None, str(tmp_path), options).get(spec)
     assert not [p for p in (tmp_path / "cache").rglob("*") if p.name.startswith("a")]

@@ -17,7 +17,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from llmfoundry.data.supervised.encode import Encoded, Encoder
-from llmfoundry.data.supervised.formats import Asked, Piece, example_of
+from llmfoundry.data.supervised.formats import ExampleOptions, Segment, example_of
 from llmfoundry.data.supervised.reader import RowReader
 from llmfoundry.data.text.chat_template import NAMED
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -46,9 +46,9 @@ def tokenizer_with(template: str | None, *, bos: bool = False) -> Tokenizer:
     return tokenizer
 
 
-def pieces_of(row: dict[str, Any], form: str, tokenizer: Tokenizer, **asked: Any) -> list[Piece]:
+def pieces_of(row: dict[str, Any], form: str, tokenizer: Tokenizer, **asked: Any) -> list[Segment]:
     chat = tokenizer.chat if tokenizer.has_chat else None
-    (document,) = example_of(row, form, Asked(chat, **asked)).documents
+    (document,) = example_of(row, form, ExampleOptions(chat, **asked)).documents
     return list(document.pieces)
 
 
@@ -57,7 +57,7 @@ def encoded(
 ) -> Encoded:
     shortest = SupervisedConfig(target_prompts=prompts).shortest_target_prompt
     chat = tokenizer.chat if tokenizer.has_chat else None
-    asked = Asked(chat, responses == "last", bool(np.isfinite(shortest)))
+    asked = ExampleOptions(chat, responses == "last", bool(np.isfinite(shortest)))
     (found,) = Encoder(tokenizer, shortest)(example_of(row, form, asked).documents)
     return found
 

@@ -14,7 +14,7 @@ from llmfoundry.gauntlet.grading.answers import (
     normalize,
     runs_on,
 )
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 
@@ -22,8 +22,8 @@ def task(**keys: Any) -> TaskConfig:
     return TaskConfig("t", "t.jsonl", "generation_task_with_answers", [0], **keys)
 
 
-def row(*aliases: str, place: str = "t.jsonl:1") -> Row:
-    return Row(("Q",), (aliases[0],), 0, place, aliases=aliases)
+def row(*aliases: str, place: str = "t.jsonl:1") -> TaskRow:
+    return TaskRow(("Q",), (aliases[0],), 0, place, aliases=aliases)
 
 
 GSM8K: dict[str, Any] = {

@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.models.harness_model import HarnessModel
 from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
 from llmfoundry.gauntlet.prompts.chat import Chat, conversation, prompt_text
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 from llmfoundry.gauntlet.tasks.rows import load_rows
 
@@ -174,7 +174,7 @@ def _loaded_task(tasks: Path, name: str, shots: int, prefix: str) -> Any:
 
 
 def _examples_in(
-    row: Row, rows: list[Row], docs: list[Any], config: TaskConfig, shots: int
+    row: TaskRow, rows: list[TaskRow], docs: list[Any], config: TaskConfig, shots: int
 ) -> list[Any]:
     """The harness's documents of our worked examples."""
     from llmfoundry.gauntlet.prompts.native import _examples
@@ -182,7 +182,7 @@ def _examples_in(
     return [docs[j] for j in _examples(rows, config, shots)[rows.index(row)]]
 
 
-CONVERSATION = Row(
+CONVERSATION = TaskRow(
     ("and b?",),
     ("2",),
     0,
@@ -222,7 +222,7 @@ def test_a_system_instruction_leaves_a_conversation_s_own_alone(folder: Path) ->
     chat = Chat(own.chat, system="Be brief.")
     said = conversation(CONVERSATION, "and b?", [], task, chat, reasoned=False)
     assert [message["content"] for message in said][:1] == ["a is 1, b is 2."]
-    without = Row(("a?",), ("1",), 0, "x", messages=({"role": "user", "content": "a?"},))
+    without = TaskRow(("a?",), ("1",), 0, "x", messages=({"role": "user", "content": "a?"},))
     said = conversation(without, "a?", [], task, chat, reasoned=False)
     assert [message["content"] for message in said] == ["Be brief.", "a?"]
 
@@ -230,7 +230,7 @@ def test_a_system_instruction_leaves_a_conversation_s_own_alone(folder: Path) ->
 def test_a_prefix_is_what_transformers_continues(folder: Path) -> None:
     own = Tokenizer.load(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    row = Row(("a?",), ("1",), 0, "x")
+    row = TaskRow(("a?",), ("1",), 0, "x")
     for prefix in ("It is", "It is ", " It", "user"):
         text = prompt_text(
             [{"role": "user", "content": "user a?"}], row, Chat(own.chat, prefix=prefix)

@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.foundry import sample_examples
 from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.questions import Question, Request, Row
+from llmfoundry.gauntlet.questions import Question, Request, TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 BYTES = byte_tokenizer()
@@ -43,7 +43,7 @@ def task(kind: str, **keys: Any) -> TaskConfig:
 
 
 def ask(
-    rows: list[Row],
+    rows: list[TaskRow],
     config: TaskConfig,
     shots: int = 0,
     tokenizer: Tokenizer = BYTES,
@@ -53,7 +53,7 @@ def ask(
     return questions(rows, config, shots, tokenizer, mode="foundry", seq_len=seq_len, **keys)
 
 
-def random_rows(kind: str, n: int, *, reasons: bool = False) -> list[Row]:
+def random_rows(kind: str, n: int, *, reasons: bool = False) -> list[TaskRow]:
     draw = random.Random(kind)
     words = ["the", "answer", "is", "12", "4444", "didn't", "(x)", "water", "7.", "book?"]
 
@@ -65,7 +65,7 @@ def random_rows(kind: str, n: int, *, reasons: bool = False) -> list[Row]:
         n_choices, n_contexts = {CHOICE: (3, 1), SCHEMA: (1, 2)}.get(kind, (1, 1))
         choices = tuple(text(4) for _ in range(n_choices))
         rows.append(
-            Row(
+            TaskRow(
                 contexts=tuple(f"{text(9)} {i}" for _ in range(n_contexts)),
                 choices=choices,
                 gold=draw.randrange(max(n_choices, n_contexts)),
@@ -96,7 +96,7 @@ def rule_examples(n: int, shots: int, index: int, seed: int) -> list[int]:
     return list(chosen)
 
 
-def rule_texts(rows: list[Row], index: int, config: TaskConfig, shots: int) -> dict[str, Any]:
+def rule_texts(rows: list[TaskRow], index: int, config: TaskConfig, shots: int) -> dict[str, Any]:
     """R3, R4, R6: preamble, contexts, answers (without their spaces), of one row as strings."""
     if config.has_categories:
         own = [i for i, row in enumerate(rows) if row.category == rows[index].category]
@@ -108,7 +108,7 @@ def rule_texts(rows: list[Row], index: int, config: TaskConfig, shots: int) -> d
         )
     thinks = any(row.chain_of_thought for row in rows)
 
-    def written(row: Row, answer: str) -> str:
+    def written(row: TaskRow, answer: str) -> str:
         return row.chain_of_thought + config.cot_delimiter + answer if thinks else answer
 
     text = config.prompt_string
@@ -214,7 +214,7 @@ def test_tokens_that_a_tokenizer_puts_around_a_text_are_where_llm_foundry_leaves
 def test_an_end_of_text_behind_the_examples_is_dropped_unless_it_is_all_there_is() -> None:
     """Goldens of llmfoundry/eval/datasets at 8c8dd48f, run with this tokenizer."""
     encoder = marking_tokenizer("gpt2", "", "</s>")
-    rows = [Row((f"q{i}",), ("12",), 0, "f:1", aliases=("12",)) for i in range(2)]
+    rows = [TaskRow((f"q{i}",), ("12",), 0, "f:1", aliases=("12",)) for i in range(2)]
     for shots, tokens in ((0, [406, 81, 16]), (1, [81, 17, 294, 199, 81, 16])):
         prompt = ask(rows, task(GENERATION), shots, encoder)[0].prompt
         assert prompt is not None
@@ -250,8 +250,8 @@ def test_generation_prompts_follow_the_published_rules(reasons: bool) -> None:
 # --- by hand -----------------------------------------------------------------------------------
 
 
-def numbered(n: int) -> list[Row]:
-    return [Row((f"q{i}",), (f"a{i}",), 0, f"f:{i + 1}") for i in range(n)]
+def numbered(n: int) -> list[TaskRow]:
+    return [TaskRow((f"q{i}",), (f"a{i}",), 0, f"f:{i + 1}") for i in range(n)]
 
 
 def spelled(question: Question, option: int = 0) -> str:
@@ -299,7 +299,7 @@ def test_a_delimiter_of_white_space_is_in_the_examples_but_not_in_the_question()
 
 def test_an_answer_begins_with_a_space_iff_the_tokenizer_has_one_before_a_letter() -> None:
     spaced = merging_tokenizer(" a")
-    row = Row(("q",), ("b", " c"), 0, "f:1")
+    row = TaskRow(("q",), ("b", " c"), 0, "f:1")
     first, second = ask([row], task(CHOICE), 0, spaced)[0].requests
     assert first.targets == tuple(spaced.encode(" b"))
     assert second.targets == tuple(spaced.encode(" c"))
@@ -308,7 +308,7 @@ def test_an_answer_begins_with_a_space_iff_the_tokenizer_has_one_before_a_letter
 
 
 def test_schema_has_its_own_order_of_delimiters_and_none_without_examples() -> None:
-    rows = [Row((f"x{i} ", f"y{i} "), ("went.",), i, "f:1") for i in range(2)]
+    rows = [TaskRow((f"x{i} ", f"y{i} "), ("went.",), i, "f:1") for i in range(2)]
     config = task(SCHEMA, question_prelimiter="S: ", continuation_delimiter="...\n")
     (question, _) = ask(rows, config)
     assert [spelled(question, i) for i in (0, 1)] == ["S: x0 |went.", "S: y0 |went."]
@@ -320,7 +320,7 @@ def test_schema_has_its_own_order_of_delimiters_and_none_without_examples() -> N
 def test_each_option_keeps_as_much_context_as_fits_and_the_answers_last_token_takes_a_place() -> (
     None
 ):
-    row = Row(("0123456789",), ("x", "yyy"), 0, "f:1")
+    row = TaskRow(("0123456789",), ("x", "yyy"), 0, "f:1")
     (question,) = ask([row], task(CHOICE), seq_len=8, special=BOS)
     assert question.truncated
     assert spelled(question, 0) == "3456789|x"  # the special token is the first to go
@@ -331,7 +331,7 @@ def test_each_option_keeps_as_much_context_as_fits_and_the_answers_last_token_ta
 
 
 def test_special_tokens_count_in_a_generated_answers_length() -> None:
-    rows = [Row(("q",), ("abc",), 0, "f:1", aliases=("abc",))]
+    rows = [TaskRow(("q",), ("abc",), 0, "f:1", aliases=("abc",))]
     (question,) = ask(rows, task(GENERATION), special=BOS)
     assert question.prompt is not None
     assert question.prompt.max_new_tokens == 4
@@ -339,7 +339,7 @@ def test_special_tokens_count_in_a_generated_answers_length() -> None:
 
 
 def test_an_empty_question_is_scored_after_the_end_of_text() -> None:
-    (question,) = ask([Row(("",), ("abc",), 0, "f:1")], task(LM))
+    (question,) = ask([TaskRow(("",), ("abc",), 0, "f:1")], task(LM))
     assert question.requests[0].tokens == (BYTES.eos_id, *BYTES.encode("ab"))
 
 
@@ -352,7 +352,7 @@ def test_examples_do_not_depend_on_which_rows_are_asked(categories: bool) -> Non
 
 
 def test_an_answer_that_fills_the_window_is_an_error_that_names_the_row() -> None:
-    rows = [Row(("q",), ("12345678",), 0, "f.jsonl:3")]
+    rows = [TaskRow(("q",), ("12345678",), 0, "f.jsonl:3")]
     assert spelled(ask(rows, task(LM), seq_len=9)[0]) == "q|12345678"
     with pytest.raises(
         UserError, match=r"f\.jsonl:3: an answer has 8 tokens, but max_seq_len leaves 7"

@@ -18,7 +18,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet import Asking, Gauntlet
 from llmfoundry.gauntlet.models.own import OwnModel
-from llmfoundry.gauntlet.questions import Prompt, Request, Row, Score
+from llmfoundry.gauntlet.questions import Prompt, Request, Score, TaskRow
 from llmfoundry.gauntlet.tasks.subset import part_of, row_order
 from llmfoundry.models.decoder import Decoder, Root
 from tests.models.test_decoder import make_config
@@ -262,8 +262,8 @@ def test_a_share_asks_the_same_rows_each_time_and_fewer(tmp_path: Path, root: Ro
 
 
 def test_a_limit_takes_each_category_by_its_share() -> None:
-    rows = [Row((f"{i}",), ("a", "b"), 0, f"f:{i}", category="big") for i in range(90)]
-    rows += [Row((f"{i} s",), ("a", "b"), 0, f"g:{i}", category="small") for i in range(10)]
+    rows = [TaskRow((f"{i}",), ("a", "b"), 0, f"f:{i}", category="big") for i in range(90)]
+    rows += [TaskRow((f"{i} s",), ("a", "b"), 0, f"g:{i}", category="small") for i in range(10)]
     for n in (10, 20, 50):
         chosen = [rows[i].category for i in row_order(rows)[:n]]
         assert abs(chosen.count("small") - n / 10) <= 1

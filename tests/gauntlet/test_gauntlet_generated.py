@@ -16,7 +16,7 @@ from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.tasks.continuations import heldout_rows
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig, read_gauntlet
 from llmfoundry.gauntlet.tasks.generate import read_recipe
@@ -192,7 +192,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(bpe, END_OF_TEXT)
 
 
-def rows_of(task: TaskConfig) -> list[Row]:
+def rows_of(task: TaskConfig) -> list[TaskRow]:
     if task.dataset_uri.startswith("heldout://"):
         return heldout_rows(task, stdlib_texts(10))
     return load_rows(task, gauntlet_path=EVAL / "gauntlets" / "generated.yaml")

@@ -22,7 +22,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness_model import HarnessModel
 from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row, Score
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 BYTES = byte_tokenizer()
@@ -35,12 +35,12 @@ def task(kind: str = "language_modeling", **keys: Any) -> TaskConfig:
     return TaskConfig("sums", "sums.jsonl", kind, [0], **keys)
 
 
-def rows(n: int) -> list[Row]:
-    return [Row((f"q{i}",), (f"a{i}",), 0, f"sums.jsonl:{i + 1}") for i in range(n)]
+def rows(n: int) -> list[TaskRow]:
+    return [TaskRow((f"q{i}",), (f"a{i}",), 0, f"sums.jsonl:{i + 1}") for i in range(n)]
 
 
 def ask(
-    rows: list[Row],
+    rows: list[TaskRow],
     config: TaskConfig,
     shots: int = 0,
     tokenizer: Tokenizer = BYTES,
@@ -50,12 +50,12 @@ def ask(
     return questions(rows, config, shots, tokenizer, mode="native", seq_len=seq_len, **keys)
 
 
-def choice_rows(n: int) -> list[Row]:
+def choice_rows(n: int) -> list[TaskRow]:
     """Questions that end in signs which join with answers, or do not."""
     signs = ("?", ":", " (", "/", "")
     words = ["the author", ") water", "12", "\nWhy?", "flowed."]
     return [
-        Row(
+        TaskRow(
             (f"Question: What is {i} + the man{signs[i % 5]}",),
             tuple(words[(i + j) % 5].strip() for j in range(3)),
             i % 3,
@@ -113,7 +113,7 @@ def test_a_row_never_is_its_own_example_and_a_spare_takes_its_place() -> None:
 
 
 def test_examples_of_a_task_with_categories_are_of_the_rows_own_and_fixed_in_each() -> None:
-    both = [Row((f"{c}{i}",), ("x",), 0, "f:1", category=c) for i in range(9) for c in "mn"]
+    both = [TaskRow((f"{c}{i}",), ("x",), 0, "f:1", category=c) for i in range(9) for c in "mn"]
     asked = texts(ask(both, task(has_categories=True), 3))
     prefixes: dict[str, list[str]] = {"m": [], "n": []}
     for row, text in zip(both, asked, strict=True):
@@ -134,7 +134,7 @@ def test_examples_do_not_depend_on_which_rows_are_asked() -> None:
 def test_too_few_rows_for_the_examples_is_an_error_that_says_how_many_are_possible() -> None:
     with pytest.raises(UserError, match=r"sums: num_fewshot: 4, but there are 4 rows,.*write 3"):
         ask(rows(4), task(), 4)
-    lonely = [Row(("q",), ("a",), 0, "f:1", category=c) for c in "mmn"]
+    lonely = [TaskRow(("q",), ("a",), 0, "f:1", category=c) for c in "mmn"]
     with pytest.raises(UserError, match=r"there are 1 rows of category n,.*write 0"):
         ask(lonely, task(has_categories=True), 1)
 
@@ -153,7 +153,7 @@ def harness_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple
     return whole[:border], whole[border:]
 
 
-def random_rows(n: int, n_choices: int, seed: int = 0) -> list[Row]:
+def random_rows(n: int, n_choices: int, seed: int = 0) -> list[TaskRow]:
     """Rows of words, numbers and punctuation; borders between question and answer are words'."""
     draw = random.Random(seed)
     words = ["the", "answer", "Is", "12", "4444", "+", "didn't", "(x)", "/", "water", "été", "7."]
@@ -162,7 +162,7 @@ def random_rows(n: int, n_choices: int, seed: int = 0) -> list[Row]:
         return " ".join(draw.choices(words, k=draw.randint(1, most)))
 
     return [
-        Row((f"Question: {text(9)}?",), tuple(text(4) for _ in range(n_choices)), 0, f"f:{i}")
+        TaskRow((f"Question: {text(9)}?",), tuple(text(4) for _ in range(n_choices)), 0, f"f:{i}")
         for i in range(n)
     ]
 
@@ -203,7 +203,9 @@ def test_sharing_the_examples_tokens_gives_those_of_the_whole_text(
 def test_sharing_the_examples_tokens_leaves_room_for_words_that_look_ahead() -> None:
     # A word may be all up to the next "!", if that is near: the question changes words before it.
     tokenizer = merging_tokenizer(" w", words=r"[^!]{1,20}!|\w+|\W")
-    some = [Row((f"! q{i} with a word",), ("some more words with w",), 0, "f:1") for i in range(5)]
+    some = [
+        TaskRow((f"! q{i} with a word",), ("some more words with w",), 0, "f:1") for i in range(5)
+    ]
     for question in ask(some, task(), 3, tokenizer):
         whole = [*question.requests[0].tokens[1:], question.requests[0].targets[-1]]
         assert tokenizer.encode(tokenizer.decode(whole)) == whole
@@ -226,7 +228,7 @@ def test_examples_are_tokenised_once_for_all_questions() -> None:
 def test_a_token_over_the_border_is_scored_for_all_choices_of_the_question() -> None:
     tokenizer = merging_tokenizer(":)", ": ")
     config = task(CHOICE, continuation_delimiter="")
-    (question,) = ask([Row(("q:",), (")", "x"), 0, "f:1")], config, 0, tokenizer)
+    (question,) = ask([TaskRow(("q:",), (")", "x"), 0, "f:1")], config, 0, tokenizer)
     smile, colon = tokenizer.encode(":)")[0], tokenizer.encode(":")[0]
     merged, split = question.requests
     assert merged.targets == (smile,)  # the harness would score nothing here
@@ -237,7 +239,7 @@ def test_a_token_over_the_border_is_scored_for_all_choices_of_the_question() -> 
 def test_white_space_that_joins_the_question_in_a_token_stays_there() -> None:
     tokenizer = merging_tokenizer(":\n")
     config = task(GENERATION, continuation_delimiter=":\n")
-    (question,) = ask([Row(("q",), ("x",), 0, "f:1", aliases=("x",))], config, 0, tokenizer)
+    (question,) = ask([TaskRow(("q",), ("x",), 0, "f:1", aliases=("x",))], config, 0, tokenizer)
     context, scored = harness_pair(tokenizer, "q:\n", "x")
     assert question.requests[0].tokens == (tokenizer.eos_id, *context)
     assert question.requests[0].targets == tuple(scored) == tuple(tokenizer.encode("x"))
@@ -249,20 +251,20 @@ def test_white_space_that_joins_the_question_in_a_token_stays_there() -> None:
 def test_a_token_of_question_white_space_and_answer_is_the_answers() -> None:
     tokenizer = merging_tokenizer(": x")
     config = task(GENERATION, continuation_delimiter=": ")
-    (question,) = ask([Row(("q",), ("x",), 0, "f:1", aliases=("x",))], config, 0, tokenizer)
+    (question,) = ask([TaskRow(("q",), ("x",), 0, "f:1", aliases=("x",))], config, 0, tokenizer)
     assert question.requests[0].targets == tuple(tokenizer.encode(": x"))
     assert len(question.requests[0].targets) == 1
     assert question.prompt is not None and question.prompt.text == "q:"
 
 
 def test_an_empty_question_leaves_the_answer_after_the_end_of_text() -> None:
-    assert texts(ask([Row(("",), ("abc",), 0, "f:1")], task())) == ["| abc"]
+    assert texts(ask([TaskRow(("",), ("abc",), 0, "f:1")], task())) == ["| abc"]
 
 
 def test_an_answer_without_a_token_is_an_error_that_names_the_row() -> None:
     config = task(continuation_delimiter="")
     with pytest.raises(UserError, match=r"f\.jsonl:2: an answer adds no token"):
-        ask([Row(("q",), ("",), 0, "f.jsonl:2")], config)
+        ask([TaskRow(("q",), ("",), 0, "f.jsonl:2")], config)
 
 
 def test_a_tokenizers_own_start_replaces_the_end_of_text() -> None:
@@ -319,7 +321,7 @@ def test_harness_prompts_begin_with_the_prefix_token_only_where_there_is_no_cont
         tokenizer = marking_tokenizer("gpt2", before)
         ids = tokenizer.encode(" the")
         empty, full = questions(
-            [Row((text,), ("the",), 0, "f:1") for text in ("", "x")],
+            [TaskRow((text,), ("the",), 0, "f:1") for text in ("", "x")],
             task(),
             0,
             tokenizer,
@@ -333,7 +335,7 @@ def test_harness_prompts_begin_with_the_prefix_token_only_where_there_is_no_cont
 
 def test_a_harness_prompt_too_long_loses_its_start_and_leaves_room_for_the_answer() -> None:
     tokenizer = marking_tokenizer("gpt2", "<s>")
-    row = Row(("the answer is the author " * 9,), ("book",), 0, "f:1", aliases=("book",))
+    row = TaskRow(("the answer is the author " * 9,), ("book",), 0, "f:1", aliases=("book",))
     config = task(GENERATION, max_new_tokens=5)
     how = {"mode": "harness", "seq_len": 20}
     (question,) = questions([row], config, 0, tokenizer, **how)  # type: ignore[arg-type]
@@ -343,7 +345,7 @@ def test_a_harness_prompt_too_long_loses_its_start_and_leaves_room_for_the_answe
 
 
 def test_where_nothing_is_written_no_room_is_kept_for_it() -> None:
-    row = Row(("0123456789",), ("12345678",), 0, "f:1", aliases=("12345678",))
+    row = TaskRow(("0123456789",), ("12345678",), 0, "f:1", aliases=("12345678",))
     for mode in ("native", "harness", "foundry"):
         config = task(GENERATION, max_new_tokens=40)
         with pytest.raises(UserError, match=r"sums: an answer may take 40 tokens .*icl_generate=f"):
@@ -357,7 +359,7 @@ def test_where_nothing_is_written_no_room_is_kept_for_it() -> None:
 
 def test_schema_scores_the_continuation_after_each_context() -> None:
     pairs = [
-        Row((f"A{i} fed B{i} as A{i}", f"A{i} fed B{i} as B{i}"), ("ate.",), i % 2, "f:1")
+        TaskRow((f"A{i} fed B{i} as A{i}", f"A{i} fed B{i} as B{i}"), ("ate.",), i % 2, "f:1")
         for i in range(3)
     ]
     # Random(1234).sample(range(3), 2) is [1, 0]; the right context of row 1 is its second
@@ -370,7 +372,7 @@ def test_schema_scores_the_continuation_after_each_context() -> None:
 
 
 def test_contexts_of_a_schema_are_cut_each_to_what_fits() -> None:
-    row = Row(("0123456789", "ab"), ("xy",), 0, "f:1")
+    row = TaskRow(("0123456789", "ab"), ("xy",), 0, "f:1")
     (question,) = ask([row], task(SCHEMA), seq_len=7)
     assert question.truncated
     assert [shown(r) for r in question.requests] == [("6789", " xy"), ("ab", " xy")]
@@ -381,7 +383,7 @@ def test_contexts_of_a_schema_are_cut_each_to_what_fits() -> None:
 
 def test_whole_examples_are_dropped_from_the_first_and_no_more_than_needed() -> None:
     config = task()
-    long = [Row((f"q{i}" + "x" * i,), (f"a{i}",), 0, f"f:{i}") for i in range(9)]
+    long = [TaskRow((f"q{i}" + "x" * i,), (f"a{i}",), 0, f"f:{i}") for i in range(9)]
     full = ask(long, config, 4)
     for seq_len in range(12, 70, 3):
         for whole, question in zip(full, ask(long, config, 4, seq_len=seq_len), strict=True):
@@ -404,14 +406,14 @@ def test_a_prompt_string_stays_when_examples_are_dropped() -> None:
 
 
 def test_the_longest_choice_decides_how_many_examples_stay() -> None:
-    pairs = [Row((f"q{i}",), ("x", "y" * 9), 0, "f:1") for i in range(3)]
+    pairs = [TaskRow((f"q{i}",), ("x", "y" * 9), 0, "f:1") for i in range(3)]
     (question,) = ask(pairs, task(CHOICE), 1, keep=[1], seq_len=14)
     assert question.dropped == 1
     assert [shown(r)[0] for r in question.requests] == ["q1", "q1"]
 
 
 def test_what_is_too_long_without_examples_loses_its_start_equally_for_every_choice() -> None:
-    row = Row(("0123456789",), ("x", "yyy"), 0, "f:1")
+    row = TaskRow(("0123456789",), ("x", "yyy"), 0, "f:1")
     (question,) = ask([row], task(CHOICE), seq_len=8)
     assert question.truncated
     assert [shown(r) for r in question.requests] == [("6789", " x"), ("6789", " yyy")]
@@ -419,13 +421,13 @@ def test_what_is_too_long_without_examples_loses_its_start_equally_for_every_cho
 
 
 def test_a_question_that_just_fits_is_not_cut() -> None:
-    row = Row(("0123",), ("xy",), 0, "f:1")
+    row = TaskRow(("0123",), ("xy",), 0, "f:1")
     assert not ask([row], task(), seq_len=7)[0].truncated
     assert ask([row], task(), seq_len=6)[0].truncated
 
 
 def test_an_answer_longer_than_the_window_is_an_error_that_names_the_row() -> None:
-    row = Row(("q",), ("1234567",), 0, "f.jsonl:3")
+    row = TaskRow(("q",), ("1234567",), 0, "f.jsonl:3")
     assert ask([row], task(), seq_len=8)[0].truncated
     with pytest.raises(
         UserError, match=r"f\.jsonl:3: an answer has 8 tokens, but max_seq_len leaves 7"
@@ -436,9 +438,9 @@ def test_an_answer_longer_than_the_window_is_an_error_that_names_the_row() -> No
 # --- generation --------------------------------------------------------------------------------
 
 
-def word_problems() -> list[Row]:
+def word_problems() -> list[TaskRow]:
     return [
-        Row(
+        TaskRow(
             (f"q{i}",),
             (str(i),),
             0,
@@ -474,7 +476,7 @@ def test_an_answer_may_be_as_long_as_the_longest_of_all_rows_and_ten_more_after_
     longest = len("3 is 3.The answer is +3") + 10
     some = ask(word_problems(), task(GENERATION, **SVAMP), 1, keep=[0])
     assert some[0].prompt is not None and some[0].prompt.max_new_tokens == longest
-    plain = [Row(("q",), (t,), 0, "f:1", aliases=(t, t + "!")) for t in ("a", "bcd", "ef")]
+    plain = [TaskRow(("q",), (t,), 0, "f:1", aliases=(t, t + "!")) for t in ("a", "bcd", "ef")]
     (question, *_) = ask(plain, task(GENERATION))
     assert question.prompt is not None
     # the space of the delimiter is left to be written
@@ -507,7 +509,7 @@ def test_generation_without_room_for_a_question_is_an_error_that_names_the_task(
 
 
 def test_a_shortened_prompts_text_is_what_its_tokens_spell() -> None:
-    row = Row(("0123456789",), ("x",), 0, "f:1")
+    row = TaskRow(("0123456789",), ("x",), 0, "f:1")
     (question,) = ask([row], task(GENERATION, max_new_tokens=3), seq_len=8)
     assert question.prompt is not None and question.truncated
     assert question.prompt.text == "6789"

@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.grading.categories import (
     wrong_baselines,
 )
 from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row, Score
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import (
     BenchmarkConfig,
     CategoryConfig,
@@ -103,7 +103,7 @@ def table_gauntlet(**settings: Any) -> EvalGauntlet:
 
 
 def question(gold: int, place: str, texts: Sequence[str] = ("ab", "cde"), **keys: Any) -> Question:
-    row = Row(("q",), tuple(texts), gold, place, **keys)
+    row = TaskRow(("q",), tuple(texts), gold, place, **keys)
     return Question(row, tuple(Request((1, 2), (3,) * len(t), t) for t in texts))
 
 
@@ -335,7 +335,7 @@ def test_a_number_that_is_not_finite_fails_the_task_by_name(broken: float) -> No
     assert result.failure == "a log-probability at w.jsonl:2 is not a finite number"
     assert (result.accuracy, result.stderr, result.metrics) == (None, None, {})
     best = [Score(-1.0, greedy=False, tied=False, best_logprob=broken)]
-    row = [Question(Row(("q",), ("a",), 0, "w.jsonl:3"), (Request((1,), (2,), "a"),))]
+    row = [Question(TaskRow(("q",), ("a",), 0, "w.jsonl:3"), (Request((1,), (2,), "a"),))]
     failed = grade(blank(1), config("language_modeling"), row, [best])
     assert failed.failure and "w.jsonl:3" in failed.failure
 
@@ -363,7 +363,9 @@ def test_categories_of_rows_have_metrics_of_their_own() -> None:
 def generation() -> tuple[TaskConfig, list[Question]]:
     prompt = Prompt((1,), "q", (), 4)
     questions = [
-        Question(Row(("q",), (a,), 0, f"g:{a}", aliases=(a,)), (Request((1,), (2,), a),), prompt)
+        Question(
+            TaskRow(("q",), (a,), 0, f"g:{a}", aliases=(a,)), (Request((1,), (2,), a),), prompt
+        )
         for a in ("12", "7")
     ]
     return config("generation_task_with_answers"), questions

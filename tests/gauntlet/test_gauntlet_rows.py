@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.tasks.continuations import heldout_rows
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority, rows_hash
@@ -23,7 +23,7 @@ ANSWER = {"context": "a", "answer": "b"}
 GENERATION = "generation_task_with_answers"
 
 
-def load(folder: Path, kind: str, *rows: dict[str, Any], **keys: Any) -> list[Row]:
+def load(folder: Path, kind: str, *rows: dict[str, Any], **keys: Any) -> list[TaskRow]:
     (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = TaskConfig("t", "t.jsonl", kind, [0], **keys)
     return load_rows(task, gauntlet_path=folder / "g.yaml")
@@ -179,7 +179,7 @@ def test_the_hash_is_of_content_and_order_and_not_of_the_place(tmp_path: Path) -
 
 def test_the_hash_is_the_same_in_every_process_and_version() -> None:
     """Results of different runs are compared by it: changing it must be a decision."""
-    row = Row(("a",), ("b", "c"), 1, "x:1", category="k", aliases=("b",), chain_of_thought="d")
+    row = TaskRow(("a",), ("b", "c"), 1, "x:1", category="k", aliases=("b",), chain_of_thought="d")
     canonical = (
         '{"aliases":["b"],"category":"k","chain_of_thought":"d","choices":["b","c"],'
         '"contexts":["a"],"gold":1}\n'

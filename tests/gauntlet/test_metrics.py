@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.grading.metrics import (
     judge_choice,
     measure,
 )
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row, Score
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"
@@ -47,7 +47,7 @@ def choice(
 ) -> Answer:
     """An answer to a question with an option for each log-probability."""
     texts, tokens = texts or ["ab"] * len(logprobs), tokens or [1] * len(logprobs)
-    row = Row(("q",), tuple(texts), gold, "words.jsonl:1", category)
+    row = TaskRow(("q",), tuple(texts), gold, "words.jsonl:1", category)
     requests = tuple(map(request, texts, tokens))
     scores = [Score(lp, greedy=False, tied=False, best_logprob=-0.1) for lp in logprobs]
     return Answer(Question(row, requests), scores)
@@ -55,12 +55,12 @@ def choice(
 
 def written(logprob: float, *, greedy: bool, best: float, text: str = "ab", n: int = 1) -> Answer:
     """A language_modeling answer."""
-    question = Question(Row(("q",), (text,), 0, "w:1"), (request(text, n),))
+    question = Question(TaskRow(("q",), (text,), 0, "w:1"), (request(text, n),))
     return Answer(question, [Score(logprob, greedy=greedy, tied=False, best_logprob=best)])
 
 
 def generated(text: str | None, answer: str = "12", *, greedy: bool | None = None) -> Answer:
-    row = Row(("q",), (answer,), 0, "w:1", aliases=(answer, "twelve"))
+    row = TaskRow(("q",), (answer,), 0, "w:1", aliases=(answer, "twelve"))
     question = Question(row, (request(answer, 2),), Prompt((1,), "q", (), 4))
     scores = [] if greedy is None else [Score(-2.0, greedy, tied=False, best_logprob=-1.0)]
     return Answer(question, scores, text)
@@ -103,7 +103,7 @@ def test_the_default_choice_is_llm_foundrys_lowest_perplexity() -> None:
 
 
 def test_schema_compares_one_continuation_after_several_contexts() -> None:
-    row = Row(("she went", "he went"), ("home",), 1, "s:1")
+    row = TaskRow(("she went", "he went"), ("home",), 1, "s:1")
     requests = (request("home", 2), request("home", 2))
     scores = [Score(lp, greedy=False, tied=False, best_logprob=-1.0) for lp in (-4.0, -3.0)]
     found = values(task("schema"), [Answer(Question(row, requests), scores)])

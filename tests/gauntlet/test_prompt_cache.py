@@ -16,7 +16,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.gauntlet.prompts.cache import cached_questions, load_questions, save_questions
 from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 CHOICE, GENERATION = "multiple_choice", "generation_task_with_answers"
@@ -27,17 +27,21 @@ def task(kind: str = CHOICE, **keys: Any) -> TaskConfig:
     return TaskConfig("sums", "sums.jsonl", kind, [0], **keys)
 
 
-def rows(n: int = 6, kind: str = CHOICE) -> list[Row]:
+def rows(n: int = 6, kind: str = CHOICE) -> list[TaskRow]:
     if kind == CHOICE:
-        return [Row((f"q{i} é",), (f"a{i}", "bb"), i % 2, f"f:{i}") for i in range(n)]
+        return [TaskRow((f"q{i} é",), (f"a{i}", "bb"), i % 2, f"f:{i}") for i in range(n)]
     return [
-        Row((f"q{i}",), (f"a{i}",), 0, f"f:{i}", aliases=(f"a{i}",), chain_of_thought="as é")
+        TaskRow((f"q{i}",), (f"a{i}",), 0, f"f:{i}", aliases=(f"a{i}",), chain_of_thought="as é")
         for i in range(n)
     ]
 
 
 def ask(
-    folder: Path, some: list[Row], config: TaskConfig | None = None, shots: int = 2, **keys: Any
+    folder: Path,
+    some: list[TaskRow],
+    config: TaskConfig | None = None,
+    shots: int = 2,
+    **keys: Any,
 ) -> list[Question]:
     said = keys.pop("said", [])
     settings: dict[str, Any] = {"mode": "native", "seq_len": 99, "say": said.append}
@@ -89,7 +93,7 @@ def test_what_is_saved_is_loaded_whatever_the_tokens(tmp_path: Path) -> None:
                 Request((*tokens(draw.randint(1, 30)), *targets[:-1]), targets, "\u00e9\n")
             )
         prompt = Prompt(tokens(5), "p\ud83d", ("\n",), 3) if i % 3 else None
-        row = Row((str(i),), ("a",), 0, "f:1")
+        row = TaskRow((str(i),), ("a",), 0, "f:1")
         asked.append(Question(row, tuple(requests), prompt, i % 5, bool(i % 2)))
     save_questions(tmp_path / "q.npz", asked)
     assert load_questions(tmp_path / "q.npz", [q.row for q in asked]) == asked

@@ -17,8 +17,8 @@ from llmfoundry.track.pages.score_charts import (
     BAR,
     LEFT,
     RIGHT,
-    Asked,
     Estimate,
+    TaskDots,
     accuracy_bar,
     bars,
     dots,
@@ -232,8 +232,8 @@ def test_any_single_score_can_be_drawn(value: float) -> None:
 
 def test_accuracies_are_dots_at_their_share_beside_chance() -> None:
     asked = [
-        Asked("copa, 3-shot", 0.5, 0.55, [(0.25, 0.05), (0.75, None)]),
-        Asked("svamp, 0-shot", 0.0, 0.1, [(None, None), (0.0, None)]),
+        TaskDots("copa, 3-shot", 0.5, 0.55, [(0.25, 0.05), (0.75, None)]),
+        TaskDots("svamp, 0-shot", 0.0, 0.1, [(None, None), (0.0, None)]),
     ]
     figure = drawn(dots("t", asked, ["a", "b"]))
 

@@ -62,7 +62,7 @@ def _cut(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Packed:
+class CompressedFile:
     """The compressed form in which a file is kept.
 
     Attributes:
@@ -92,7 +92,7 @@ class FileSpec:
     name: str
     n_bytes: int | None
     hashes: tuple[tuple[str, str], ...] = ()
-    packed: Packed | None = None
+    packed: CompressedFile | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import IO
 
 from llmfoundry.data.fetch.file_locks import LockedFile, lock, try_lock
-from llmfoundry.data.fetch.file_spec import PACKED, PART, FetchOptions, FileSpec, Packed, in_words
+from llmfoundry.data.fetch.file_spec import (
+    PACKED,
+    PART,
+    CompressedFile,
+    FetchOptions,
+    FileSpec,
+    in_words,
+)
 from llmfoundry.data.fetch.remote import DamagedError, Remote
 from llmfoundry.data.fetch.shard_cache import ShardCache, Shortage, reports_cache_folder
 from llmfoundry.data.mds import codecs
@@ -219,7 +226,7 @@ class ShardFetcher:
 
     def _unpack(
         self,
-        packed: Packed,
+        packed: CompressedFile,
         n_bytes: int | None,
         part: LockedFile,
         target: IO[bytes],

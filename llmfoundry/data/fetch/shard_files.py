@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.copies import AnyIndex, Copies, Index
-from llmfoundry.data.fetch.file_spec import INDEX, FetchOptions, FileSpec, Packed
+from llmfoundry.data.fetch.file_spec import INDEX, CompressedFile, FetchOptions, FileSpec
 from llmfoundry.data.fetch.prefetch import Prefetcher
 from llmfoundry.data.fetch.remote import Remote
 from llmfoundry.data.fetch.request_rate import take_turn
@@ -26,7 +26,7 @@ from llmfoundry.data.fetch.shard_cache import ShardCache, reports_cache_folder
 from llmfoundry.data.fetch.shard_fetch import ShardFetcher, damage
 from llmfoundry.errors import UserError
 
-__all__ = ["FetchOptions", "FileSpec", "Packed", "ShardFolder"]
+__all__ = ["CompressedFile", "FetchOptions", "FileSpec", "ShardFolder"]
 
 _COPIES = "remote"  # the folder of copies, below the cache folder
 

@@ -22,7 +22,7 @@ from typing import IO, Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from llmfoundry.data.fetch.file_spec import FileSpec, Packed, named_twice, wrong_name
+from llmfoundry.data.fetch.file_spec import CompressedFile, FileSpec, named_twice, wrong_name
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.encodings import encoded_size
 from llmfoundry.errors import UserError
@@ -51,7 +51,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Texts:
+class StringArray:
     """Many short texts without an object for each.
 
     Attributes:
@@ -89,10 +89,10 @@ class MDSIndex:
     sizes: np.ndarray
     raw_bytes: np.ndarray
     packed_bytes: np.ndarray
-    names: Texts
-    packed_names: Texts
-    hashes: Texts
-    packed_hashes: Texts
+    names: StringArray
+    packed_names: StringArray
+    hashes: StringArray
+    packed_hashes: StringArray
     column_sets: tuple[Columns, ...]
     column_set: np.ndarray
     compressions: tuple[str, ...]
@@ -157,7 +157,7 @@ class MDSIndex:
         """The file of shard `n`, and how it is kept."""
         packed = None
         if self.packed_bytes[n] >= 0:
-            packed = Packed(
+            packed = CompressedFile(
                 name=self.packed_names[n],
                 n_bytes=int(self.packed_bytes[n]),
                 hashes=_pairs(self.packed_hashes[n]),
@@ -203,7 +203,7 @@ class MDSIndex:
                 facts = json.loads(arrays["facts"].tobytes())
                 known = {name: arrays[name] for name in _NUMBERS}
                 for name in _TEXTS:
-                    known[name] = Texts(arrays[f"{name}.data"], arrays[f"{name}.ends"])
+                    known[name] = StringArray(arrays[f"{name}.data"], arrays[f"{name}.ends"])
             if facts[0] != _BINARY:
                 raise ValueError(f"it is of {facts[0]!r}, not {_BINARY!r}")
         except _DAMAGE as error:
@@ -227,11 +227,11 @@ def _pairs(hashes: str) -> tuple[tuple[str, str], ...]:
     return tuple((algorithm, value) for algorithm, _, value in found)
 
 
-def _texts(texts: list[str]) -> Texts:
+def _texts(texts: list[str]) -> StringArray:
     together = "".join(texts)
     lengths = map(len, texts if together.isascii() else (text.encode() for text in texts))
     ends = np.cumsum(np.fromiter(lengths, np.int64, len(texts)))
-    return Texts(np.frombuffer(together.encode(), np.uint8), ends)
+    return StringArray(np.frombuffer(together.encode(), np.uint8), ends)
 
 
 class _WrongEntryError(Exception):

@@ -26,15 +26,15 @@ from llmfoundry.data.preparation.write.manifest import Manifest, make_manifest
 from llmfoundry.data.preparation.write.outputs import STREAMS, Output
 from llmfoundry.data.preparation.write.parts import (
     WORK,
-    Job,
     Part,
+    PartSettings,
     find_part,
     ignore,
     make_part,
     sign_part,
     signature_file,
 )
-from llmfoundry.data.preparation.write.place import SCRATCH, Place
+from llmfoundry.data.preparation.write.place import SCRATCH, OutputFolder
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.tokens import Shard, StreamIndex
 from llmfoundry.errors import UserError
@@ -59,7 +59,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparationPlan:
     """What is prepared.
 
     Attributes:
@@ -89,7 +89,7 @@ class Plan:
         }
 
 
-def fill(place: Place, plan: Plan, how: How) -> Manifest:
+def fill(place: OutputFolder, plan: PreparationPlan, how: How) -> Manifest:
     """Make what is missing at a place that nobody else writes to.
 
     Raises:
@@ -102,7 +102,7 @@ def fill(place: Place, plan: Plan, how: How) -> Manifest:
     settings = {**plan.settings, "held out": split.settings}
     if corpus.config.deduplicate != "none":
         settings["among"] = before
-    job = Job(corpus, split, plan.tokenizer, plan.output, place, settings)
+    job = PartSettings(corpus, split, plan.tokenizer, plan.output, place, settings)
     parts = _make_parts(job, tasks, how)
     manifest = make_manifest(
         corpus, parts, settings=plan.settings, about=plan.about, note=split.note
@@ -118,7 +118,7 @@ def fill(place: Place, plan: Plan, how: How) -> Manifest:
     return manifest
 
 
-def _make_parts(job: Job, tasks: Sequence[Task], how: How) -> list[Part]:
+def _make_parts(job: PartSettings, tasks: Sequence[Task], how: How) -> list[Part]:
     """Every task's part; those of an earlier call where they are there."""
     names = set(job.place.names_below(WORK))
     for name in names:
@@ -132,7 +132,9 @@ def _make_parts(job: Job, tasks: Sequence[Task], how: How) -> list[Part]:
     return [parts[task.number] for task in tasks]
 
 
-def _run(job: Job, tasks: Sequence[Task], missing: Sequence[Task], how: How) -> dict[int, Part]:
+def _run(
+    job: PartSettings, tasks: Sequence[Task], missing: Sequence[Task], how: How
+) -> dict[int, Part]:
     sized = all(task.n_bytes is not None for task in tasks)  # else the bar counts tasks
     amounts = {task.number: (task.n_bytes or 0) if sized else 1 for task in tasks}
     left = sum(amounts[task.number] for task in missing)
@@ -162,11 +164,11 @@ def _run(job: Job, tasks: Sequence[Task], missing: Sequence[Task], how: How) -> 
     return parts
 
 
-def _make(job: Job, task: Task, seen: Callable[[int], Any] = ignore) -> tuple[int, Part]:
+def _make(job: PartSettings, task: Task, seen: Callable[[int], Any] = ignore) -> tuple[int, Part]:
     return task.number, make_part(job, task, seen)
 
 
-def _find_repeats(job: Job, tasks: Sequence[Task], run: Run) -> list[Path]:
+def _find_repeats(job: PartSettings, tasks: Sequence[Task], run: Run) -> list[Path]:
     """Which documents of each task repeat another, if that is asked for."""
     if job.corpus.config.deduplicate == "none":
         return []
@@ -198,7 +200,7 @@ def _check(corpus: Corpus, manifest: Manifest, before: str) -> None:
         )
 
 
-def _write_indices(job: Job, tasks: Sequence[Task], parts: Sequence[Part]) -> None:
+def _write_indices(job: PartSettings, tasks: Sequence[Task], parts: Sequence[Part]) -> None:
     """Each stream's index, once nothing else is in its folder."""
     for stream in STREAMS:
         shards = [shard for part in parts for shard in part.shards[stream]]

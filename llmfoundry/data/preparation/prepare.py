@@ -19,12 +19,12 @@ from filelock import FileLock, Timeout
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.preparation.pipeline import How, Plan, fill
+from llmfoundry.data.preparation.pipeline import How, PreparationPlan, fill
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.write.manifest import MANIFEST, Manifest, summary
 from llmfoundry.data.preparation.write.outputs import STREAMS, Output, token_output
 from llmfoundry.data.preparation.write.parts import WORK
-from llmfoundry.data.preparation.write.place import Place
+from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
@@ -69,16 +69,20 @@ def prepare(
         UserError: the corpus cannot be read, no training text is left, or the cache is damaged or
             cannot be written.
     """
-    plan = Plan(Corpus(config), tokenizer, token_output(tokenizer, shard_bytes=shard_bytes))
+    plan = PreparationPlan(
+        Corpus(config), tokenizer, token_output(tokenizer, shard_bytes=shard_bytes)
+    )
     key = cache_key(corpus=plan.corpus.fingerprint(), **plan.settings)
     folder = Path(config.cache_folder).expanduser() / "tokens" / key
     how = How(config.num_workers, progress=progress)
-    build_once(folder, lambda partial: _fill_cache(Place(str(partial)), plan, how), keep=WORK)
+    build_once(
+        folder, lambda partial: _fill_cache(OutputFolder(str(partial)), plan, how), keep=WORK
+    )
     return _open(folder, config)
 
 
 def prepare_to(
-    place: Place,
+    place: OutputFolder,
     config: DataConfig,
     tokenizer: Tokenizer,
     *,
@@ -100,7 +104,7 @@ def prepare_to(
         UserError: the corpus cannot be read, no training text is left, or the place holds
             something else or cannot be written.
     """
-    plan = Plan(Corpus(config), tokenizer, output, about)
+    plan = PreparationPlan(Corpus(config), tokenizer, output, about)
     _check_free(place)
     with _writing(place):
         manifest = Manifest.read(place)
@@ -118,7 +122,7 @@ def prepare_to(
     return manifest
 
 
-def _fill_cache(place: Place, plan: Plan, how: How) -> None:
+def _fill_cache(place: OutputFolder, plan: PreparationPlan, how: How) -> None:
     try:
         fill(place, plan, how)
     except UserError:
@@ -130,7 +134,7 @@ def _fill_cache(place: Place, plan: Plan, how: How) -> None:
 def _open(folder: Path, config: DataConfig) -> Prepared:
     options = FetchOptions.from_config(config)
     try:
-        manifest = Manifest.read(Place(str(folder)))
+        manifest = Manifest.read(OutputFolder(str(folder)))
         if manifest is None:
             raise UserError(f"{MANIFEST}: is missing")
         folders = [ShardFolder.open(None, str(folder / name), options) for name in STREAMS]
@@ -142,14 +146,14 @@ def _open(folder: Path, config: DataConfig) -> Prepared:
     return Prepared(train, validation, summary(manifest))
 
 
-def _check_free(place: Place) -> None:
+def _check_free(place: OutputFolder) -> None:
     """Whether the folder is empty, or a preparation's."""
     names = place.names()
     if names and MANIFEST not in names and WORK not in names:
         raise _other(place, f"{names[0]} is not of a preparation")
 
 
-def _claim(place: Place, plan: Plan) -> None:
+def _claim(place: OutputFolder, plan: PreparationPlan) -> None:
     """Say what the folder will hold, or find that an earlier call would have gone on the same."""
     data = place.read(_SETTINGS)
     if data is None:
@@ -158,7 +162,7 @@ def _claim(place: Place, plan: Plan) -> None:
         _check_same(place, json.loads(data), plan.settings)
 
 
-def _check_same(place: Place, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_same(place: OutputFolder, before: dict[str, Any], now: dict[str, Any]) -> None:
     old, new = _flat(before), _flat(now)
     for key in dict.fromkeys([*old, *new]):
         if old.get(key) != new.get(key):
@@ -174,7 +178,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _other(place: Place, why: str) -> UserError:
+def _other(place: OutputFolder, why: str) -> UserError:
     return UserError(
         f"prepare.output: {place.folder} holds something else: {why}; choose another folder, or"
         " delete this one"
@@ -182,7 +186,7 @@ def _other(place: Place, why: str) -> UserError:
 
 
 @contextmanager
-def _writing(place: Place) -> Iterator[None]:
+def _writing(place: OutputFolder) -> Iterator[None]:
     """One preparation at a time in a folder of this machine; errors of its disk as a line."""
     if place.here is None:
         yield

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from llmfoundry.data.supervised.formats import Document
+from llmfoundry.data.supervised.formats import SegmentedText
 from llmfoundry.data.text.tokenizer import Tokenizer
 
 
@@ -40,7 +40,7 @@ class Encoder:
         self._tokenizer, self._shortest_prompt = tokenizer, shortest_prompt
         self.special_tokens = tokenizer.special_tokens
 
-    def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
+    def __call__(self, documents: Sequence[SegmentedText]) -> list[Encoded]:
         """Each document; the end of text is put behind it where it does not end with one."""
         plain = [n for n, d in enumerate(documents) if not d.rendered]
         rendered = [n for n, d in enumerate(documents) if d.rendered]
@@ -49,21 +49,21 @@ class Encoder:
         found |= zip(rendered, self._rendered([documents[n] for n in rendered]), strict=True)
         return [self._weighed(document, found[n]) for n, document in enumerate(documents)]
 
-    def _plain(self, documents: Sequence[Document]) -> list[list[list[int]]]:
+    def _plain(self, documents: Sequence[SegmentedText]) -> list[list[list[int]]]:
         """Ids of each piece; what the tokenizer puts before a text is before the first alone."""
         texts = [piece.text for document in documents for piece in document.pieces]
         ids = iter(self._tokenizer.encode_batch(texts))
         pieces = [[next(ids) for _ in document.pieces] for document in documents]
         return [[[*self._tokenizer.bos_ids, *first], *others] for first, *others in pieces]
 
-    def _rendered(self, documents: Sequence[Document]) -> list[list[list[int]]]:
+    def _rendered(self, documents: Sequence[SegmentedText]) -> list[list[list[int]]]:
         if not self._tokenizer.byte_level:
             return [self._cut(document) for document in documents]
         texts = [piece.text for document in documents for piece in document.pieces]
         ids = iter(self._tokenizer.encode_chat_batch(texts))
         return [[next(ids) for _ in document.pieces] for document in documents]
 
-    def _cut(self, document: Document) -> list[list[int]]:
+    def _cut(self, document: SegmentedText) -> list[list[int]]:
         texts = [piece.text for piece in document.pieces]
         ends = list(accumulate(map(len, texts), initial=0))
         ids, spans = self._tokenizer.encode_chat_spans("".join(texts))
@@ -81,7 +81,7 @@ class Encoder:
         is_apart = ids[: len(before)] == before
         return ids[len(before) :] if is_apart else self._tokenizer.encode_chat(text)
 
-    def _weighed(self, document: Document, pieces: list[list[int]]) -> Encoded:
+    def _weighed(self, document: SegmentedText, pieces: list[list[int]]) -> Encoded:
         answers = [ids for piece, ids in zip(document.pieces, pieces, strict=True) if piece.answer]
         is_empty = not answers or not answers[-1]
         if not is_empty and pieces[-1][-1] != self._tokenizer.eos_id:

@@ -27,7 +27,7 @@ Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """A part of a document's text.
 
     Attributes:
@@ -42,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Document:
+class SegmentedText:
     """What becomes one sequence of tokens.
 
     Attributes:
@@ -51,7 +51,7 @@ class Document:
         side: 1 chosen or desirable, -1 rejected or undesirable, 0 neither.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Segment, ...]
     rendered: bool
     side: int = 0
 
@@ -67,13 +67,13 @@ class Example:
         contents: what the row itself holds in a rendered text.
     """
 
-    documents: tuple[Document, ...]
+    documents: tuple[SegmentedText, ...]
     key: str
     contents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExampleOptions:
     """What the recipe asks of every row.
 
     Attributes:
@@ -87,7 +87,7 @@ class Asked:
     prompts: bool = False
 
 
-def example_of(row: Mapping[str, Any], form: str, asked: Asked) -> Example:
+def example_of(row: Mapping[str, Any], form: str, asked: ExampleOptions) -> Example:
     """The documents of a row.
 
     Args:
@@ -101,7 +101,7 @@ def example_of(row: Mapping[str, Any], form: str, asked: Asked) -> Example:
     return _FORMATS[form](row, asked)
 
 
-def _prompt_response(row: Mapping[str, Any], asked: Asked) -> Example:
+def _prompt_response(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
     prompt = _column(row, "prompt")
     given = [name for name in ("response", "completion") if row.get(name) is not None]
     if len(given) != 1:
@@ -112,13 +112,13 @@ def _prompt_response(row: Mapping[str, Any], asked: Asked) -> Example:
     return Example((document,), _key([prompt, answer]), _contents(prompt, answer))
 
 
-def _chat(row: Mapping[str, Any], asked: Asked) -> Example:
+def _chat(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
     messages, tools = conversation(_column(row, "messages")), tools_of(row.get("tools"))
-    document = Document(_turns(messages, tools, asked), rendered=True)
+    document = SegmentedText(_turns(messages, tools, asked), rendered=True)
     return Example((document,), _key([messages, tools]), _contents(messages))
 
 
-def _preference(row: Mapping[str, Any], asked: Asked) -> Example:
+def _preference(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
     tools = tools_of(row.get("tools"))
     chosen, rejected = _column(row, "chosen"), _column(row, "rejected")
     sides = [_compared(row, name, tools, asked) for name in ("chosen", "rejected")]
@@ -127,13 +127,13 @@ def _preference(row: Mapping[str, Any], asked: Asked) -> Example:
         raise ValueError("chosen and rejected differ before their last answer; they share a prompt")
     if sides[0].pieces[-1].text == sides[1].pieces[-1].text:
         raise ValueError("chosen and rejected are the same answer; nothing can be preferred")
-    pair = (Document(sides[0].pieces, sides[0].rendered, 1),
-            Document(sides[1].pieces, sides[1].rendered, -1))  # fmt: skip
+    pair = (SegmentedText(sides[0].pieces, sides[0].rendered, 1),
+            SegmentedText(sides[1].pieces, sides[1].rendered, -1))  # fmt: skip
     key = "".join(piece.text for piece in prompts[0])
     return Example(pair, key, _contents(row.get("prompt"), chosen, rejected))
 
 
-def _unpaired(row: Mapping[str, Any], asked: Asked) -> Example:
+def _unpaired(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
     label = _column(row, "label")
     if isinstance(label, str) and label.lower() in ("true", "false"):
         label = label.lower() == "true"
@@ -144,11 +144,11 @@ def _unpaired(row: Mapping[str, Any], asked: Asked) -> Example:
     _column(row, "prompt")
     document = _compared(row, "completion", tools_of(row.get("tools")), asked)
     key = "".join(piece.text for piece in document.pieces[:-1])
-    side = Document(document.pieces, document.rendered, 1 if label else -1)
+    side = SegmentedText(document.pieces, document.rendered, 1 if label else -1)
     return Example((side,), key, _contents(row.get("prompt"), row.get("completion")))
 
 
-_FORMATS: dict[str, Callable[[Mapping[str, Any], Asked], Example]] = {
+_FORMATS: dict[str, Callable[[Mapping[str, Any], ExampleOptions], Example]] = {
     "prompt_response": _prompt_response,
     "chat": _chat,
     "preference": _preference,
@@ -157,16 +157,16 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any], Asked], Example]] = {
 
 
 def _compared(
-    row: Mapping[str, Any], name: str, tools: list[dict[str, Any]] | None, asked: Asked
-) -> Document:
+    row: Mapping[str, Any], name: str, tools: list[dict[str, Any]] | None, asked: ExampleOptions
+) -> SegmentedText:
     """A prompt with an answer of which the last turn alone is learned."""
-    asked = Asked(asked.chat, last_only=True)
+    asked = ExampleOptions(asked.chat, last_only=True)
     return _answered(row.get("prompt"), _column(row, name), name, asked, tools)
 
 
 def _answered(
-    prompt: Any, answer: Any, name: str, asked: Asked, tools: list[dict[str, Any]] | None
-) -> Document:
+    prompt: Any, answer: Any, name: str, asked: ExampleOptions, tools: list[dict[str, Any]] | None
+) -> SegmentedText:
     """A prompt and its answer: both text, or both messages, or a whole conversation as answer."""
     if not is_messages(answer):
         if prompt is None:
@@ -176,7 +176,7 @@ def _answered(
         for column, value in (("prompt", prompt), (name, answer)):
             if not isinstance(value, str):
                 raise ValueError(f"{column} holds {kind(value)}, not text")
-        return Document((Piece(prompt, False), Piece(answer, True)), rendered=False)
+        return SegmentedText((Segment(prompt, False), Segment(answer, True)), rendered=False)
     messages = plain_messages(answer, name=name)
     if messages and messages[0]["role"] in ("assistant", "tool"):
         if prompt is None:
@@ -185,12 +185,12 @@ def _answered(
         messages = [*plain_messages(before, name="prompt"), *messages]
     elif is_messages(prompt) and plain_messages(prompt, name="prompt") != messages[: len(prompt)]:
         raise ValueError(f"{name} is a whole conversation that does not begin with prompt")
-    return Document(_turns(conversation(messages, name=name), tools, asked), rendered=True)
+    return SegmentedText(_turns(conversation(messages, name=name), tools, asked), rendered=True)
 
 
 def _turns(
-    messages: Messages, tools: list[dict[str, Any]] | None, asked: Asked
-) -> tuple[Piece, ...]:
+    messages: Messages, tools: list[dict[str, Any]] | None, asked: ExampleOptions
+) -> tuple[Segment, ...]:
     """Prompts and answers by turns, together the rendered conversation."""
     if asked.chat is None:
         raise UserError(
@@ -229,8 +229,8 @@ def _rendered(
     weights: Sequence[float],
     places: Sequence[int],
     tools: list[dict[str, Any]] | None,
-    asked: Asked,
-) -> tuple[Piece, ...]:
+    asked: ExampleOptions,
+) -> tuple[Segment, ...]:
     """The pieces around the answers at `places`."""
     assert asked.chat is not None
     pieces, done = [], ""
@@ -240,8 +240,8 @@ def _rendered(
         if not (prompt.startswith(done) and whole.startswith(prompt)):
             raise _NotPrefix(n)
         is_learned = not asked.last_only or n == places[-1]
-        pieces.append(Piece(prompt[len(done) :], False))
-        pieces.append(Piece(whole[len(prompt) :], True, weights[n] if is_learned else 0.0))
+        pieces.append(Segment(prompt[len(done) :], False))
+        pieces.append(Segment(whole[len(prompt) :], True, weights[n] if is_learned else 0.0))
         done = whole
     return tuple(pieces)
 

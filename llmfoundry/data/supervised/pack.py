@@ -32,7 +32,7 @@ _ARRAYS = ("members", "ends", "held_out")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PackOptions:
     """What decides the rows, beside the examples.
 
     Attributes:
@@ -53,7 +53,7 @@ class Asked:
 
 
 @dataclass
-class Counts:
+class ExampleCounts:
     """What became of the examples.
 
     Attributes:
@@ -80,7 +80,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedExamples:
     """Examples in rows.
 
     Attributes:
@@ -94,11 +94,13 @@ class Packed:
     members: np.ndarray
     ends: np.ndarray
     held_out: np.ndarray
-    counts: Counts
+    counts: ExampleCounts
     fingerprint: str
 
 
-def open_rows(store: Store, asked: Asked, token_bytes: np.ndarray, cache_folder: str) -> Packed:
+def open_rows(
+    store: Store, asked: PackOptions, token_bytes: np.ndarray, cache_folder: str
+) -> PackedExamples:
     """The rows of a store, from the cache where they are there.
 
     Args:
@@ -118,7 +120,7 @@ def open_rows(store: Store, asked: Asked, token_bytes: np.ndarray, cache_folder:
     try:
         facts = json.loads((folder / "counts.json").read_text())
         members, ends, held_out = (np.load(folder / f"{n}.npy") for n in _ARRAYS)
-        return Packed(members, ends, held_out, Counts(**facts), key)
+        return PackedExamples(members, ends, held_out, ExampleCounts(**facts), key)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{folder}: packed rows are damaged: {error}; delete it, it will be made again"
@@ -163,7 +165,7 @@ def best_fit(sizes: np.ndarray, seq_len: int) -> list[list[int]]:
 def pack_examples(
     sizes: np.ndarray, seq_len: int, *, window: int, packed: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Examples of these sizes, in this order, in rows; `Packed`'s members and ends.
+    """Examples of these sizes, in this order, in rows; `PackedExamples`'s members and ends.
 
     Args:
         sizes: (n,) int64, tokens of each; at most `seq_len`.
@@ -182,8 +184,8 @@ def pack_examples(
     return np.array(members, np.int64), np.array(ends, np.int64)
 
 
-def _build(folder: Path, store: Store, asked: Asked, token_bytes: np.ndarray) -> None:
-    counts, n = Counts(), store.facts.per_example
+def _build(folder: Path, store: Store, asked: PackOptions, token_bytes: np.ndarray) -> None:
+    counts, n = ExampleCounts(), store.facts.per_example
     kept = np.ones(len(store.examples), bool)
     if asked.supervised.drop_duplicates or len(np.unique(store.examples["content"])) < len(kept):
         _leave_out_repeated(store, asked, kept, counts)
@@ -216,13 +218,15 @@ def _build(folder: Path, store: Store, asked: Asked, token_bytes: np.ndarray) ->
     write_json(folder / "counts.json", asdict(counts))
 
 
-def _note(counts: Counts, store: Store, what: str, examples: np.ndarray) -> None:
+def _note(counts: ExampleCounts, store: Store, what: str, examples: np.ndarray) -> None:
     if len(examples):
         counts.changed[what] = len(examples)
         counts.first[what] = store.where(int(examples[0]))
 
 
-def _leave_out_repeated(store: Store, asked: Asked, kept: np.ndarray, counts: Counts) -> None:
+def _leave_out_repeated(
+    store: Store, asked: PackOptions, kept: np.ndarray, counts: ExampleCounts
+) -> None:
     _, first = np.unique(store.examples["content"], return_index=True)
     repeated = np.setdiff1d(np.arange(len(kept)), first)
     _note(counts, store, REPEATS, repeated)
@@ -231,7 +235,7 @@ def _leave_out_repeated(store: Store, asked: Asked, kept: np.ndarray, counts: Co
 
 
 def _handle_too_long(
-    store: Store, asked: Asked, cut: np.ndarray, kept: np.ndarray, counts: Counts
+    store: Store, asked: PackOptions, cut: np.ndarray, kept: np.ndarray, counts: ExampleCounts
 ) -> None:
     n = store.facts.per_example
     long = np.flatnonzero((cut < store.lengths).reshape(-1, n).any(1) & kept)
@@ -251,7 +255,7 @@ def _handle_too_long(
 
 
 def _handle_nothing_learned(
-    store: Store, asked: Asked, learned: np.ndarray, kept: np.ndarray, counts: Counts
+    store: Store, asked: PackOptions, learned: np.ndarray, kept: np.ndarray, counts: ExampleCounts
 ) -> None:
     without = np.flatnonzero((learned == 0).reshape(-1, store.facts.per_example).any(1) & kept)
     if len(without) and asked.supervised.nothing_learned == "error":
@@ -289,7 +293,7 @@ def _learned(
     return found[0], found[1], found[2]
 
 
-def _held_out(keys: np.ndarray, asked: Asked, numbers: np.ndarray) -> np.ndarray:
+def _held_out(keys: np.ndarray, asked: PackOptions, numbers: np.ndarray) -> np.ndarray:
     """The examples whose hash lies below a bound; of so few that none does, the smallest."""
     bound = int(asked.held_out * 2**64)
     if not bound or not len(numbers):
@@ -305,14 +309,14 @@ def _held_out(keys: np.ndarray, asked: Asked, numbers: np.ndarray) -> np.ndarray
     return numbers[below]
 
 
-def _reasons(counts: Counts) -> str:
+def _reasons(counts: ExampleCounts) -> str:
     found = [f"{count:,} {what}" for what, count in counts.changed.items()]
     return (
         f"{', '.join(found)}; look at them, or at max_seq_len" if found else "the source is empty"
     )
 
 
-def summary(key: str, facts: Facts, packed: Packed, asked: Asked) -> list[str]:
+def summary(key: str, facts: Facts, packed: PackedExamples, asked: PackOptions) -> list[str]:
     """Lines for the user: counts, and what was left out or changed."""
     counts, rows = packed.counts, packed.counts.rows
     padding = 1 - counts.tokens / (rows * asked.seq_len)

@@ -22,10 +22,10 @@ from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.choose.split import content_hash
 from llmfoundry.data.preparation.engines import local_engine
 from llmfoundry.data.preparation.read.corpus import Corpus, Document
-from llmfoundry.data.preparation.read.readers import ROW, Row
+from llmfoundry.data.preparation.read.readers import ROW, FileRow
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
 from llmfoundry.data.supervised.encode import Encoded, Encoder
-from llmfoundry.data.supervised.formats import Asked, Example, example_of
+from llmfoundry.data.supervised.formats import Example, ExampleOptions, example_of
 from llmfoundry.data.supervised.reader import RowReader
 from llmfoundry.data.supervised.store import (
     DOCUMENT,
@@ -78,7 +78,9 @@ class _Plan:
         supervised = config.supervised
         shortest = supervised.shortest_target_prompt
         chat = tokenizer.chat if tokenizer.has_chat else None
-        self._asked = Asked(chat, supervised.target_responses == "last", np.isfinite(shortest))
+        self._asked = ExampleOptions(
+            chat, supervised.target_responses == "last", np.isfinite(shortest)
+        )
         self._encoder = Encoder(tokenizer, shortest)
 
     @cached_property
@@ -138,7 +140,7 @@ class _Work:
     """What a process does with a task; sent to each once."""
 
     reader: RowReader
-    asked: Asked
+    asked: ExampleOptions
     encoder: Encoder
     key: str
     folder: Path
@@ -261,11 +263,11 @@ def _arrays(made: Sequence[_Made]) -> PartArrays:
 def _lines_before(document: Document) -> int:
     """Lines of the file before the part that the document is in; counted once a part."""
     row = document.row
-    return row.source.lines_before() if isinstance(row, Row) and row.source.start else 0
+    return row.source.lines_before() if isinstance(row, FileRow) and row.source.start else 0
 
 
 def _number(document: Document, before: int) -> int:
-    if isinstance(document.row, Row):
+    if isinstance(document.row, FileRow):
         return document.row.number + before
     return NO_ROW if document.row is None else document.row
 

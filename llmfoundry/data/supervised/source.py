@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmfoundry.data.rows import Row
-from llmfoundry.data.supervised.pack import Packed, cut_lengths, lengths_of, pack_examples
+from llmfoundry.data.supervised.pack import PackedExamples, cut_lengths, lengths_of, pack_examples
 from llmfoundry.data.supervised.store import Store
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.supervised import SupervisedConfig
@@ -25,7 +25,7 @@ class SupervisedSource:
     """
 
     def __init__(
-        self, name: str, store: Store, packed: Packed, seq_len: int, *, per_sequence: bool
+        self, name: str, store: Store, packed: PackedExamples, seq_len: int, *, per_sequence: bool
     ) -> None:
         """Read packed examples.
 
@@ -71,7 +71,7 @@ class SupervisedSource:
 
 
 @dataclass(frozen=True)
-class Asked:
+class HeldOutPrompt:
     """A held-out example as a model is asked it.
 
     Attributes:
@@ -114,7 +114,7 @@ class SupervisedHeldOut:
         """The documents, as their tokens spell them."""
         return [self._tokenizer.decode(self._ids(n).tolist()) for n in self._documents()]
 
-    def asked(self, n: int) -> list[Asked]:
+    def asked(self, n: int) -> list[HeldOutPrompt]:
         """The first `n` examples (of a pair the chosen one), cut where the last answer begins."""
         found = []
         for example in self._examples[:n].tolist():
@@ -123,7 +123,7 @@ class SupervisedHeldOut:
             learned = np.asarray(self._store.weights[begin:end]) > 0
             places = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]]))
             if len(places):
-                found.append(Asked(ids[: places[-1]], ids[places[-1] :]))
+                found.append(HeldOutPrompt(ids[: places[-1]], ids[places[-1] :]))
         return found
 
     def _packed(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

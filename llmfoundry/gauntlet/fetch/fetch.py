@@ -71,14 +71,14 @@ class Outcome:
 
 
 @dataclass
-class Manifest:
+class FetchManifest:
     """What was fetched into a folder, kept in it as manifest.json."""
 
     folder: Path
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, folder: Path) -> Manifest:
+    def load(cls, folder: Path) -> FetchManifest:
         """The folder's manifest; empty where there is none.
 
         Raises:
@@ -114,7 +114,7 @@ def fetch(files: Iterable[DataFile], *, output: Path, route: Route) -> Iterator[
     files = list(files)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        manifest = Manifest.load(output)
+        manifest = FetchManifest.load(output)
         with tqdm(files, unit="file", disable=None) as bar:  # None: only where a person looks on
             for file in bar:
                 bar.set_description(Path(file.file).stem)
@@ -124,7 +124,7 @@ def fetch(files: Iterable[DataFile], *, output: Path, route: Route) -> Iterator[
         raise UserError(f"output: cannot write {where}: {error.strerror}") from error
 
 
-def _fetch_one(file: DataFile, manifest: Manifest, route: Route) -> Outcome:
+def _fetch_one(file: DataFile, manifest: FetchManifest, route: Route) -> Outcome:
     target = manifest.folder / file.file
     try:
         if target.exists():
@@ -136,7 +136,7 @@ def _fetch_one(file: DataFile, manifest: Manifest, route: Route) -> Outcome:
     return Outcome(file.file, True, line)
 
 
-def _check_present(file: DataFile, target: Path, manifest: Manifest) -> str:
+def _check_present(file: DataFile, target: Path, manifest: FetchManifest) -> str:
     """A line about a file that is there: still as it was fetched, or put there by someone."""
     content = inspect(target)
     entry = manifest.files.get(file.file)
@@ -152,7 +152,7 @@ def _check_present(file: DataFile, target: Path, manifest: Manifest) -> str:
     return f"{content.rows:,} rows, already there"
 
 
-def _bring(file: DataFile, target: Path, manifest: Manifest, route: Route) -> str:
+def _bring(file: DataFile, target: Path, manifest: FetchManifest, route: Route) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".partial")
     try:

@@ -15,7 +15,7 @@ import string
 from collections.abc import Iterable, Sequence
 
 from llmfoundry.data.instructions import checks
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "\u2018\u2019\u00b4", " "))
@@ -50,7 +50,7 @@ def final_answer(text: str, task: TaskConfig) -> str:
     return _clean(text, task)
 
 
-def is_right(text: str, row: Row, task: TaskConfig) -> bool:
+def is_right(text: str, row: TaskRow, task: TaskConfig) -> bool:
     """Whether a text answers the row's question: it begins with an alias that is not empty.
 
     A row with checks of its own must meet all of them instead, to its last character.
@@ -60,7 +60,7 @@ def is_right(text: str, row: Row, task: TaskConfig) -> bool:
     return bool(_matches(final_answer(text, task), row, task))
 
 
-def runs_on(text: str, row: Row, task: TaskConfig) -> bool:
+def runs_on(text: str, row: TaskRow, task: TaskConfig) -> bool:
     """Whether a text is right only as the start of a longer word or number: "30" where 3 is."""
     if row.checks:
         return False
@@ -69,7 +69,7 @@ def runs_on(text: str, row: Row, task: TaskConfig) -> bool:
     return bool(matches) and all(_GOES_ON.match(answer, len(alias)) for alias in matches)
 
 
-def empty_aliases(rows: Iterable[Row], task: TaskConfig) -> list[str]:
+def empty_aliases(rows: Iterable[TaskRow], task: TaskConfig) -> list[str]:
     """A note for each row with aliases that cleaning leaves nothing of, and that never match."""
     notes = []
     for row in rows:
@@ -82,13 +82,13 @@ def empty_aliases(rows: Iterable[Row], task: TaskConfig) -> list[str]:
     return notes
 
 
-def _matches(answer: str, row: Row, task: TaskConfig) -> list[str]:
+def _matches(answer: str, row: TaskRow, task: TaskConfig) -> list[str]:
     """The cleaned aliases that a cleaned answer begins with."""
     cleaned = {_clean(alias, task) for alias in _aliases(row)} - {""}
     return [alias for alias in cleaned if answer.startswith(alias)]
 
 
-def _aliases(row: Row) -> tuple[str, ...]:
+def _aliases(row: TaskRow) -> tuple[str, ...]:
     return row.aliases or row.choices
 
 

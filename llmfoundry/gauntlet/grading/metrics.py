@@ -88,7 +88,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TaskMeasures:
     """All numbers of a task.
 
     Attributes:
@@ -125,7 +125,7 @@ def _answer(
     return Answer(question, said, text)
 
 
-def measure(task: TaskConfig, answers: Sequence[Answer]) -> Measured:
+def measure(task: TaskConfig, answers: Sequence[Answer]) -> TaskMeasures:
     """Every metric of a task, whose answers are finite, and one of which was not refused.
 
     With has_categories each metric is the unweighted mean over the categories, as LLM Foundry's
@@ -137,14 +137,14 @@ def measure(task: TaskConfig, answers: Sequence[Answer]) -> Measured:
         metric = NOT_GENERATED
     ties = sum(judge(task, answer).tied for answer in answers)
     if not task.has_categories:
-        return Measured(metric, _estimates(task, metric, answers), ties)
+        return TaskMeasures(metric, _estimates(task, metric, answers), ties)
     groups: dict[str, list[Answer]] = {}
     for answer in answers:
         category = answer.question.row.category
         assert category is not None, answer.question.row.place
         groups.setdefault(category, []).append(answer)
     parts = {c: (len(group), _estimates(task, metric, group)) for c, group in groups.items()}
-    return Measured(metric, _macro([part for _, part in parts.values()]), ties, parts)
+    return TaskMeasures(metric, _macro([part for _, part in parts.values()]), ties, parts)
 
 
 def judge(task: TaskConfig, answer: Answer) -> Verdict:

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.chat import Chat, prompt_text
 from llmfoundry.gauntlet.prompts.special_tokens import special_tokens
-from llmfoundry.gauntlet.questions import Prompt, Refusal, RefusedError, Request, Row, Subject
+from llmfoundry.gauntlet.questions import (
+    Prompt,
+    Refusal,
+    RefusedError,
+    Request,
+    Subject,
+    TaskRow,
+)
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
 PREFIX = "lm_eval:"  # of a dataset_uri
 Said = TypeVar("Said")
 MAX_GEN_TOKS = 256  # where a task does not say; the harness's default
-_NOTHING = Row(("",), ("",), 0, "")  # a question without tools
+_NOTHING = TaskRow(("",), ("",), 0, "")  # a question without tools
 
 
 class HarnessModel:

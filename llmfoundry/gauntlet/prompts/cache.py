@@ -22,7 +22,7 @@ from llmfoundry.gauntlet.prompts.chat import Chat, uses_chat
 from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.prompts.parts import generates
 from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens, special_tokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 from llmfoundry.gauntlet.tasks.rows import rows_hash
 
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = (
 
 
 def cached_questions(
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
     tokenizer: Tokenizer,
@@ -148,7 +148,7 @@ def save_questions(file: Path, asked: Sequence[Question]) -> None:
         np.savez_compressed(out, **content)
 
 
-def load_questions(file: Path, rows: Sequence[Row]) -> list[Question]:
+def load_questions(file: Path, rows: Sequence[TaskRow]) -> list[Question]:
     """Questions that `save_questions` wrote, about the same rows.
 
     Raises:
@@ -181,7 +181,7 @@ def load_questions(file: Path, rows: Sequence[Row]) -> list[Question]:
 
 
 def _load_or_remove(
-    place: Path, rows: Sequence[Row], say: Callable[[str], None]
+    place: Path, rows: Sequence[TaskRow], say: Callable[[str], None]
 ) -> list[Question] | None:
     """The questions in a folder; None where they cannot be read: then the folder is removed."""
     try:
@@ -200,7 +200,7 @@ def _load_or_remove(
 
 
 def _make_once(
-    place: Path, rows: Sequence[Row], make: Callable[[], list[Question]]
+    place: Path, rows: Sequence[TaskRow], make: Callable[[], list[Question]]
 ) -> list[Question]:
     made: list[list[Question]] = []
 

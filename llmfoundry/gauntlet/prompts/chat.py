@@ -18,7 +18,7 @@ from llmfoundry.gauntlet.models.tree import common_prefix
 from llmfoundry.gauntlet.prompts.joint_tokens import Joint, encode_joint
 from llmfoundry.gauntlet.prompts.parts import answers, generates, reasons, right_answer
 from llmfoundry.gauntlet.prompts.parts import right_context as right
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ class Chat:
         }
 
 
-def uses_chat(rows: Sequence[Row], chat: Chat | None) -> bool:
+def uses_chat(rows: Sequence[TaskRow], chat: Chat | None) -> bool:
     """Whether these rows are put as conversations."""
     return any(row.messages for row in rows) or (chat is not None and chat.every_task)
 
 
-def check_chat(rows: Sequence[Row], task: TaskConfig, shots: int, mode: str, chat: Any) -> None:
+def check_chat(rows: Sequence[TaskRow], task: TaskConfig, shots: int, mode: str, chat: Any) -> None:
     """Whether rows can be put as conversations, before any text is made.
 
     Raises:
@@ -100,7 +100,7 @@ def check_chat(rows: Sequence[Row], task: TaskConfig, shots: int, mode: str, cha
 
 
 def chat_joints(
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     examples: Mapping[int, tuple[int, ...]],
     tokenizer: Tokenizer,
@@ -125,9 +125,9 @@ def chat_joints(
 
 
 def conversation(
-    row: Row,
+    row: TaskRow,
     context: str,
-    examples: Sequence[Row],
+    examples: Sequence[TaskRow],
     task: TaskConfig,
     chat: Chat,
     *,
@@ -172,7 +172,7 @@ def conversation(
     return [*system, _say("user", shown + question)]
 
 
-def prompt_text(messages: Sequence[Message], row: Row, chat: Chat) -> str:
+def prompt_text(messages: Sequence[Message], row: TaskRow, chat: Chat) -> str:
     """What the model reads: up to where its answer, or the rest of it, begins.
 
     A prefix is rendered as an answer that has not ended, by the rule of transformers'
@@ -201,7 +201,7 @@ def lead_of(task: TaskConfig, chat: Chat) -> str:
 
 
 def _answers(
-    row: Row,
+    row: TaskRow,
     task: TaskConfig,
     messages: Sequence[Message],
     prompt: str,

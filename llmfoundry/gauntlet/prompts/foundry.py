@@ -36,7 +36,7 @@ from llmfoundry.gauntlet.prompts.parts import (
     right_context,
 )
 from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def foundry_questions(
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
     tokenizer: Tokenizer,
@@ -107,7 +107,7 @@ def sample_examples(n_rows: int, shots: int, index: int, rng: random.Random) -> 
     return chosen
 
 
-def _examples(rows: Sequence[Row], task: TaskConfig, shots: int) -> list[list[int]]:
+def _examples(rows: Sequence[TaskRow], task: TaskConfig, shots: int) -> list[list[int]]:
     """Each row's worked examples; drawn for all rows, as every draw moves those after it."""
     result: list[list[int]] = [[] for _ in rows]
     for family in families(rows, task) if shots else []:
@@ -118,7 +118,7 @@ def _examples(rows: Sequence[Row], task: TaskConfig, shots: int) -> list[list[in
     return result
 
 
-def _preamble(examples: Iterable[Row], task: TaskConfig, reasoned: bool) -> str:
+def _preamble(examples: Iterable[TaskRow], task: TaskConfig, reasoned: bool) -> str:
     """The text of the first tokenizer call (R3)."""
     text = task.prompt_string
     for row in examples:
@@ -140,7 +140,7 @@ def _opened(context: str, task: TaskConfig, before: str) -> str:
     return delimiter + task.question_prelimiter + context
 
 
-def _contexts(row: Row, task: TaskConfig, before: str) -> list[str]:
+def _contexts(row: TaskRow, task: TaskConfig, before: str) -> list[str]:
     """The texts of the second tokenizer call (R4).
 
     A schema's contexts keep their white space: there only the delimiter loses it, and where nothing

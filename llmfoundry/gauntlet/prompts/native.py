@@ -35,7 +35,7 @@ from llmfoundry.gauntlet.prompts.parts import (
     right_context,
 )
 from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens, special_tokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Row
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _TOO_MANY = 8  # tokens that an answer in a conversation may have beyond the lon
 
 
 def questions(
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
     tokenizer: Tokenizer,
@@ -87,7 +87,7 @@ def questions(
 
 
 def native_questions(
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
     tokenizer: Tokenizer,
@@ -127,7 +127,7 @@ def native_questions(
 
 
 def harness_questions(
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
     tokenizer: Tokenizer,
@@ -215,7 +215,7 @@ class _Window:
 
     def question(
         self,
-        row: Row,
+        row: TaskRow,
         joints: Sequence[Joint],
         texts: Sequence[str],
         dropped: int,
@@ -267,7 +267,7 @@ def _before(
 
 def _spoken(
     question: Question,
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     examples: Sequence[int],
     chat: Chat | None,
@@ -282,7 +282,7 @@ def _spoken(
 
 
 def _n_new(
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     tokenizer: Tokenizer,
     *,
@@ -301,7 +301,7 @@ def _n_new(
     return max_new_tokens(rows, task, tokenizer, room=room, lead=lead)
 
 
-def _examples(rows: Sequence[Row], task: TaskConfig, shots: int) -> list[tuple[int, ...]]:
+def _examples(rows: Sequence[TaskRow], task: TaskConfig, shots: int) -> list[tuple[int, ...]]:
     """Each row's worked examples: its family's; one that is the row itself gives way to a spare.
 
     Raises:
@@ -323,7 +323,7 @@ def _examples(rows: Sequence[Row], task: TaskConfig, shots: int) -> list[tuple[i
 
 
 def _encode(
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     examples: Mapping[int, tuple[int, ...]],
     tokenizer: Tokenizer,
@@ -349,7 +349,7 @@ def _encode(
             yield i, [next(joints) for _ in rows[i].contexts]
 
 
-def _preamble(examples: Sequence[Row], task: TaskConfig, reasoned: bool) -> str:
+def _preamble(examples: Sequence[TaskRow], task: TaskConfig, reasoned: bool) -> str:
     """The text before a question: prompt string and worked examples."""
     text = task.prompt_string
     for row in examples:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _AFTER_REASONING = 10  # tokens beyond the longest answer: LLM Foundry's _MAX_ANSWER_BUFFER_LENGTH
 
 
-def families(rows: Sequence[Row], task: TaskConfig) -> list[list[int]]:
+def families(rows: Sequence[TaskRow], task: TaskConfig) -> list[list[int]]:
     """Indices of rows that give each other worked examples: a category's, or all."""
     groups: dict[str | None, list[int]] = {}
     for i, row in enumerate(rows):
@@ -32,12 +32,12 @@ def generates(task: TaskConfig) -> bool:
     return task.icl_task_type == "generation_task_with_answers"
 
 
-def reasons(rows: Sequence[Row]) -> bool:
+def reasons(rows: Sequence[TaskRow]) -> bool:
     """Whether answers follow a chain of thought: in LLM Foundry, whether the file has the field."""
     return any(row.chain_of_thought for row in rows)
 
 
-def answers(row: Row, task: TaskConfig, *, reasoned: bool) -> tuple[str, ...]:
+def answers(row: TaskRow, task: TaskConfig, *, reasoned: bool) -> tuple[str, ...]:
     """What may follow the question: every choice; in generation, the answer as it is to be written.
 
     Args:
@@ -50,19 +50,19 @@ def answers(row: Row, task: TaskConfig, *, reasoned: bool) -> tuple[str, ...]:
     return (_written(row, row.choices[0], task, reasoned),)
 
 
-def right_context(row: Row) -> str:
+def right_context(row: TaskRow) -> str:
     """The question of a worked example; in schema, the context that makes sense."""
     return row.contexts[row.gold] if len(row.contexts) > 1 else row.contexts[0]
 
 
-def right_answer(row: Row, task: TaskConfig, *, reasoned: bool) -> str:
+def right_answer(row: TaskRow, task: TaskConfig, *, reasoned: bool) -> str:
     """The answer of a worked example."""
     texts = answers(row, task, reasoned=reasoned)
     return texts[row.gold] if len(texts) > 1 else texts[0]
 
 
 def max_new_tokens(
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     task: TaskConfig,
     tokenizer: Tokenizer,
     *,
@@ -106,7 +106,7 @@ def max_new_tokens(
     return longest
 
 
-def check_answer(row: Row, lengths: Iterable[int], room: int) -> None:
+def check_answer(row: TaskRow, lengths: Iterable[int], room: int) -> None:
     """Compare the tokens of a row's answers with the room for them.
 
     Raises:
@@ -122,5 +122,5 @@ def check_answer(row: Row, lengths: Iterable[int], room: int) -> None:
         )
 
 
-def _written(row: Row, answer: str, task: TaskConfig, reasoned: bool) -> str:
+def _written(row: TaskRow, answer: str, task: TaskConfig, reasoned: bool) -> str:
     return f"{row.chain_of_thought}{task.cot_delimiter}{answer}" if reasoned else answer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from urllib.parse import parse_qsl, urlsplit
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 from llmfoundry.recipe.values.checks import nearest
 
@@ -45,7 +45,7 @@ class _Cut:
     piece: str
 
 
-def heldout_rows(task: TaskConfig, texts: list[str]) -> list[Row]:
+def heldout_rows(task: TaskConfig, texts: list[str]) -> list[TaskRow]:
     """Multiple-choice rows cut from held-out documents.
 
     Raises:
@@ -56,7 +56,7 @@ def heldout_rows(task: TaskConfig, texts: list[str]) -> list[Row]:
     enough = max(shape.rows, CHOICES)
     cuts = list(itertools.islice(_documents_with_cuts(documents, shape), enough))
     pieces = [cut for of_document in cuts for cut in of_document]
-    rows: list[Row] = []
+    rows: list[TaskRow] = []
     for cut in _round_robin(cuts):
         if len(rows) == shape.rows:
             break
@@ -136,10 +136,10 @@ def _wrong_pieces(cut: _Cut, pieces: list[_Cut]) -> list[str] | None:
     return None
 
 
-def _row(cut: _Cut, wrong: list[str], number: int, task: TaskConfig) -> Row:
+def _row(cut: _Cut, wrong: list[str], number: int, task: TaskConfig) -> TaskRow:
     gold = number % CHOICES  # no index is more often right than another
     choices = (*wrong[:gold], cut.piece, *wrong[gold:])
-    return Row((cut.context,), choices, gold, f"{task.dataset_uri}:{number + 1}")
+    return TaskRow((cut.context,), choices, gold, f"{task.dataset_uri}:{number + 1}")
 
 
 def _digest(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.instructions import checks
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
 from llmfoundry.gauntlet.tasks.sources import RawRow, read_source
 from llmfoundry.gauntlet.tasks.task_reader import BROKEN, is_broken
@@ -36,7 +36,7 @@ FIELDS = {
 
 def load_rows(
     task: TaskConfig, *, gauntlet_path: Path, fetching: FetchOptions | None = None
-) -> list[Row]:
+) -> list[TaskRow]:
     """All rows of a task whose dataset_uri is anything but heldout://.
 
     Args:
@@ -48,7 +48,7 @@ def load_rows(
         UserError: nothing to read, or the file and line of every row that is not of the task's
             schema, of which ten are shown.
     """
-    rows: list[Row] = []
+    rows: list[TaskRow] = []
     problems: list[str] = []
     for place, raw in read_source(task, gauntlet_path=gauntlet_path, fetching=fetching):
         try:
@@ -69,20 +69,20 @@ def load_rows(
 _OF_CONVERSATIONS = ("messages", "reply", "tools", "checks")  # newer than kept hashes
 
 
-def chance(rows: Sequence[Row]) -> float:
+def chance(rows: Sequence[TaskRow]) -> float:
     """Accuracy of guessing: the mean of 1/options; 0 where the answer is written freely."""
     return sum(1 / row.n_options for row in rows if row.n_options > 1) / len(rows)
 
 
-def majority(rows: Sequence[Row]) -> float:
+def majority(rows: Sequence[TaskRow]) -> float:
     """Accuracy of the best constant answer: an index, or a text where it is written freely."""
     answers = Counter(row.gold if row.n_options > 1 else row.choices[0] for row in rows)
     return answers.most_common(1)[0][1] / len(rows)
 
 
-def rows_hash(rows: Sequence[Row]) -> str:
+def rows_hash(rows: Sequence[TaskRow]) -> str:
     """32 hexadecimal digits of the rows' content and order, wherever they were read from."""
-    names = sorted(f.name for f in dataclasses.fields(Row) if f.name != "place")
+    names = sorted(f.name for f in dataclasses.fields(TaskRow) if f.name != "place")
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         content = {name: getattr(row, name) for name in names}
@@ -91,7 +91,7 @@ def rows_hash(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def _row(raw: RawRow, place: str, task: TaskConfig) -> Row:
+def _row(raw: RawRow, place: str, task: TaskConfig) -> TaskRow:
     """A checked row; a ValueError tells what is wrong with it."""
     row = _parse(raw) if isinstance(raw, str) else raw
     if task.strip_dataset:  # as LLM Foundry: texts of the row itself, not those in its lists
@@ -120,25 +120,25 @@ def _parse(line: str) -> dict[str, Any]:
     return row
 
 
-def _language_modeling(row: Mapping[str, Any], place: str) -> Row:
+def _language_modeling(row: Mapping[str, Any], place: str) -> TaskRow:
     context = _text(row, "context")
-    return Row((context,), (_filled(row, "continuation", "the text to predict"),), 0, place)
+    return TaskRow((context,), (_filled(row, "continuation", "the text to predict"),), 0, place)
 
 
-def _multiple_choice(row: Mapping[str, Any], place: str) -> Row:
+def _multiple_choice(row: Mapping[str, Any], place: str) -> TaskRow:
     query, choices = _text(row, "query"), _options(row, "choices")
     if "" in choices:
         raise ValueError("field 'choices' holds an empty text; write what it is to say")
-    return Row((query,), choices, _gold(row, len(choices)), place)
+    return TaskRow((query,), choices, _gold(row, len(choices)), place)
 
 
-def _schema(row: Mapping[str, Any], place: str) -> Row:
+def _schema(row: Mapping[str, Any], place: str) -> TaskRow:
     contexts = _options(row, "context_options")
     answer = _filled(row, "continuation", "the text that follows each context")
-    return Row(contexts, (answer,), _gold(row, len(contexts)), place)
+    return TaskRow(contexts, (answer,), _gold(row, len(contexts)), place)
 
 
-def _generation(row: Mapping[str, Any], place: str) -> Row:
+def _generation(row: Mapping[str, Any], place: str) -> TaskRow:
     messages = _messages(row)
     context = str(messages[-1]["content"]) if messages else _text(row, "context")
     answer = _filled(row, "answer", "the text to generate")
@@ -148,7 +148,7 @@ def _generation(row: Mapping[str, Any], place: str) -> Row:
     if "checks" in row:
         for problem in checks.problems(row["checks"]):
             raise ValueError(problem)
-    return Row(
+    return TaskRow(
         (context,),
         (answer,),
         0,
@@ -193,7 +193,7 @@ def _mapping(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-ROW_READERS: dict[str, Callable[[Mapping[str, Any], str], Row]] = {
+ROW_READERS: dict[str, Callable[[Mapping[str, Any], str], TaskRow]] = {
     "language_modeling": _language_modeling,
     "multiple_choice": _multiple_choice,
     "schema": _schema,

@@ -12,10 +12,10 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from llmfoundry.gauntlet.questions import Row
+from llmfoundry.gauntlet.questions import TaskRow
 
 
-def row_order(rows: Sequence[Row]) -> list[int]:
+def row_order(rows: Sequence[TaskRow]) -> list[int]:
     """Indices of all rows, those to be asked first in front.
 
     In each category by a hash of the row; categories interleave in proportion to their rows.
@@ -35,6 +35,6 @@ def part_of(n: int, share: float) -> int:
     return min(n, max(1, math.ceil(share * n)))
 
 
-def _digest(row: Row) -> bytes:
+def _digest(row: TaskRow) -> bytes:
     text = "\0".join((*row.contexts, *row.choices))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

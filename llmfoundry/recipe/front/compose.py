@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
 from llmfoundry.masking import MASK, masked_keys
-from llmfoundry.recipe.front.defaults import Source, parts
+from llmfoundry.recipe.front.defaults import YamlSource, parts
 from llmfoundry.recipe.front.grammar import DEFAULT, split
 from llmfoundry.recipe.front.paths import group_options, search_folders, show
 from llmfoundry.recipe.front.typed import to_dict
@@ -32,7 +32,7 @@ class Composed:
     """The untyped recipe, interpolations still in place, and where its values come from."""
 
     config: DictConfig
-    sources: list[Source]
+    sources: list[YamlSource]
     overridden: list[str]
 
     def where(self, key: str) -> str:

@@ -24,7 +24,7 @@ _SCHEME = "recipes"
 
 
 @dataclass(frozen=True)
-class Source:
+class YamlSource:
     """A YAML file that takes part; its keys lie below the dotted `package` ("" for a recipe)."""
 
     path: Path
@@ -50,7 +50,7 @@ def parts(
     groups: dict[str, str],
     options: dict[str, list[str]],
     folders: list[Path],
-) -> tuple[list[Source], set[str]]:
+) -> tuple[list[YamlSource], set[str]]:
     """The files in order of merging, and those of `groups` that the recipe does not choose itself.
 
     Args:
@@ -66,7 +66,7 @@ def parts(
         if option not in options[group]:
             raise UserError(_missing(f"{group}/{option}", options))
     defaults = [] if recipe is None else _defaults(recipe)
-    own = [] if recipe is None else [Source(recipe, "")]
+    own = [] if recipe is None else [YamlSource(recipe, "")]
     if not defaults and not groups:
         return own, set()
     if "_self_" not in defaults:
@@ -81,10 +81,10 @@ def parts(
     except (ValueError, OmegaConfBaseException) as error:
         text = " ".join(str(error).replace(_ROOT, "it").split())
         raise UserError(f"{prefix}defaults: {text}") from error
-    found: list[Source] = []
+    found: list[YamlSource] = []
     for name, package in names:
         paths = [f / f"{name}.yaml" for f in folders if (f / f"{name}.yaml").is_file()]
-        found += own if name == _ROOT else [Source(paths[0], package)]
+        found += own if name == _ROOT else [YamlSource(paths[0], package)]
     return found, added
 
 

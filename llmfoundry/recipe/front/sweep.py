@@ -29,7 +29,7 @@ _PLACES = ("run_name", "save_folder", "output")
 
 
 @dataclass
-class Point:
+class SweepPoint:
     """One run of a sweep."""
 
     place: str
@@ -63,14 +63,14 @@ def sweep(recipe_type: type, command: CommandLine) -> int:
     return sum(point.status != 0 for point in points)
 
 
-def _points(recipe_type: type, command: CommandLine) -> list[Point]:
+def _points(recipe_type: type, command: CommandLine) -> list[SweepPoint]:
     """The combinations in order, the last key fastest, each checked and given places to write."""
     path = None if command.recipe is None else find_recipe(command.recipe)
     groups = group_options(search_folders(path), recipe_type)
     lists = [dict.fromkeys(choices(word, groups)) for word in command.overrides]
     if all(len(options) < 2 for options in lists):
         raise UserError("-m: nothing to sweep; list values as in optimizer.lr=1e-3,3e-4 or drop -m")
-    points: dict[str, Point] = {}
+    points: dict[str, SweepPoint] = {}
     problems: dict[str, None] = {}
     for combination in itertools.product(*lists):
         own = [word for word, options in zip(combination, lists, strict=True) if len(options) > 1]
@@ -89,8 +89,8 @@ def _points(recipe_type: type, command: CommandLine) -> list[Point]:
 
 
 def _placed(
-    recipe: Any, combination: tuple[str, ...], own: list[str], taken: dict[str, Point]
-) -> Point:
+    recipe: Any, combination: tuple[str, ...], own: list[str], taken: dict[str, SweepPoint]
+) -> SweepPoint:
     """The point of `combination`, its `own` words made the last part of the places it writes to."""
     words = [word for word in own if key_and_text(word)[0] not in _PLACES]
     homes = {key: getattr(recipe, key) for key in _PLACES if getattr(recipe, key, None)}
@@ -102,7 +102,7 @@ def _placed(
         if place not in taken:
             break
     moved = [f"{key}={home}/{ending}" for key, home in homes.items() if ending]
-    return Point(place, [*combination, *moved])
+    return SweepPoint(place, [*combination, *moved])
 
 
 def _folder_name(words: list[str]) -> str:
@@ -133,7 +133,7 @@ def _execute(arguments: list[str]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _table(points: list[Point]) -> str:
+def _table(points: list[SweepPoint]) -> str:
     lines = [f"{'status':>8}  {'time':>8}  point"]
     for point in points:
         status = "ok" if point.status == 0 else f"exit {point.status}"

@@ -19,8 +19,8 @@ from llmfoundry.files import write_whole
 from llmfoundry.track.format import count, duration, number
 from llmfoundry.track.pages.page import Tile, page, table
 from llmfoundry.track.pages.score_charts import (
-    Asked,
     Estimate,
+    TaskDots,
     accuracy_bar,
     bars,
     dots,
@@ -159,7 +159,7 @@ def score_charts(results: Results) -> str:
         first = next(entry for entry in entries if entry is not None)
         accuracies = [(e["accuracy"], e["stderr"]) if e else (None, None) for e in entries]
         name = f"{label}, {shots}-shot"
-        tasks.append(Asked(name, first["chance"], first["majority"], accuracies))
+        tasks.append(TaskDots(name, first["chance"], first["majority"], accuracies))
     parts = [
         bars("Averages and categories", [*averages, *categories], models, both),
         dots("Accuracy in each task", tasks, models),

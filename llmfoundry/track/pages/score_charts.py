@@ -25,7 +25,7 @@ _MARK = "stroke:var(--fg);stroke-width:1.5"
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskDots:
     """A row of dots: a task, what guessing gets of it, and every model's accuracy."""
 
     name: str
@@ -56,7 +56,7 @@ def bars(title: str, names: Sequence[str], models: Sequence[str], scores: Scores
     return _figure(title, "± one standard error; 0: guessing", models, drawn)
 
 
-def dots(title: str, asked: Sequence[Asked], models: Sequence[str]) -> str:
+def dots(title: str, asked: Sequence[TaskDots], models: Sequence[str]) -> str:
     """A <figure> with a row for each task: accuracies as dots, beside what guessing gets.
 
     Chance is a solid stroke, always the likeliest answer a dashed one. Empty without a task.
@@ -141,7 +141,7 @@ def _number(middle: float, model: int) -> Iterator[str]:
     )
 
 
-def _guesses(axis: Axis, task: Asked, top: float, height: float) -> Iterator[str]:
+def _guesses(axis: Axis, task: TaskDots, top: float, height: float) -> Iterator[str]:
     for share, dash in ((task.chance, ""), (task.majority, ' stroke-dasharray="2 2"')):
         x = _x(axis, share)
         yield (
@@ -151,7 +151,7 @@ def _guesses(axis: Axis, task: Asked, top: float, height: float) -> Iterator[str
 
 
 def _dot(
-    axis: Axis, y: float, estimate: Estimate, model: int, label: str, task: Asked
+    axis: Axis, y: float, estimate: Estimate, model: int, label: str, task: TaskDots
 ) -> Iterator[str]:
     value, error = estimate
     if value is None:

@@ -97,7 +97,7 @@ class Muon(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatrixShard:
     """What this process holds of one matrix.
 
     Attributes:
@@ -127,7 +127,7 @@ class Matrix:
         return torch.lerp(grad, self.mean, momentum)
 
 
-def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[Matrix]:
+def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[MatrixShard]:
     """The matrices of `rows` rows that a parameter stacks."""
     assert parameter.grad is not None
     shards, height, start = Shards.of(parameter), parameter.shape[0], 0
@@ -140,11 +140,11 @@ def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[
             held.append((first, last))
         mine = slice(*held[shards.rank])
         weight, grad, running = (part[mine] for part in parts)
-        yield Matrix(weight, grad, running, [last - first for first, last in held], shards)
+        yield MatrixShard(weight, grad, running, [last - first for first, last in held], shards)
         start += n
 
 
-def _turns(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
+def _turns(matrices: list[MatrixShard]) -> Iterator[list[MatrixShard]]:
     """As many at a time as there are shards, of like size, so that no process waits for long."""
     matrices = sorted(matrices, key=lambda matrix: -math.prod(matrix.shape))
     n = matrices[0].shards.n if matrices else 1
@@ -152,7 +152,7 @@ def _turns(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
         yield matrices[first : first + n]
 
 
-def _orthogonal(updates: list[Tensor], turn: list[Matrix]) -> list[Tensor]:
+def _orthogonal(updates: list[Tensor], turn: list[MatrixShard]) -> list[Tensor]:
     """Each update made orthogonal, in `_dtype`; of a cut one this process's rows."""
     shards = turn[0].shards
     if shards.group is None:

@@ -19,8 +19,8 @@ from llmfoundry.data.preparation.read.file_text import FileText
 from llmfoundry.data.preparation.read.hub import HubText
 from llmfoundry.data.preparation.read.mds_text import MDSText
 from llmfoundry.data.preparation.read.open_files import InputFile
-from llmfoundry.data.preparation.read.readers import Row
-from llmfoundry.data.preparation.read.spans import Span, Texts
+from llmfoundry.data.preparation.read.readers import FileRow
+from llmfoundry.data.preparation.read.spans import Span, TextSource
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.filter import FilterConfig
@@ -37,7 +37,7 @@ class Document:
     """
 
     source: str
-    row: Row | int | None
+    row: FileRow | int | None
     text: str
 
     @property
@@ -150,7 +150,7 @@ def _check_text(document: Document) -> None:
         ) from error
 
 
-_KINDS: dict[str, Callable[[DataConfig], Texts]] = {
+_KINDS: dict[str, Callable[[DataConfig], TextSource]] = {
     "python_stdlib": FileText,
     "files": FileText,
     "huggingface": HubText,

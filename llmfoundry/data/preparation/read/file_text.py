@@ -9,7 +9,7 @@ from typing import Any
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.data.preparation.read.open_files import Input, InputFile
-from llmfoundry.data.preparation.read.readers import Row, read_file, row_groups, suffix_of
+from llmfoundry.data.preparation.read.readers import FileRow, read_file, row_groups, suffix_of
 from llmfoundry.data.preparation.read.spans import Span
 from llmfoundry.recipe.data import DataConfig, n_bytes
 
@@ -41,7 +41,7 @@ class FileText:
 
     def read(
         self, span: Span, seen: Callable[[int], None]
-    ) -> Iterator[tuple[str, Row | int | None, str]]:
+    ) -> Iterator[tuple[str, FileRow | int | None, str]]:
         """Yield (file, row, text).
 
         Raises:

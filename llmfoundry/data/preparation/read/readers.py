@@ -28,7 +28,7 @@ ROW = "*"
 
 
 @dataclass(frozen=True)
-class Row:
+class FileRow:
     """A place in a file of rows; counted within the part that is read, shown within the file."""
 
     source: Input
@@ -42,13 +42,13 @@ class Row:
 class _Place:
     """File and row, for a message: a text that costs a reading of the file is not made before."""
 
-    row: Row
+    row: FileRow
 
     def __str__(self) -> str:
         return f"{self.row.source.name}:{self.row}"
 
 
-Rows = Iterator[tuple[Row | int | None, str]]
+Rows = Iterator[tuple[FileRow | int | None, str]]
 
 
 def read_file(source: Input, text_column: str) -> Rows:
@@ -92,7 +92,7 @@ def _python(source: Input, text_column: str) -> Rows:
 
 def _jsonl(source: Input, text_column: str) -> Rows:
     for number, data in enumerate(source.lines(), start=1):
-        line = Row(source, number)
+        line = FileRow(source, number)
         if data.strip():
             yield line, _jsonl_text(_Place(line), data, text_column)
         else:
@@ -140,7 +140,7 @@ def _json_lines(source: Input, data: bytes, text_column: str) -> Rows:
         )
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            place = _Place(Row(source, number))
+            place = _Place(FileRow(source, number))
             yield number, _jsonl_text(place, line, text_column)
 
 

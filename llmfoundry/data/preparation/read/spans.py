@@ -26,7 +26,7 @@ class Span:
     n_bytes: int | None = None
 
 
-class Texts(Protocol):
+class TextSource(Protocol):
     """A kind of source.
 
     Attributes:

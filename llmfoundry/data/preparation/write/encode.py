@@ -25,7 +25,7 @@ _CUT = re.compile(r"\S\n(?=\S)")
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPart:
     """A document, or a part of a long one, on its way to a stream.
 
     Attributes:
@@ -65,8 +65,8 @@ def cuts_at_lines(tokenizer: Tokenizer) -> bool:
 
 
 def encode_all(
-    pieces: Iterable[Piece], tokenizer: Tokenizer, workers: int
-) -> Iterator[tuple[Piece, list[int]]]:
+    pieces: Iterable[DocumentPart], tokenizer: Tokenizer, workers: int
+) -> Iterator[tuple[DocumentPart, list[int]]]:
     """Each piece with its ids, in order, encoded by `workers` threads some chunks ahead."""
     if workers == 1:
         with _one_thread_a_call():
@@ -74,7 +74,7 @@ def encode_all(
                 ids = tokenizer.encode_batch([piece.text for piece in chunk])
                 yield from zip(chunk, ids, strict=True)
         return
-    waiting: deque[tuple[list[Piece], Future[list[list[int]]]]] = deque()
+    waiting: deque[tuple[list[DocumentPart], Future[list[list[int]]]]] = deque()
     with _one_thread_a_call(), ThreadPoolExecutor(workers) as pool:
         for chunk in _chunks(pieces):
             texts = [piece.text for piece in chunk]
@@ -86,8 +86,8 @@ def encode_all(
             yield from zip(done, future.result(), strict=True)
 
 
-def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    chunk: list[Piece] = []
+def _chunks(pieces: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:
+    chunk: list[DocumentPart] = []
     size = 0
     for piece in pieces:
         chunk.append(piece)

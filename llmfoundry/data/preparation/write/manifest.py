@@ -15,9 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.write.outputs import STREAMS, Counts
+from llmfoundry.data.preparation.write.outputs import STREAMS, StreamCounts
 from llmfoundry.data.preparation.write.parts import REPEAT, Part
-from llmfoundry.data.preparation.write.place import Place
+from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 
@@ -45,7 +45,7 @@ class Manifest:
     settings: dict[str, Any]
     corpus: str
     about: dict[str, str]
-    counts: dict[str, Counts]
+    counts: dict[str, StreamCounts]
     dropped: dict[str, int]
     ignored: int
     note: str
@@ -53,16 +53,16 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
-    def total(self) -> Counts:
+    def total(self) -> StreamCounts:
         """Of all streams."""
-        return sum(self.counts.values(), Counts())
+        return sum(self.counts.values(), StreamCounts())
 
-    def write(self, place: Place) -> None:
+    def write(self, place: OutputFolder) -> None:
         """Declare the folder finished."""
         place.write(MANIFEST, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     @classmethod
-    def read(cls, place: Place) -> Manifest | None:
+    def read(cls, place: OutputFolder) -> Manifest | None:
         """That of a folder, or None: it has none.
 
         Raises:
@@ -73,7 +73,9 @@ class Manifest:
             return None
         try:
             facts = json.loads(data)
-            facts["counts"] = {name: Counts(**counts) for name, counts in facts["counts"].items()}
+            facts["counts"] = {
+                name: StreamCounts(**counts) for name, counts in facts["counts"].items()
+            }
             return cls(**facts)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -91,7 +93,7 @@ def make_manifest(
     note: str,
 ) -> Manifest:
     """The facts of all parts together."""
-    counts = {name: Counts() for name in STREAMS}
+    counts = {name: StreamCounts() for name in STREAMS}
     dropped: Counter[str] = Counter()
     checksums: dict[int, str] = {}
     for part in parts:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmfoundry.data.mds.writer import INDEX, MDSWriter
-from llmfoundry.data.preparation.write.encode import Piece
+from llmfoundry.data.preparation.write.encode import DocumentPart
 from llmfoundry.data.preparation.write.writer import TokenWriter
 from llmfoundry.data.text.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ def token_output(
 
 
 @dataclass
-class Counts:
+class StreamCounts:
     """What a stream, or a part of it, holds.
 
     Attributes:
@@ -103,8 +103,8 @@ class Counts:
     samples: int = 0
     tokens_left_out: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: StreamCounts) -> StreamCounts:
+        return StreamCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass
@@ -114,16 +114,16 @@ class Sink(ABC):
     output: Output
     folder: Path
     part: str
-    counts: Counts = field(default_factory=Counts)
+    counts: StreamCounts = field(default_factory=StreamCounts)
 
-    def add(self, piece: Piece, ids: list[int]) -> None:
+    def add(self, piece: DocumentPart, ids: list[int]) -> None:
         """Take the next piece of a document."""
         self.counts.documents += piece.first
         self.counts.bytes += piece.n_bytes
         self._add(piece, ids)
 
     @abstractmethod
-    def _add(self, piece: Piece, ids: list[int]) -> None:
+    def _add(self, piece: DocumentPart, ids: list[int]) -> None:
         """Write what is whole."""
 
     @abstractmethod
@@ -139,7 +139,7 @@ class _Tokens(Sink):
         output, dtype = self.output, np.dtype(self.output.dtype)
         return TokenWriter(self.folder, self.part, dtype, output.shard_bytes, output.hashes)
 
-    def _add(self, piece: Piece, ids: list[int]) -> None:
+    def _add(self, piece: DocumentPart, ids: list[int]) -> None:
         output = self.output
         ids = [output.eos_id, *output.bos, *ids] if piece.first else ids
         ids = [*ids, *output.eos] if piece.last and output.eos else ids
@@ -192,7 +192,7 @@ class _MDSText(_MDS):
 
     column = "text"
 
-    def _add(self, piece: Piece, ids: list[int]) -> None:
+    def _add(self, piece: DocumentPart, ids: list[int]) -> None:
         self._write({self.column: piece.text})
 
 
@@ -203,7 +203,7 @@ class _MDSColumns(_MDS):
     def columns(self) -> dict[str, str]:
         return dict(self.output.columns)
 
-    def _add(self, piece: Piece, ids: list[int]) -> None:
+    def _add(self, piece: DocumentPart, ids: list[int]) -> None:
         self._write(json.loads(piece.text))
 
 
@@ -216,7 +216,7 @@ class _MDSTokens(_MDS):
     def _ids(self) -> list[int]:
         return []
 
-    def _add(self, piece: Piece, ids: list[int]) -> None:
+    def _add(self, piece: DocumentPart, ids: list[int]) -> None:
         output, waiting = self.output, self._ids
         waiting += (*output.bos, *ids) if piece.first else ids
         if piece.last:

@@ -21,9 +21,9 @@ from llmfoundry.data.preparation.choose.split import Split
 from llmfoundry.data.preparation.read.corpus import Corpus, Document
 from llmfoundry.data.preparation.read.open_files import Input
 from llmfoundry.data.preparation.tasks import Task
-from llmfoundry.data.preparation.write.encode import Piece, cut, cuts_at_lines, encode_all
-from llmfoundry.data.preparation.write.outputs import STREAMS, TEXTS, Counts, Output
-from llmfoundry.data.preparation.write.place import Place
+from llmfoundry.data.preparation.write.encode import DocumentPart, cut, cuts_at_lines, encode_all
+from llmfoundry.data.preparation.write.outputs import STREAMS, TEXTS, Output, StreamCounts
+from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.data.text.tokenizer import Tokenizer
 
 WORK = ".parts"  # the folder of what is unfinished
@@ -31,7 +31,7 @@ REPEAT = "repeats another"
 
 
 @dataclass
-class Job:
+class PartSettings:
     """What all tasks of a preparation share. Picklable.
 
     Attributes:
@@ -50,7 +50,7 @@ class Job:
     split: Split
     tokenizer: Tokenizer
     output: Output
-    place: Place
+    place: OutputFolder
     settings: dict[str, Any]
     threads: int = 1
     repeats: list[Path] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Part:
     """
 
     task: str
-    counts: dict[str, Counts]
+    counts: dict[str, StreamCounts]
     shards: dict[str, list[dict[str, Any]]]
     texts: list[str]
     dropped: dict[str, int]
@@ -88,7 +88,7 @@ class Part:
     def from_json(cls, data: bytes) -> Part:
         """From its file."""
         facts = json.loads(data)
-        facts["counts"] = {name: Counts(**counts) for name, counts in facts["counts"].items()}
+        facts["counts"] = {name: StreamCounts(**counts) for name, counts in facts["counts"].items()}
         facts["checksums"] = {int(number): sha for number, sha in facts["checksums"].items()}
         return cls(**facts)
 
@@ -101,7 +101,7 @@ def _forget(text: str) -> None:
     """Nobody asks for it."""
 
 
-def make_part(job: Job, task: Task, seen: Callable[[int], None] = ignore) -> Part:
+def make_part(job: PartSettings, task: Task, seen: Callable[[int], None] = ignore) -> Part:
     """Read, encode and write a task.
 
     Args:
@@ -134,14 +134,14 @@ def make_part(job: Job, task: Task, seen: Callable[[int], None] = ignore) -> Par
     return part
 
 
-def find_part(job: Job, task: Task) -> Part | None:
+def find_part(job: PartSettings, task: Task) -> Part | None:
     """What a task made earlier, if it would make the same now."""
     data = job.place.read(f"{WORK}/{task.part}.json")
     part = None if data is None else Part.from_json(data)
     return part if part is not None and part.task == job.fingerprint(task) else None
 
 
-def sign_part(job: Job, folder: Path, task: Task) -> None:
+def sign_part(job: PartSettings, folder: Path, task: Task) -> None:
     """Write what `deduplicate` compares of a task's documents."""
     target = signature_file(folder, task)
     if not target.exists():
@@ -158,7 +158,7 @@ def signature_file(folder: Path, task: Task) -> Path:
 class _Reader:
     """The documents of a task that stay; counts the others and gives held-out texts to `keep`."""
 
-    job: Job
+    job: PartSettings
     task: Task
     seen: Callable[[int], None]
     keep: Callable[[str], None]
@@ -175,7 +175,7 @@ class _Reader:
                 else:
                     self.dropped[reason] += 1
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[DocumentPart]:
         """Those that stay, long ones cut where that is possible."""
         cuttable = self.job.output.cuttable and cuts_at_lines(self.job.tokenizer)
         for document in self._unrepeated():
@@ -184,7 +184,7 @@ class _Reader:
                     self.keep(side)
                 parts = list(cut(side)) if cuttable else [side]
                 for n, text in enumerate(parts):
-                    yield Piece(text, held_out, n == 0, n == len(parts) - 1)
+                    yield DocumentPart(text, held_out, n == 0, n == len(parts) - 1)
 
     def _unrepeated(self) -> Iterator[Document]:
         if not self.job.repeats:
@@ -198,7 +198,9 @@ class _Reader:
                 yield document
 
 
-def _encoded(job: Job, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, list[int]]]:
+def _encoded(
+    job: PartSettings, pieces: Iterable[DocumentPart]
+) -> Iterator[tuple[DocumentPart, list[int]]]:
     if job.output.tokenises:
         return encode_all(pieces, job.tokenizer, job.threads)
     return ((piece, []) for piece in pieces)

@@ -1,4 +1,4 @@
-"""`Place`: the folder that a preparation writes to, here or at a URL.
+"""`OutputFolder`: the folder that a preparation writes to, here or at a URL.
 
 Every file and folder comes whole or not at all: here by renaming, elsewhere because stores show an
 object when it is complete and what declares a folder whole is written last.
@@ -27,7 +27,7 @@ _RETRIES, _TIMEOUT_S = 5, 60.0
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputFolder:
     """A folder, made when the first file comes. Picklable.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
 
     def names_below(self, name: str) -> list[str]:
         """What lies in a folder of it."""
-        return Place(f"{self.folder}/{name}", self.storage_options).names()
+        return OutputFolder(f"{self.folder}/{name}", self.storage_options).names()
 
     def read(self, name: str) -> bytes | None:
         """A small file; None: there is none."""
