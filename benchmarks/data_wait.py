@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from llmfoundry.assemble.job import filled
+from llmfoundry.assemble.job import with_defaults
 from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.data.ahead import Batches
 from llmfoundry.ops.batch import Batch
@@ -38,7 +38,7 @@ def main() -> None:
         overrides += [f"save_folder={folder}", "logger.mlflow=false"]
         recipe = load(TrainRecipe, path, overrides)
         with join(recipe.parallel) as world:
-            tracker = Tracker(filled(recipe), Path(folder), is_main=world.is_main)
+            tracker = Tracker(with_defaults(recipe), Path(folder), is_main=world.is_main)
             trainer, _ = build_trainer(recipe, world, tracker)
             with closing(trainer.loader.prefetch(0)) as batches:
                 measure(trainer, batches)

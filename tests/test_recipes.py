@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.assemble.job import build_root, filled
+from llmfoundry.assemble.job import build_root, with_defaults
 from llmfoundry.commands.train import train
 from llmfoundry.estimate import guess_vocab_size
 from llmfoundry.models.counts import parameter_count
@@ -107,7 +107,7 @@ def test_every_recipe_of_a_published_size_is_counted() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_has_the_published_parameters_and_tokens(name: str) -> None:
-    recipe = filled(checked(TrainRecipe, YAMLS / f"{name}.yaml"))
+    recipe = with_defaults(checked(TrainRecipe, YAMLS / f"{name}.yaml"))
     parameters, tokens = PUBLISHED[name]
     assert parameter_count(recipe.model) == parameters
     batches = Duration.parse(recipe.max_duration)
@@ -121,7 +121,7 @@ def test_a_group_composes_and_its_model_builds(group: Path) -> None:
     name = f"{group.parent.name}/{group.stem}"
     choice = f"{group.parent.name}={group.stem}"
     written = checked(TrainRecipe, YAMLS / "quickstart.yaml", [choice, *NEEDED.get(name, [])])
-    recipe = filled(written)
+    recipe = with_defaults(written)
     recipe.model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
     root = build_root(recipe)
     assert {p.device.type for p in root.parameters()} == {"meta"}

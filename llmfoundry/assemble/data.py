@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry.assemble.job import from_main
+from llmfoundry.assemble.job import on_rank0
 from llmfoundry.assemble.supervised import open_supervised, open_validation_rows
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.loader import ONLY, Loader
@@ -270,7 +270,7 @@ class _Opening:
             self.silent += lines
             return rows
         key, folder = "data.validation", open_folder(config, self._options)
-        index = from_main(self._world, lambda: self._read_index(key, folder))
+        index = on_rank0(self._world, lambda: self._read_index(key, folder))
         source = open_source("validation", key, folder, index, self._reading(config))
         kinds: dict[type, Callable[[Any], HeldOut]] = {
             TokenSource: lambda s: TokenShards(s.dataset, self._tokenizer),
@@ -320,7 +320,7 @@ class _Opening:
                 return _Found(index, probe=self._probe(source))
             return _Found(index, bytes_per_token=self._ratio(source))
 
-        found = from_main(self._world, find)
+        found = on_rank0(self._world, find)
         source = opened(found.index)
         if isinstance(source, MDSTexts):
             assert found.probe is not None

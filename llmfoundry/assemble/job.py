@@ -58,7 +58,7 @@ class Job:
         return build_autocast(self.recipe.precision, self.world.device)
 
 
-def from_main(world: World, make: Callable[[], Made]) -> Made:
+def on_rank0(world: World, make: Callable[[], Made]) -> Made:
     """What process 0 makes, on every process; so is what it raises."""
     result: list[Any] = [None, None]
     if world.is_main:
@@ -74,8 +74,8 @@ def from_main(world: World, make: Callable[[], Made]) -> Made:
     return made
 
 
-def filled(written: Recipe) -> Recipe:
-    """A copy with derived values."""
+def with_defaults(written: Recipe) -> Recipe:
+    """A copy with every unset value derived or set to its default."""
     recipe = copy.deepcopy(written)
     recipe.fill()
     return recipe

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from llmfoundry.assemble.adapters.adapter import begin_adapter
 from llmfoundry.assemble.data import Data
 from llmfoundry.assemble.evaluate import eval_rows
-from llmfoundry.assemble.job import Job, from_main
+from llmfoundry.assemble.job import Job, on_rank0
 from llmfoundry.assemble.objective import check_sides
 from llmfoundry.assemble.start import Start, model_identity
 from llmfoundry.data.preparation.cache import cache_key
@@ -62,7 +62,7 @@ class Referred:
         self.source, self.values = source, np.zeros((0, 1, 1), np.float32)
         self.name, self.n_rows, self.sizes = source.name, source.n_rows, source.sizes
         self.fingerprint = source.fingerprint
-        self.where, self.want, self.close = source.where, source.want, source.close
+        self.where, self.prefetch, self.close = source.where, source.prefetch, source.close
 
     def row(self, row: int) -> Row:
         """Row number `row`, with what the reference says of it."""
@@ -186,7 +186,7 @@ class Reference:
     def _missing(self) -> bool:
         """Whether something has to be computed; the same on every process."""
         tables = [table for _, table in self._tables()]
-        return from_main(self.job.world, lambda: any(table.missing() for table in tables))
+        return on_rank0(self.job.world, lambda: any(table.missing() for table in tables))
 
     def _tables(self) -> Iterator[tuple[Referred | ReferredHeldOut, _Table]]:
         """Whose values each are."""
@@ -232,7 +232,7 @@ class Reference:
     def _values(self, table: _Table) -> np.ndarray:
         """(rows, k, D) fp32, of all rows, on every process."""
         world, note = self.job.world, self.job.note
-        missing = from_main(world, table.missing)
+        missing = on_rank0(world, table.missing)
         if missing:
             note(f"preference.reference: asking the model about {table.n_rows:,} rows")
             root = self.job.root
@@ -240,12 +240,12 @@ class Reference:
             with progress(len(missing), "reference", " parts", shown=world.is_main) as bar:
                 for part in missing:
                     values = self._compute(table, part)
-                    from_main(world, partial(table.write, part, values))
+                    on_rank0(world, partial(table.write, part, values))
                     bar.update()
             root.train()
         elif table.n_rows:
             note(f"preference.reference: {table.n_rows:,} rows in {table.folder}")
-        return from_main(world, table.read_all)
+        return on_rank0(world, table.read_all)
 
     @torch.no_grad()
     def _compute(self, table: _Table, part: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from llmfoundry.assemble.job import from_main
+from llmfoundry.assemble.job import on_rank0
 from llmfoundry.data.fetch.file_locks import LockedFile, try_lock
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
@@ -46,7 +46,7 @@ def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iter
         made.extend(path for path in (folder, *folder.parents) if not path.exists())
         held.extend(_take(folder, note))
 
-    from_main(world, take)
+    on_rank0(world, take)
     try:
         yield
     finally:

@@ -23,9 +23,9 @@ from llmfoundry.assemble.job import (
     Job,
     attention_refusal,
     build_root,
-    filled,
-    from_main,
+    on_rank0,
     served_precision,
+    with_defaults,
 )
 from llmfoundry.assemble.weights.pretrained import open_pretrained, read_model
 from llmfoundry.data.loader import Loader
@@ -65,7 +65,7 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
     Raises:
         UserError: the folder holds a run that the recipe does not want to go on with.
     """
-    return from_main(world, lambda: _find_start(recipe, note))
+    return on_rank0(world, lambda: _find_start(recipe, note))
 
 
 def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
@@ -170,13 +170,13 @@ def _unrecorded(folder: Path) -> dict[str, Any]:
     written = load_run(folder / "recipe.yaml")
     if isinstance(written, FinetuneRecipe):  # of which none is that old
         return {}
-    model = filled(written).model
+    model = with_defaults(written).model
     return {**model_identity(model), "precision": WIDE, "optimizer.disable_grad": []}
 
 
 def _changes(recipe: TrainRecipe, folder: Path, state: dict[str, Any]) -> Iterator[str]:
     """A line for every setting of the training that is no longer the checkpoint's."""
-    written = filled(load_run(folder / "recipe.yaml")).training_settings()
+    written = with_defaults(load_run(folder / "recipe.yaml")).training_settings()
     then = {**written, **state.get("settings", {})}  # the recipe's values may come from outside
     for key, value in recipe.training_settings().items():
         if then.get(key) != value:
@@ -271,7 +271,7 @@ def open_checkpoint(
         raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
     written = load_run(folder / "recipe.yaml")
     require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
-    recipe = filled(written)
+    recipe = with_defaults(written)
     if isinstance(recipe, FinetuneRecipe):
         recipe.model = read_model(folder)  # type: ignore[assignment]
     recipe.precision = served_precision(precision or recipe.precision, world.device, note)

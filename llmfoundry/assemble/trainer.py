@@ -24,8 +24,8 @@ from llmfoundry.assemble.job import (
     attention_refusal,
     build_root,
     experts_refusal,
-    filled,
     served_precision,
+    with_defaults,
 )
 from llmfoundry.assemble.objective import build_objective
 from llmfoundry.assemble.reference import open_reference, with_places
@@ -98,7 +98,7 @@ def build_trainer(
     Raises:
         UserError: the recipe asks for what cannot be had; nothing has been trained.
     """
-    recipe = filled(written) if recipe is None else recipe
+    recipe = with_defaults(written) if recipe is None else recipe
     recipe.precision = served_precision(recipe.precision, world.device, tracker.note)
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
     fit(with_guessed_vocabulary(recipe))

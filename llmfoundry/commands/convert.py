@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from llmfoundry.assemble.adapters.adapter import export_adapter
-from llmfoundry.assemble.job import build_root, filled
+from llmfoundry.assemble.job import build_root, with_defaults
 from llmfoundry.assemble.start import Loaded, load_checkpoint, model_identity
 from llmfoundry.assemble.weights.fill import fill_model
 from llmfoundry.commands.card_scores import card_scores
@@ -142,7 +142,7 @@ def _import(recipe: ConvertRecipe) -> None:
             model=config,
             tokenizer=TokenizerConfig(name="huggingface", path=str(output / "tokenizer")),
         )
-        root = build_root(filled(written))
+        root = build_root(with_defaults(written))
         root.to_empty(device=ALONE.device)
         fill_model(root.model, opened.tensors())
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from llmfoundry.assemble.data import Data, build_loader, build_phases, open_data
-from llmfoundry.assemble.job import filled
+from llmfoundry.assemble.job import with_defaults
 from llmfoundry.assemble.trainer import build_clock, make_tokenizer
 from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.data.loader import Loader
@@ -131,7 +131,7 @@ def inspect_data(written: InspectRecipe) -> None:
     Raises:
         UserError: the time lies beyond the run, or the data cannot be read.
     """
-    recipe = filled(written)
+    recipe = with_defaults(written)
     assert isinstance(recipe, InspectRecipe)
     pretrained = None
     if isinstance(written, FinetuneRecipe):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llmfoundry.assemble.job import attention_refusal, filled, served_precision
+from llmfoundry.assemble.job import attention_refusal, served_precision, with_defaults
 from llmfoundry.assemble.start import find_start
 from llmfoundry.assemble.trainer import check_kernels, memory_of_process, sketch
 from llmfoundry.assemble.weights.pretrained import resolve
@@ -70,7 +70,7 @@ def plan(command: str, recipe: Any) -> None:
 def plan_training(written: TrainRecipe) -> Rows:
     """A run of scripts/train.py or scripts/finetune.py."""
     world = _world(written)
-    recipe, model = filled(written), None
+    recipe, model = with_defaults(written), None
     if isinstance(written, FinetuneRecipe):
         if _is_on_hub(written):
             yield "model", f"{written.model.pretrained} of the hub, fetched when the run begins"
@@ -194,7 +194,7 @@ def _measured(recipe: TrainRecipe) -> str:
 
 def plan_preparing(written: PrepareRecipe) -> Rows:
     """Of scripts/prepare_data.py."""
-    recipe = filled(written)
+    recipe = with_defaults(written)
     yield from _data(recipe)
     yield "tokenizer", recipe.tokenizer.name
     output = recipe.prepare.output
@@ -203,7 +203,7 @@ def plan_preparing(written: PrepareRecipe) -> Rows:
 
 def plan_inspecting(written: TrainRecipe) -> Rows:
     """Of scripts/inspect_data.py."""
-    yield from _data(filled(written))
+    yield from _data(with_defaults(written))
     yield "at", str(getattr(written, "at", ""))
 
 
@@ -247,7 +247,7 @@ def _checkpoint(path: str) -> Rows:
     yield "checkpoint", show(folder)
     yield "model", f"{recipe.model.name}, {recipe.precision}"
     if not isinstance(recipe, FinetuneRecipe):
-        reason = attention_refusal(filled(recipe), CPU)
+        reason = attention_refusal(with_defaults(recipe), CPU)
         if reason is not None:
             yield "attention", f"auto here; {reason}"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from llmfoundry.assemble.job import filled
+from llmfoundry.assemble.job import with_defaults
 from llmfoundry.assemble.run_lock import only_run
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
@@ -34,7 +34,7 @@ def track(recipe: TrackRecipe) -> None:
     console = Console()
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     with only_run(folder, alone, note=console.note):  # a run under way sends its record itself
-        send_record(filled(written), folder, note=console.note, warn=console.warn)
+        send_record(with_defaults(written), folder, note=console.note, warn=console.warn)
 
 
 def run_with_record(recipe: TrackRecipe) -> Path:

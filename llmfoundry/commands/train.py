@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-from llmfoundry.assemble.job import Job, filled, from_main
+from llmfoundry.assemble.job import Job, on_rank0, with_defaults
 from llmfoundry.assemble.run_lock import only_run
 from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.assemble.weights.pretrained import resolve
@@ -39,7 +39,7 @@ def train(recipe: TrainRecipe) -> None:
 
 
 def _train(written: TrainRecipe, world: World) -> None:
-    recipe, pretrained = filled(written), None
+    recipe, pretrained = with_defaults(written), None
     notes: list[str] = []
     if isinstance(written, FinetuneRecipe):
         recipe, pretrained = resolve(written, world, note=notes.append)
@@ -51,7 +51,7 @@ def _train(written: TrainRecipe, world: World) -> None:
         for line in notes:
             tracker.note(line)
         trainer, job = build_trainer(written, world, tracker, recipe=recipe, pretrained=pretrained)
-        from_main(world, lambda: _write_what_it_is(written, job, folder))
+        on_rank0(world, lambda: _write_what_it_is(written, job, folder))
         stopped_by = trainer.fit()
         status = "killed" if stopped_by else "finished"
         final = trainer.latest_evaluation

@@ -165,7 +165,7 @@ class Loader:
                 mine = samples[source == n]
                 places[source == n] = self.streams[n].locate(mine)
                 with suppress(UserError):  # it comes again at the step that needs what failed
-                    self.streams[n].want(int(mine[0]))
+                    self.streams[n].prefetch(int(mine[0]))
             self._plan = plan = _Plan(step, source.tolist(), places.tolist())
         return plan
 

@@ -60,7 +60,7 @@ class MDSColumn:
         shard, place = self.place(row)
         return f"{self.index.names[shard]}, sample {place:,}"
 
-    def want(self, shards: Iterator[int]) -> None:
+    def prefetch(self, shards: Iterator[int]) -> None:
         """Fetch these shards next, in this order, but for those that are open."""
         unopened = (shard for shard in shards if shard not in self._open)
         self._folder.prefetch(self.index.spec(shard) for shard in unopened)
@@ -104,9 +104,9 @@ class _Samples:
         """The file and the sample in it, for messages."""
         return self._column.where(row)
 
-    def want(self, shards: Iterator[int]) -> None:
+    def prefetch(self, shards: Iterator[int]) -> None:
         """Fetch these shards next, in this order."""
-        self._column.want(shards)
+        self._column.prefetch(shards)
 
     def close(self) -> None:
         """Let go of open shards; reading opens them again."""

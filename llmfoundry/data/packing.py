@@ -159,10 +159,10 @@ class PackedStream:
         first = place // self.packing.rows * self.packing.documents
         return self.texts.where(int(self._order.at(np.array([first]))[0]))
 
-    def want(self, sample: int) -> None:
+    def prefetch(self, sample: int) -> None:
         """Fetch next what this and the following samples need."""
         first = sample // self.packing.rows * self.packing.documents
-        self.texts.want(self._order.shards(first))
+        self.texts.prefetch(self._order.shards(first))
 
     def state(self) -> dict[str, Any]:
         """What decides which rows the samples are, as JSON."""

@@ -56,8 +56,8 @@ class RowSource(Protocol):
     def where(self, row: int) -> str:
         """Its shard and place, for messages."""
 
-    def want(self, shards: Iterator[int]) -> None:
-        """Fetch these shards ahead, in this order; replaces the last wish."""
+    def prefetch(self, shards: Iterator[int]) -> None:
+        """Fetch these shards ahead, in this order, in place of those asked for before."""
 
     def close(self) -> None:
         """Let go of open shards; reading opens them again."""
@@ -85,7 +85,7 @@ class Stream(Protocol):
     def where(self, place: int) -> str:
         """Its shard and place there, for messages."""
 
-    def want(self, sample: int) -> None:
+    def prefetch(self, sample: int) -> None:
         """Fetch ahead what this and the following samples need."""
 
     def state(self) -> dict[str, Any]:
@@ -121,9 +121,9 @@ class OrderedStream:
         """A row's shard and place there, for messages."""
         return self.source.where(place)
 
-    def want(self, sample: int) -> None:
+    def prefetch(self, sample: int) -> None:
         """Fetch next what this and the following samples need."""
-        self.source.want(self.order.shards(sample))
+        self.source.prefetch(self.order.shards(sample))
 
     def state(self) -> dict[str, Any]:
         """What decides which rows the samples are, as JSON."""

@@ -54,7 +54,7 @@ class TokenSource:
         self.tokens_left_out = max(0, dataset.n_tokens - 1 - self.n_rows * seq_len)
         self._specs = dataset.specs()
         self._ends: list[int] = np.cumsum(self.sizes).tolist()
-        self._lately: dict[int, None] = {}  # shards read since the last wish
+        self._lately: dict[int, None] = {}  # shards read since the last prefetch
 
     def row(self, row: int) -> Row:
         """Row number `row`.
@@ -71,7 +71,7 @@ class TokenSource:
         first = self._ends[shard] - int(self.sizes[shard])
         return f"{self._specs[shard].name}, row {row - first:,}"
 
-    def want(self, shards: Iterator[int]) -> None:
+    def prefetch(self, shards: Iterator[int]) -> None:
         """Fetch these shards next, in this order, but for those that were just read."""
         if self._folder is None:
             return

@@ -190,7 +190,7 @@ def test_prefetch_is_ahead_by_its_budget_and_no_more() -> None:
         return 10
 
     ahead = Prefetcher(fetch, budget=25)
-    ahead.want(iter(wish("abcdefgh")))
+    ahead.prefetch(iter(wish("abcdefgh")))
     assert fetched(queue, 3) == set("abc")  # the third begins within the budget
     with pytest.raises(Empty):
         queue.get(timeout=0.05)
@@ -201,7 +201,7 @@ def test_prefetch_is_ahead_by_its_budget_and_no_more() -> None:
     ahead.use("a")
     ahead.use("c")
     assert fetched(queue, 2) == set("eg")
-    ahead.want(iter(wish("xy")))
+    ahead.prefetch(iter(wish("xy")))
     assert fetched(queue, 2) == set("xy")
     ahead.close()
 
@@ -218,7 +218,7 @@ def test_an_endless_wish_within_the_budget_goes_round_with_its_use() -> None:
         return 10
 
     ahead = Prefetcher(fetch, budget=1000)
-    ahead.want(endless())
+    ahead.prefetch(endless())
     assert fetched(queue, 2) == set("ab")
     for name in "abab":
         ahead.use(name)
@@ -236,9 +236,9 @@ def test_a_failure_waits_for_who_asks_for_the_file() -> None:
         return 10
 
     ahead = Prefetcher(fetch, budget=100)
-    for ask in (lambda: ahead.ask("b"), lambda: ahead.want(iter([]))):
+    for ask in (lambda: ahead.ask("b"), lambda: ahead.prefetch(iter([]))):
         failed.clear()
-        ahead.want(iter(wish("ab")))
+        ahead.prefetch(iter(wish("ab")))
         assert failed.wait(10)
         ahead.ask("a")
         with pytest.raises(UserError, match="b: is not there"):
@@ -260,7 +260,7 @@ def test_a_wish_that_fails_is_told_at_the_next_use() -> None:
         return 10
 
     ahead = Prefetcher(fetch, budget=100)
-    ahead.want(broken())
+    ahead.prefetch(broken())
     assert reached.wait(10)
     with pytest.raises(ZeroDivisionError):
         while True:
@@ -276,7 +276,7 @@ def test_a_folder_that_is_closed_ends_its_threads(monkeypatch: pytest.MonkeyPatc
         entered.put(cancelled)
 
     ahead = Prefetcher(fetch, budget=100)
-    ahead.want(iter(wish("abcdefg")))
+    ahead.prefetch(iter(wish("abcdefg")))
     for _ in range(N_THREADS):
         entered.get(timeout=10)
     ahead.close()

@@ -223,7 +223,7 @@ def test_what_comes_is_fetched_ahead_and_what_is_open_is_not(
     for kind in ("mds", "tokens"):
         source = opened(tmp_path / kind)
         source.row(0)
-        source.want(iter([1, 0, 2, 3]))
+        source.prefetch(iter([1, 0, 2, 3]))
         names = [source.where(int(source.sizes[:n].sum())).partition(",")[0] for n in (1, 2, 3)]
         assert wishes.pop() == names
 

@@ -25,7 +25,7 @@ import torch
 from mutations import SCRIPTS, Case, case, prepare_folder
 
 from llmfoundry import estimate
-from llmfoundry.assemble.job import attention_refusal, build_root, experts_refusal, filled
+from llmfoundry.assemble.job import attention_refusal, build_root, experts_refusal, with_defaults
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
 from llmfoundry.estimate import GIB, choose_microbatch, with_guessed_vocabulary
 from llmfoundry.recipe.front import sweep
@@ -81,7 +81,7 @@ def carried(received: list[Any]) -> str:
         return ""
     cpu = torch.device("cpu")
     try:
-        ready = with_guessed_vocabulary(filled(recipe))
+        ready = with_guessed_vocabulary(with_defaults(recipe))
         choose_microbatch(ready, world_size=1, available=100 * GIB, device=cpu)
         attention_refusal(ready, cpu)
         experts_refusal(ready, cpu)

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from llmfoundry.assemble.data import Data, build_loader, learning_corpus, mixture_lines, open_data
-from llmfoundry.assemble.job import filled
+from llmfoundry.assemble.job import with_defaults
 from llmfoundry.assemble.trainer import build_clock
 from llmfoundry.data.loader import Loader
 from llmfoundry.errors import UserError
@@ -60,7 +60,7 @@ def stop_at(run_folder: Path, batch: int) -> dict[str, Any]:
 def opened(folder: Path, **changes: Any) -> tuple[TrainRecipe, Data, Loader]:
     """What build_trainer makes of mix.yaml's data."""
     write(folder, **changes)
-    recipe = filled(load(TrainRecipe, folder / "mix.yaml"))
+    recipe = with_defaults(load(TrainRecipe, folder / "mix.yaml"))
     world, tokenizer = World(0, 1, 0, torch.device("cpu")), bytes_tokenizer()
     data = open_data(recipe, tokenizer, world)
     clock = build_clock(recipe, data)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.assemble.job import build_root, filled
+from llmfoundry.assemble.job import build_root, with_defaults
 from llmfoundry.assemble.start import load_checkpoint
 from llmfoundry.commands.convert import convert
 from llmfoundry.errors import UserError
@@ -52,7 +52,7 @@ def test_weights_and_moments_are_bfloat16_on_the_disk(place: Path) -> None:
 def test_weights_begin_as_those_of_fp32_rounded(place: Path) -> None:
     roots = {}
     for precision in ("fp32", "bf16"):
-        recipe = filled(checked(TrainRecipe, "tiny.yaml", [f"precision={precision}"]))
+        recipe = with_defaults(checked(TrainRecipe, "tiny.yaml", [f"precision={precision}"]))
         recipe.model.fill(vocab_size=257)
         roots[precision] = build_root(recipe).to_empty(device="cpu")
         roots[precision].model.init_weights(17)

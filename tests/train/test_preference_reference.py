@@ -62,7 +62,7 @@ class Source:
     def where(self, row: int) -> str:
         return f"row {row}"
 
-    def want(self, shards: Iterator[int]) -> None:
+    def prefetch(self, shards: Iterator[int]) -> None:
         pass
 
     def close(self) -> None:

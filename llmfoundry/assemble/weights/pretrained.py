@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.assemble.adapters.adapter import FOLDER, has_adapter
-from llmfoundry.assemble.job import filled
+from llmfoundry.assemble.job import with_defaults
 from llmfoundry.assemble.weights.hf_folder import Pretrained, open_folder
 from llmfoundry.assemble.weights.run_weights import fill_from_run, merge_run
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def resolve(
     Raises:
         UserError: there is no such model, or it does not fit the recipe.
     """
-    recipe = filled(written)
+    recipe = with_defaults(written)
     assert isinstance(recipe, FinetuneRecipe)
     asked = recipe.model
     pretrained = open_pretrained(asked, world, note=note)

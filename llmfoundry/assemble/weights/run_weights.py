@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from llmfoundry.assemble.adapters.adapter import FOLDER, check_base, choose_trained, hold_frozen
-from llmfoundry.assemble.job import build_root, filled
+from llmfoundry.assemble.job import build_root, with_defaults
 from llmfoundry.assemble.weights.fill import fill_quantized, fill_tensor
 from llmfoundry.assemble.weights.hf_folder import Pretrained
 from llmfoundry.errors import UserError
@@ -73,7 +73,7 @@ def merge_run(
 
 def _trained(written: FinetuneRecipe, config: ModelConfig, folder: Path) -> Decoder:
     """The run's model on the meta device, held as it was trained."""
-    recipe = filled(written)
+    recipe = with_defaults(written)
     recipe.model = config  # type: ignore[assignment]
     model = build_root(recipe).model
     choose_trained(model, recipe, lambda line: None, checkpoint=folder)

@@ -47,7 +47,7 @@ class Prefetcher:
         self._failures: dict[str, BaseException] = {}
         self._broken: BaseException | None = None  # the wish itself failed
 
-    def want(self, specs: Iterator[FileSpec]) -> None:
+    def prefetch(self, specs: Iterator[FileSpec]) -> None:
         """Fetch these from now on, in place of what was wanted before.
 
         Raises:

@@ -186,7 +186,7 @@ class ShardFolder:
             UserError: what a file of the last wish failed with, if it was not asked for since.
         """
         if self._options.prefetch > 0 and self._place is None:
-            self._here().prefetcher.want(specs)
+            self._here().prefetcher.prefetch(specs)
 
     def close(self) -> None:
         """End what runs in the background."""

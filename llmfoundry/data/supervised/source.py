@@ -58,7 +58,7 @@ class SupervisedSource:
         more = f" and {len(members) - 1} more" if len(members) > 1 else ""
         return f"{self._store.where(int(members[0]))}{more}"
 
-    def want(self, shards: Iterator[int]) -> None:
+    def prefetch(self, shards: Iterator[int]) -> None:
         """All is here."""
 
     def close(self) -> None:
