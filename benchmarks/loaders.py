@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks import loader_contenders
 from benchmarks.loader_contenders import EOS, SAMPLES, SEQ, samples
 from llmfoundry.data.mds.writer import MDSWriter
-from llmfoundry.data.preparation.write.writer import TokenWriter
+from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.tokens import StreamIndex
 from llmfoundry.files import write_json
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from llmfoundry.data.mds.writer import MDSWriter
-from llmfoundry.data.preparation.write.writer import TokenWriter
+from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.data.tokens import StreamIndex
 from llmfoundry.files import write_json

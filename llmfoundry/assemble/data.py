@@ -18,6 +18,7 @@ import numpy as np
 from llmfoundry.assemble.job import on_rank0
 from llmfoundry.assemble.supervised import open_supervised, open_validation_rows
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.data.loader import ONLY, Loader
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
 from llmfoundry.data.mixture import Mixture, Phase, stream_weights
@@ -36,7 +37,6 @@ from llmfoundry.data.sources import (
 )
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_source import TokenSource
-from llmfoundry.data.validation import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import DataConfig

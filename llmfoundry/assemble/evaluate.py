@@ -13,9 +13,9 @@ from llmfoundry.assemble.eval_budget import EvalBudget
 from llmfoundry.assemble.job import Job
 from llmfoundry.assemble.objective import build_objective
 from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.validation import validation_batches
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.gauntlet.gauntlet import Answered, Asking, Gauntlet
 from llmfoundry.gauntlet.grading.results import GauntletResult
@@ -25,7 +25,7 @@ from llmfoundry.models.adapters.virtual import longest_document
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.answers import validate_answers
+from llmfoundry.train.preference.accuracy import validate_answers
 from llmfoundry.train.validation import validate
 
 Record = Callable[[int, GauntletResult, list[Answered]], None]

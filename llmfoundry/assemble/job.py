@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.validation import HeldOut
 from llmfoundry.models.attention import attention_rules
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops import processor

@@ -17,7 +17,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.adapters.adapt import switched_off
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.preference import Preference, build_preference
+from llmfoundry.train.preference.losses import Preference, build_preference
 
 
 def check_sides(data: Data, recipe: TrainRecipe) -> None:

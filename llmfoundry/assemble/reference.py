@@ -31,10 +31,10 @@ from llmfoundry.assemble.evaluate import eval_rows
 from llmfoundry.assemble.job import Job, on_rank0
 from llmfoundry.assemble.objective import check_sides
 from llmfoundry.assemble.start import Start, model_identity
+from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.preparation.cache import cache_key
 from llmfoundry.data.rows import Row, Rows
 from llmfoundry.data.sources import OrderedStream, RowSource
-from llmfoundry.data.validation import HeldOut
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
 from llmfoundry.models.decoder import Decoder
@@ -42,8 +42,8 @@ from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.terminal import progress
 from llmfoundry.train.checkpoints.checkpoint import read_state
-from llmfoundry.train.checkpoints.mismatch import mismatched
-from llmfoundry.train.preference import answer_log_probs
+from llmfoundry.train.preference.losses import answer_log_probs
+from llmfoundry.train.preference.mismatched import mismatched
 
 PART = 256  # rows of a file: a minute or two of a large model
 WEIGHTS = "preference.weights"  # in a run's identity: the weights that its reference had

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
 from llmfoundry.assemble.job import Job
+from llmfoundry.data.held_out import Chain, HeldOut
 from llmfoundry.data.supervised.source import HeldOutPrompt, SupervisedHeldOut
-from llmfoundry.data.validation import Chain, HeldOut
 from llmfoundry.errors import UserError
 from llmfoundry.serve.chat import until
 from llmfoundry.serve.generate import stream_text, stream_tokens

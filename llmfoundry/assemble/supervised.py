@@ -8,7 +8,7 @@ import numpy as np
 
 from llmfoundry.data.sources import ONLY, stream_key
 from llmfoundry.data.supervised.pack import PackedExamples, PackOptions, open_rows, summary
-from llmfoundry.data.supervised.prepare import prepare_rows
+from llmfoundry.data.supervised.prepare_rows import prepare_rows
 from llmfoundry.data.supervised.source import SupervisedHeldOut, SupervisedSource
 from llmfoundry.data.supervised.store import Store
 from llmfoundry.data.text.tokenizer import Tokenizer

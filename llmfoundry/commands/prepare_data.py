@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
 from llmfoundry.data.preparation.write.manifest import summary
+from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import Output, token_output
-from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry.masking import public
 from llmfoundry.recipe.data import DataConfig

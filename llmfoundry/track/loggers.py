@@ -18,6 +18,13 @@ from llmfoundry.masking import public, public_texts
 from llmfoundry.recipe.front.typed import as_written, flat
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.track.background_writer import (
+    BackgroundWriter,
+    LogTarget,
+    RunFacts,
+    close_all,
+    milliseconds,
+)
 from llmfoundry.track.console import Console
 from llmfoundry.track.environment import environment
 from llmfoundry.track.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
@@ -26,7 +33,6 @@ from llmfoundry.track.pages.report import STATUS, read_json, write_report
 from llmfoundry.track.pages.report_charts import TRAIN_LOSS
 from llmfoundry.track.tensorboard_session import tensorboard_target
 from llmfoundry.track.wandb_session import wandb_target
-from llmfoundry.track.writer import BackgroundWriter, LogTarget, RunFacts, close_all, milliseconds
 
 _A_DAY = 86_400.0  # seconds for a record that is sent by a command
 # By the key of `logger` that switches it on.

@@ -30,7 +30,13 @@ from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.values.checks import nearest
-from llmfoundry.track.writer import PATIENCE_WHILE_AWAY, LogTarget, MetricPoint, RunFacts, Samples
+from llmfoundry.track.background_writer import (
+    PATIENCE_WHILE_AWAY,
+    LogTarget,
+    MetricPoint,
+    RunFacts,
+    Samples,
+)
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 RUN_ID_FILE, ARTIFACTS = "mlflow_run_id", "mlartifacts"

@@ -24,9 +24,15 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.track.background_writer import (
+    LogTarget,
+    MetricPoint,
+    RunFacts,
+    Samples,
+    milliseconds,
+)
 from llmfoundry.track.console import printable
 from llmfoundry.track.metrics import append
-from llmfoundry.track.writer import LogTarget, MetricPoint, RunFacts, Samples, milliseconds
 
 FOLDER = "tensorboard"
 FILE = "events.out.tfevents.{seconds:.6f}"  # read in the order of names; no host in it

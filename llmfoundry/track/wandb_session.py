@@ -32,8 +32,8 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.track.background_writer import LogTarget, MetricPoint, RunFacts, Samples, describe
 from llmfoundry.track.metrics import BATCH
-from llmfoundry.track.writer import LogTarget, MetricPoint, RunFacts, Samples, describe
 
 RUN_ID_FILE = "wandb_run_id"
 EXIT_CODES = {"finished": 0, "failed": 1, "killed": 255}  # W&B calls 255 killed

@@ -1,8 +1,8 @@
 """What a step minimises: a sum over a batch, and what it is divided by over all processes.
 
 `train_step` asks an objective, `assemble/trainer.py` chooses it; those of preference tuning are in
-`preference.py`. All are sums over rows, so that microbatches, accumulation and processes change
-nothing.
+`preference/losses.py`. All are sums over rows, so that microbatches, accumulation and processes
+change nothing.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from llmfoundry.train.callbacks import Callback
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.objective import Objective
 from llmfoundry.train.optimizers.schedule import lr_factor
-from llmfoundry.train.routing import routing_metrics
+from llmfoundry.train.routing_metrics import routing_metrics
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.step import CROSS_ENTROPY, Guard, StepResult, train_step
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
@@ -29,7 +30,6 @@ from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import OrderedStream, Reading, open_source
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.data.tokens import TokenDataset
-from llmfoundry.data.validation import validation_batches
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.layout import Layout

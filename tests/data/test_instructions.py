@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llmfoundry.data.instructions.checks import is_right, problems
+from llmfoundry.data.instructions.instruction_rows import LIST_TASKS, TASKS, draw, instruction_rows
 from llmfoundry.data.instructions.knowledge import world_facts
-from llmfoundry.data.instructions.rows import LIST_TASKS, TASKS, draw, instruction_rows
 from llmfoundry.errors import UserError
 
 

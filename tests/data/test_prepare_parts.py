@@ -21,9 +21,9 @@ from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.read.open_files import Input
 from llmfoundry.data.preparation.tasks import cut_tasks
+from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import token_output
 from llmfoundry.data.preparation.write.parts import WORK, PartSettings, make_part
-from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError

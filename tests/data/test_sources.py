@@ -15,6 +15,7 @@ import torch
 
 from llmfoundry.data import shard_index
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.held_out import Chain, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTokens
@@ -22,7 +23,6 @@ from llmfoundry.data.rows import Rows
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import Reading, open_source
 from llmfoundry.data.token_source import TokenSource
-from llmfoundry.data.validation import Chain, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
 from tests.shards import bytes_tokenizer, texts, write_mds, write_tokens

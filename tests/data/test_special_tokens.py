@@ -15,10 +15,10 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from llmfoundry.commands.prepare_data import prepare_data
+from llmfoundry.data.held_out import TokenShards
 from llmfoundry.data.preparation.prepare import prepare
 from llmfoundry.data.preparation.write.encode import cut
 from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
-from llmfoundry.data.validation import TokenShards
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

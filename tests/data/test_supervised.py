@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from llmfoundry.assemble.data import Data, build_loader, open_data
+from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.rows import Row
 from llmfoundry.data.supervised.pack import best_fit, cut_lengths, pack_examples
 from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
-from llmfoundry.data.validation import validation_batches
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
 from llmfoundry.parallel.launch import World

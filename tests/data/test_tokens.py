@@ -11,7 +11,7 @@ import pytest
 
 from llmfoundry.data import tokens as tokens_module
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
-from llmfoundry.data.preparation.write.writer import TokenWriter
+from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.track.background_writer import BackgroundWriter, RunFacts, milliseconds
 from llmfoundry.track.loggers import TARGETS
-from llmfoundry.track.writer import BackgroundWriter, RunFacts, milliseconds
 
 
 class Hears(list[str]):

@@ -24,7 +24,7 @@ from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.track import writer as writer_module
+from llmfoundry.track import background_writer as writer_module
 from llmfoundry.track.console import Console
 from llmfoundry.track.loggers import Tracker
 from llmfoundry.track.metrics import BATCH, TOKEN, WALL, read_metrics

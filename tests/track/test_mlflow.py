@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from llmfoundry.masking import public
+from llmfoundry.track.background_writer import BackgroundWriter
 from llmfoundry.track.mlflow_session import metric_name, param_value
-from llmfoundry.track.writer import BackgroundWriter
 from tests.track.hearing import Hears, closed_port, facts, finish, writer
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.track.writer import BackgroundWriter
+from llmfoundry.track.background_writer import BackgroundWriter
 from tests.track.hearing import Hears, closed_port, facts, finish, writer
 
 try:

@@ -25,7 +25,7 @@ from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optimizers.optim import build_optimizer
-from llmfoundry.train.routing import routing_metrics
+from llmfoundry.train.routing_metrics import routing_metrics
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.models.plain_moe import balancing_loss
 from tests.models.test_decoder import make_config

@@ -20,15 +20,15 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.preference import PreferenceConfig
-from llmfoundry.train.checkpoints.mismatch import mismatched
 from llmfoundry.train.optimizers.optim import OPTIMIZERS
-from llmfoundry.train.preference import (
+from llmfoundry.train.preference.losses import (
     ALMOST_CERTAIN,
     Compared,
     Preference,
     answer_log_probs,
     build_preference,
 )
+from llmfoundry.train.preference.mismatched import mismatched
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.train.preference_goldens import (
     CASES,

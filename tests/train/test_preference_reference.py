@@ -14,18 +14,18 @@ from llmfoundry.assemble.data import Data
 from llmfoundry.assemble.job import Job
 from llmfoundry.assemble.reference import WEIGHTS, identity_of, open_reference, with_places
 from llmfoundry.assemble.start import Start
+from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.order import Order
 from llmfoundry.data.rows import Row, Rows
 from llmfoundry.data.sources import OrderedStream
-from llmfoundry.data.validation import validation_batches
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.train.answers import validate_answers
-from llmfoundry.train.checkpoints.mismatch import mismatched
-from llmfoundry.train.preference import Pairs
+from llmfoundry.train.preference.accuracy import validate_answers
+from llmfoundry.train.preference.losses import Pairs
+from llmfoundry.train.preference.mismatched import mismatched
 from tests.models.test_decoder import make_config, make_model
 from tests.shards import bytes_tokenizer
 

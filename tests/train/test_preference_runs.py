@@ -16,7 +16,7 @@ import yaml
 
 from llmfoundry.assemble.data import open_data
 from llmfoundry.assemble.reference import with_places
-from llmfoundry.data.instructions.rows import instruction_rows
+from llmfoundry.data.instructions.instruction_rows import instruction_rows
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.typed import Problem, build

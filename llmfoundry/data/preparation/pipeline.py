@@ -23,6 +23,7 @@ from llmfoundry.data.preparation.engines import ENGINES, Run, cores
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
 from llmfoundry.data.preparation.write.manifest import Manifest, make_manifest
+from llmfoundry.data.preparation.write.output_folder import SCRATCH, OutputFolder
 from llmfoundry.data.preparation.write.outputs import STREAMS, Output
 from llmfoundry.data.preparation.write.parts import (
     WORK,
@@ -34,7 +35,6 @@ from llmfoundry.data.preparation.write.parts import (
     sign_part,
     signature_file,
 )
-from llmfoundry.data.preparation.write.place import SCRATCH, OutputFolder
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.tokens import Shard, StreamIndex
 from llmfoundry.errors import UserError

@@ -22,9 +22,9 @@ from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.pipeline import How, PreparationPlan, fill
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.write.manifest import MANIFEST, Manifest, summary
+from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import STREAMS, Output, token_output
 from llmfoundry.data.preparation.write.parts import WORK
-from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError

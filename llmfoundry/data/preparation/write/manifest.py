@@ -15,9 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import STREAMS, StreamCounts
 from llmfoundry.data.preparation.write.parts import REPEAT, Part
-from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from llmfoundry.data.mds.writer import INDEX, MDSWriter
 from llmfoundry.data.preparation.write.encode import DocumentPart
-from llmfoundry.data.preparation.write.writer import TokenWriter
+from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.text.tokenizer import Tokenizer
 
 STREAMS = ("train", "validation")

@@ -22,8 +22,8 @@ from llmfoundry.data.preparation.read.corpus import Corpus, Document
 from llmfoundry.data.preparation.read.open_files import Input
 from llmfoundry.data.preparation.tasks import Task
 from llmfoundry.data.preparation.write.encode import DocumentPart, cut, cuts_at_lines, encode_all
+from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import STREAMS, TEXTS, Output, StreamCounts
-from llmfoundry.data.preparation.write.place import OutputFolder
 from llmfoundry.data.text.tokenizer import Tokenizer
 
 WORK = ".parts"  # the folder of what is unfinished

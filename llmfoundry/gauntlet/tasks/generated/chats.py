@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from llmfoundry.data.instructions.exchange import Exchange
-from llmfoundry.data.instructions.rows import check_tasks, draw, right_message
+from llmfoundry.data.instructions.instruction_rows import check_tasks, draw, right_message
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.values.checks import nearest
 

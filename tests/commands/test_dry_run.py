@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.commands import plan as plans
+from llmfoundry.commands import dry_run as plans
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.front.load import checked, run
 from llmfoundry.recipe.front.paths import ROOT, YAMLS

@@ -273,7 +273,7 @@ def _number(document: Document, before: int) -> int:
 
 
 def _generated(config: DataConfig, key: str, seed: int) -> Iterator[_Read]:
-    from llmfoundry.data.instructions.rows import instruction_rows
+    from llmfoundry.data.instructions.instruction_rows import instruction_rows
 
     assert config.rows is not None
     rows = instruction_rows(

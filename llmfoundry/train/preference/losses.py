@@ -22,8 +22,8 @@ from torch import Tensor
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.preference import PreferenceConfig
-from llmfoundry.train.checkpoints.mismatch import mismatched
 from llmfoundry.train.objective import Finish, Look, sum_over_processes
+from llmfoundry.train.preference.mismatched import mismatched
 
 PAIRED = ("dpo", "orpo", "simpo")
 WITH_REFERENCE = ("dpo", "kto")

@@ -1,6 +1,6 @@
 """Prompts with answers of others: from what KTO estimates how far the model has moved.
 
-`preference.KTO` and the reference's cache ask for the same rows. The idea: within a row each prompt
+`losses.KTO` and the reference's cache ask for the same rows. The idea: within a row each prompt
 gets the answer of the document before it, the first that of the last. The row keeps its length, and
 what it becomes depends on nothing but itself: not on the microbatch, nor on the number of
 processes, where other trainers take the neighbour in the microbatch.

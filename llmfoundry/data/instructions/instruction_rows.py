@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llmfoundry.data.instructions import formats, knowledge, lists, sums, tools
+from llmfoundry.data.instructions import answer_formats, knowledge, lists, sums, tools
 from llmfoundry.data.instructions.exchange import LENGTHS, UNSEEN_LENGTHS, Exchange, Message
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.values.checks import nearest
@@ -35,10 +35,10 @@ LIST_TASKS: dict[str, Callable[[random.Random, Sequence[int]], Exchange]] = {
 OTHER_TASKS: dict[str, Callable[[random.Random], Exchange]] = {
     "recall": knowledge.recall,
     "arithmetic": sums.arithmetic,
-    "json": formats.json_object,
-    "upper": formats.upper,
-    "repeat": formats.repeat,
-    "constraints": formats.constraints,
+    "json": answer_formats.json_object,
+    "upper": answer_formats.upper,
+    "repeat": answer_formats.repeat,
+    "constraints": answer_formats.constraints,
     "tool_call": tools.tool_call,
     "world": knowledge.world,
 }
