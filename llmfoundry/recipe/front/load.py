@@ -70,7 +70,7 @@ def run(
             quiet_libraries()
             tell_loading()
             if "--dry-run" in command.flags:
-                beside = f"{module.rpartition('.')[0]}.plan"
+                beside = f"{module.rpartition('.')[0]}.dry_run"
                 importlib.import_module(beside).plan(function, recipe)
             else:
                 getattr(importlib.import_module(module), function)(recipe)
