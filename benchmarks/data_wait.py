@@ -19,7 +19,7 @@ from pathlib import Path
 
 from llmfoundry.assemble.job import with_defaults
 from llmfoundry.assemble.trainer import build_trainer
-from llmfoundry.data.ahead import Batches
+from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.ops.batch import Batch
 from llmfoundry.parallel.launch import join
 from llmfoundry.recipe.front.load import load
@@ -40,11 +40,11 @@ def main() -> None:
         with join(recipe.parallel) as world:
             tracker = Tracker(with_defaults(recipe), Path(folder), is_main=world.is_main)
             trainer, _ = build_trainer(recipe, world, tracker)
-            with closing(trainer.loader.prefetch(0)) as batches:
+            with closing(BatchPrefetcher(trainer.loader, 0)) as batches:
                 measure(trainer, batches)
 
 
-def measure(trainer: Trainer, batches: Batches) -> None:
+def measure(trainer: Trainer, batches: BatchPrefetcher) -> None:
     """Rounds of both, after one to get warm; each is first as often as the other."""
     rounds = []
     for number in range(ROUNDS + 1):

@@ -42,6 +42,7 @@ def samples() -> Iterator[np.ndarray]:
 
 def ours(folder: Path, *, apart: bool = False) -> Make:
     """This project's loader, as a run on a CPU has it; `apart`: with documents' places."""
+    from llmfoundry.data.batch_prefetcher import BatchPrefetcher
     from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
     from llmfoundry.data.loader import ONLY, Loader
     from llmfoundry.data.mds_source import MDSTexts
@@ -67,7 +68,7 @@ def ours(folder: Path, *, apart: bool = False) -> Make:
             attend_across_documents=not apart,
             workers=workers,
         )
-        with closing(loader.prefetch(0)) as batches:
+        with closing(BatchPrefetcher(loader, 0)) as batches:
             for batch in batches:
                 yield batch.tokens, batch.labels
 

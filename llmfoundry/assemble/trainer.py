@@ -61,7 +61,6 @@ from llmfoundry.recipe.tokenizer import PRETRAINED
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.track.loggers import Tracker
 from llmfoundry.train.callbacks import (
-    Callback,
     GarbageCollection,
     GenerateSamples,
     LRMonitor,
@@ -75,7 +74,7 @@ from llmfoundry.train.early_stopper import EarlyStopper
 from llmfoundry.train.optimizer_monitor import OptimizerMonitor
 from llmfoundry.train.optimizers.optim import build_optimizer, freeze
 from llmfoundry.train.step import CROSS_ENTROPY
-from llmfoundry.train.trainer import Trainer
+from llmfoundry.train.trainer import Callback, Trainer
 
 
 def build_trainer(

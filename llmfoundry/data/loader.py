@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry.data.ahead import Batches
 from llmfoundry.data.mixture import Mixture
 from llmfoundry.data.rows import Rows
 from llmfoundry.data.sources import ONLY, WHOLE, OrderedStream, Stream, stream_key
@@ -97,17 +96,6 @@ class Loader:
         if wrong is not None:
             raise self._strange(self.streams[source[wrong]], places[wrong], rows.ids[wrong])
         return rows
-
-    def prefetch(self, start_step: int, *, depth: int = 2) -> Batches:
-        """Batches from `start_step` on, without end, made ahead; close it to end that.
-
-        Whatever goes wrong with a batch is raised where it would come.
-
-        Args:
-            start_step: of the first.
-            depth: batches that wait at most, ready for the device.
-        """
-        return Batches(self, start_step, depth=depth)
 
     def close(self) -> None:
         """Let go of open shards; reading opens them again."""

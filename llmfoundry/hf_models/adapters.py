@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.hf_models.causal_lm import HFCausalLM
 from llmfoundry.models.adapters.names import select
-from llmfoundry.models.init import Law, assign, draw
+from llmfoundry.models.init import Distribution, assign, draw
 from llmfoundry.models.linear import whole
 from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
 
@@ -179,7 +179,7 @@ def init_peft(model: nn.Module, seed: int, init: str) -> None:
             continue
         a, b = module.lora_A[_NAME].weight, module.lora_B[_NAME].weight
         std = 1 / module.r[_NAME] if init == "gaussian" else (3 * a.shape[1]) ** -0.5
-        draw(a, Law(std, uniform=init != "gaussian"), seed, f"{name}.lora_A")
+        draw(a, Distribution(std, uniform=init != "gaussian"), seed, f"{name}.lora_A")
         assign(b, torch.zeros(b.shape, device=b.device))
         if module.use_dora.get(_NAME):
             weight = whole(module.get_base_layer().weight)

@@ -28,7 +28,7 @@ TRANSPOSED_EXPERTS = ("experts.w2",)  # each (inputs, outputs)
 
 
 @dataclass(frozen=True)
-class Law:
+class Distribution:
     """The distribution of a tensor's elements.
 
     Attributes:
@@ -53,13 +53,13 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
         buffer.zero_()
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        law: Law | None = None
+        distribution: Distribution | None = None
         if name.endswith("bias"):
-            law = _bias_law(*_weight_beside(name, parameters), config)
+            distribution = _bias_distribution(*_weight_beside(name, parameters), config)
         elif parameter.ndim > 1:
-            law = weight_law(name, parameter, config)
-        if law is not None:
-            draw(parameter, law, seed, name)
+            distribution = weight_distribution(name, parameter, config)
+        if distribution is not None:
+            draw(parameter, distribution, seed, name)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
@@ -71,37 +71,37 @@ def _weight_beside(name: str, parameters: dict[str, nn.Parameter]) -> tuple[str,
     return weight, parameters[weight]
 
 
-def _bias_law(name: str, weight: Tensor, config: ModelConfig) -> Law | None:
+def _bias_distribution(name: str, weight: Tensor, config: ModelConfig) -> Distribution | None:
     """The distribution of the bias beside the weight `name`; None: it is 0."""
     if config.init_config.name != "default_" or weight.ndim == 1:
         return None
-    return Law(default_std(config, *_fans(name, weight, config)), uniform=True)
+    return Distribution(default_std(config, *_fans(name, weight, config)), uniform=True)
 
 
-def weight_law(name: str, weight: Tensor, config: ModelConfig) -> Law:
+def weight_distribution(name: str, weight: Tensor, config: ModelConfig) -> Distribution:
     """The distribution of the matrix `name`, of shape (out, in), or of stacked experts'."""
     init = config.init_config
     if name.endswith(EMBEDDINGS):
-        law = _embedding_law(init)
-        if law is not None:
-            return law
+        distribution = _embedding_distribution(init)
+        if distribution is not None:
+            return distribution
     if name.endswith(ROUTER) and init.router_init_std is not None:
-        return Law(init.router_init_std)
+        return Distribution(init.router_init_std)
     std = STDS[init.name](config, *_fans(name, weight, config))
     if name.endswith(RESIDUAL):
         std /= residual_divisor(config)
-    return Law(std, uniform=init.name in UNIFORM)
+    return Distribution(std, uniform=init.name in UNIFORM)
 
 
-def _embedding_law(init: InitConfig) -> Law | None:
+def _embedding_distribution(init: InitConfig) -> Distribution | None:
     """What the recipe says of embeddings alone; None: nothing."""
     if init.emb_init_std is not None:
-        return Law(init.emb_init_std)
+        return Distribution(init.emb_init_std)
     if init.emb_init_uniform_lim is not None:
         limits = init.emb_init_uniform_lim
         low, high = limits if isinstance(limits, list) else (-limits, limits)
-        return Law((high - low) / math.sqrt(12), uniform=True, mean=(low + high) / 2)
-    return Law(1.0) if init.name == "default_" else None  # nn.Embedding's own
+        return Distribution((high - low) / math.sqrt(12), uniform=True, mean=(low + high) / 2)
+    return Distribution(1.0) if init.name == "default_" else None  # nn.Embedding's own
 
 
 def residual_divisor(config: ModelConfig) -> float:
@@ -170,17 +170,17 @@ STDS: dict[str, Callable[[ModelConfig, int, int], float]] = {
 UNIFORM = ("default_", "kaiming_uniform_", "xavier_uniform_")
 
 
-def draw(parameter: Tensor, law: Law, seed: int, name: str) -> None:
-    """Fill a parameter, whole or sharded, from a law; the numbers follow from seed and name."""
+def draw(parameter: Tensor, distribution: Distribution, seed: int, name: str) -> None:
+    """Fill a parameter, whole or sharded; the numbers follow from seed and name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big"))
     # in fp32 whatever the parameter's dtype, which rounds it
     whole = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
-    if law.uniform:
-        half = math.sqrt(3) * law.std
-        whole.uniform_(law.mean - half, law.mean + half, generator=generator)
+    if distribution.uniform:
+        half = math.sqrt(3) * distribution.std
+        whole.uniform_(distribution.mean - half, distribution.mean + half, generator=generator)
     else:
-        whole.normal_(law.mean, law.std, generator=generator)
+        whole.normal_(distribution.mean, distribution.std, generator=generator)
     assign(parameter, whole)
 
 

@@ -10,46 +10,14 @@ import resource
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmfoundry.recipe.logger import GenerateConfig
 from llmfoundry.train.optimizers.optim import CLASS_NAMES
-
-if TYPE_CHECKING:
-    from llmfoundry.train.trainer import Trainer
+from llmfoundry.train.trainer import Callback, Trainer
 
 GIB = 2**30
-
-
-class Callback:
-    """Does nothing; subclasses override what they need."""
-
-    def on_start(self, trainer: Trainer) -> None:
-        """Act before the first step, or the evaluation before it."""
-
-    def on_gradients(self, trainer: Trainer) -> None:
-        """Look at the gradients, whole and not yet clipped, of a step that will be logged."""
-
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Add to the metrics of a logged step."""
-
-    def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Look at what an evaluation measured."""
-
-    def on_step(self, trainer: Trainer) -> None:
-        """Act after a step, its log and its evaluation, before its checkpoint."""
-
-    def close(self) -> None:
-        """Undo what outlives the run; called at its end, also after an error."""
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON; empty: nothing."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned; empty where a run begins anew."""
 
 
 class SpeedMonitor(Callback):
@@ -157,7 +125,7 @@ class GenerateSamples(Callback):
         """Generate, if due; every process takes part, for shards' sake."""
         if not (trainer.done or trainer.is_due(self._config.interval)):
             return
-        with trainer.aside():
+        with trainer.training_paused():
             samples = self._write(trainer.batch)
         trainer.tracker.samples(trainer.batch, samples)
 

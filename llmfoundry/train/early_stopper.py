@@ -7,7 +7,7 @@ has seen so far is in the checkpoint, so that a resumed run stops where the unin
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.logger import EarlyStopperConfig
 from llmfoundry.recipe.values.checks import nearest
-from llmfoundry.train.callbacks import Callback
-
-if TYPE_CHECKING:
-    from llmfoundry.train.trainer import Trainer
+from llmfoundry.train.trainer import Callback, Trainer
 
 
 class EarlyStopper(Callback):

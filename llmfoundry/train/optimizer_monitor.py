@@ -7,16 +7,12 @@ and a step that is not logged does nothing.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from llmfoundry.train.callbacks import Callback
 from llmfoundry.train.checkpoints.shards import l2_norms
-
-if TYPE_CHECKING:
-    from llmfoundry.train.trainer import Trainer
+from llmfoundry.train.trainer import Callback, Trainer
 
 MOMENTS = ("exp_avg", "momentum_buffer")  # what optimizers call the running mean of gradients
 

@@ -1,4 +1,4 @@
-"""The training loop. `build.py` makes its parts, `commands/train.py` starts it.
+"""The training loop. `assemble/trainer.py` makes its parts, `commands/train.py` starts it.
 
 Step number b (from 0) is a pure function of the weights before it, of (seed, b) and of the data:
 its rows, its learning rate and its random draws. So a checkpoint needs to hold little more than
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmfoundry.data.ahead import Batches
+from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.loader import Loader
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.models.decoder import Root
@@ -27,7 +27,6 @@ from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock
-from llmfoundry.train.callbacks import Callback
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.objective import Objective
 from llmfoundry.train.optimizers.schedule import lr_factor
@@ -36,8 +35,8 @@ from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.step import CROSS_ENTROPY, Guard, StepResult, train_step
 
 
-class Tracker(Protocol):
-    """What the loop tells (track.Tracker)."""
+class TrainingLog(Protocol):
+    """What the loop tells: `track.loggers.Tracker`, which this floor may not import."""
 
     def log(self, batch: int, tokens: int, metrics: dict[str, float]) -> None:
         """Record a logged step."""
@@ -50,6 +49,35 @@ class Tracker(Protocol):
 
     def note(self, text: str) -> None:
         """Tell the user something."""
+
+
+class Callback:
+    """Observes the loop. Does nothing; subclasses override what they need."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Act before the first step, or the evaluation before it."""
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Look at the gradients, whole and not yet clipped, of a step that will be logged."""
+
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Add to the metrics of a logged step."""
+
+    def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Look at what an evaluation measured."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Act after a step, its log and its evaluation, before its checkpoint."""
+
+    def close(self) -> None:
+        """Undo what outlives the run; called at its end, also after an error."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON; empty: nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned; empty where a run begins anew."""
 
 
 @dataclass
@@ -70,7 +98,7 @@ class Trainer:
     autocast: Callable[[], AbstractContextManager[None]]
     bytes_per_token: float
     """Of the training text."""
-    tracker: Tracker
+    tracker: TrainingLog
     checkpointer: Checkpointer
     evaluate: Callable[[int], dict[str, float]]
     """Measures the model after so many batches; every process takes part."""
@@ -88,7 +116,7 @@ class Trainer:
         self.batch = self.first_batch
         self.train_seconds = self.eval_seconds = 0.0
         self._wait_seconds = 0.0  # for batches, since the last log
-        self._batches: Batches
+        self._batches: BatchPrefetcher
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
         self.ended_early = ""
@@ -122,7 +150,10 @@ class Trainer:
     def _fit(self) -> str:
         signal_name = ""
         self._started = time.perf_counter()
-        with StopSignal(self.world) as stop, closing(self.loader.prefetch(self.batch)) as batches:
+        with (
+            StopSignal(self.world) as stop,
+            closing(BatchPrefetcher(self.loader, self.batch)) as batches,
+        ):
             self._batches = batches
             while not (self.done or signal_name):
                 self._step(self._take(stop), stop)
@@ -272,7 +303,7 @@ class Trainer:
     def _evaluate(self) -> None:
         self._check_guard()
         started = time.perf_counter()
-        with self.aside():
+        with self.training_paused():
             metrics = self.evaluate(self.batch)
         self.eval_seconds += time.perf_counter() - started
         self.evaluations += 1
@@ -293,12 +324,12 @@ class Trainer:
             "settings": self.recipe.training_settings(),
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }
-        with self.aside():
+        with self.training_paused():
             self.checkpointer.save(self.batch, self.root.model, self.optimizer, state, last=last)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Time spent here is not training time."""
+    def training_paused(self) -> Iterator[None]:
+        """The model in evaluation mode, and the training clock stopped."""
         self.train_seconds += time.perf_counter() - self._started
         self.root.eval()
         yield

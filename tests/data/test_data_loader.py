@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import Loader
@@ -109,7 +110,7 @@ def sequence(make: Callable[..., Loader], steps: Sequence[int], ranks: int, work
             part = make(rank=rank, world_size=ranks, workers=workers)
             if state is not None:
                 part.resume(state, start)
-            with closing(part.prefetch(start)) as batches:
+            with closing(BatchPrefetcher(part, start)) as batches:
                 parts.append([next(batches).tokens for _ in range(start, stop)])
             following = json.loads(json.dumps(part.state(stop)))
         state = following
@@ -265,7 +266,7 @@ def test_prefetch_gives_the_same_batches_and_ends_what_it_began(
     web: OrderedStream, workers: int
 ) -> None:
     plain = loader([web])
-    with closing(loader([web], workers=workers).prefetch(7)) as batches:
+    with closing(BatchPrefetcher(loader([web], workers=workers), 7)) as batches:
         for step, batch in enumerate(itertools.islice(batches, 10), start=7):
             assert same(batch, plain.batch(step))
         assert any(thread.name == "loader" for thread in threading.enumerate())
@@ -277,7 +278,7 @@ def test_prefetch_gives_the_same_batches_and_ends_what_it_began(
 def test_a_step_is_not_interrupted_when_a_worker_ends(web: OrderedStream) -> None:
     """PyTorch answers the signal of a child's end in the main thread, if workers began there."""
     before = signal.getsignal(signal.SIGCHLD)
-    with closing(loader([web], workers=1).prefetch(0)) as batches:
+    with closing(BatchPrefetcher(loader([web], workers=1), 0)) as batches:
         next(batches)
         assert signal.getsignal(signal.SIGCHLD) == before
 
@@ -291,7 +292,7 @@ def test_what_goes_wrong_is_raised_at_its_step(folder: Path, tmp_path: Path, wor
     (tmp_path / lost).unlink()
     first = int(np.searchsorted(np.cumsum(stream.source.sizes), 17, side="right"))
     rows = int(stream.source.sizes[:first].sum())
-    with closing(loader([stream], batch_size=4, workers=workers).prefetch(0)) as batches:
+    with closing(BatchPrefetcher(loader([stream], batch_size=4, workers=workers), 0)) as batches:
         for _ in range(rows // 4):
             next(batches)
         for _ in range(2):
@@ -303,7 +304,7 @@ def test_what_goes_wrong_is_raised_at_its_step(folder: Path, tmp_path: Path, wor
 
 @pytest.mark.slow  # PyTorch looks after its workers every five seconds
 def test_a_worker_that_ends_is_an_error_not_a_hang(web: OrderedStream) -> None:
-    with closing(loader([web], workers=1).prefetch(0)) as batches:
+    with closing(BatchPrefetcher(loader([web], workers=1), 0)) as batches:
         next(batches)
         (worker,) = multiprocessing.active_children()
         assert worker.pid is not None
@@ -335,7 +336,7 @@ def test_batches_are_made_ahead_and_wait_for_the_training(
     makers: tuple[Loader, list[str]],
 ) -> None:
     one, made = makers
-    with closing(one.prefetch(0, depth=2)) as batches:
+    with closing(BatchPrefetcher(one, 0, depth=2)) as batches:
         for given in range(5):
             deadline = time.monotonic() + 20
             while len(made) < given + 2 and time.monotonic() < deadline:
@@ -348,10 +349,10 @@ def test_batches_are_made_ahead_and_wait_for_the_training(
 def test_a_batch_that_nobody_has_made_yet_is_made_by_who_asks(
     web: OrderedStream, makers: tuple[Loader, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmfoundry.data.ahead._BUSY", 0.5)
+    monkeypatch.setattr("llmfoundry.data.batch_prefetcher._BUSY", 0.5)
     one, made = makers
     plain = loader([web])
-    with closing(one.prefetch(0)) as batches:
+    with closing(BatchPrefetcher(one, 0)) as batches:
         for step in range(10):
             assert same(next(batches), plain.batch(step))
     assert made == ["MainThread"] * 10

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds.writer import MDSWriter
@@ -105,7 +106,7 @@ def test_what_is_dropped_and_padded_is_counted(texts: MDSTexts, documents: int) 
 def test_the_iterator_sums_up_the_counts(texts: MDSTexts) -> None:
     one = loader(texts, PackingRatio(4, 3))
     rows = [one.rows(step) for step in range(12)]
-    with closing(one.prefetch(0)) as batches:
+    with closing(BatchPrefetcher(one, 0)) as batches:
         for _ in rows:
             next(batches)
         assert batches.metrics() == {

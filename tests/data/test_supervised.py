@@ -21,6 +21,7 @@ import torch
 
 from llmfoundry.assemble.data import Data, build_loader, open_data
 from llmfoundry.data.held_out import validation_batches
+from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.rows import Row
@@ -311,7 +312,7 @@ def test_worker_processes_read_the_same_rows(tmp_path):
     loader = build(opened(tmp_path, dict(config)), tmp_path, config)
     expected = [loader.batch(step) for step in range(3)]
     loader.workers = 1
-    batches = loader.prefetch(0)
+    batches = BatchPrefetcher(loader, 0)
     try:
         for batch in expected:
             assert torch.equal(next(batches).labels, batch.labels)

@@ -20,9 +20,10 @@ from llmfoundry.assemble import trainer as build
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.logger import EarlyStopperConfig
-from llmfoundry.train.callbacks import Callback, GarbageCollection, LRMonitor
+from llmfoundry.train.callbacks import GarbageCollection, LRMonitor
 from llmfoundry.train.early_stopper import EarlyStopper
 from llmfoundry.train.optimizers.optim import CLASS_NAMES
+from llmfoundry.train.trainer import Callback
 from tests.tiny import losses, write_recipe
 from tests.train.here import rows, tensors, train_here
 

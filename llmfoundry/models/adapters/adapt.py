@@ -30,7 +30,7 @@ from llmfoundry.models.adapters.virtual import NAME as PROMPT
 from llmfoundry.models.adapters.virtual import switched_off as without_virtual
 from llmfoundry.models.adapters.virtual import virtual_of
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import Law, assign, draw
+from llmfoundry.models.init import Distribution, assign, draw
 from llmfoundry.models.linear import whole
 from llmfoundry.models.moe import Stacks
 
@@ -123,11 +123,11 @@ def init_adapter(model: nn.Module, seed: int) -> None:
             _start_from_singular_values(module, prefix, lora)
         elif isinstance(module, nn.Embedding):  # peft's: the product is 0 all the same
             assign(a, torch.zeros(a.shape, device=a.device))
-            draw(b, Law(1.0), seed, f"{name}.{prefix}{B}")
+            draw(b, Distribution(1.0), seed, f"{name}.{prefix}{B}")
         else:
             std = 1 / lora.r if lora.init == "gaussian" else (3 * a.shape[1]) ** -0.5
-            law = Law(std, uniform=lora.init != "gaussian")
-            draw(a, law, seed, f"{name}.{prefix}{A}" if not prefix else f"{name}_{A}")
+            distribution = Distribution(std, uniform=lora.init != "gaussian")
+            draw(a, distribution, seed, f"{name}.{prefix}{A}" if not prefix else f"{name}_{A}")
             assign(b, torch.zeros(b.shape, device=b.device))
         if lora.dora:
             assign(getattr(module, MAGNITUDE), row_norms(_Whole(module), lora))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.models.init import Law, assign, draw
+from llmfoundry.models.init import Distribution, assign, draw
 from llmfoundry.models.linear import whole
 from llmfoundry.recipe.architecture.adapter import PREFIX_TUNING
 
@@ -88,7 +88,7 @@ def init_virtual(
     """
     parameter = model.get_parameter(NAME)
     if begin is None:
-        draw(parameter, Law(SMALL), seed, NAME)
+        draw(parameter, Distribution(SMALL), seed, NAME)
         return
     count = parameter.shape[0]
     generator = torch.Generator().manual_seed(seed)

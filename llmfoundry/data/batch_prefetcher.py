@@ -1,6 +1,6 @@
-"""`Batches`: what a loader makes ahead of the training step, in a thread and worker processes.
+"""`BatchPrefetcher`: a loader's batches, made ahead by a thread and worker processes.
 
-Made by `Loader.prefetch`, read by the trainer. While a training step is at work, a thread gets the
+The trainer reads it. While a training step is at work, a thread gets the
 next few batches ready for the device; a batch that is asked for before the thread has begun with it
 is made by whoever asks, which takes less than to wait for another thread. Rows are made where the
 batch is, or by the processes of a PyTorch DataLoader, which are given step numbers and hand back
@@ -21,19 +21,17 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from llmfoundry.data.loader import Loader
 from llmfoundry.data.rows import Rows
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.host_memory import keep_memory
 from llmfoundry.processes import end_with_parent
-
-if TYPE_CHECKING:
-    from llmfoundry.data.loader import Loader
 
 _PATIENCE = 10.0  # seconds for a thread that waits for a store to notice that it is not needed
 _BUSY = 5e-4  # seconds without a question for a batch, after which the training step is at work
@@ -41,16 +39,16 @@ _BUSY = 5e-4  # seconds without a question for a batch, after which the training
 _Made: TypeAlias = "tuple[Batch, Rows] | BaseException"
 
 
-class Batches(Iterator[Batch]):
+class BatchPrefetcher(Iterator[Batch]):
     """An endless iterator over the batches of a run; close it to end its thread and processes."""
 
-    def __init__(self, loader: Loader, start_step: int, *, depth: int) -> None:
+    def __init__(self, loader: Loader, start_step: int, *, depth: int = 2) -> None:
         """Begin to make batches.
 
         Args:
             loader: what makes them.
             start_step: of the first.
-            depth: batches that wait at most.
+            depth: batches that wait at most, ready for the device.
         """
         self._loader, self._step, self._depth = loader, start_step, depth
         self._workers: _Workers | None = None
@@ -62,7 +60,7 @@ class Batches(Iterator[Batch]):
         self._closed = False
         self._error: BaseException | None = None
         self._dropped = self._padded = 0
-        self._thread = threading.Thread(target=self._make_ahead, name="loader", daemon=True)
+        self._thread = threading.Thread(target=self._prefetch, name="loader", daemon=True)
         self._thread.start()
 
     def __next__(self) -> Batch:
@@ -96,7 +94,7 @@ class Batches(Iterator[Batch]):
         self._room.set()
         self._thread.join(_PATIENCE)
 
-    def _make_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """Make batches while nobody asks for one."""
         failed = False
         try:
@@ -207,7 +205,7 @@ def _context() -> multiprocessing.context.BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["llmfoundry.data.loader"])
+    context.set_forkserver_preload([__name__])
     return context
 
 
