@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from llmfoundry.assemble.data import Data, build_loader, open_data
-from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
+from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.rows import Row
