@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry.assemble.job import on_rank0
 from llmfoundry.assemble.supervised import open_supervised, open_validation_rows
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
@@ -38,7 +37,7 @@ from llmfoundry.data.sources import (
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.filter import FilterConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe

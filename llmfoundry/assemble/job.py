@@ -7,12 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
-from llmfoundry.data.held_out import HeldOut
+from llmfoundry.assemble.data import Data
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.models.attention import attention_rules
 from llmfoundry.models.decoder import Decoder, Root
@@ -23,19 +22,7 @@ from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
-Made = TypeVar("Made")
 Recipe = TypeVar("Recipe", bound=TrainRecipe)
-
-
-class Held(Protocol):
-    """What evaluation needs of the data; `build.data.Data`, which this module may not import."""
-
-    @property
-    def validation(self) -> HeldOut:
-        """Held-out text; no rows where there is none."""
-
-    def validation_texts(self) -> list[str]:
-        """The held-out documents."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,7 @@ class Job:
     """Filled, the vocabulary's size included."""
     world: World
     tokenizer: Tokenizer
-    prepared: Held
+    prepared: Data
     root: Root
     microbatch: int
     note: Callable[[str], None]
@@ -56,22 +43,6 @@ class Job:
     def autocast(self) -> Callable[[], AbstractContextManager[None]]:
         """Makes the context of a forward pass in the recipe's precision."""
         return build_autocast(self.recipe.precision, self.world.device)
-
-
-def on_rank0(world: World, make: Callable[[], Made]) -> Made:
-    """What process 0 makes, on every process; so is what it raises."""
-    result: list[Any] = [None, None]
-    if world.is_main:
-        try:
-            result[0] = make()
-        except Exception as error:  # the others would wait for ever
-            result[1] = error
-    if world.size > 1:
-        dist.broadcast_object_list(result)
-    made, failure = result
-    if failure is not None:
-        raise failure
-    return made
 
 
 def with_defaults(written: Recipe) -> Recipe:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from llmfoundry.assemble.adapters.adapter import begin_adapter
 from llmfoundry.assemble.data import Data
 from llmfoundry.assemble.evaluate import eval_rows
-from llmfoundry.assemble.job import Job, on_rank0
+from llmfoundry.assemble.job import Job
 from llmfoundry.assemble.objective import check_sides
 from llmfoundry.assemble.start import Start, model_identity
 from llmfoundry.data.held_out import HeldOut
@@ -38,6 +38,7 @@ from llmfoundry.data.sources import OrderedStream, RowSource
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.parallel.launch import on_rank0
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.terminal import progress

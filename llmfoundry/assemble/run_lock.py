@@ -17,10 +17,9 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from llmfoundry.assemble.job import on_rank0
 from llmfoundry.data.fetch.file_locks import LockedFile, try_lock
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, on_rank0
 
 NAME = "run.lock"
 _PATIENCE = 5.0  # seconds: a killed process frees its memory before its locks

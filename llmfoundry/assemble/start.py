@@ -23,7 +23,6 @@ from llmfoundry.assemble.job import (
     Job,
     attention_refusal,
     build_root,
-    on_rank0,
     served_precision,
     with_defaults,
 )
@@ -33,7 +32,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import quantization
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.front.typed import flat, require

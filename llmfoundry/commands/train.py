@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-from llmfoundry.assemble.job import Job, on_rank0, with_defaults
+from llmfoundry.assemble.job import Job, with_defaults
 from llmfoundry.assemble.run_lock import only_run
 from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
-from llmfoundry.parallel.launch import World, join, relaunch
+from llmfoundry.parallel.launch import World, join, on_rank0, relaunch
 from llmfoundry.parallel.mesh import set_deterministic
 from llmfoundry.recipe.front.called import as_called
 from llmfoundry.recipe.front.paths import show

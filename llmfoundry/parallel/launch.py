@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from llmfoundry.parallel.lost_ranks import explain
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.terminal import is_watched
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,22 @@ def join(config: ParallelConfig) -> Iterator[World]:
             raise
         raise lost from error
     dist.destroy_process_group()
+
+
+def on_rank0(world: World, make: Callable[[], Made]) -> Made:
+    """What rank 0 makes, on every process; so is what it raises."""
+    result: list[Any] = [None, None]
+    if world.is_main:
+        try:
+            result[0] = make()
+        except Exception as error:  # the others would wait for ever
+            result[1] = error
+    if world.size > 1:
+        dist.broadcast_object_list(result)
+    made, failure = result
+    if failure is not None:
+        raise failure
+    return made
 
 
 def host_group(world: World) -> dist.ProcessGroup | None:
