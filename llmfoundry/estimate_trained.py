@@ -16,7 +16,7 @@ from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.adapters.low_rank import LowRank
 from llmfoundry.models.adapters.virtual import NAME as PROMPT
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.moe import Stacks
+from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import quantized_shapes, value_count
 
 
@@ -96,7 +96,7 @@ def _largest_matrix(model: nn.Module, device: torch.device) -> int:
     sizes = [0]
     for name, (height, width) in quantized_shapes(model):
         module = model.get_submodule(name.rpartition(".")[0])
-        experts = module.n if isinstance(module, Stacks) and device.type == "cpu" else 1
+        experts = module.n if isinstance(module, ExpertWeights) and device.type == "cpu" else 1
         sizes.append(height * width // experts)
     return max(sizes)
 

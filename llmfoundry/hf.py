@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.moe import Router, Routing, Stacks
+from llmfoundry.models.moe import ExpertWeights, Router, Routing
 from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build, to_dict
@@ -170,7 +170,7 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """Transformers' start of what it does not find in a file."""
         super()._init_weights(module)
-        if isinstance(module, Stacks):
+        if isinstance(module, ExpertWeights):
             for name, parameter in module.named_parameters():
                 std = 0.0 if name.endswith("bias") else 0.02
                 nn.init.normal_(parameter, std=std)

@@ -13,7 +13,7 @@ import torch
 
 from llmfoundry.assemble.data import Data
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.models.attention import attention_rules
+from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops import processor
 from llmfoundry.ops.attention.backends import refusal
@@ -96,9 +96,9 @@ def attention_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
     model, dtype = recipe.model, product_dtype(recipe.precision)
     if isinstance(model, HFModelConfig):
         return None  # transformers says so itself
-    for rules in attention_rules(model, model.layers(), device).values():
+    for spec in attention_specs(model, model.layers(), device).values():
         impl = model.attn_config.attn_impl
-        reason = refusal(impl, rules, device, dtype, head_dim=model.head_dim)
+        reason = refusal(impl, spec, device, dtype, head_dim=model.head_dim)
         if reason is not None:
             return reason
     return None

@@ -4,7 +4,7 @@ Read only, from the folder that LLM Foundry's `scripts/inference/convert_compose
 config.json with model_type `mpt` and Foundry's class or a section `ffn_config`, weights
 `transformer.blocks.{i}...`. Most keys are the recipe's own; what differs is what they are by
 default, and what they leave unsaid: the norm of queries and keys is not the model's. A mixture is
-`torch_dmoe`, or `mb_dmoe` of megablocks, which stores experts as `models.moe.Stacks` does.
+`torch_dmoe`, or `mb_dmoe` of megablocks, which stores experts as `models.moe.ExpertWeights` does.
 """
 
 from __future__ import annotations

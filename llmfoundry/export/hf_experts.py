@@ -1,9 +1,10 @@
 """Names and shapes of routers and experts in transformers' architectures, both ways.
 
-Ours are DBRX's and megablocks': expert after expert in one matrix (`models.moe.Stacks`). Others
-have a tensor for each expert, or gates and up projections in one. A dense gated layer goes out as a
-mixture of one expert with a router of zeros, since any gives that expert all of the weight; and a
-mixture of one comes back as that layer. Rows are put in order, never computed with.
+Ours are DBRX's and megablocks': expert after expert in one matrix
+(`models.moe.ExpertWeights`). Others have a tensor for each expert, or gates and up projections in
+one. A dense gated layer goes out as a mixture of one expert with a router of zeros, since any gives
+that expert all of the weight; and a mixture of one comes back as that layer. Rows are put in order,
+never computed with.
 """
 
 from __future__ import annotations

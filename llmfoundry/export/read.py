@@ -22,7 +22,7 @@ from llmfoundry.export.config.architectures import ARCHITECTURES
 from llmfoundry.export.config.settings import OWN, read_settings, said_biases, unread
 from llmfoundry.export.foundry import FOUNDRY, foundry_map
 from llmfoundry.export.hf_maps import MAPS, WeightMap, bias_names, check_shape, to_ours
-from llmfoundry.export.weights import Weights, open_weights, read_json
+from llmfoundry.export.weights import WeightFiles, open_weights, read_json
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.model import ModelConfig
 
@@ -50,7 +50,7 @@ class HFFolder:
 
     architecture: str
     config: ModelConfig
-    weights: Weights
+    weights: WeightFiles
     _named: _Named | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,8 @@
 """The weight files of a Hugging Face folder, opened together and read tensor by tensor.
 
-`read.py` and the loader of transformers' classes read through `Weights`. Nothing is held: tensors
-are views of mapped files, which are opened anew from time to time, since pages that were once read
-count as this process's memory for as long as the file is mapped.
+`read.py` and the loader of transformers' classes read through `WeightFiles`. Nothing is held:
+tensors are views of mapped files, which are opened anew from time to time, since pages that were
+once read count as this process's memory for as long as the file is mapped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = {  # as safetensors names them
 }
 
 
-class Weights:
+class WeightFiles:
     """All tensors of a folder by name.
 
     Attributes:
@@ -164,14 +164,14 @@ def _load_tensors_only(file: Path) -> Any:
 
 
 @contextmanager
-def open_weights(folder: Path) -> Iterator[Weights]:
+def open_weights(folder: Path) -> Iterator[WeightFiles]:
     """The weights of a folder: safetensors, or else files of torch.save.
 
     Raises:
         UserError: there are none, one that the index names is missing, or one cannot be read.
     """
     files, reader = _find_files(folder)
-    weights = Weights(files, reader)
+    weights = WeightFiles(files, reader)
     try:
         yield weights
     finally:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from llmfoundry.models.linear import Linear
 from llmfoundry.models.norm import NORMS
 from llmfoundry.models.positions import Table, rotate
-from llmfoundry.ops.attention.backends import Plan, Rules, alibi_slopes, attend
+from llmfoundry.ops.attention.backends import AttentionPlan, AttentionSpec, alibi_slopes, attend
 from llmfoundry.recipe.architecture.blocks import LayerConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 KeysValues = tuple[Tensor, Tensor]  # (B, S, KV, hd) each, as attention takes them
 
 
-def attention_rules(
+def attention_specs(
     config: ModelConfig, layers: Iterable[LayerConfig], device: torch.device
-) -> dict[int, Rules]:
+) -> dict[int, AttentionSpec]:
     """What attention is asked for, by the window of the layers; `config` is filled."""
     attn, head_dim = config.attn_config, config.head_dim
     assert head_dim is not None, "the recipe was not filled"
@@ -31,7 +31,7 @@ def attention_rules(
         assert attn.alibi_bias_max is not None, "the recipe was not filled"
         slopes = alibi_slopes(config.n_heads, attn.alibi_bias_max, device)
     return {
-        window: Rules(
+        window: AttentionSpec(
             attn.softmax_scale or head_dim**-0.5,
             softcap=attn.attn_logit_softcapping,
             slopes=slopes,
@@ -108,7 +108,7 @@ class Context:
         cache: earlier tokens of the rows.
     """
 
-    plan: Plan
+    plan: AttentionPlan
     rotary: Table | None
     cached_rotary: Table | None
     temperature: Tensor | None

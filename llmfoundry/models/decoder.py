@@ -21,7 +21,7 @@ from llmfoundry.models.attention import (
     Context,
     KeysValues,
     KVCache,
-    attention_rules,
+    attention_specs,
 )
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.models.linear import Embedding, Linear
@@ -296,7 +296,7 @@ class Decoder(nn.Module):
         plans = {
             window: plan(
                 layout,
-                rules,
+                spec,
                 queries=positions.shape[1],
                 past=past,
                 device=device,
@@ -304,7 +304,7 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 head_dim=self.config.head_dim,
             )
-            for window, rules in attention_rules(self.config, self.layers, device).items()
+            for window, spec in attention_specs(self.config, self.layers, device).items()
         }
         contexts = {}
         for kind in {_kind(layer) for layer in self.layers}:

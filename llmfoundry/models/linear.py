@@ -24,7 +24,7 @@ class Linear(nn.Linear):
     """
 
     lora: LowRank | None = None
-    packing: nf4.Packing | None = None
+    packing: nf4.Nf4Layout | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform x (..., in_features)."""

@@ -21,7 +21,7 @@ from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.autocast import has_autocast, without_autocast
 from llmfoundry.ops.moe.backends import mixture
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
-from llmfoundry.ops.nf4 import Packing, dequantize
+from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 from llmfoundry.recipe.architecture.model import FFNConfig, ModelConfig
 
 
@@ -139,7 +139,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class Stacks(nn.Module):
+class ExpertWeights(nn.Module):
     """The weights of all experts, in the shapes of DBRX and megablocks: expert after expert.
 
     w1 (the gate; of an MLP the up projection), v1 (the up projection beside a gate) and w2 (the
@@ -156,7 +156,7 @@ class Stacks(nn.Module):
     """
 
     MATRICES = ("w1", "v1", "w2")
-    packing: Packing | None = None
+    packing: Nf4Layout | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = ffn = config.ffn_config
-        self.router, self.experts = Router(config), Stacks(config)
+        self.router, self.experts = Router(config), ExpertWeights(config)
         self.shared = None
         if ffn.shared_expert_hidden_size is not None:
             gated = ffn.mlp_type == "glu"

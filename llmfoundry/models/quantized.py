@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.linear import Linear
-from llmfoundry.models.moe import Router, Stacks
-from llmfoundry.ops.nf4 import Packing, dequantize, quantize
+from llmfoundry.models.moe import ExpertWeights, Router
+from llmfoundry.ops.nf4 import Nf4Layout, dequantize, quantize
 
 
 def narrow_frozen(model: Decoder, dtype: torch.dtype) -> None:
@@ -54,11 +54,11 @@ def quantize_frozen(model: Decoder, *, double: bool) -> int:
         names = matrices(module)
         if not names or any(getattr(module, name).requires_grad for name in names):
             continue
-        assert isinstance(module, Linear | Stacks)
-        copies = module.n if isinstance(module, Stacks) else 1
+        assert isinstance(module, Linear | ExpertWeights)
+        copies = module.n if isinstance(module, ExpertWeights) else 1
         for name in names:
             weight = getattr(module, name)
-            module.packing = Packing(weight.numel() // copies, double)
+            module.packing = Nf4Layout(weight.numel() // copies, double)
             data = weight.new_empty(copies * module.packing.nbytes, dtype=torch.uint8)
             setattr(module, name, nn.Parameter(data, requires_grad=False))
             count += 1
@@ -74,15 +74,15 @@ def matrices(module: nn.Module) -> list[str]:
     """Names of a module's parameters that may be quantised, which are so together or not at all."""
     if isinstance(module, Linear) and not isinstance(module, Router):
         return ["weight"]
-    if isinstance(module, Stacks):
-        return [name for name in Stacks.MATRICES if hasattr(module, name)]
+    if isinstance(module, ExpertWeights):
+        return [name for name in ExpertWeights.MATRICES if hasattr(module, name)]
     return []
 
 
 def quantized_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
     """Names of the quantised parameters, and the shapes that they had."""
     for path, module in model.named_modules():
-        if isinstance(module, Linear | Stacks) and module.packing is not None:
+        if isinstance(module, Linear | ExpertWeights) and module.packing is not None:
             for name in matrices(module):
                 yield f"{path}.{name}", _shape(module)
 
@@ -92,7 +92,7 @@ def as_held(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]
     packings = {
         f"{path}.{name}": module.packing
         for path, module in model.named_modules()
-        if isinstance(module, Linear | Stacks) and module.packing is not None
+        if isinstance(module, Linear | ExpertWeights) and module.packing is not None
         for name in matrices(module)
     }
     for name, parameter in model.named_parameters():
@@ -102,7 +102,7 @@ def as_held(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]
             yield name, partial(_rounded, parameter.dtype)
 
 
-def _there_and_back(packing: Packing, weight: Tensor) -> Tensor:
+def _there_and_back(packing: Nf4Layout, weight: Tensor) -> Tensor:
     """A matrix, or experts' one above the other, quantised and dequantised in fp32."""
     each = weight.split(packing.values // weight.shape[1])
     kept = ((quantize(part, double=packing.double), part.shape) for part in each)
@@ -132,9 +132,9 @@ def quantization(model: nn.Module) -> dict[str, str | bool]:
     return {"model.quantize": "none"}
 
 
-def _shape(module: Linear | Stacks) -> tuple[int, int]:
+def _shape(module: Linear | ExpertWeights) -> tuple[int, int]:
     """Of a matrix that is not quantised, experts' one above the other."""
-    if isinstance(module, Stacks):
+    if isinstance(module, ExpertWeights):
         return module.n * module.f, module.d
     return module.out_features, module.in_features
 
@@ -159,7 +159,7 @@ def place(model: nn.Module, name: str, tensor: Tensor, *, expert: int | None = N
     parameter = getattr(module, last)
     packing = getattr(module, "packing", None)
     if packing is None or last not in matrices(module):
-        copies = module.n if expert is not None and isinstance(module, Stacks) else 1
+        copies = module.n if expert is not None and isinstance(module, ExpertWeights) else 1
         _write(parameter, tensor, copies, expert or 0)
         return
     copies = parameter.numel() // packing.nbytes

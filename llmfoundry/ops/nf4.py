@@ -53,7 +53,7 @@ class Quantized(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Packing:
+class Nf4Layout:
     """How a matrix of so many values lies in its bytes: coarse, offset, scales, packed.
 
     Attributes:
@@ -90,12 +90,12 @@ class Packing:
 
 @torch.no_grad()
 def quantize(values: Tensor, *, double: bool = True) -> Tensor:
-    """The bytes (Packing.nbytes,) of a floating-point tensor of any shape, on its device.
+    """The bytes (Nf4Layout.nbytes,) of a floating-point tensor of any shape, on its device.
 
     Raises:
         ValueError: a value is not finite.
     """
-    packing, flat = Packing(values.numel(), double), values.detach().reshape(-1)
+    packing, flat = Nf4Layout(values.numel(), double), values.detach().reshape(-1)
     data = torch.zeros(packing.nbytes, dtype=torch.uint8, device=values.device)
     parts = packing.split(data)
     scales = torch.empty(len(parts.scales), device=values.device)
@@ -137,7 +137,7 @@ def dequantize(data: Tensor, shape: Sequence[int], dtype: torch.dtype, *, double
     # torch before 2.12 gathers every parameter in FSDP's dtype; bfloat16 is exact up to 256
     data = data.to(torch.uint8)
     n = torch.Size(shape).numel()
-    parts = Packing(n, double).split(data)
+    parts = Nf4Layout(n, double).split(data)
     scales = _scales(parts) if double else parts.scales
     out = torch.empty(n, dtype=dtype, device=data.device)
     table = _pairs(data.device)

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
 from llmfoundry.export.hf import to_hf
+from llmfoundry.export.peft.modules import CONFIG, splits_qkv
 from llmfoundry.export.peft.read import read_adapter
-from llmfoundry.export.peft.write import CONFIG, matrices, splits_qkv, write_adapter
+from llmfoundry.export.peft.write import matrices, write_adapter
 from llmfoundry.models.adapters.adapt import (
     adapted_layers,
     add_adapter,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.linear import Linear
-from llmfoundry.models.moe import Stacks
+from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import matrices, place, quantize_frozen
 from llmfoundry.ops import nf4
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
@@ -54,9 +54,9 @@ def pair(settings: dict[str, Any], *, double: bool = True) -> tuple[Root, Root]:
     plain.load_state_dict(source.state_dict())
     for path, module in model.named_modules():
         for name in matrices(module) if path.startswith("blocks.") else []:
-            assert isinstance(module, Linear | Stacks)
+            assert isinstance(module, Linear | ExpertWeights)
             with torch.no_grad():
-                weight = module.dense(name) if isinstance(module, Stacks) else module.dense()
+                weight = module.dense(name) if isinstance(module, ExpertWeights) else module.dense()
                 plain.get_parameter(f"{path}.{name}").copy_(weight.reshape(-1, weight.shape[-1]))
     return Root(model), Root(plain)
 

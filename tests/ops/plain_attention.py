@@ -14,7 +14,14 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.attention.backends import IMPLS, Rules, alibi_slopes, attend, plan, refusal
+from llmfoundry.ops.attention.backends import (
+    IMPLS,
+    AttentionSpec,
+    alibi_slopes,
+    attend,
+    plan,
+    refusal,
+)
 from llmfoundry.ops.layout import Layout
 
 CPU = torch.device("cpu")
@@ -36,10 +43,10 @@ class Case:
     window: int = -1
     scale: float = 0.3
 
-    def rules(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Rules:
+    def spec(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> AttentionSpec:
         """What the backends are asked; fp64 slopes for fp64, so that the bias is that precise."""
         slopes = alibi_slopes(self.heads, 8, device).to(dtype) if self.alibi else None
-        return Rules(self.scale, self.softcap, slopes, self.window)
+        return AttentionSpec(self.scale, self.softcap, slopes, self.window)
 
     def layout(self) -> Layout:
         return Layout.from_lengths(self.lengths)
@@ -138,7 +145,7 @@ def errors(case: Case, impl: str, dtype: str, device: torch.device = CPU) -> tup
     leaves = [x.requires_grad_() for x in qkv]
     chosen = plan(
         case.layout().to(device),
-        case.rules(torch.float64 if dtype == "fp64" else torch.float32, device),
+        case.spec(torch.float64 if dtype == "fp64" else torch.float32, device),
         queries=leaves[0].shape[1],
         past=0,
         device=device,
@@ -158,7 +165,7 @@ def largest_errors(device: torch.device) -> Iterator[tuple[str, str, int, float,
         cases = [
             case
             for case in GRID.values()
-            if not refusal(impl, case.rules(), device, DTYPES[dtype], head_dim=case.head_dim)
+            if not refusal(impl, case.spec(), device, DTYPES[dtype], head_dim=case.head_dim)
         ]
         if cases:
             both = [errors(case, impl, dtype, device) for case in cases]

@@ -17,7 +17,14 @@ from llmfoundry.errors import UserError
 from llmfoundry.ops.attention import flash as attention_flash
 from llmfoundry.ops.attention import flex as attention_flex
 from llmfoundry.ops.attention import varlen as attention_varlen
-from llmfoundry.ops.attention.backends import PLANS, Plan, Rules, attend, plan, refusal
+from llmfoundry.ops.attention.backends import (
+    PLANS,
+    AttentionPlan,
+    AttentionSpec,
+    attend,
+    plan,
+    refusal,
+)
 from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe.architecture.attention import CANNOT
 from tests.ops.plain_attention import (
@@ -54,12 +61,12 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_flex, "_compiled", lambda: flex_attention.flex_attention)
 
 
-def flex_plan(case: Case) -> Plan:
+def flex_plan(case: Case) -> AttentionPlan:
     """As `plan` makes it on CUDA; on a CPU it refuses, for want of a backward pass."""
     packed = len(case.lengths[0]) > 1
     queries = sum(case.lengths[0])
     layout = case.layout() if packed else None
-    return PLANS["flex"](layout, case.rules(), queries=queries, past=0, device=CPU)
+    return PLANS["flex"](layout, case.spec(), queries=queries, past=0, device=CPU)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -99,8 +106,8 @@ def test_tokens_after_cached_ones_see_the_cache(name: str, impl: str, queries: i
     case = GRID[name]
     q, k, v, _ = case.tensors()
     past, q = q.shape[1] - queries, q[:, -queries:]
-    rules = case.rules(torch.float64)
-    chosen = plan(None, rules, queries=queries, past=past, device=CPU, impl=impl)
+    spec = case.spec(torch.float64)
+    chosen = plan(None, spec, queries=queries, past=past, device=CPU, impl=impl)
     served = "torch" if impl == "torch" or case.softcap else "sdpa"
     assert chosen.impl == served  # the kernels for training have no use here
     out = attend(q, k, v, chosen)
@@ -111,7 +118,7 @@ def test_tokens_after_cached_ones_see_the_cache(name: str, impl: str, queries: i
 def test_under_autocast_wide_queries_and_narrow_values_are_served(impl: str) -> None:
     case = GRID["gqa-alibi-packed"]
     q, k, v = (x.float() for x in case.tensors()[:3])
-    chosen = plan(case.layout(), case.rules(), queries=19, past=0, device=CPU, impl=impl)
+    chosen = plan(case.layout(), case.spec(), queries=19, past=0, device=CPU, impl=impl)
     with torch.autocast("cpu", torch.bfloat16):
         out = attend(q, k, v.bfloat16(), chosen)
     assert out.dtype == torch.bfloat16
@@ -125,8 +132,8 @@ def test_dropout_drops_that_share_of_the_weights_while_training_only(
 ) -> None:
     case = Case(heads=8, kv_heads=8, lengths=lengths)
     q = k = torch.zeros(1, 256, 8, 8)  # equal weights
-    rules = replace(case.rules(), dropout=0.25)
-    chosen = plan(case.layout(), rules, queries=256, past=0, device=CPU, impl=impl)
+    spec = replace(case.spec(), dropout=0.25)
+    chosen = plan(case.layout(), spec, queries=256, past=0, device=CPU, impl=impl)
     seen = torch.cat([torch.arange(1, n + 1) for n in lengths[0]]).view(1, -1, 1)
     ones = torch.ones_like(q)
     torch.manual_seed(0)
@@ -140,8 +147,8 @@ def test_a_plan_asks_the_device_for_no_number(impl: str) -> None:
     """The meta device has none to give: .item(), nonzero and their like raise there."""
     meta = torch.device("meta")
     layout = Layout.from_lengths(((7, 300), (307,))).to(meta)
-    rules = Rules(0.3, None, torch.ones(4, device=meta), window=40)
-    chosen = PLANS[impl](layout, rules, queries=307, past=0, device=meta)
+    spec = AttentionSpec(0.3, None, torch.ones(4, device=meta), window=40)
+    chosen = PLANS[impl](layout, spec, queries=307, past=0, device=meta)
     if impl in ("torch", "sdpa"):
         q = torch.empty(2, 307, 4, 8, device=meta)
         assert attend(q, q, q, chosen).shape == q.shape
@@ -212,23 +219,23 @@ def test_what_a_backend_cannot_serve_is_refused_with_the_reason(
 ) -> None:
     head_dim = machine.get("head_dim", 64)
     vars(gpu).update(machine)
-    rules = Rules(0.1, **options)
-    found = refusal(impl, rules, device, dtype, head_dim=head_dim)
+    spec = AttentionSpec(0.1, **options)
+    found = refusal(impl, spec, device, dtype, head_dim=head_dim)
     assert found is not None
     assert found.startswith(f"{impl}: ")
     assert reason in found
     with pytest.raises(UserError, match=r"^model.attn_config.attn_impl: " + impl):
-        plan(None, rules, queries=64, past=0, device=device, impl=impl, dtype=dtype, head_dim=320)
-    assert refusal("auto", rules, device, dtype) is None
-    assert refusal("torch", rules, device, dtype) is None
+        plan(None, spec, queries=64, past=0, device=device, impl=impl, dtype=dtype, head_dim=320)
+    assert refusal("auto", spec, device, dtype) is None
+    assert refusal("torch", spec, device, dtype) is None
 
 
 def test_an_old_torch_without_windows_in_varlen_is_refused(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert refusal("varlen", Rules(0.1), CUDA, BF16) is None
+    assert refusal("varlen", AttentionSpec(0.1), CUDA, BF16) is None
     monkeypatch.setattr(attention_varlen, "_parameters", lambda: frozenset({"is_causal"}))
-    found = refusal("varlen", Rules(0.1), CUDA, BF16)
+    found = refusal("varlen", AttentionSpec(0.1), CUDA, BF16)
     assert found is not None
     assert "install 2.11 or newer" in found
 
@@ -240,13 +247,13 @@ def test_the_recipe_and_the_backends_refuse_the_same_options(
     settings = {"alibi": BIAS, "attn_logit_softcapping": CAP, "attn_pdrop": DROP}
     settings["sliding_window_size"] = LOCAL
     for setting, options in settings.items():
-        found = refusal(impl, Rules(0.1, **options), CUDA, BF16)
+        found = refusal(impl, AttentionSpec(0.1, **options), CUDA, BF16)
         why = CANNOT[impl].get(setting)
         assert found == (None if why is None else f"{impl}: {why}")
 
 
 ALL = BIAS | CAP | DROP | LOCAL
-CHOICES = [  # device, dtype, packed, rules, machine -> backend
+CHOICES = [  # device, dtype, packed, spec, machine -> backend
     (CPU, FP32, False, {}, {}, "sdpa"),
     (CPU, FP32, True, BIAS | LOCAL | DROP, {}, "sdpa"),
     (CPU, FP32, True, CAP, {}, "torch"),
@@ -286,10 +293,12 @@ def test_auto_takes_the_cheapest_that_can_serve(
 ) -> None:
     vars(gpu).update(machine)
     for name in PLANS:  # the choice alone: no tensor can be on the device
-        monkeypatch.setitem(PLANS, name, lambda *_, name=name, **__: Plan(name, Rules(0.1)))
+        monkeypatch.setitem(
+            PLANS, name, lambda *_, name=name, **__: AttentionPlan(name, AttentionSpec(0.1))
+        )
     layout = Layout.from_lengths(((20, 44),) if packed else ((64,),))
-    rules = Rules(0.1, **options)
-    chosen = plan(layout, rules, queries=64, past=0, device=device, impl="auto", dtype=dtype)
+    spec = AttentionSpec(0.1, **options)
+    chosen = plan(layout, spec, queries=64, past=0, device=device, impl="auto", dtype=dtype)
     assert chosen.impl == impl
 
 
@@ -297,25 +306,27 @@ def test_autocast_decides_what_auto_computes_in(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in PLANS:
-        monkeypatch.setitem(PLANS, name, lambda *_, name=name, **__: Plan(name, Rules(0.1)))
+        monkeypatch.setitem(
+            PLANS, name, lambda *_, name=name, **__: AttentionPlan(name, AttentionSpec(0.1))
+        )
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
     layout = Layout.from_lengths(((20, 44),))
 
     def choice(dtype: torch.dtype | None) -> str:
-        rules = Rules(0.1)
-        return plan(layout, rules, queries=64, past=0, device=CUDA, impl="auto", dtype=dtype).impl
+        spec = AttentionSpec(0.1)
+        return plan(layout, spec, queries=64, past=0, device=CUDA, impl="auto", dtype=dtype).impl
 
     assert choice(None) == choice(torch.float32) == "varlen"
     assert choice(torch.float64) == "sdpa"  # autocast leaves it alone
 
 
 def test_rows_of_one_document_are_not_packed() -> None:
-    rules = Rules(0.1)
+    spec = AttentionSpec(0.1)
     layout = Layout.from_lengths(((64,), (64,)))
-    chosen = plan(layout, rules, queries=64, past=0, device=CPU, impl="sdpa")
-    assert chosen == Plan("sdpa", rules)
+    chosen = plan(layout, spec, queries=64, past=0, device=CPU, impl="sdpa")
+    assert chosen == AttentionPlan("sdpa", spec)
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, lengths: tuple[tuple[int, ...], ...]) -> list[int]:

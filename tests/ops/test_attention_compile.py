@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import varlen
 
 from llmfoundry.ops.attention import varlen as attention_varlen
-from llmfoundry.ops.attention.backends import PLANS, Plan, Rules, attend, plan
+from llmfoundry.ops.attention.backends import PLANS, AttentionPlan, AttentionSpec, attend, plan
 from llmfoundry.ops.layout import Layout
 from tests.ops.plain_attention import CPU
 
@@ -27,7 +27,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def block(x: Tensor, plan: Plan) -> Tensor:
+def block(x: Tensor, plan: AttentionPlan) -> Tensor:
     """As a decoder's: a projection, attention, a projection."""
     heads = x.sin().unflatten(-1, (2, 4))
     return attend(heads, heads, heads, plan, training=True).flatten(-2).cos()
@@ -43,19 +43,21 @@ def counting(fullgraph: bool, backend: str = "eager") -> tuple[CompileCounterWit
     [(64, torch.float32), (256, torch.float32), (256, torch.bfloat16)],
 )
 @pytest.mark.parametrize(
-    ("impl", "rules"),
+    ("impl", "spec"),
     [
-        ("sdpa", Rules(0.3)),
-        ("sdpa", Rules(0.3, slopes=SLOPES, window=30)),
-        ("torch", Rules(0.3, 2.0, SLOPES, 30)),
+        ("sdpa", AttentionSpec(0.3)),
+        ("sdpa", AttentionSpec(0.3, slopes=SLOPES, window=30)),
+        ("torch", AttentionSpec(0.3, 2.0, SLOPES, 30)),
     ],
 )
-def test_rows_are_one_graph(impl: str, rules: Rules, queries: int, dtype: torch.dtype) -> None:
+def test_rows_are_one_graph(
+    impl: str, spec: AttentionSpec, queries: int, dtype: torch.dtype
+) -> None:
     counter, compiled = counting(fullgraph=True, backend="aot_eager")
     x = torch.randn(1, queries, 8).to(dtype)
     ours, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
     for _ in range(3):  # a plan for each step
-        chosen = plan(None, rules, queries=queries, past=0, device=CPU, impl=impl, dtype=dtype)
+        chosen = plan(None, spec, queries=queries, past=0, device=CPU, impl=impl, dtype=dtype)
         out = compiled(ours, chosen)
     expected = block(plain, chosen)
     allowed = 1e-5 if dtype == torch.float32 else 2e-2
@@ -68,7 +70,7 @@ def test_rows_are_one_graph(impl: str, rules: Rules, queries: int, dtype: torch.
 def test_under_autocast_rows_are_one_graph() -> None:
     counter, compiled = counting(fullgraph=True)
     x = torch.randn(1, 256, 8)
-    chosen = plan(None, Rules(0.3), queries=256, past=0, device=CPU, impl="sdpa")
+    chosen = plan(None, AttentionSpec(0.3), queries=256, past=0, device=CPU, impl="sdpa")
     with torch.autocast("cpu", torch.bfloat16):
         out, expected = compiled(x, chosen), block(x, chosen)
     assert out.dtype == torch.bfloat16
@@ -76,16 +78,16 @@ def test_under_autocast_rows_are_one_graph() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("rules", [Rules(0.3), Rules(0.3, slopes=SLOPES, window=9)])
+@pytest.mark.parametrize("spec", [AttentionSpec(0.3), AttentionSpec(0.3, slopes=SLOPES, window=9)])
 def test_documents_on_a_cpu_are_left_out_of_the_graph_and_compile_nothing_anew(
-    rules: Rules,
+    spec: AttentionSpec,
 ) -> None:
     counter, compiled = counting(fullgraph=False)
     x = torch.randn(2, 64, 8)
     counts = []
     for lengths in (*BATCHES, WHOLE, BATCHES[0], WHOLE, *BATCHES):
         layout = Layout.from_lengths(lengths)
-        chosen = plan(layout, rules, queries=64, past=0, device=CPU, impl="sdpa")
+        chosen = plan(layout, spec, queries=64, past=0, device=CPU, impl="sdpa")
         torch.testing.assert_close(compiled(x, chosen), block(x, chosen))
         counts.append(counter.frame_count)
     assert counts[: len(BATCHES)] == [counts[0]] * len(BATCHES)
@@ -94,15 +96,21 @@ def test_documents_on_a_cpu_are_left_out_of_the_graph_and_compile_nothing_anew(
 
 
 @pytest.mark.parametrize(
-    "rules", [Rules(0.3), Rules(0.3, window=9), Rules(0.3, 2.0, SLOPES), Rules(0.3, 2.0, SLOPES, 9)]
+    "spec",
+    [
+        AttentionSpec(0.3),
+        AttentionSpec(0.3, window=9),
+        AttentionSpec(0.3, 2.0, SLOPES),
+        AttentionSpec(0.3, 2.0, SLOPES, 9),
+    ],
 )
-def test_flex_is_in_the_graph_and_new_documents_compile_nothing_anew(rules: Rules) -> None:
+def test_flex_is_in_the_graph_and_new_documents_compile_nothing_anew(spec: AttentionSpec) -> None:
     counter, compiled = counting(fullgraph=True)
     x = torch.randn(2, 64, 8)
     for lengths in BATCHES:
         layout = Layout.from_lengths(lengths)
-        chosen = PLANS["flex"](layout, rules, queries=64, past=0, device=CPU)
-        exact = plan(layout, rules, queries=64, past=0, device=CPU, impl="torch")
+        chosen = PLANS["flex"](layout, spec, queries=64, past=0, device=CPU)
+        exact = plan(layout, spec, queries=64, past=0, device=CPU, impl="torch")
         torch.testing.assert_close(compiled(x, chosen), block(x, exact))
     assert counter.frame_count == 1
 
@@ -110,10 +118,15 @@ def test_flex_is_in_the_graph_and_new_documents_compile_nothing_anew(rules: Rule
 def test_layers_of_other_rules_share_no_graph_of_flex() -> None:
     counter, compiled = counting(fullgraph=True)
     x = torch.randn(2, 64, 8)
-    kinds = [Rules(0.3, window=9), Rules(0.3, window=20), Rules(0.3), Rules(0.3, 2.0)]
-    for rules in (*kinds, *kinds):
-        chosen = PLANS["flex"](None, rules, queries=64, past=0, device=CPU)
-        exact = plan(None, rules, queries=64, past=0, device=CPU, impl="torch")
+    kinds = [
+        AttentionSpec(0.3, window=9),
+        AttentionSpec(0.3, window=20),
+        AttentionSpec(0.3),
+        AttentionSpec(0.3, 2.0),
+    ]
+    for spec in (*kinds, *kinds):
+        chosen = PLANS["flex"](None, spec, queries=64, past=0, device=CPU)
+        exact = plan(None, spec, queries=64, past=0, device=CPU, impl="torch")
         torch.testing.assert_close(compiled(x, chosen), block(x, exact))
     assert counter.frame_count == len(kinds)
 
@@ -133,7 +146,7 @@ def test_varlen_is_in_the_graph_and_new_documents_compile_it_once_more_at_most(
     x = torch.randn(2, 64, 8)
     for lengths in BATCHES:
         layout = Layout.from_lengths(lengths)
-        chosen = PLANS["varlen"](layout, Rules(0.3), queries=64, past=0, device=CPU)
+        chosen = PLANS["varlen"](layout, AttentionSpec(0.3), queries=64, past=0, device=CPU)
         torch.testing.assert_close(compiled(x, chosen), block(x, chosen))
     attention_varlen._parameters.cache_clear()
     assert counter.frame_count <= 2  # its lengths become variables

@@ -187,10 +187,10 @@ def agrees(impl: str, case: Case, dtype: str = "fp64") -> None:
     leaves = [x.requires_grad_() for x in qkv]
     packed = any(len(row) > 1 for row in case.lengths)
     layout, queries = case.layout() if packed else None, leaves[0].shape[1]
-    rules = case.rules()
-    if rules.window >= queries - 1:
-        rules = replace(rules, window=-1)  # as `plan` does
-    chosen = PLANS[impl](layout, rules, queries=queries, past=0, device=CPU)
+    spec = case.spec()
+    if spec.window >= queries - 1:
+        spec = replace(spec, window=-1)  # as `plan` does
+    chosen = PLANS[impl](layout, spec, queries=queries, past=0, device=CPU)
     out = attend(*leaves, chosen)
     theirs, *gradients = expected(case)
     # ALiBi's slopes are fp32
@@ -220,7 +220,7 @@ def test_under_autocast_the_kernels_get_its_dtype(
     attention_varlen._parameters.cache_clear()
     case = GRID["gqa-window-packed"]
     q, k, v = (x.float() for x in case.tensors()[:3])
-    chosen = PLANS[impl](case.layout(), case.rules(), queries=19, past=0, device=CPU)
+    chosen = PLANS[impl](case.layout(), case.spec(), queries=19, past=0, device=CPU)
     with torch.autocast("cpu", torch.bfloat16):  # normalised q and k are fp32, v is not
         out = attend(q, k, v.bfloat16(), chosen)
     assert out.dtype == torch.bfloat16
@@ -231,8 +231,8 @@ def test_flash_drops_while_training_and_is_deterministic_where_torch_is(
     flash_calls: list[dict[str, Any]],
 ) -> None:
     case = GRID["gqa-packed"]
-    rules = replace(case.rules(), dropout=0.1)
-    chosen = PLANS["flash"](case.layout(), rules, queries=19, past=0, device=CPU)
+    spec = replace(case.spec(), dropout=0.1)
+    chosen = PLANS["flash"](case.layout(), spec, queries=19, past=0, device=CPU)
     q, k, v, _ = case.tensors()
     attend(q, k, v, chosen, training=True)
     attend(q, k, v, chosen)
@@ -294,12 +294,12 @@ def test_kernels_on_a_gpu_equal_the_definition(impl: str, dtype: str) -> None:
 def test_kernels_on_a_gpu_never_wait_for_it(impl: str, dtype: str) -> None:
     device = torch.device("cuda")
     case = WIDE["gqa-window-packed"]
-    layout, rules = case.layout().to(device), case.rules(device=device)
+    layout, spec = case.layout().to(device), case.spec(device=device)
     q, k, v = (x.to(device, DTYPES[dtype]).requires_grad_() for x in case.tensors()[:3])
 
     def step() -> None:
         options = {"queries": 300, "past": 0, "device": device, "dtype": q.dtype}
-        attend(q, k, v, plan(layout, rules, impl=impl, **options)).sum().backward()
+        attend(q, k, v, plan(layout, spec, impl=impl, **options)).sum().backward()
 
     step()  # what is compiled or loaded once may wait
     torch.cuda.set_sync_debug_mode("error")

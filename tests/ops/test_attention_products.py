@@ -34,8 +34,8 @@ def attention(case: Case, dtype: torch.dtype, impl: str, *, loud: float = 1.0) -
     """Output, and gradients of q, k, v; queries `loud` times as large."""
     q, k, v, weight = (x.to(dtype) for x in case.tensors())
     q, k, v = (x.requires_grad_() for x in (q * loud, k, v))
-    rules = case.rules(torch.float64 if dtype == torch.float64 else torch.float32)
-    chosen = plan(None, rules, queries=q.shape[1], past=0, device=CPU, impl=impl, dtype=dtype)
+    spec = case.spec(torch.float64 if dtype == torch.float64 else torch.float32)
+    chosen = plan(None, spec, queries=q.shape[1], past=0, device=CPU, impl=impl, dtype=dtype)
     out = attend(q, k, v, chosen)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), weight)]
 
@@ -73,7 +73,7 @@ def test_parts_of_one_projection_are_served() -> None:
     fused = torch.cat(case.tensors()[:3], dim=2).bfloat16()
     parts = fused.split((case.heads, case.kv_heads, case.kv_heads), dim=2)
     assert not any(part.is_contiguous() for part in parts)
-    chosen = plan(None, case.rules(), queries=384, past=0, device=CPU, impl="sdpa")
+    chosen = plan(None, case.spec(), queries=384, past=0, device=CPU, impl="sdpa")
     torch.testing.assert_close(
         attend(*parts, chosen), attention(case, torch.bfloat16, "sdpa")[0], rtol=0, atol=0
     )

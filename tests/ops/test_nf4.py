@@ -51,7 +51,7 @@ def test_bytes_scales_and_values_are_bitsandbytes(rows: int, width: int, double:
     packed, scales, fp32, bf16 = GOLDEN[rows, width, double]
     values = weights(rows, width)
     data = nf4.quantize(values, double=double)
-    parts = nf4.Packing(values.numel(), double).split(data)
+    parts = nf4.Nf4Layout(values.numel(), double).split(data)
     assert digest(parts.packed[: values.numel() // 2]) == packed
     assert digest(parts.scales) == scales
     low = nf4.dequantize(data, values.shape, torch.bfloat16, double=double)
@@ -65,7 +65,7 @@ def test_bytes_scales_and_values_are_bitsandbytes(rows: int, width: int, double:
 def test_each_value_becomes_the_nearest_of_sixteen(double: bool) -> None:
     values = torch.randn(40, 100, generator=torch.Generator().manual_seed(3))
     data = nf4.quantize(values, double=double)
-    parts = nf4.Packing(4000, double).split(data)
+    parts = nf4.Nf4Layout(4000, double).split(data)
     exact = F.pad(values.flatten(), (0, 32)).view(-1, 64).abs().amax(1)
     if double:
         kept = nf4._scales(parts)
@@ -79,11 +79,11 @@ def test_each_value_becomes_the_nearest_of_sixteen(double: bool) -> None:
 
 
 def test_seventeen_billion_values_take_4_127_bits_each() -> None:
-    packing = nf4.Packing(131072 * 131072)
+    packing = nf4.Nf4Layout(131072 * 131072)
     assert 8 * packing.nbytes / packing.values == pytest.approx(
         4 + 8 / 64 + 32 / 64 / 256, rel=1e-6
     )
-    assert nf4.Packing(1).nbytes == 80  # 16 + 16 + 1 + 32, to a multiple of 16
+    assert nf4.Nf4Layout(1).nbytes == 80  # 16 + 16 + 1 + 32, to a multiple of 16
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 63), (7, 9), (0, 4), (3, 64)])
@@ -164,7 +164,7 @@ def test_a_mixture_is_that_with_dequantised_experts(impl: str, low: bool, gated:
         for stacked in stacks
     ]
     biases = torch.randn(n, f, generator=generator), None, torch.randn(n, d, generator=generator)
-    packing = nf4.Packing(f * d)
+    packing = nf4.Nf4Layout(f * d)
     quantised = Experts(
         stacks[0], stacks[1] if gated else None, stacks[2], *biases, "silu", packing=packing
     )

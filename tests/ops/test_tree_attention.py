@@ -14,7 +14,14 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.attention import flex as attention_flex
 from llmfoundry.ops.attention import tree as attention_tree
-from llmfoundry.ops.attention.backends import PLANS, Rules, alibi_slopes, attend, choose, plan
+from llmfoundry.ops.attention.backends import (
+    PLANS,
+    AttentionSpec,
+    alibi_slopes,
+    attend,
+    choose,
+    plan,
+)
 from llmfoundry.ops.layout import Layout
 from tests.models.test_decoder import make_config
 from tests.ops.plain_attention import distance
@@ -49,9 +56,9 @@ def layout_of(grown: list[Forest]) -> Layout:
     return layout
 
 
-def rules_of(heads: int, alibi: bool, window: int, softcap: float | None) -> Rules:
+def rules_of(heads: int, alibi: bool, window: int, softcap: float | None) -> AttentionSpec:
     slopes = alibi_slopes(heads, 8, CPU).double() if alibi else None
-    return Rules(0.3, softcap, slopes, window)
+    return AttentionSpec(0.3, softcap, slopes, window)
 
 
 @pytest.fixture
@@ -72,10 +79,10 @@ def test_a_token_sees_its_path_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention_tree, "PIECE", 7)  # several pieces, whose borders cut branches
-    rules = rules_of(HEADS[heads][0], alibi, window, softcap)
+    spec = rules_of(HEADS[heads][0], alibi, window, softcap)
     grown = forests(40, seed=len(heads) + window)
     q, k, v = tensors(2, 40, *HEADS[heads])
-    chosen = PLANS[impl](layout_of(grown), rules, queries=40, past=0, device=CPU)
+    chosen = PLANS[impl](layout_of(grown), spec, queries=40, past=0, device=CPU)
     expected = plain_tree_attention(
         q, k, v, grown, scale=0.3, alibi=alibi, window=window, softcap=softcap
     )
@@ -90,8 +97,8 @@ def test_any_forest_is_attended_to_as_path_by_path(seed: int, impl: str) -> None
     grown = forests(width, seed)
     window, alibi = rng.choice([-1, 3, 100]), bool(seed % 2)
     q, k, v = tensors(2, width, 2, 1)
-    rules = rules_of(2, alibi, window, None)
-    chosen = plan(layout_of(grown), rules, queries=width, past=0, device=CPU, impl=impl)
+    spec = rules_of(2, alibi, window, None)
+    chosen = plan(layout_of(grown), spec, queries=width, past=0, device=CPU, impl=impl)
     expected = plain_tree_attention(q, k, v, grown, scale=0.3, alibi=alibi, window=window)
     assert distance([attend(q, k, v, chosen)], [expected]) < 1e-13
 
@@ -101,7 +108,9 @@ def test_lower_precisions_are_as_near_as_they_are_in_documents(kind: str) -> Non
     dtype, tolerance = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 6e-3)}[kind]
     grown = forests(200, seed=1)
     q, k, v = (x.bfloat16().double() for x in tensors(2, 200, 2, 2))
-    chosen = plan(layout_of(grown), Rules(0.3), queries=200, past=0, device=CPU, impl="auto")
+    chosen = plan(
+        layout_of(grown), AttentionSpec(0.3), queries=200, past=0, device=CPU, impl="auto"
+    )
     out = attend(q.to(dtype), k.to(dtype), v.to(dtype), chosen)
     assert out.dtype == dtype
     assert distance([out], [plain_tree_attention(q, k, v, grown, scale=0.3)]) < tolerance
@@ -155,8 +164,8 @@ def test_blocks_of_trees_are_those_that_pytorch_finds_by_looking_at_every_pair(
 def test_a_plan_for_trees_asks_the_device_for_no_number(impl: str) -> None:
     meta = torch.device("meta")
     layout = layout_of(forests(300, seed=3)).to(meta)
-    rules = Rules(0.3, None, torch.ones(4, device=meta), window=40)
-    chosen = PLANS[impl](layout, rules, queries=300, past=0, device=meta)
+    spec = AttentionSpec(0.3, None, torch.ones(4, device=meta), window=40)
+    chosen = PLANS[impl](layout, spec, queries=300, past=0, device=meta)
     assert chosen.impl == impl
 
 
@@ -166,16 +175,16 @@ def test_kernels_that_know_documents_alone_give_trees_to_others(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
-    assert choose(Rules(0.1), True, cuda, bf16, 64) == "varlen"
-    assert choose(Rules(0.1), True, cuda, bf16, 64, trees=True) == "flex"
-    assert choose(Rules(0.1, dropout=0.1), True, cuda, bf16, 64, trees=True) == "sdpa"
-    assert choose(Rules(0.1, softcap=2.0), True, CPU, bf16, 64, trees=True) == "torch"
+    assert choose(AttentionSpec(0.1), True, cuda, bf16, 64) == "varlen"
+    assert choose(AttentionSpec(0.1), True, cuda, bf16, 64, trees=True) == "flex"
+    assert choose(AttentionSpec(0.1, dropout=0.1), True, cuda, bf16, 64, trees=True) == "sdpa"
+    assert choose(AttentionSpec(0.1, softcap=2.0), True, CPU, bf16, 64, trees=True) == "torch"
     layout = layout_of(forests(40, seed=2))
     for impl in ("varlen", "flash"):
-        chosen = plan(layout, Rules(0.1), queries=40, past=0, device=CPU, impl=impl)
+        chosen = plan(layout, AttentionSpec(0.1), queries=40, past=0, device=CPU, impl=impl)
         assert chosen.impl == "sdpa"
         with pytest.raises(AssertionError, match="other backends"):
-            PLANS[impl](layout, Rules(0.1), queries=40, past=0, device=CPU)
+            PLANS[impl](layout, AttentionSpec(0.1), queries=40, past=0, device=CPU)
 
 
 MODELS = {

@@ -23,7 +23,7 @@ from llmfoundry.assemble.job import build_autocast
 from llmfoundry.models.adapters.adapt import add_adapter, init_adapter, is_added
 from llmfoundry.models.adapters.plan import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.moe import Stacks
+from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import matrices, narrow_frozen, place, quantize_frozen
 from llmfoundry.ops.batch import IGNORE
 from llmfoundry.parallel.blocks import wrap_blocks
@@ -175,13 +175,13 @@ def plain(kind: Kind) -> tuple[list[float], list[float]]:
     pairs: dict[str, tuple[nn.Parameter, nn.Parameter, list[tuple[int, int]]]] = {}
     for path, module in adapted.blocks.named_modules(prefix="blocks"):
         for name in matrices(module):
-            dense = module.dense(name) if isinstance(module, Stacks) else module.dense()
+            dense = module.dense(name) if isinstance(module, ExpertWeights) else module.dense()
             base[f"{path}.{name}"] = dense.detach().reshape(-1, dense.shape[-1]).clone()
-            prefix = f"{name}_" if isinstance(module, Stacks) else ""
+            prefix = f"{name}_" if isinstance(module, ExpertWeights) else ""
             a, b = (
                 nn.Parameter(getattr(module, f"{prefix}lora_{x}").detach().clone()) for x in "AB"
             )
-            one = module.lora[name] if isinstance(module, Stacks) else module.lora
+            one = module.lora[name] if isinstance(module, ExpertWeights) else module.lora
             pairs[f"{path}.{name}"] = (a, b, one.parts)
     trained = [factor for a, b, _ in pairs.values() for factor in (a, b)]
     optimizer = torch.optim.AdamW(

@@ -18,9 +18,10 @@ from llmfoundry.assemble.adapters.virtual_adapter import add_virtual_tokens, beg
 from llmfoundry.assemble.job import Job, weight_dtype
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
+from llmfoundry.export.peft.modules import OWN_TYPE, read_config, splits_qkv
 from llmfoundry.export.peft.read import read_adapter
 from llmfoundry.export.peft.virtual import write_virtual
-from llmfoundry.export.peft.write import OWN_TYPE, matrices, read_config, splits_qkv, write_adapter
+from llmfoundry.export.peft.write import matrices, write_adapter
 from llmfoundry.files import write_json
 from llmfoundry.models.adapters.adapt import (
     adapted_layers,

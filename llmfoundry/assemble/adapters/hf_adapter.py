@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.peft.write import CONFIG, WEIGHTS, read_config
+from llmfoundry.export.peft.modules import CONFIG, WEIGHTS, read_config
 from llmfoundry.files import open_to_all, write_json
 from llmfoundry.hf_models.adapters import (
     add_peft,

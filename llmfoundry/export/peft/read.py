@@ -1,4 +1,4 @@
-"""Reads peft's adapter folders into the decoder's adapters; `peft.py` writes them.
+"""Reads peft's adapter folders into the decoder's adapters; `write.py` writes them.
 
 Every tensor of the file must find its place, and every shape must fit: else the adapter was made
 for another model. Nothing is unpickled: adapter_model.bin is refused.
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.export.hf_maps import MAPS, layers
-from llmfoundry.export.peft.write import (
+from llmfoundry.export.peft.modules import (
     DEFINED,
     OWN_TYPE,
     PREFIX,
     WEIGHTS,
-    Place,
-    Source,
+    PeftModule,
+    RowRange,
     adapter_architecture,
     depth,
-    places,
+    peft_modules,
     read_config,
 )
 from llmfoundry.models.adapters.low_rank import LowRank
@@ -153,20 +153,20 @@ def _foreign(file: _File, why: str) -> UserError:
     return UserError(f"adapter: {file.folder} was made for another base model: {why}")
 
 
-def _all_places(model: Decoder, architecture: str) -> Iterator[Place]:
+def _all_places(model: Decoder, architecture: str) -> Iterator[PeftModule]:
     """The architecture's, experts each and stacked, and ours by our own names."""
-    yield from places(model.config, architecture)
-    for place in places(model.config, architecture, separate=True):
+    yield from peft_modules(model.config, architecture)
+    for place in peft_modules(model.config, architecture, separate=True):
         if "{e}" in place.module:
             yield place
     for name, target in find_targets(model, split_qkv=False).items():
         rows = target.shape[0]
         kind = "embedding" if target.kind == "embedding" else "linear"
-        source = (Source(name, 0, rows),)
-        yield Place(f"model.{name}", "", rows, source, experts=target.experts, kind=kind)
+        source = (RowRange(name, 0, rows),)
+        yield PeftModule(f"model.{name}", "", rows, source, experts=target.experts, kind=kind)
 
 
-def _read(place: Place, file: _File) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """A (E, R, in), B (E, rows, R) and magnitude of a place; None: it has no adapter."""
     if "{e}" in place.module:
         names = [place.module.format(e=e) for e in range(place.experts)]
@@ -196,7 +196,7 @@ def _read(place: Place, file: _File) -> tuple[Tensor, Tensor, Tensor | None] | N
     return a, b, file.get(f"{key}.lora_magnitude_vector")
 
 
-def _wrapped(place: Place, targets: list[str]) -> list[str]:
+def _wrapped(place: PeftModule, targets: list[str]) -> list[str]:
     """Parameters of the place's module that the folder targets."""
     module, names = place.module, []
     for target in targets:
@@ -216,7 +216,7 @@ def _pair(file: _File, key: str, *, embedding: bool = False) -> tuple[Tensor, Te
 
 
 def _ours(
-    place: Place, a: Tensor, b: Tensor, magnitude: Tensor | None, file: _File
+    place: PeftModule, a: Tensor, b: Tensor, magnitude: Tensor | None, file: _File
 ) -> Iterator[tuple[str, _Part]]:
     """What each of our matrices gets of a place."""
     if b.shape[1] != place.rows or a.shape[1] != b.shape[2]:
@@ -246,7 +246,7 @@ def _ours(
         )
 
 
-def _halves(place: Place, b: Tensor) -> list[slice] | None:
+def _halves(place: PeftModule, b: Tensor) -> list[slice] | None:
     """Columns of each source where a joint matrix is ours: each has its own half of the rank."""
     rank = b.shape[2]
     if len(place.sources) != 2 or rank % 2 or not b.any():
@@ -259,7 +259,7 @@ def _halves(place: Place, b: Tensor) -> list[slice] | None:
     return halves
 
 
-def _scale(place: Place, rank: int, config: Mapping[str, Any]) -> float:
+def _scale(place: PeftModule, rank: int, config: Mapping[str, Any]) -> float:
     """What peft multiplies B A by."""
     name = place.module.format(e=0) + (f".{place.parameter}" if place.parameter else "")
     alpha = config.get("lora_alpha", 8)

@@ -1,6 +1,6 @@
 """Tuned prompts and prefixes as peft's folders: one tensor, and what it is.
 
-Unlike `peft.py`'s, such a folder knows no layer's name: a prompt is the same for the decoder and
+Unlike `write.py`'s, such a folder knows no layer's name: a prompt is the same for the decoder and
 for the class of transformers that `convert.py to=hf` makes of it.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.peft.write import CONFIG, WEIGHTS, read_config
+from llmfoundry.export.peft.modules import CONFIG, WEIGHTS, read_config
 from llmfoundry.files import write_json
 from llmfoundry.models.adapters.virtual import NAME, VirtualTokens
 from llmfoundry.recipe.architecture.adapter import PREFIX_TUNING, VIRTUAL

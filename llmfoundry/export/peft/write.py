@@ -1,8 +1,7 @@
 """Adapters as peft's folders: adapter_config.json and adapter_model.safetensors, written here.
 
 Names are those of the Hugging Face architecture that the model exports to, so the folder loads in
-peft on the folder that `convert.py to=hf` writes of the base. `Place` is one module or parameter
-there and what of ours ends up in its rows. `peft_read.py` goes the other way.
+peft on the folder that `convert.py to=hf` writes of the base. `read.py` goes the other way.
 
 Stacked experts follow peft's `target_parameters`: A (E * R, in) expert after expert, B (out, R * E)
 rank after rank. Its joint gate and up projection have one A: ours stand in it side by side, with
@@ -13,10 +12,9 @@ instead of leaving the experts out.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,173 +23,27 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.config.settings import OWN, choose
-from llmfoundry.export.hf_experts import ExpertNames, is_mixture
-from llmfoundry.export.hf_maps import MAPS, Rule, WeightMap, layers, swap_pairs
+from llmfoundry.export.config.settings import OWN
+from llmfoundry.export.hf_maps import MAPS, WeightMap, layers
+from llmfoundry.export.peft.modules import (
+    CONFIG,
+    OWN_TYPE,
+    PREFIX,
+    WEIGHTS,
+    PeftModule,
+    RowRange,
+    adapter_architecture,
+    depth,
+    module_name,
+    peft_modules,
+)
 from llmfoundry.files import open_to_all, write_json
 from llmfoundry.models.adapters.low_rank import LowRank
 from llmfoundry.recipe.architecture.model import ModelConfig
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-DEFINED = ("weight", "gate_up_proj", "down_proj")  # as classes of experts and routers define them
-OWN_TYPE = "LLMFOUNDRY_LORA"  # in place of LORA, where peft would leave something out
-EXPERTS = ("stacked", "separate")  # how experts' adapters are written
-PLAIN_ROUTERS = ("DbrxForCausalLM",)  # nn.Linear; the others' are a parameter of their own class
-
 
 @dataclass(frozen=True)
-class Source:
-    """Rows of one of our matrices, and where they stand in theirs.
-
-    Attributes:
-        ours: our matrix: `blocks.0.attn.Wqkv`, `blocks.0.ffn.experts.w1`.
-        begin, end: its rows.
-        at: their first row.
-    """
-
-    ours: str
-    begin: int
-    end: int
-    at: int = 0
-
-
-@dataclass(frozen=True)
-class Place:
-    """A matrix of the Hugging Face model.
-
-    Attributes:
-        module: its name there.
-        parameter: the parameter, where peft has to target it by `target_parameters`; else empty.
-        rows: its height.
-        sources: what of ours it holds.
-        experts: matrices stacked in it; 1: it is no stack.
-        order: changes the order of rows from ours to theirs, and back.
-        factor: theirs is ours times this.
-        kind: `linear` or `embedding`.
-    """
-
-    module: str
-    parameter: str
-    rows: int
-    sources: tuple[Source, ...]
-    experts: int = 1
-    order: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
-    factor: float = 1.0
-    kind: str = "linear"
-
-
-def adapter_architecture(config: ModelConfig, architecture: str | None = None) -> str:
-    """The architecture whose names an adapter takes: what the model exports to, else our own."""
-    if architecture is not None:
-        return choose(config, architecture)
-    try:
-        return choose(config, None)
-    except UserError:
-        return OWN
-
-
-def splits_qkv(config: ModelConfig) -> bool:
-    """Whether that architecture keeps queries, keys and values apart: each has its adapter then."""
-    name = adapter_architecture(config)
-    if name == OWN:
-        return False
-    return any(len(rule.theirs) == 3 for rule in MAPS[name].rules if rule.ours.endswith("Wqkv"))
-
-
-def places(config: ModelConfig, architecture: str, *, separate: bool = False) -> list[Place]:
-    """Every matrix of the architecture that can have an adapter.
-
-    Args:
-        config: filled.
-        architecture: transformers' class, or `llmfoundry`.
-        separate: experts each with their own matrices, as files have them.
-    """
-    if architecture == OWN:
-        return []
-    weights = MAPS[architecture]
-    found = [p for rule, ours, theirs in layers(weights, config)
-             for p in _linear(rule, ours, theirs, config)]  # fmt: skip
-    if weights.experts and is_mixture(config):
-        names = weights.experts[0] if separate else weights.experts[-1]
-        for block in range(config.n_layers):
-            found += _experts(names.of(block), f"blocks.{block}.ffn.", config, architecture)
-    return found
-
-
-def _linear(rule: Rule, ours: str, theirs: tuple[str, ...], config: ModelConfig) -> Iterator[Place]:
-    if rule.ours in ("wte", "wpe"):
-        if rule.ours == "wte":
-            factor = config.d_model**-0.5 if rule.multiplied else 1.0
-            source = Source(ours, 0, config.d_model)
-            yield Place(_module(theirs[0]), "", config.d_model, (source,), factor=factor,
-                        kind="embedding")  # fmt: skip
-        return
-    if "norm" in rule.ours or rule.ours.endswith("_ln"):
-        return
-    heights = [_height(ours, config)]
-    if len(theirs) == 3:
-        assert config.head_dim and config.attn_config.kv_n_heads, "the recipe was not filled"
-        kv = config.attn_config.kv_n_heads * config.head_dim
-        heights = [config.n_heads * config.head_dim, kv, kv]
-    begin = 0
-    for index, (name, rows) in enumerate(zip(theirs, heights, strict=True)):
-        order = _pairs(config) if rule.interleaved and index < 2 else None
-        source = Source(ours, begin, begin + rows)
-        yield Place(_module(name), "", rows, (source,), order=order)
-        begin += rows
-
-
-def _pairs(config: ModelConfig) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    half = (config.head_dim or 0) // 2
-    return lambda rows: swap_pairs(rows, 2, half), lambda rows: swap_pairs(rows, half, 2)
-
-
-def _module(weight: str) -> str:
-    return weight.removesuffix(".weight")
-
-
-def _height(layer: str, config: ModelConfig) -> int:
-    """Output rows of one of our linear layers."""
-    assert config.head_dim and config.attn_config.kv_n_heads and config.vocab_size
-    if layer == "lm_head":
-        return config.vocab_size
-    if layer.endswith("Wqkv"):
-        return (config.n_heads + 2 * config.attn_config.kv_n_heads) * config.head_dim
-    if layer.endswith(("out_proj", "down_proj")):
-        return config.d_model
-    assert config.ffn_config.ffn_hidden_size is not None
-    return config.ffn_config.ffn_hidden_size
-
-
-def _experts(
-    names: ExpertNames, at: str, config: ModelConfig, architecture: str
-) -> Iterator[Place]:
-    ffn, d = config.ffn_config, config.d_model
-    n, f = ffn.moe_num_experts or 0, ffn.ffn_hidden_size or 0
-    router = _module(names.router)
-    is_linear = architecture in PLAIN_ROUTERS
-    yield Place(router, "" if is_linear else "weight", n, (Source(f"{at}router", 0, n),))
-    w1, v1, w2 = (Source(f"{at}experts.{name}", 0, f) for name in ("w1", "v1", "w2"))
-    down = Source(w2.ours, 0, d)
-    if names.form == "joint":
-        both = (w1, Source(v1.ours, 0, f, at=f))
-        for name, rows, sources in ((names.gate, 2 * f, both), (names.down, d, (down,))):
-            module, _, parameter = name.rpartition(".")
-            yield Place(module, parameter, rows, sources, experts=n)
-    elif names.form == "each":
-        for name, source, rows in ((names.gate, w1, f), (names.up, v1, f), (names.down, down, d)):
-            yield Place(_module(name), "", rows, (source,), experts=n)
-    if names.shared and ffn.shared_expert_hidden_size:
-        hidden = ffn.shared_expert_hidden_size
-        gate, up, out = (f"{at}shared.{name}_proj" for name in ("gate", "up", "down"))
-        both = (Source(gate, 0, hidden), Source(up, 0, hidden, at=hidden))
-        yield Place(_module(names.shared[0]), "", 2 * hidden, both)
-        yield Place(_module(names.shared[1]), "", d, (Source(out, 0, d),))
-
-
-@dataclass(frozen=True)
-class Matrix:
+class AdaptedMatrix:
     """One of our adapted matrices with its tensors, whole.
 
     Attributes:
@@ -224,7 +76,7 @@ class Matrix:
 
 def matrices(
     plan: Mapping[str, LowRank], tensors: Mapping[str, Tensor], experts: int
-) -> dict[str, Matrix]:
+) -> dict[str, AdaptedMatrix]:
     """Adapted matrices by name, from a model's parameters by theirs."""
     found = {}
     for name, lora in plan.items():
@@ -238,14 +90,14 @@ def matrices(
 
         start = (read("A_init"), read("B_init")) if lora.init == "pissa" else None
         magnitude = tensors[f"{key}magnitude"].detach().float().cpu() if lora.dora else None
-        found[name] = Matrix(lora, read("A"), read("B"), start, magnitude)
+        found[name] = AdaptedMatrix(lora, read("A"), read("B"), start, magnitude)
     return found
 
 
 def write_adapter(
     folder: Path,
     config: ModelConfig,
-    adapted: Mapping[str, Matrix],
+    adapted: Mapping[str, AdaptedMatrix],
     *,
     whole: Mapping[str, Tensor],
     base: str | None,
@@ -279,7 +131,7 @@ def write_adapter(
             " to=hf"
         )
     written = _Writer(separate)
-    there = places(config, name, separate=separate)
+    there = peft_modules(config, name, separate=separate)
     for place in there:
         written.add(place, adapted)
     left = {n: m for n, m in adapted.items() if n not in written.placed}
@@ -310,7 +162,7 @@ class _Writer:
         self._modules: list[str] = []
         self._parameters: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
 
-    def add(self, place: Place, adapted: Mapping[str, Matrix]) -> None:
+    def add(self, place: PeftModule, adapted: Mapping[str, AdaptedMatrix]) -> None:
         """What `place` holds of the adapter, if anything."""
         mine = [(source, adapted[source.ours]) for source in place.sources
                 if source.ours in adapted]  # fmt: skip
@@ -342,7 +194,7 @@ class _Writer:
         self._modules.append(module)
         self._shapes[module] = (len(a), scale)
 
-    def _parameter(self, place: Place, a: Tensor, b: Tensor, scale: float) -> None:
+    def _parameter(self, place: PeftModule, a: Tensor, b: Tensor, scale: float) -> None:
         self._parameters.setdefault(place.module, {})[place.parameter] = (a, b)
         self._shapes[f"{place.module}.{place.parameter}"] = (a.shape[1], scale)
 
@@ -354,13 +206,13 @@ class _Writer:
                 self.tensors[f"{key}lora_A.weight"] = a.flatten(0, 1).contiguous()
                 self.tensors[f"{key}lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
 
-    def add_own(self, adapted: Mapping[str, Matrix], *, named_by_us: bool) -> None:
+    def add_own(self, adapted: Mapping[str, AdaptedMatrix], *, named_by_us: bool) -> None:
         """What the architecture has no place for, by our own names."""
         for name, matrix in adapted.items():
             stacked = ".experts." in name
             self.refused_by_peft |= stacked or not named_by_us
             rows = max(end for _, end in matrix.lora.parts)
-            place = Place(f"model.{name}", "", rows, (Source(name, 0, rows),),
+            place = PeftModule(f"model.{name}", "", rows, (RowRange(name, 0, rows),),
                           experts=len(matrix.a))  # fmt: skip
             found = _assemble(place, [(place.sources[0], matrix)])
             assert found is not None
@@ -390,13 +242,13 @@ class _Writer:
                         f"adapter.modules_to_save: {layer} is not one module in peft's format;"
                         " remove it"
                     )
-                names, values = [f"{_module(theirs[0])}.{kind}"], [value]
+                names, values = [f"{module_name(theirs[0])}.{kind}"], [value]
             for theirs_name, part in zip(names, values, strict=True):
                 self.tensors[f"{PREFIX}{theirs_name}"] = part
                 self.modules_to_save.append(theirs_name.rpartition(".")[0])
 
     def settings(
-        self, adapted: Mapping[str, Matrix], base: str | None, architecture: str
+        self, adapted: Mapping[str, AdaptedMatrix], base: str | None, architecture: str
     ) -> dict[str, Any]:
         """adapter_config.json."""
         loras = [matrix.lora for matrix in adapted.values()]
@@ -430,13 +282,8 @@ class _Writer:
         }
 
 
-def depth(parameter: str, parameters: Iterable[str]) -> int:
-    """How many wrappers stand around a parameter's in peft: those of what its class has later."""
-    return sum(DEFINED.index(parameter) < DEFINED.index(other) for other in parameters)
-
-
 def _assemble(
-    place: Place, mine: Sequence[tuple[Source, Matrix]]
+    place: PeftModule, mine: Sequence[tuple[RowRange, AdaptedMatrix]]
 ) -> tuple[Tensor, Tensor, float, Tensor | None] | None:
     """A (E, R, in), B (E, rows, R), scale and magnitude of a place, in their order of rows."""
     pieces = []
@@ -467,7 +314,7 @@ def _assemble(
     return joint, b, scale, magnitude
 
 
-def _magnitude(place: Place, mine: Sequence[tuple[Source, Matrix]]) -> Tensor | None:
+def _magnitude(place: PeftModule, mine: Sequence[tuple[RowRange, AdaptedMatrix]]) -> Tensor | None:
     if all(matrix.magnitude is None for _, matrix in mine):
         return None
     found, filled = torch.zeros(place.rows), 0
@@ -487,21 +334,3 @@ def _magnitude(place: Place, mine: Sequence[tuple[Source, Matrix]]) -> Tensor | 
             " architecture out"
         )
     return found
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a folder.
-
-    Raises:
-        UserError: it is missing, or is none.
-    """
-    path = folder / CONFIG
-    try:
-        read = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: is missing; write a folder that peft saved") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(read, dict):
-        raise UserError(f"{path}: is no configuration; write a folder that peft saved")
-    return read

@@ -25,14 +25,14 @@ from llmfoundry.models.adapters.low_rank import (
     row_norms,
 )
 from llmfoundry.models.adapters.names import select
-from llmfoundry.models.adapters.plan import Target, find_targets
+from llmfoundry.models.adapters.plan import AdapterTarget, find_targets
 from llmfoundry.models.adapters.virtual import NAME as PROMPT
 from llmfoundry.models.adapters.virtual import switched_off as without_virtual
 from llmfoundry.models.adapters.virtual import virtual_of
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import Distribution, assign, draw
 from llmfoundry.models.linear import whole
-from llmfoundry.models.moe import Stacks
+from llmfoundry.models.moe import ExpertWeights
 
 _ADDED = re.compile(
     r"(^|[._])lora_(A|B|A_init|B_init|magnitude)$"  # ours
@@ -73,13 +73,13 @@ def add_adapter(
         model.get_submodule(name).requires_grad_(True)
 
 
-def _add(name: str, target: Target, lora: LowRank, dtype: torch.dtype) -> None:
+def _add(name: str, target: AdapterTarget, lora: LowRank, dtype: torch.dtype) -> None:
     """Register a layer's parameters, stacked where its weight is."""
     module = target.module
     device = next(module.parameters()).device
     stacked = 1 if lora.shared else target.experts
     prefix = ""
-    if isinstance(module, Stacks):
+    if isinstance(module, ExpertWeights):
         prefix = name.rpartition(".")[2] + "_"
         module.lora[prefix[:-1]] = lora
     else:
@@ -171,7 +171,7 @@ def _start_from_singular_values(module: nn.Module, prefix: str, lora: LowRank) -
 
 def _matrices(module: nn.Module, prefix: str, lora: LowRank) -> Iterator[Tensor]:
     """The frozen matrices (out, in) that have a pair each: parts, or experts."""
-    if isinstance(module, Stacks):
+    if isinstance(module, ExpertWeights):
         stack = module.dense(prefix[:-1])
         assert stack is not None
         stack = whole(stack)
@@ -252,7 +252,7 @@ def adapter_table(model: nn.Module) -> list[str]:
             for key in (A, B, MAGNITUDE)
             if hasattr(module, prefix + key)
         )
-        experts = module.n if isinstance(module, Stacks) else 1
+        experts = module.n if isinstance(module, ExpertWeights) else 1
         row = kinds.setdefault((kind, lora.r), [0, 0, 0])
         row[0], row[1], row[2] = row[0] + 1, row[1] + experts, row[2] + size
     width = max(len(kind) for kind, _ in kinds)

@@ -16,7 +16,7 @@ from llmfoundry.models.adapters.low_rank import LowRank, merged
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import assign, grown
 from llmfoundry.models.linear import Linear, whole
-from llmfoundry.models.moe import Stacks
+from llmfoundry.models.moe import ExpertWeights
 
 
 class MergedState(Mapping[str, Tensor]):
@@ -43,7 +43,7 @@ class MergedState(Mapping[str, Tensor]):
             raise KeyError(name)
         layer, _, kind = name.rpartition(".")
         module = self._model.get_submodule(layer)
-        if isinstance(module, Stacks) and kind in ("w1", "v1", "w2"):
+        if isinstance(module, ExpertWeights) and kind in ("w1", "v1", "w2"):
             return _merged_stack(module, kind)
         if isinstance(module, Linear) and kind == "weight":
             return module.dense() if module.lora is None else merged(module, module.lora)
@@ -52,7 +52,7 @@ class MergedState(Mapping[str, Tensor]):
         return self._state[name]
 
 
-def _merged_stack(stacks: Stacks, name: str) -> Tensor:
+def _merged_stack(stacks: ExpertWeights, name: str) -> Tensor:
     """(E * f, D); of one expert after another."""
     weight = stacks.dense(name)
     assert weight is not None
@@ -126,7 +126,7 @@ def _stack_of(
 ) -> Tensor:
     """A merged stack (E * f, D)."""
     stacks = model.get_submodule(name.rpartition(".")[0])
-    assert isinstance(stacks, Stacks)
+    assert isinstance(stacks, ExpertWeights)
     stack = weight.view(stacks.n, stacks.f, stacks.d)
     a, b = (tensors[f"{name}_lora_{side}"].to(weight.device) for side in "AB")
     count = len(a) // lora.r

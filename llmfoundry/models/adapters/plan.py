@@ -20,7 +20,7 @@ from llmfoundry.models.adapters.names import select
 from llmfoundry.models.attention import Attention
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.linear import Embedding, Linear
-from llmfoundry.models.moe import Router, Stacks
+from llmfoundry.models.moe import ExpertWeights, Router
 from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -29,7 +29,7 @@ _KEY = "adapter.target_modules"
 
 
 @dataclass(frozen=True)
-class Target:
+class AdapterTarget:
     """A matrix that can have an adapter.
 
     Attributes:
@@ -47,28 +47,30 @@ class Target:
     experts: int = 1
 
 
-def find_targets(model: Decoder, *, split_qkv: bool) -> dict[str, Target]:
+def find_targets(model: Decoder, *, split_qkv: bool) -> dict[str, AdapterTarget]:
     """Every matrix that can have an adapter, by name, in the model's order."""
-    targets: dict[str, Target] = {}
+    targets: dict[str, AdapterTarget] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Stacks):
+        if isinstance(module, ExpertWeights):
             shapes = {"w1": (module.f, module.d), "v1": (module.f, module.d)}
             for weight, shape in (shapes | {"w2": (module.d, module.f)}).items():
                 if hasattr(module, weight):
                     parts = ((0, shape[0]),)
-                    targets[f"{name}.{weight}"] = Target(module, shape, "experts", parts, module.n)
+                    targets[f"{name}.{weight}"] = AdapterTarget(
+                        module, shape, "experts", parts, module.n
+                    )
         elif isinstance(module, Linear):
             kind = "router" if isinstance(module, Router) else "linear"
             shape = (module.out_features, module.in_features)
             kind = kind if name.startswith("blocks.") else "head"
-            targets[name] = Target(module, shape, kind, ((0, shape[0]),))
+            targets[name] = AdapterTarget(module, shape, kind, ((0, shape[0]),))
         elif isinstance(module, Embedding):
             shape = (module.embedding_dim, module.num_embeddings)
-            targets[name] = Target(module, shape, "embedding", ((0, shape[0]),))
+            targets[name] = AdapterTarget(module, shape, "embedding", ((0, shape[0]),))
     return _with_parts(model, targets) if split_qkv else targets
 
 
-def _with_parts(model: Decoder, targets: dict[str, Target]) -> dict[str, Target]:
+def _with_parts(model: Decoder, targets: dict[str, AdapterTarget]) -> dict[str, AdapterTarget]:
     """Queries, keys and values of the fused projections as parts."""
     found = dict(targets)
     for name, module in model.named_modules():
@@ -76,7 +78,7 @@ def _with_parts(model: Decoder, targets: dict[str, Target]) -> dict[str, Target]
             ends = list(accumulate(module.widths))
             parts = tuple(zip([0, *ends], ends, strict=False))
             old = found[f"{name}.{FUSED}"]
-            found[f"{name}.{FUSED}"] = Target(old.module, old.shape, old.kind, parts)
+            found[f"{name}.{FUSED}"] = AdapterTarget(old.module, old.shape, old.kind, parts)
     return found
 
 
@@ -113,7 +115,7 @@ def plan_adapter(model: Decoder, config: AdapterConfig, *, split_qkv: bool) -> d
 
 
 def _chosen(
-    targets: Mapping[str, Target], config: AdapterConfig
+    targets: Mapping[str, AdapterTarget], config: AdapterConfig
 ) -> dict[str, tuple[tuple[int, int], ...]]:
     """Rows of each chosen matrix that get an adapter."""
     names = list(_names(targets))
@@ -151,7 +153,7 @@ def _refuse_idle(excluded: Sequence[str], taken: Sequence[str], names: Sequence[
             )
 
 
-def _names(targets: Mapping[str, Target]) -> Iterator[str]:
+def _names(targets: Mapping[str, AdapterTarget]) -> Iterator[str]:
     """The names that patterns are held against."""
     for name, target in targets.items():
         yield name
@@ -159,14 +161,16 @@ def _names(targets: Mapping[str, Target]) -> Iterator[str]:
             yield from _aliases(name, target)
 
 
-def _aliases(name: str, target: Target) -> tuple[str, ...]:
+def _aliases(name: str, target: AdapterTarget) -> tuple[str, ...]:
     """A name for each part."""
     if len(target.parts) == 1:
         return (name,)
     return tuple(name.removesuffix(FUSED) + part for part in QKV)
 
 
-def _refuse_a_part(patterns: list[str], names: list[str], targets: Mapping[str, Target]) -> None:
+def _refuse_a_part(
+    patterns: list[str], names: list[str], targets: Mapping[str, AdapterTarget]
+) -> None:
     """A pattern without numbers means all blocks; one of a feed-forward layer its experts, too."""
     taken = select(patterns, names, _KEY)
     layers = {_place(name) for name in names if name.startswith("blocks.")}
@@ -199,7 +203,7 @@ def _place(name: str) -> str:
     return ".".join(name.split(".")[:3])
 
 
-def check_fit(name: str, target: Target, lora: LowRank) -> None:
+def check_fit(name: str, target: AdapterTarget, lora: LowRank) -> None:
     """Raise a UserError where a matrix cannot have such an adapter."""
     smallest = min(target.shape[1], *(end - begin for begin, end in lora.parts))
     if lora.r > smallest:

@@ -1,7 +1,8 @@
 """Attention over packed rows: one function, its backends, and what picks among them.
 
-`models/decoder.py` makes a `Plan` once a forward pass for all layers with the same rules, so that
-masks and document borders are worked out once; `models/attention.py` calls `attend` with it.
+`models/decoder.py` makes an `AttentionPlan` once a forward pass for all layers with the same
+`AttentionSpec`, so that masks and document borders are worked out once; `models/attention.py` calls
+`attend` with it.
 
 Every backend computes the same: logits times scale, softcap, ALiBi's bias slope * (key - query),
 mask, softmax, dropout, times values. A token sees itself and earlier tokens of its own document, or
@@ -23,8 +24,8 @@ from llmfoundry.ops.attention import flex as attention_flex
 from llmfoundry.ops.attention import sdpa as attention_sdpa
 from llmfoundry.ops.attention import varlen as attention_varlen
 from llmfoundry.ops.attention.plan import (
-    Plan,
-    Rules,
+    AttentionPlan,
+    AttentionSpec,
     alibi_slopes,
     autocast_dtype,
     dense_bias,
@@ -34,12 +35,12 @@ from llmfoundry.ops.attention.plan import (
 )
 from llmfoundry.ops.layout import Layout
 
-__all__ = ["Plan", "Rules", "alibi_slopes", "attend", "plan", "refusal"]
+__all__ = ["AttentionPlan", "AttentionSpec", "alibi_slopes", "attend", "plan", "refusal"]
 
 
 def plan(
     layout: Layout | None,
-    rules: Rules,
+    spec: AttentionSpec,
     *,
     queries: int,
     past: int,
@@ -47,7 +48,7 @@ def plan(
     impl: str,
     dtype: torch.dtype | None = None,
     head_dim: int | None = None,
-) -> Plan:
+) -> AttentionPlan:
     """Decide how one forward pass attends. Nothing here waits for the device.
 
     Tokens after cached ones, and single ones, are served by sdpa (torch, where there is a softcap)
@@ -56,7 +57,7 @@ def plan(
 
     Args:
         layout: documents of the rows; None: one document a row.
-        rules: what the layers ask.
+        spec: what the layers ask.
         queries: tokens in a row, T.
         past: earlier tokens of each row, in a key-value cache.
         device: where the tokens are.
@@ -71,19 +72,21 @@ def plan(
     if layout is not None and not trees and all(len(row) == 1 for row in layout.lengths):
         layout = None
     assert layout is None or past == 0, "packed rows have no key-value cache"
-    if rules.window >= past + queries - 1:
-        rules = replace(rules, window=-1)
+    if spec.window >= past + queries - 1:
+        spec = replace(spec, window=-1)
     dtype = autocast_dtype(device.type, dtype or torch.get_default_dtype())
     if (past or queries == 1) and impl != "torch":
-        impl = "sdpa" if rules.softcap is None else "torch"
+        impl = "sdpa" if spec.softcap is None else "torch"
     elif impl == "auto" or (trees and impl not in SERVE_TREES):
-        impl = choose(rules, layout is not None, device, dtype, head_dim, trees=trees)
-    elif reason := refusal(impl, rules, device, dtype, head_dim=head_dim):
+        impl = choose(spec, layout is not None, device, dtype, head_dim, trees=trees)
+    elif reason := refusal(impl, spec, device, dtype, head_dim=head_dim):
         raise UserError(f"model.attn_config.attn_impl: {reason}")
-    return PLANS[impl](layout, rules, queries=queries, past=past, device=device)
+    return PLANS[impl](layout, spec, queries=queries, past=past, device=device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, training: bool = False) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, training: bool = False
+) -> Tensor:
     """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd), KV dividing H; (B, T, H, hd).
 
     In and out of autocast's dtype where autocast is on, else of that of the values. Dropout only
@@ -91,11 +94,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, training: bool = Fals
     """
     if not plan.shared_heads:
         k, v = repeat_heads(q, k, v)
-    return IMPLS[plan.impl](q, k, v, plan, plan.rules.dropout if training else 0.0)
+    return IMPLS[plan.impl](q, k, v, plan, plan.spec.dropout if training else 0.0)
 
 
 def choose(
-    rules: Rules,
+    spec: AttentionSpec,
     packed: bool,
     device: torch.device,
     dtype: torch.dtype,
@@ -110,54 +113,54 @@ def choose(
     dense mask, and torch, which has the softcap.
     """
     order = ["sdpa", "torch"]
-    plain = rules.slopes is None and rules.softcap is None and rules.window < 0 and not packed
+    plain = spec.slopes is None and spec.softcap is None and spec.window < 0 and not packed
     if device.type == "cuda" and not plain:
         order = ["varlen", "flex", "flash", *order]
     if trees:
         order = [name for name in order if name in SERVE_TREES]
-    able = (name for name in order if not refusal(name, rules, device, dtype, head_dim=head_dim))
+    able = (name for name in order if not refusal(name, spec, device, dtype, head_dim=head_dim))
     return next(able)
 
 
 def refusal(
     impl: str,
-    rules: Rules,
+    spec: AttentionSpec,
     device: torch.device,
     dtype: torch.dtype,
     *,
     head_dim: int | None = None,
 ) -> str | None:
-    """Why a backend cannot serve these rules here, and what to write; None: it can.
+    """Why a backend cannot serve this specification here, and what to write; None: it can.
 
     Args:
         impl: a name of the recipe's attn_impl; auto always can.
-        rules: what the layers ask.
+        spec: what the layers ask.
         device: where the tokens will be.
         dtype: what attention will compute in: autocast's dtype, or that of the weights.
         head_dim: width of a head; None: one that every kernel has.
     """
     if impl == "auto":
         return None
-    reason = REFUSALS[impl](rules, device, dtype, head_dim)
+    reason = REFUSALS[impl](spec, device, dtype, head_dim)
     return None if reason is None else f"{impl}: {reason}"
 
 
 def _prepare_torch(
-    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
-) -> Plan:
-    bias = dense_bias(layout, rules, queries, past, device)
-    return Plan("torch", rules, shared_heads=False, bias=bias)
+    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+) -> AttentionPlan:
+    bias = dense_bias(layout, spec, queries, past, device)
+    return AttentionPlan("torch", spec, shared_heads=False, bias=bias)
 
 
-def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Plain matmul and softmax in fp32 (fp64 for fp64), all logits in memory: the reference."""
-    rules, bias, dtype = plan.rules, plan.bias, working_dtype(v)
+    spec, bias, dtype = plan.spec, plan.bias, working_dtype(v)
     assert bias is not None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     with without_autocast(q.device.type):
-        logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide)) * rules.scale
-        if rules.softcap is not None:
-            logits = rules.softcap * torch.tanh(logits / rules.softcap)
+        logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide)) * spec.scale
+        if spec.softcap is not None:
+            logits = spec.softcap * torch.tanh(logits / spec.softcap)
         is_mask = bias.dtype == torch.bool
         logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias
         weights = F.dropout(logits.softmax(-1), dropout)
@@ -165,21 +168,23 @@ def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -
 
 
 SERVE_TREES = ("torch", "sdpa", "flex")  # FlashAttention's borders know documents alone
-REFUSALS: dict[str, Callable[[Rules, torch.device, torch.dtype, int | None], str | None]] = {
+REFUSALS: dict[
+    str, Callable[[AttentionSpec, torch.device, torch.dtype, int | None], str | None]
+] = {
     "torch": lambda *_: None,
     "sdpa": attention_sdpa.refusal,
     "flex": attention_flex.refusal,
     "varlen": attention_varlen.refusal,
     "flash": attention_flash.refusal,
 }
-PLANS: dict[str, Callable[..., Plan]] = {
+PLANS: dict[str, Callable[..., AttentionPlan]] = {
     "torch": _prepare_torch,
     "sdpa": attention_sdpa.prepare,
     "flex": attention_flex.prepare,
     "varlen": attention_varlen.prepare,
     "flash": attention_flash.prepare,
 }
-IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor]] = {
+IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]] = {
     "torch": _attend_torch,
     "sdpa": attention_sdpa.attend,
     "flex": attention_flex.attend,

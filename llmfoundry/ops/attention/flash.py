@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from llmfoundry.ops.attention.plan import (
-    Plan,
-    Rules,
+    AttentionPlan,
+    AttentionSpec,
     document_borders,
     flash_refusal,
     working_dtype,
@@ -27,37 +27,37 @@ INSTALL = "pip install flash-attn --no-build-isolation, or write auto"
 
 
 def refusal(
-    rules: Rules, device: torch.device, dtype: torch.dtype, head_dim: int | None
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
     return flash_refusal(device, dtype, head_dim) or _missing()
 
 
 def prepare(
-    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
-) -> Plan:
+    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+) -> AttentionPlan:
     """Where documents begin and end, where there are several in a row."""
     assert past == 0, "cached keys are served by sdpa or torch"
     assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
     if layout is None:
-        return Plan("flash", rules)
+        return AttentionPlan("flash", spec)
     borders, longest = document_borders(layout, device)
-    return Plan("flash", rules, borders=borders, longest=longest)
+    return AttentionPlan("flash", spec, borders=borders, longest=longest)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd); (B, T, H, hd)."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-    rules, dtype, shape = plan.rules, working_dtype(v), q.shape
+    spec, dtype, shape = plan.spec, working_dtype(v), q.shape
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     options = {
         "dropout_p": dropout,
-        "softmax_scale": rules.scale,
+        "softmax_scale": spec.scale,
         "causal": True,
-        "window_size": (rules.window, 0 if rules.window >= 0 else -1),
-        "softcap": rules.softcap or 0.0,
-        "alibi_slopes": None if rules.slopes is None else rules.slopes.float(),
+        "window_size": (spec.window, 0 if spec.window >= 0 else -1),
+        "softcap": spec.softcap or 0.0,
+        "alibi_slopes": None if spec.slopes is None else spec.slopes.float(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if plan.borders is None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.attention.plan import Plan, Rules, repeat_heads, working_dtype
+from llmfoundry.ops.attention.plan import AttentionPlan, AttentionSpec, repeat_heads, working_dtype
 from llmfoundry.ops.layout import Layout
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ global), training and evaluation, and two or three steps until a length is a var
 
 
 def refusal(
-    rules: Rules, device: torch.device, dtype: torch.dtype, head_dim: int | None
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    if rules.dropout:
+    if spec.dropout:
         return "FlexAttention has no dropout; write sdpa, flash or torch"
     if device.type == "cpu":
         return "FlexAttention has no backward pass on a CPU; write auto"
@@ -48,19 +48,21 @@ def refusal(
 
 
 def prepare(
-    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
-) -> Plan:
+    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+) -> AttentionPlan:
     """The block mask, and what is done to a logit."""
     assert past == 0, "cached keys are served by sdpa or torch"
     if layout is not None and layout.ends is not None:
-        mask = tree_mask(layout.ends, layout.positions, rules.window)
-        return Plan("flex", rules, block_mask=mask, score_mod=_score_mod(rules, layout.positions))
+        mask = tree_mask(layout.ends, layout.positions, spec.window)
+        return AttentionPlan(
+            "flex", spec, block_mask=mask, score_mod=_score_mod(spec, layout.positions)
+        )
     documents = None if layout is None else layout.documents
-    mask = block_mask(queries, rules.window, documents, device)
-    return Plan("flex", rules, block_mask=mask, score_mod=_score_mod(rules))
+    mask = block_mask(queries, spec.window, documents, device)
+    return AttentionPlan("flex", spec, block_mask=mask, score_mod=_score_mod(spec))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd); (B, T, H, hd)."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -78,7 +80,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tenso
         v.transpose(1, 2),
         score_mod=plan.score_mod,
         block_mask=plan.block_mask,
-        scale=plan.rules.scale,
+        scale=plan.spec.scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)[..., :width]
@@ -95,14 +97,16 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _score_mod(rules: Rules, positions: Tensor | None = None) -> Callable[..., Tensor] | None:
+def _score_mod(
+    spec: AttentionSpec, positions: Tensor | None = None
+) -> Callable[..., Tensor] | None:
     """The softcap, then ALiBi's bias, of one scaled logit; None: neither.
 
     Args:
-        rules: what the layers ask.
+        spec: what the layers ask.
         positions: (B, T) of trees; elsewhere places differ by as much as positions do.
     """
-    softcap, slopes = rules.softcap, rules.slopes
+    softcap, slopes = spec.softcap, spec.slopes
     if softcap is None and slopes is None:
         return None
 

@@ -1,9 +1,8 @@
-"""What every attention backend reads: the rules of a layer, the plan of a forward pass.
+"""What every attention backend reads: the spec of a layer, the plan of a forward pass.
 
-The backends are `attention_sdpa`, `attention_flex`, `attention_varlen`, `attention_flash`, and the
-plain one in `attention`, which is also what the rest of the house calls. Each has three functions:
-`refusal` (what it cannot serve, and why), `prepare` (a `Plan`, once a forward pass) and `attend`
-(once a layer).
+The backends are `sdpa`, `flex`, `varlen`, `flash`, and the plain one in `backends`, which is also
+what other rooms call. Each has three functions: `refusal` (what it cannot serve, and why),
+`prepare` (an `AttentionPlan`, once a forward pass) and `attend` (once a layer).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rules:
+class AttentionSpec:
     """What a layer asks of attention.
 
     Attributes:
@@ -43,7 +42,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TreePiece:
     """Some neighbouring queries of rows that hold trees, and the keys that any of them sees.
 
     Attributes:
@@ -59,12 +58,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the layers of one forward pass that have the same rules share.
+class AttentionPlan:
+    """What the layers of one forward pass that have the same spec share.
 
     Attributes:
         impl: the backend that serves; what follows `shared_heads` is for one or two of them.
-        rules: what the layers ask; a window that bounds nothing is gone.
+        spec: what the layers ask; a window that bounds nothing is gone.
         shared_heads: whether the backend reads a key-value head that several query heads share;
             else such heads are repeated for it.
         bias: torch and sdpa: broadcastable to (B, H, T, S): added to the logits, or a boolean
@@ -84,13 +83,13 @@ class Plan:
     """
 
     impl: str
-    rules: Rules
+    spec: AttentionSpec
     shared_heads: bool = True
     bias: Tensor | None = None
     packed: bool = False
     runs: tuple[tuple[int, int], ...] = ()
-    pieces: tuple[Piece, ...] = ()
-    by_run: Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor] | None = None
+    pieces: tuple[TreePiece, ...] = ()
+    by_run: Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor] | None = None
     block_mask: BlockMask | None = None
     score_mod: Callable[..., Tensor] | None = None
     borders: Tensor | None = None
@@ -105,7 +104,7 @@ def alibi_slopes(n_heads: int, alibi_bias_max: int, device: torch.device) -> Ten
     return torch.cat([slopes[1::2], slopes[::2]])[:n_heads] if power != n_heads else slopes
 
 
-def causal_bias(queries: int, keys: int, rules: Rules, device: torch.device) -> Tensor:
+def causal_bias(queries: int, keys: int, spec: AttentionSpec, device: torch.device) -> Tensor:
     """Who sees whom among the last `queries` of `keys` positions.
 
     Without slopes a boolean mask (1, 1, queries, keys), True where a query sees a key; with them
@@ -114,37 +113,37 @@ def causal_bias(queries: int, keys: int, rules: Rules, device: torch.device) -> 
     key = torch.arange(keys, device=device)
     distance = (key - key[keys - queries :, None])[None, None]
     sees = distance <= 0
-    if rules.window >= 0:
-        sees &= distance >= -rules.window
-    if rules.slopes is None:
+    if spec.window >= 0:
+        sees &= distance >= -spec.window
+    if spec.slopes is None:
         return sees
-    return (rules.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
+    return (spec.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
 
 
 def dense_bias(
-    layout: Layout | None, rules: Rules, queries: int, past: int, device: torch.device
+    layout: Layout | None, spec: AttentionSpec, queries: int, past: int, device: torch.device
 ) -> Tensor:
     """As `causal_bias`, (1 or B, 1 or H, queries, past + queries), documents kept apart."""
     if layout is not None and layout.ends is not None:
-        return _tree_bias(layout.ends, layout.positions, rules)
-    bias = causal_bias(queries, past + queries, rules, device)
+        return _tree_bias(layout.ends, layout.positions, spec)
+    bias = causal_bias(queries, past + queries, spec, device)
     if layout is None:
         return bias
     same = layout.documents[:, None, :, None] == layout.documents[:, None, None, :]
-    return bias & same if rules.slopes is None else bias.masked_fill(~same, float("-inf"))
+    return bias & same if spec.slopes is None else bias.masked_fill(~same, float("-inf"))
 
 
-def _tree_bias(ends: Tensor, positions: Tensor, rules: Rules) -> Tensor:
+def _tree_bias(ends: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
     """As `causal_bias` for trees, (B, 1 or H, T, T); distances are those along the path."""
     place = torch.arange(ends.shape[1], device=ends.device)
     sees = (place <= place[:, None]) & (place[:, None] < ends[:, None, :])
     distance = positions[:, None, :] - positions[:, :, None]
-    if rules.window >= 0:
-        sees &= distance >= -rules.window
+    if spec.window >= 0:
+        sees &= distance >= -spec.window
     sees, distance = sees[:, None], distance[:, None]
-    if rules.slopes is None:
+    if spec.slopes is None:
         return sees
-    return (rules.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
+    return (spec.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
 
 
 def document_borders(layout: Layout, device: torch.device) -> tuple[Tensor, int]:

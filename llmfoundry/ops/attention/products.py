@@ -70,9 +70,9 @@ def _forward(
     """Output; all attention weights, or nothing where they are not to be kept."""
     queries, keys, values = _by_chunk(q, k.shape[2]), _by_head(k), _by_head(v)
     out = torch.empty_like(queries)
-    rules = _Rules(k.shape[2], bias, scale, window)
+    spec = _Spec(k.shape[2], bias, scale, window)
     kept = q.new_empty(_weights(q.shape, window) if keep else 0)
-    for some, chunk, seen, weights in _attention(queries, keys, rules, kept, is_known=False):
+    for some, chunk, seen, weights in _attention(queries, keys, spec, kept, is_known=False):
         torch.bmm(weights, values[some, seen], out=out[chunk, some])
     return _from_chunks(out, q), kept
 
@@ -96,9 +96,9 @@ def _backward(
     queries, keys, values = _by_chunk(q, k.shape[2]), _by_head(k), _by_head(v)
     grads = _by_chunk(grad, k.shape[2])
     dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-    rules = _Rules(k.shape[2], bias, scale, window)
+    spec = _Spec(k.shape[2], bias, scale, window)
     known = len(kept) > 0
-    for some, chunk, seen, weights in _attention(queries, keys, rules, kept, is_known=known):
+    for some, chunk, seen, weights in _attention(queries, keys, spec, kept, is_known=known):
         mine, k_grad, v_grad = grads[chunk, some], dk[some, seen], dv[some, seen]
         slope = torch.bmm(mine, values[some, seen].mT)
         slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, slope.dtype)
@@ -110,7 +110,7 @@ def _backward(
     return _from_chunks(dq, q), dk, dv
 
 
-class _Rules(NamedTuple):
+class _Spec(NamedTuple):
     """As `attend` has them."""
 
     kv_heads: int
@@ -120,19 +120,19 @@ class _Rules(NamedTuple):
 
 
 def _attention(
-    q: Tensor, k: Tensor, rules: _Rules, kept: Tensor, *, is_known: bool
+    q: Tensor, k: Tensor, spec: _Spec, kept: Tensor, *, is_known: bool
 ) -> Iterator[tuple[slice, int, slice, Tensor]]:
     """Some rows of q and k, a chunk of their queries, the keys it sees, and the weights of those.
 
     Args:
         q: (T / chunk, B * KV, G * chunk, hd).
         k: (B * KV, T, hd).
-        rules: what a query sees, and how.
+        spec: what a query sees, and how.
         kept: memory of all weights (rows, G * chunk, keys); empty: each are written over the last.
         is_known: the weights are there.
     """
     n_chunks, n_rows, height, _ = q.shape
-    length, kv_heads = k.shape[1], rules.kv_heads
+    length, kv_heads = k.shape[1], spec.kv_heads
     step = kv_heads * max(1, VALUES // (kv_heads * height * length))
     size = min(step, n_rows) * height * length
     low, wide = q.new_empty(size), q.new_empty(size, dtype=torch.float32)
@@ -141,19 +141,19 @@ def _attention(
     for start in range(0, n_rows, step):
         some = slice(start, start + step)
         for chunk in range(n_chunks):
-            seen = _seen(chunk, length, rules.window)
+            seen = _seen(chunk, length, spec.window)
             mine, keys = q[chunk, some], k[some, seen].mT
             shape = (len(mine), height, keys.shape[2])
             weights = _part(kept[place:] if len(kept) else low, shape)
             place += weights.numel()
             if not is_known:
                 logits, error = _part(wide, shape), _part(rest, shape)
-                torch.baddbmm(weights, mine, keys, beta=0, alpha=rules.scale, out=weights)
+                torch.baddbmm(weights, mine, keys, beta=0, alpha=spec.scale, out=weights)
                 logits.copy_(weights)
-                torch.baddbmm(weights, mine, keys, beta=-1, alpha=rules.scale, out=weights)
+                torch.baddbmm(weights, mine, keys, beta=-1, alpha=spec.scale, out=weights)
                 logits += error.copy_(weights)
                 own = slice(seen.stop - len(later[0]), seen.stop)
-                bias = later if rules.bias is None else rules.bias[0, :, own, seen]
+                bias = later if spec.bias is None else spec.bias[0, :, own, seen]
                 _add_bias(logits, bias, kv_heads)
                 torch.softmax(logits, -1, out=logits)
                 weights.copy_(logits)
@@ -219,7 +219,7 @@ def _(
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     *tensors, scale, window, _ = inputs
     ctx.save_for_backward(output[1], *tensors)
-    ctx.rules = scale, window
+    ctx.spec = scale, window
     ctx.set_materialize_grads(False)  # what is kept has no gradient
 
 
@@ -227,7 +227,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None
     if grad is None:
         return (None,) * 7
     backward = torch.ops.llmfoundry.causal_attention_backward
-    return *backward(grad, *ctx.saved_tensors, *ctx.rules), None, None, None, None
+    return *backward(grad, *ctx.saved_tensors, *ctx.spec), None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)

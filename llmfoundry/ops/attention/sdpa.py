@@ -19,8 +19,8 @@ from torch import Tensor
 
 from llmfoundry.ops.attention import products as attention_products
 from llmfoundry.ops.attention.plan import (
-    Plan,
-    Rules,
+    AttentionPlan,
+    AttentionSpec,
     causal_bias,
     dense_bias,
     without_autocast,
@@ -31,68 +31,68 @@ from llmfoundry.ops.layout import Layout
 
 CHUNK = 128
 """Queries a call, where they are split."""
-Serve = Callable[[Tensor, Tensor, Tensor, Plan, float], Tensor]
+Serve = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
 
 
 def refusal(
-    rules: Rules, device: torch.device, dtype: torch.dtype, head_dim: int | None
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    if rules.softcap is not None:
+    if spec.softcap is not None:
         return "PyTorch's fused attention has no softcap; write flex or torch"
     return None
 
 
 def prepare(
-    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
-) -> Plan:
+    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+) -> AttentionPlan:
     """Documents, pieces and chunks on a CPU; a mask elsewhere, where one is needed."""
     if device.type == "cpu" and layout is not None and layout.ends is not None:
         by_piece = _outside_of_graphs(_by_piece)
-        return Plan("sdpa", rules, packed=True, pieces=cut(layout, rules), by_run=by_piece)
+        return AttentionPlan("sdpa", spec, packed=True, pieces=cut(layout, spec), by_run=by_piece)
     if device.type == "cpu" and layout is not None:
         lengths = [n for row in layout.lengths for n in row]
         runs = tuple((len(list(same)), n) for n, same in groupby(lengths))
-        needing = [n for n in lengths if not _is_plain(n, rules) or _is_split(n, rules)]
-        bias, by_run = _corner(needing, rules, device), _outside_of_graphs(_by_run)
-        return Plan("sdpa", rules, bias=bias, packed=True, runs=runs, by_run=by_run)
+        needing = [n for n in lengths if not _is_plain(n, spec) or _is_split(n, spec)]
+        bias, by_run = _corner(needing, spec, device), _outside_of_graphs(_by_run)
+        return AttentionPlan("sdpa", spec, bias=bias, packed=True, runs=runs, by_run=by_run)
     if device.type == "cpu" and past == 0:
-        needs = not _is_plain(queries, rules) or _is_row_split(queries, rules)
-        return Plan("sdpa", rules, bias=_corner([queries] if needs else [], rules, device))
-    if layout is None and _is_plain(past + queries, rules) and (past == 0 or queries == 1):
-        return Plan("sdpa", rules)
+        needs = not _is_plain(queries, spec) or _is_row_split(queries, spec)
+        return AttentionPlan("sdpa", spec, bias=_corner([queries] if needs else [], spec, device))
+    if layout is None and _is_plain(past + queries, spec) and (past == 0 or queries == 1):
+        return AttentionPlan("sdpa", spec)
     # With a mask and shared heads no CUDA kernel serves but the one that holds all logits.
     shared = device.type != "cuda"
-    bias = dense_bias(layout, rules, queries, past, device)
-    return Plan("sdpa", rules, shared_heads=shared, bias=bias)
+    bias = dense_bias(layout, spec, queries, past, device)
+    return AttentionPlan("sdpa", spec, shared_heads=shared, bias=bias)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd)."""
-    dtype, rules, queries = working_dtype(v), plan.rules, q.shape[1]
+    dtype, spec, queries = working_dtype(v), plan.spec, q.shape[1]
     if q.device.type != "cpu":
-        return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, rules.scale, dropout)
+        return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, spec.scale, dropout)
     whole = not plan.packed and queries == k.shape[1]
     by_products = whole and attention_products.serves(dtype, queries, dropout)
     inner = dtype if by_products else _cpu_dtype(dtype, queries, plan)
     with without_autocast("cpu"):
         q, k, v = q.to(inner), k.to(inner), v.to(inner)
         if by_products:
-            bias, window = None if _is_plain(queries, rules) else plan.bias, rules.window
-            out = attention_products.attend(q, k, v, bias, scale=rules.scale, window=window)
+            bias, window = None if _is_plain(queries, spec) else plan.bias, spec.window
+            out = attention_products.attend(q, k, v, bias, scale=spec.scale, window=window)
         elif plan.packed:
             assert plan.by_run is not None
             out = plan.by_run(q, k, v, plan, dropout)
         elif queries != k.shape[1]:  # cached keys
-            out = _call(q, k, v, plan.bias, rules.scale, dropout)
-        elif _is_row_split(queries, rules):
-            out = _by_chunk(q, k, v, plan.bias, rules, dropout)
+            out = _call(q, k, v, plan.bias, spec.scale, dropout)
+        elif _is_row_split(queries, spec):
+            out = _by_chunk(q, k, v, plan.bias, spec, dropout)
         else:
-            out = _whole(q, k, v, plan.bias, rules, dropout)
+            out = _whole(q, k, v, plan.bias, spec, dropout)
     return out.to(dtype)
 
 
-def _cpu_dtype(dtype: torch.dtype, queries: int, plan: Plan) -> torch.dtype:
+def _cpu_dtype(dtype: torch.dtype, queries: int, plan: AttentionPlan) -> torch.dtype:
     """What PyTorch's kernel computes in: fp32 for narrower types, but for long rows of bf16.
 
     The CPU's bf16 kernel is compiled for every length that it meets, and each is kept: documents of
@@ -102,39 +102,39 @@ def _cpu_dtype(dtype: torch.dtype, queries: int, plan: Plan) -> torch.dtype:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return dtype
-    single = not plan.packed and not _is_row_split(queries, plan.rules)
+    single = not plan.packed and not _is_row_split(queries, plan.spec)
     return dtype if single and queries >= 1024 and queries % 64 == 0 else torch.float32
 
 
-def _is_plain(length: int, rules: Rules) -> bool:
+def _is_plain(length: int, spec: AttentionSpec) -> bool:
     """Whether so many tokens need nothing but causality."""
-    return rules.slopes is None and not 0 <= rules.window < length - 1
+    return spec.slopes is None and not 0 <= spec.window < length - 1
 
 
-def _is_split(length: int, rules: Rules) -> bool:
+def _is_split(length: int, spec: AttentionSpec) -> bool:
     """Whether so many causal queries are cheaper by chunks.
 
     The CPU's kernel works in tiles of 512 keys, also where half of a tile is not seen. Measured
     (one core, forward and backward, hd 64) by chunks: 0.9 of the time of one call at T 256, 0.7 at
     512, 0.9 at 1024, 1.04 at 2048. A window that leaves out most keys pays at any length.
     """
-    local = rules.window >= 0 and length >= 2 * (rules.window + CHUNK)
+    local = spec.window >= 0 and length >= 2 * (spec.window + CHUNK)
     return local or 2 * CHUNK <= length < 1024
 
 
-def _is_row_split(length: int, rules: Rules) -> bool:
+def _is_row_split(length: int, spec: AttentionSpec) -> bool:
     """As `_is_split`, for rows that a compiled block may hold: whole chunks only.
 
     Such a block is compiled anew for every number of chunks; other lengths share one program.
     """
-    return length % CHUNK == 0 and _is_split(length, rules)
+    return length % CHUNK == 0 and _is_split(length, spec)
 
 
-def _corner(lengths: list[int], rules: Rules, device: torch.device) -> Tensor | None:
+def _corner(lengths: list[int], spec: AttentionSpec, device: torch.device) -> Tensor | None:
     """The bias of the longest of these lengths; the others take its top-left corner."""
     if not lengths:
         return None
-    bias = causal_bias(max(lengths), max(lengths), rules, device)
+    bias = causal_bias(max(lengths), max(lengths), spec, device)
     if bias.dtype != torch.bool:
         return bias
     # as numbers, once: each call would turn a boolean mask into them
@@ -154,7 +154,7 @@ def _disabled(serve: Serve) -> Serve:
     return torch.compiler.disable(serve)
 
 
-def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """One call, or several by chunks, for each run of documents of one length."""
     sizes = [count * length for count, length in plan.runs]
     # split and cat, not slices: their backward passes touch each gradient once
@@ -162,16 +162,16 @@ def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tens
     outputs = []
     for shape, *run in parts:
         q_run, k_run, v_run = (x.unflatten(0, shape) for x in run)
-        serve = _by_chunk if _is_split(shape[1], plan.rules) else _whole
-        out = serve(q_run, k_run, v_run, plan.bias, plan.rules, dropout)
+        serve = _by_chunk if _is_split(shape[1], plan.spec) else _whole
+        out = serve(q_run, k_run, v_run, plan.bias, plan.spec, dropout)
         outputs.append(out.flatten(0, 1))
     return torch.cat(outputs).view(q.shape)
 
 
-def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """A call for each piece of the trees of q (B, T, H, hd)."""
-    rules = plan.rules
-    slopes = None if rules.slopes is None else rules.slopes.view(1, -1, 1, 1)
+    spec = plan.spec
+    slopes = None if spec.slopes is None else spec.slopes.view(1, -1, 1, 1)
     flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
     outputs = []
     for part, piece in zip(
@@ -179,22 +179,22 @@ def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Te
     ):
         bias = piece.bias if slopes is None else slopes * piece.bias
         keys, values = flat_k[piece.keys], flat_v[piece.keys]
-        outputs.append(_call(part[None], keys[None], values[None], bias, rules.scale, dropout)[0])
+        outputs.append(_call(part[None], keys[None], values[None], bias, spec.scale, dropout)[0])
     return torch.cat(outputs).view(q.shape)
 
 
 def _whole(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rules: Rules, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec, dropout: float
 ) -> Tensor:
     """Causal attention of rows (B, T, ...) in one call."""
     length = q.shape[1]
-    if bias is None or _is_plain(length, rules):
-        return _call(q, k, v, None, rules.scale, dropout)
-    return _call(q, k, v, bias[..., :length, :length], rules.scale, dropout)
+    if bias is None or _is_plain(length, spec):
+        return _call(q, k, v, None, spec.scale, dropout)
+    return _call(q, k, v, bias[..., :length, :length], spec.scale, dropout)
 
 
 def _by_chunk(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rules: Rules, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec, dropout: float
 ) -> Tensor:
     """Causal attention of rows (B, T, ...), each chunk of queries with the keys it can see."""
     assert bias is not None
@@ -202,9 +202,9 @@ def _by_chunk(
     for index, q_chunk in enumerate(q.split(CHUNK, dim=1)):
         start = index * CHUNK
         stop = start + q_chunk.shape[1]
-        first = 0 if rules.window < 0 else max(0, start - rules.window)
+        first = 0 if spec.window < 0 else max(0, start - spec.window)
         part = bias[..., start:stop, first:stop]
-        out = _call(q_chunk, k[:, first:stop], v[:, first:stop], part, rules.scale, dropout)
+        out = _call(q_chunk, k[:, first:stop], v[:, first:stop], part, spec.scale, dropout)
         outputs.append(out)
     return torch.cat(outputs, dim=1)
 

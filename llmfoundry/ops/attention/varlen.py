@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.attention.plan import (
-    Plan,
-    Rules,
+    AttentionPlan,
+    AttentionSpec,
     document_borders,
     flash_refusal,
     working_dtype,
@@ -26,14 +26,14 @@ from llmfoundry.ops.layout import Layout
 
 
 def refusal(
-    rules: Rules, device: torch.device, dtype: torch.dtype, head_dim: int | None
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    if rules.slopes is not None:
+    if spec.slopes is not None:
         return "PyTorch's varlen attention adds no bias; write flex or flash"
-    if rules.softcap is not None:
+    if spec.softcap is not None:
         return "PyTorch's varlen attention has no softcap; write flex or flash"
-    if rules.dropout:
+    if spec.dropout:
         return "PyTorch's varlen attention has no dropout; write sdpa, flash or torch"
     reason = flash_refusal(device, dtype, head_dim)
     if reason is None and "window_size" not in _parameters():
@@ -42,19 +42,19 @@ def refusal(
 
 
 def prepare(
-    layout: Layout | None, rules: Rules, *, queries: int, past: int, device: torch.device
-) -> Plan:
+    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+) -> AttentionPlan:
     """Where documents begin and end."""
     assert past == 0, "cached keys are served by sdpa or torch"
     assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
     shared = "enable_gqa" in _parameters()  # since torch 2.12
     if layout is None:
-        return Plan("varlen", rules, shared_heads=shared, longest=queries)
+        return AttentionPlan("varlen", spec, shared_heads=shared, longest=queries)
     borders, longest = document_borders(layout, device)
-    return Plan("varlen", rules, shared_heads=shared, borders=borders, longest=longest)
+    return AttentionPlan("varlen", spec, shared_heads=shared, borders=borders, longest=longest)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd); (B, T, H, hd)."""
     from torch.nn.attention import varlen
 
@@ -77,8 +77,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tenso
         borders,
         plan.longest,
         plan.longest,
-        scale=plan.rules.scale,
-        window_size=(plan.rules.window, 0),
+        scale=plan.spec.scale,
+        window_size=(plan.spec.window, 0),
         **shared,
     )
     return out.unflatten(0, (rows, queries))[..., :width]

@@ -22,8 +22,8 @@ from torch import Tensor
 from llmfoundry.ops.activations import Activation
 from llmfoundry.ops.matmul import is_compiled, mm
 from llmfoundry.ops.moe.compress import pack, packed_width, unpack
-from llmfoundry.ops.moe.experts import Experts, Gradients, Kept, LowRankExperts
-from llmfoundry.ops.moe.routing import Routing
+from llmfoundry.ops.moe.experts import Experts, Gradients, LowRankExperts, SavedActivations
+from llmfoundry.ops.moe.routing import SortedRows
 
 BLOCK_VALUES = 1 << 18  # of an elementwise step: its operands stay cached, its threads busy
 PACK_VALUES = 1 << 17  # of a step to or from 8 bits, which has more and wider operands
@@ -31,8 +31,8 @@ PADDING = 64  # a segment is padded by less than this, and by less than a sixtee
 
 
 def forward(
-    x: Tensor, weights: Tensor, routing: Routing, w: Experts, *, keep: bool, compress: bool
-) -> tuple[Tensor, Kept]:
+    x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool, compress: bool
+) -> tuple[Tensor, SavedActivations]:
     """Output (T, d), and the pre-activations where they are to be kept.
 
     Args:
@@ -68,15 +68,15 @@ def forward(
         _add_product(y, h, one.low.w2_a, one.low.w2_b)
         if one.b2 is not None:
             y += one.b2
-    return _sum_choices(y_rows, routing, weights), Kept(gate, up)
+    return _sum_choices(y_rows, routing, weights), SavedActivations(gate, up)
 
 
 def backward(
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
-    kept: Kept,
-    routing: Routing,
+    kept: SavedActivations,
+    routing: SortedRows,
     w: Experts,
     *,
     frozen: bool,
@@ -165,7 +165,7 @@ def _adapter_gradients(
             grad_b.copy_(mm(dy.T, mm(rows, a.T)))
 
 
-def _zero_unused(grads: tuple[Tensor | None, ...], routing: Routing) -> None:
+def _zero_unused(grads: tuple[Tensor | None, ...], routing: SortedRows) -> None:
     """The gradients of experts without rows."""
     counts = torch.diff(routing.ends, prepend=routing.ends.new_zeros(1))
     for e in (counts == 0).nonzero().flatten().tolist():
@@ -174,7 +174,7 @@ def _zero_unused(grads: tuple[Tensor | None, ...], routing: Routing) -> None:
                 grad[e] = 0
 
 
-def _segments(routing: Routing, dtype: torch.dtype) -> Iterator[tuple[int, int, slice]]:
+def _segments(routing: SortedRows, dtype: torch.dtype) -> Iterator[tuple[int, int, slice]]:
     """Experts that have rows, how many, and where they and their padding are."""
     start = 0
     for e, end in enumerate(routing.ends.tolist()):
@@ -196,12 +196,12 @@ def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
     return n_rows + (PADDING if is_compiled(dtype) else 0)
 
 
-def _tokens(routing: Routing, top_k: int, n_rows: int) -> Tensor:
+def _tokens(routing: SortedRows, top_k: int, n_rows: int) -> Tensor:
     """Token (n_rows,) of each sorted row and of what pads them."""
     return F.pad(routing.order // top_k, (0, n_rows - routing.order.shape[0]))
 
 
-def _row_weights(weights: Tensor, routing: Routing, n_rows: int) -> Tensor:
+def _row_weights(weights: Tensor, routing: SortedRows, n_rows: int) -> Tensor:
     """Router's weight (n_rows, 1) of each sorted row and of what pads them.
 
     They come in the rows' dtype: an operation on two dtypes writes out what it reads in the wider.
@@ -210,7 +210,7 @@ def _row_weights(weights: Tensor, routing: Routing, n_rows: int) -> Tensor:
     return F.pad(row_weights, (0, n_rows - routing.order.shape[0]))[:, None]
 
 
-def _sum_choices(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
+def _sum_choices(rows: Tensor, routing: SortedRows, weights: Tensor) -> Tensor:
     """(T, d), the sum of each token's k rows times their weights (T, k), which are rounded."""
     places = routing.inverse.view_as(weights)
     return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))

@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.moe import steps as moe_steps
-from llmfoundry.ops.moe.experts import Experts, Gradients, Kept, LowRankExperts
-from llmfoundry.ops.moe.routing import Routing
+from llmfoundry.ops.moe.experts import Experts, Gradients, LowRankExperts, SavedActivations
+from llmfoundry.ops.moe.routing import SortedRows
 
 ONES = 8  # columns of ones that sum rows by expert; fewer are not a multiple of 16 bytes
 
 
 def forward(
-    x: Tensor, weights: Tensor, routing: Routing, w: Experts, *, keep: bool, compress: bool
-) -> tuple[Tensor, Kept]:
+    x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool, compress: bool
+) -> tuple[Tensor, SavedActivations]:
     """Output (T, d), and the pre-activations where they are to be kept; as `moe_cpu.forward`."""
     steps, top_k, ends = _steps(x.device.type), weights.shape[1], routing.ends
     rows = steps.gather(x, routing.order, top_k)
@@ -49,16 +49,16 @@ def forward(
     y = steps.combine(y_rows, routing.inverse, weights, top_k)
     up = a.new_empty(0, a.shape[1]) if b is None else b
     if not keep:
-        return y, Kept(a.new_empty(a.shape[0], 0), up.new_empty(up.shape[0], 0))
-    return y, Kept(pack(a), pack(up)) if compress else Kept(a, up)
+        return y, SavedActivations(a.new_empty(a.shape[0], 0), up.new_empty(up.shape[0], 0))
+    return y, SavedActivations(pack(a), pack(up)) if compress else SavedActivations(a, up)
 
 
 def backward(
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
-    kept: Kept,
-    routing: Routing,
+    kept: SavedActivations,
+    routing: SortedRows,
     w: Experts,
     *,
     frozen: bool,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.ops.activations import Activation, from_text
-from llmfoundry.ops.nf4 import Packing, dequantize
+from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 
 
 class LowRankExperts(NamedTuple):
@@ -72,7 +72,7 @@ class Experts:
     b2: Tensor | None = None
     activation: str = "silu"
     low: LowRankExperts = NO_ADAPTERS
-    packing: Packing | None = None
+    packing: Nf4Layout | None = None
 
     @property
     def act(self) -> Activation:
@@ -130,7 +130,7 @@ class Experts:
         return dataclasses.replace(self.map(change), packing=None)
 
 
-class Kept(NamedTuple):
+class SavedActivations(NamedTuple):
     """Pre-activations of all N = T * k rows, for the backward pass; on a CPU padded behind them.
 
     Attributes:

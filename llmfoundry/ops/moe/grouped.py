@@ -19,9 +19,9 @@ from torch.utils.flop_counter import register_flop_formula
 from llmfoundry.ops.moe import cpu as moe_cpu
 from llmfoundry.ops.moe import device as moe_device
 from llmfoundry.ops.moe.compress import packed_width
-from llmfoundry.ops.moe.experts import Experts, Kept, LowRankExperts
-from llmfoundry.ops.moe.routing import Routing, route
-from llmfoundry.ops.nf4 import Packing
+from llmfoundry.ops.moe.experts import Experts, LowRankExperts, SavedActivations
+from llmfoundry.ops.moe.routing import SortedRows, route
+from llmfoundry.ops.nf4 import Nf4Layout
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Backward = tuple[Tensor, ...]  # of x, weights, the six of `Experts.tensors`, and of the adapters
@@ -54,15 +54,15 @@ def grouped(
     return out[0]
 
 
-def _how(packing: Packing | None) -> tuple[int, bool]:
+def _how(packing: Nf4Layout | None) -> tuple[int, bool]:
     """Values of a quantised matrix, 0 where none is, and whether scales are quantised again."""
     return (0, False) if packing is None else (packing.values, packing.double)
 
 
-def _rest(rest: Sequence[Any]) -> tuple[LowRankExperts, Packing | None]:
+def _rest(rest: Sequence[Any]) -> tuple[LowRankExperts, Nf4Layout | None]:
     """What REST says, whose last arguments PyTorch leaves out where they are the defaults."""
     packed, double = list(rest[6:]) + [0, False][len(rest[6:]) :]
-    return LowRankExperts(*rest[:6]), Packing(packed, double) if packed else None
+    return LowRankExperts(*rest[:6]), Nf4Layout(packed, double) if packed else None
 
 
 @torch.library.custom_op("llmfoundry::moe_forward", mutates_args=(), schema=FORWARD)
@@ -120,8 +120,8 @@ def _backward(
         grad.contiguous(),  # a sum's gradient is expanded, of stride 0
         x.contiguous(),
         weights.contiguous(),
-        Kept(gate, up),
-        Routing(order, inverse, ends),
+        SavedActivations(gate, up),
+        SortedRows(order, inverse, ends),
         w,
         frozen=frozen,
     )

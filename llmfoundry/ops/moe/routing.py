@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Routing(NamedTuple):
+class SortedRows(NamedTuple):
     """The rows of a layer, N = T * k of them. Integers are 32-bit: they are saved for backward.
 
     Attributes:
@@ -27,7 +27,7 @@ class Routing(NamedTuple):
     ends: Tensor
 
 
-def route(experts: Tensor, n_experts: int) -> Routing:
+def route(experts: Tensor, n_experts: int) -> SortedRows:
     """Sort the pairs of experts (T, k), integers below `n_experts`, by expert."""
     flat = experts.flatten().to(torch.int32)
     by_expert, order = flat.sort(stable=True)
@@ -37,4 +37,4 @@ def route(experts: Tensor, n_experts: int) -> Routing:
     # ends from the sorted experts: bincount would wait for the device
     number = torch.arange(n_experts, dtype=torch.int32, device=flat.device)
     ends = torch.searchsorted(by_expert, number, right=True, out_int32=True)
-    return Routing(order.to(torch.int32), inverse, ends)
+    return SortedRows(order.to(torch.int32), inverse, ends)
