@@ -44,7 +44,7 @@ WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has impor
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
 MOMENTS = {"adamw": 2, "decoupled_adamw": 2, "decoupled_lionw": 1, "muon": 2}  # a weight's, at most
 CPU_TOKENS = 1024
-"""Tokens that a matrix meets in a microbatch on a CPU: more is no faster there, and takes more
+"""Tokens that a matrix meets in a microbatch on a CPU: more is not faster there, and takes more
 memory. A mixture's microbatch holds more, for each expert meets only its share."""
 KNOWN_VOCABULARIES = {"bytes": 257, "tiktoken": 100_277, "huggingface": 50_277}
 

@@ -4,7 +4,7 @@ Whatever is printed or written and may hold a part of a recipe goes through `pub
 `public_values` (a recipe's values). The idea: a secret is known by its place. In a recipe these are
 the values of `storage_options`, and in any text the password, the signature or the token of an
 address. Values found at such places (`hide`) are masked wherever else they turn up, in the message
-of another library too. An interpolation such as `${oc.env:NAME}` is no secret, and stays.
+of another library too. An interpolation such as `${oc.env:NAME}` is not a secret, and stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 OPTIONS = "storage_options"
-# What stands below it and is no secret: these names, and these values (gcsfs' ways to log in).
+# What stands below it and is not a secret: these names, and these values (gcsfs' ways to log in).
 _OPEN_NAMES = re.compile(
     r"account_name|addressing_style|anon|endpoint(_url)?|mode|namespace|profile|project|timeout"
     r"|region(_name)?|requester_pays|signature_version|use_ssl|verify|version_aware"
@@ -148,7 +148,7 @@ def _public(value: Any, *, name: str, inside: bool) -> Any:
 
 
 def _leaves(value: Any, key: str = "", *, name: str = "", inside: bool = False) -> Iterator[Any]:
-    """Dotted key, value, and whether all of it is a secret: for every value that is no section."""
+    """Dotted key, value, and whether all of it is a secret: for every value but sections."""
     inside = inside or name == OPTIONS
     if isinstance(value, Mapping):
         for part, item in value.items():

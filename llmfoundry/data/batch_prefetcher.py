@@ -2,7 +2,7 @@
 
 The trainer reads it. While a training step is at work, a thread gets the
 next few batches ready for the device; a batch that is asked for before the thread has begun with it
-is made by whoever asks, which takes less than to wait for another thread. Rows are made where the
+is made by the caller, which takes less than to wait for another thread. Rows are made where the
 batch is, or by the processes of a PyTorch DataLoader, which are given step numbers and hand back
 `Rows`. Steps come in order, and whatever goes wrong with one comes in its place: it is raised by
 `next`, then and ever after.
@@ -113,7 +113,7 @@ class BatchPrefetcher(Iterator[Batch]):
             taken = self._taken
             time.sleep(_BUSY)
             if taken != self._taken:
-                continue  # whoever asks that often makes them sooner than they are handed over
+                continue  # a caller that comes this often makes them sooner itself
             with self._making:
                 if len(self._made) < self._depth and not self._closed:
                     self._made.append(item := self._make())

@@ -246,7 +246,7 @@ def _floor_sum(n: int, modulus: int, factor: int, offset: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _slots(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Which part each slot of a batch belongs to, and the how manieth of the part it is.
+    """Which part each slot of a batch belongs to, and its index among that part's slots.
 
     The j-th row of a part of n lies at (j + phase) / n of the batch, so that each part has its
     share in any stretch of slots. Phases differ, or all the small parts would lie in the middle.

@@ -150,7 +150,9 @@ class StreamIndex:
         try:
             head = _decode_head(data)
             if head.format != FORMAT:
-                raise UserError(f"{source}: is no index of token shards (format: {head.format!r})")
+                raise UserError(
+                    f"{source}: is not an index of token shards (format: {head.format!r})"
+                )
             if head.version != VERSION:
                 raise UserError(
                     f"{source}: token shards of version {head.version}; this program reads"

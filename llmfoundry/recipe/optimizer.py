@@ -106,7 +106,7 @@ def check_regex(key: str, pattern: str) -> Iterator[str]:
     try:
         re.compile(pattern)
     except re.error as error:
-        yield f"{key}: {pattern!r} is no regular expression: {error}"
+        yield f"{key}: {pattern!r} is not a regular expression: {error}"
 
 
 @dataclass

@@ -20,7 +20,7 @@ from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.attention.plan import autocast_dtype
 
-_CUT = "\ufffd"  # what decoders write for bytes that are no whole character
+_CUT = "\ufffd"  # what decoders write for an incomplete character
 
 
 def stream_tokens(

@@ -1,8 +1,9 @@
 """metrics.jsonl and samples.jsonl: one JSON object a line, the run's own record.
 
 The tracker writes them, the report and anyone's notebook read them. The idea: after a kill and a
-resume the file is the one that an uninterrupted run would have written, wall-clock values aside,
-because lines beyond the checkpoint are dropped when the run goes on. Numbers keep every digit.
+resume the file is the one that an uninterrupted run would have written, except for wall-clock
+values, because lines beyond the checkpoint are dropped when the run resumes. Numbers keep every
+digit.
 JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity", "-Infinity", and
 `read_metrics` turns them back into floats.
 """

@@ -115,7 +115,7 @@ def mlflow_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
 
 
 def check_uri(uri: str) -> None:
-    """Refuse what is no store that MLflow writes to, without importing MLflow.
+    """Refuse what is not a store that MLflow writes to, without importing MLflow.
 
     Raises:
         UserError: an unknown kind of store, or an address without its file or host.

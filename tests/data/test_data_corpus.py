@@ -278,7 +278,7 @@ class TestHuggingFaceDatasets:
         datasets.Dataset.from_dict({"text": ["a", None]}).save_to_disk(tmp_path / "one")
         with pytest.raises(UserError, match=r"one: row 1: 'text' holds null"):
             list(self.corpus(tmp_path / "one"))
-        with pytest.raises(UserError, match=r"data\.dataset: .*none is no folder"):
+        with pytest.raises(UserError, match=r"data\.dataset: .*none is not a folder"):
             list(self.corpus(tmp_path / "none"))
 
     def test_a_hub_dataset_is_streamed_file_by_file(

@@ -285,7 +285,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer_config\.json: is not JSON"):
         Tokenizer.load(folder)
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json: is no tokenizer"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: is not a tokenizer"):
         Tokenizer.load(folder)
 
 

@@ -127,7 +127,7 @@ def test_bytes_and_arrays_are_views_of_the_file_and_outlive_it(tmp_path: Path) -
         ("mine", "mine is no MDS encoding of text; known are bytes, str"),
         ("int:5", "int:5 is no MDS encoding"),
         ("ndarray:complex64", "no dtype 'complex64'"),
-        ("ndarray:int32:3,x", "'3,x' is no shape"),
+        ("ndarray:int32:3,x", "'3,x' is not a shape"),
     ],
 )
 def test_a_refused_column_stops_nobody_who_does_not_read_it(

@@ -494,7 +494,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ({"messages": [user("a"), {"role": "assistant", "content": 3}]},
      r"messages\[1\].content holds a int, not text"),
     ({"messages": [user("a"), assistant("b", wieght=1)]},
-     r"messages\[1\] has the key 'wieght', which is none; did you mean 'weight'"),
+     r"messages\[1\] has the unknown key 'wieght'; did you mean 'weight'"),
     ({"messages": [user("a"), assistant("b", weight="x")]}, r"messages\[1\].weight is 'x'"),
     ({"messages": [user("a"), assistant("b", weight=float("nan"))]}, r"weight is nan"),
     ({"messages": [{**user("a"), "weight": 1}, assistant("b")]}, r"on a message of user"),

@@ -130,7 +130,7 @@ def test_the_fingerprint_names_the_ids(tmp_path: Path) -> None:
         (b"{", r"index\.json: is damaged"),
         (b"[]", r"index\.json: is damaged"),
         (b"[" * 100_000, r"index\.json: is damaged"),
-        (b'{"format": "mds"}', r"index\.json: is no index of token shards"),
+        (b'{"format": "mds"}', r"index\.json: is not an index of token shards"),
         (b'{"format": "llmfoundry-tokens", "version": 1}', r"of version 1; .* reads 2"),
         (
             b'{"format": "llmfoundry-tokens", "version": ' + b"9" * 5000 + b"}",

@@ -100,7 +100,7 @@ LINES = {  # a setting of quickstart -> its line
     "run_name=": "run_name: '' cannot name a folder",
     "run_name=-x": "run_name: '-x' cannot name a folder",
     "run_name=a\nb": "run_name: 'a\\nb' has characters that cannot be shown",
-    "~seed=wrong": "'~seed=wrong' is no setting; write ~key to give it its default",
+    "~seed=wrong": "'~seed=wrong' is not a setting; write ~key to give it its default",
     "max_duration=1e400ba": "max_duration: '1e400ba' is too long; write 1e+18 or less",
     f"data.cache_limit={'9' * 400}gb": f"data.cache_limit: '{'9' * 400}gb' is not a size",
     "data.download_timeout=inf": "data.download_timeout: inf is not a finite number",

@@ -220,7 +220,7 @@ MISTAKES = {
     "seed=???": "seed: is required; write seed=VALUE",
     "seed=1,2": "seed=1,2: several values; add -m to run each, or write a list, [1,2]",
     "seed=(1": "seed=(1: cannot be read; quote a text as seed='\"...\"'",
-    "=4": "'=4' is no setting; write key=value",
+    "=4": "'=4' is not a setting; write key=value",
     "save_folder=${nope}": "save_folder: Interpolation key 'nope' not found;"
     " write \\${ for a literal ${",
     "--model.n_layers=4": "unknown flag '--model.n_layers=4'; settings have no dashes:"
@@ -273,7 +273,7 @@ BROKEN = {
     "seed: 1\n\tmodel: 2\n": "r.yaml:2: found character '\\t' that cannot start any token",
     "- seed\n": "r.yaml:1: holds no keys",
     "just text": "r.yaml:1: holds no keys",
-    "defaults: {model: x}\n": "r.yaml:1: defaults: is no list",
+    "defaults: {model: x}\n": "r.yaml:1: defaults: is not a list",
     "defaults: [model: mpt-125n]\n": "r.yaml: could not find 'model/mpt-125n'; options: ",
     "defaults: [modle: x]\n": "r.yaml: could not find 'modle/x'; groups: model, tokenizer,",
     "defaults: [nosuch]\n": "r.yaml: could not find the recipe 'nosuch' of the defaults list",
@@ -299,7 +299,7 @@ BROKEN = {
     "[" * 2000: "r.yaml: is nested more than 40 deep; flatten it",
     "model: " + "[" * 50 + "]" * 50: "r.yaml:1: is nested more than 40 deep; flatten it",
     "seed: ${seed}\n": "r.yaml:1: seed: ",
-    "defaults: [{model: {a: b}}]\n": "r.yaml:1: defaults: {'model': {'a': 'b'}} is no choice",
+    "defaults: [{model: {a: b}}]\n": "r.yaml:1: defaults: {'model': {'a': 'b'}} is not a choice",
     "defaults: [model: loop]\n": "r.yaml: defaults: a list here includes its own file",
     "seed: 12:30\n": "r.yaml:1: seed: '12:30' is not an integer",
 }

@@ -74,7 +74,7 @@ LINES = {
     "compile=true compile_mode=fast": "compile_mode: 'fast' is not a choice",
     "optimizer.momentum=0.9": "optimizer.momentum: has no effect without name: muon; remove it",
     "optimizer={name: muon, momentum: 1}": "optimizer.momentum: 1.0; write a number in [0, 1)",
-    "optimizer.disable_grad=['(']": "optimizer.disable_grad[0]: '(' is no regular expression: miss",
+    "optimizer.disable_grad=['(']": "optimizer.disable_grad[0]: '(' is not a regular expression: m",
     "optimizer.param_groups=[{param_str_match: norm}]": "optimizer.param_groups[0].param_str_match:"
     " the group changes nothing",
     "optimizer.param_groups=[{param_str_match: norm, lr: 0}]": "optimizer.param_groups[0].lr: 0.0",

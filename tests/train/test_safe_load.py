@@ -120,9 +120,9 @@ def test_a_planted_table_of_contents_runs_nothing(place: Path, kind: str) -> Non
     table.write_bytes(TABLES[kind](pickle.loads(table.read_bytes())))
     commit(folder)
     assert goes_off(lambda: pickle.loads(table.read_bytes()))
-    with pytest.raises(UserError, match=r"table/.* cannot be read: .metadata is no table"):
+    with pytest.raises(UserError, match=r"table/.* cannot be read: .metadata is not a table"):
         load_checkpoint("runs/table", ALONE, note=print)
-    with pytest.raises(UserError, match=r"cannot be read: .metadata is no table"):
+    with pytest.raises(UserError, match=r"cannot be read: .metadata is not a table"):
         train_here("table", "max_duration=4ba", "eval=off")
 
 
@@ -150,7 +150,7 @@ def test_a_value_in_place_of_a_tensor_runs_nothing(place: Path) -> None:
     replant(folder, Bomb(), as_bytes=True)
     careless = {"model": {"wte.weight": torch.zeros(1)}}
     assert goes_off(lambda: dcp.load(careless, checkpoint_id=str(folder), no_dist=True))
-    with pytest.raises(UserError, match=f"{WEIGHT} is no tensor"):
+    with pytest.raises(UserError, match=f"{WEIGHT} is not a tensor"):
         load_checkpoint("runs/value", ALONE, note=print)
 
 
@@ -170,7 +170,7 @@ def test_tensors_are_read_from_the_checkpoints_own_files_alone(place: Path, name
         where.relative_path = name
     table.write_bytes(pickle.dumps(metadata))
     commit(folder)
-    with pytest.raises(UserError, match=f"'{name}' is no file of a checkpoint"):
+    with pytest.raises(UserError, match=f"'{name}' is not a file of a checkpoint"):
         load_checkpoint("runs/path", ALONE, note=print)
 
 

@@ -50,7 +50,9 @@ def open_folder(folder: Path, asked: PretrainedConfig, note: Callable[[str], Non
     """
     written = read_json(folder / "config.json")
     if not isinstance(written, dict):
-        raise UserError(f"{folder / 'config.json'}: is no model's; write a folder that holds one")
+        raise UserError(
+            f"{folder / 'config.json'}: is not a model's; write a folder that holds one"
+        )
     code = _trusted_code(folder, written, asked, note)
     for key, value in asked.config_overrides.items():
         _override_hf(written, key, value, code)

@@ -30,7 +30,7 @@ class LockedFile:
     """An open and locked file, until `release`.
 
     Attributes:
-        path: its name; whoever renames it, sets it.
+        path: its name; set by the code that renames it.
         descriptor: the open file.
     """
 

@@ -47,7 +47,7 @@ def wrong_name(name: str) -> str | None:
 
 
 def named_twice(names: Sequence[str]) -> tuple[int, int] | None:
-    """The first two of one name, by their numbers; "" is no name."""
+    """The first two of one name, by their numbers; "" is not a name."""
     if len(set(names) - {""}) == len(names) - names.count(""):
         return None
     known: dict[str, int] = {}

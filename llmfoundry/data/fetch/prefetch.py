@@ -1,9 +1,9 @@
 """Threads that fetch the files wanted next, until enough bytes are ahead of their use.
 
-`ShardFolder.prefetch` gives the wish, an iterator that may be endless, and tells of each file that
+`ShardFolder.prefetch` gives the wish, an iterator that may be endless, and reports each file that
 is used. One idea: a file is ahead from when the wish names it until it is used; while those add up
-to less than the budget, the next is taken from the wish. Failures wait for whoever asks for the
-file, so none is lost and none comes before its time.
+to less than the budget, the next is taken from the wish. A failure is raised to the caller that
+reads the file, so none is lost and none comes too early.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def take_turn(path: Path, *, per_second: float, mode: int) -> float:
         now = time.time()
         stored = os.pread(locked.descriptor, _MOMENT.size, 0)
         turn = _MOMENT.unpack(stored)[0] if len(stored) == _MOMENT.size else now
-        if not turn <= now + _STALE_S:  # so written for what is no number, too
+        if not turn <= now + _STALE_S:  # written this way to catch NaN too
             turn = now
         turn = max(turn, now - _BURST_S)
         os.pwrite(locked.descriptor, _MOMENT.pack(turn + 1 / per_second), 0)

@@ -132,7 +132,7 @@ class ShardCache:
 
     def touch(self, path: Path) -> None:
         """Note that a file was used now."""
-        with contextlib.suppress(OSError):  # another user's, or gone: its age is no matter of ours
+        with contextlib.suppress(OSError):  # another user's, or gone: its age does not matter here
             os.utime(path)
 
     def expect(self, path: Path) -> None:

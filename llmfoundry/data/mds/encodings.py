@@ -70,13 +70,13 @@ def encoded_size(name: str) -> int | None:
 
 def _expect(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"a {type(value).__name__} is no {kind.__name__}")
+        raise TypeError(f"a {type(value).__name__} is not {kind.__name__}")
     return value
 
 
 def _encode_bytes(value: Any) -> bytes:
     if not isinstance(value, (bytes, bytearray, memoryview)):  # bytes() makes 8 zeros of an 8
-        raise TypeError(f"a {type(value).__name__} is no bytes")
+        raise TypeError(f"a {type(value).__name__} is not bytes")
     return bytes(value)
 
 
@@ -177,7 +177,7 @@ def _find_ndarray(name: str, form: str) -> Encoding:
         )
     parts = dims.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"{name}: {dims!r} is no shape; write whole numbers above 0, as in 3,4")
+        raise ValueError(f"{name}: {dims!r} is not a shape; write whole numbers above 0, as in 3,4")
     shape = tuple(int(part) for part in parts)
     dtype = np.dtype(dtype_name).newbyteorder("<")
     return Encoding(
@@ -190,7 +190,7 @@ def _find_ndarray(name: str, form: str) -> Encoding:
 def _encode_static(value: Any, *, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     name = _expect(value, np.ndarray).dtype.name
     if name != dtype.name or value.shape != shape:
-        raise ValueError(f"an array of {name} {value.shape} is none of {dtype.name} {shape}")
+        raise ValueError(f"an array of {name} {value.shape} is not one of {dtype.name} {shape}")
     return bytes(value.astype(dtype, copy=False).tobytes())
 
 
@@ -202,7 +202,7 @@ def _encode_ndarray(value: Any, *, dtype: np.dtype[Any] | None) -> bytes:
     """[dtype code] form shape values; the form as in `_shape_layout`."""
     name = _expect(value, np.ndarray).dtype.name
     if name not in _DTYPE_CODES or (dtype is not None and name != dtype.name):
-        raise ValueError(f"an array of {name} is none of {dtype.name if dtype else 'numbers'}")
+        raise ValueError(f"an array of {name} is not one of {dtype.name if dtype else 'numbers'}")
     if value.size == 0 or not 0 < value.ndim <= _MAX_AXES:
         raise ValueError(
             f"an array of shape {value.shape} cannot be stored: it needs 1 to {_MAX_AXES} axes"

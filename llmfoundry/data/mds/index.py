@@ -411,7 +411,7 @@ def _hashes(file: _File, key: str) -> str:
     if not hashes:
         return ""
     if not all(a.isidentifier() and h.isalnum() for a, h in hashes.items()):
-        raise _WrongEntryError(f"{key}.hashes: {hashes!r} are no algorithms with hex digests")
+        raise _WrongEntryError(f"{key}.hashes: {hashes!r} are not algorithms with hex digests")
     return " ".join(f"{algorithm}:{hashes[algorithm]}" for algorithm in sorted(hashes))
 
 

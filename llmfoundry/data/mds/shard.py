@@ -33,7 +33,7 @@ _unpack_pair = struct.Struct("<2I").unpack_from
 class MDSShard:
     """The samples of one file.
 
-    Keeps one descriptor open, so whoever opens many shards closes those it no longer needs by
+    Keeps one descriptor open, so a caller that opens many shards closes those it no longer needs by
     dropping them; views that were handed out stay valid, even if the file is deleted.
 
     Attributes:

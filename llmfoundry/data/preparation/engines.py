@@ -21,7 +21,7 @@ from llmfoundry.processes import end_with_parent
 
 Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
-# What a worker imports before the first task. Torch is no part of it.
+# What a worker imports before the first task. Torch is not among it.
 _PRELOAD = ["llmfoundry.data.preparation.write.parts"]
 
 

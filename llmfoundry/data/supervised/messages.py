@@ -43,7 +43,7 @@ def conversation(value: Any, *, name: str = "messages") -> list[dict[str, Any]]:
         name: of the column, for messages.
 
     Raises:
-        ValueError: it is no conversation that ends with the assistant; says why.
+        ValueError: it is not a conversation that ends with the assistant; says why.
     """
     value = from_json(value)
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -114,7 +114,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     message = {str(name): entry for name, entry in value.items() if entry is not None}
     for name in message:
         if name not in KEYS:
-            raise ValueError(f"{where} has the key {name!r}, which is none{nearest(name, KEYS)}")
+            raise ValueError(f"{where} has the unknown key {name!r}{nearest(name, KEYS)}")
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"{where}.role is {role!r}; roles are {', '.join(ROLES)}")

@@ -52,7 +52,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self._left = STEPS
         self.filters.update(tojson=_tojson, center=_center, _count=_count, _join=_join)
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-        del self.globals["lipsum"]  # text of any length, for nothing
+        del self.globals["lipsum"]  # would make text of any length at no cost
 
     def begin(self) -> None:
         """Count the steps of a rendering from here."""

@@ -81,7 +81,7 @@ class Tokenizer:
         self.byte_level = "ByteLevel" in json.dumps(_part(backend, "decoder"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled backend forgets settings that are no part of its file, special tokens' for one.
+        # A pickled backend forgets settings that its file does not hold, special tokens' for one.
         kept = (self.eos, self._config, self.split_special_tokens)
         return _unpickled, (self._backend.to_str(), *kept)
 
@@ -297,7 +297,7 @@ class Tokenizer:
         try:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{file}: is no tokenizer: {error}") from error
+            raise UserError(f"{file}: is not a tokenizer: {error}") from error
         config = {name: v for name, v in _read_config(folder).items() if name not in _NOT_KEPT}
         return cls(backend, _eos_in(folder, backend), config)
 
@@ -525,7 +525,7 @@ def _part(backend: Backend, name: str) -> Any:
 
 
 def _piece_bytes(piece: str) -> int:
-    """Bytes of a piece that is no byte-level one: SentencePiece's and WordPiece's marks."""
+    """Bytes of a token that is not byte-level: SentencePiece's and WordPiece's marks."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return 1
     return len(piece.removeprefix("##").replace("\u2581", " ").encode())

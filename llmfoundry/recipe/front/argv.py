@@ -38,7 +38,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     """Sort arguments into recipe, overrides and flags.
 
     Raises:
-        UserError: an argument that is none of them, or a second recipe.
+        UserError: an argument that is not one of them, or a second recipe.
     """
     command = CommandLine()
     words: list[str] = []

@@ -60,7 +60,7 @@ def parts(
         folders: where groups and further recipes are, first found wins.
 
     Raises:
-        UserError: the defaults list is none, or names what is not there.
+        UserError: the defaults list is not a list, or names what is not there.
     """
     for group, option in groups.items():
         if option not in options[group]:
@@ -93,10 +93,10 @@ def _defaults(recipe: Path) -> list[Any]:
     defaults = read(recipe).get("defaults") or []
     where = f"{show(recipe)}:{line_of(recipe, 'defaults')}"
     if not isinstance(defaults, list):
-        raise UserError(f"{where}: defaults: is no list; write [model: mpt-125m, data: c4]")
+        raise UserError(f"{where}: defaults: is not a list; write [model: mpt-125m, data: c4]")
     for entry in defaults:
         if not (isinstance(entry, str) or _is_choice(entry)):
-            raise UserError(f"{where}: defaults: {entry!r} is no choice; write group: option")
+            raise UserError(f"{where}: defaults: {entry!r} is not a choice; write group: option")
     return list(defaults)
 
 

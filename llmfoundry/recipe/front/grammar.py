@@ -63,9 +63,9 @@ def key_and_text(override: str) -> tuple[str, str]:
     if override.startswith("~"):
         key = key[1:]
         if not key or equals:
-            raise UserError(f"'{override}' is no setting; write ~key to give it its default")
+            raise UserError(f"'{override}' is not a setting; write ~key to give it its default")
     elif not key or not equals:
-        raise UserError(f"'{override}' is no setting; write key=value")
+        raise UserError(f"'{override}' is not a setting; write key=value")
     return key.strip(), text
 
 

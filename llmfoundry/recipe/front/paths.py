@@ -147,7 +147,7 @@ def _siblings(path: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in a folder; nothing where it is none, or closed to us."""
+    """What is in a folder; nothing where it is not a folder, or may not be read."""
     try:
         return os.listdir(folder)
     except (OSError, ValueError):

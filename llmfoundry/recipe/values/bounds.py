@@ -98,7 +98,7 @@ class Choice:
     """Of texts that others' recipes have: why it is not taken, and what to write."""
 
     def problem(self, value: str) -> str | None:
-        """Why `value` is none of them, and what to write; None where it is."""
+        """Why `value` is not one of them, and what to write; None where it is."""
         if value in self.options or (self.form is not None and self.form.fullmatch(value)):
             return None
         if self.reasons is not None and value in self.reasons:

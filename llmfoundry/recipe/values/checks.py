@@ -58,7 +58,7 @@ def one_of(key: str, value: str, options: Iterable[str]) -> Iterator[str]:
 
 
 def not_a_choice(value: Any, options: list[str], *, other: str = "") -> str:
-    """Why `value` is none of `options`, and what they are; `other` is what else may be written."""
+    """Why `value` is not one of `options`, and what they are; `other`: what else may be written."""
     listed = ", ".join(options) + (f", or {other}" if other else "")
     return f"{value!r} is not a choice{nearest(str(value), options)} (choices: {listed})"
 

@@ -55,7 +55,7 @@ class Duration:
 def check_duration(
     key: str, text: str, *, allow_dur: bool = True, allow_zero: bool = True
 ) -> Iterator[str]:
-    """Lines for a text that is no duration, one relative to itself, or no time at all."""
+    """Lines for a text that is not a duration, is one relative to itself, or is zero."""
     try:
         duration = Duration.parse(text)
     except ValueError as error:
@@ -64,7 +64,7 @@ def check_duration(
     if duration.unit == "dur" and not allow_dur:
         yield f"{key}: '{text}' is a fraction of itself; write ba, sp, tok or ep"
     if duration.value == 0 and not allow_zero:
-        yield f"{key}: '{text}' is no time at all; write at least 1ba"
+        yield f"{key}: '{text}' is zero; write at least 1ba"
 
 
 @dataclass(frozen=True)

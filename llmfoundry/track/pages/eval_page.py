@@ -52,7 +52,7 @@ _COUNTED = {
 def write_eval_page(
     path: Path, results: Results, *, title: str = "Evaluation", links: Sequence[Links] = ()
 ) -> None:
-    """Write the page, at once: whoever opens it sees a whole one.
+    """Write the page, all at once: a reader never sees half of one.
 
     Args:
         path: where to.

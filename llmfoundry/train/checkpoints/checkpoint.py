@@ -126,23 +126,23 @@ def _read_commit(path: Path) -> dict[str, tuple[int, int]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no list of a whole checkpoint's files, all of them inside of its folder.
+        ValueError: it is not a list of a whole checkpoint's files, all inside of its folder.
     """
     if not path.is_file():
-        raise ValueError("it is no file")
+        raise ValueError("it is not a file")
     if path.stat().st_size > _LONGEST_COMMIT:
         raise ValueError("it is too long")
     try:
         listed = json.loads(path.read_bytes())
     except RecursionError:
-        raise ValueError("it is no list of files") from None
+        raise ValueError("it is not a list of files") from None
     if not isinstance(listed, dict) or not isinstance(listed.get("files"), dict):
-        raise ValueError("it is no list of files")
+        raise ValueError("it is not a list of files")
     files: dict[str, tuple[int, int]] = {}
     for name, entry in listed["files"].items():
         inside = PurePosixPath(name)
         if inside.is_absolute() or ".." in inside.parts or not name.isprintable():
-            raise ValueError(f"{name!r} is no name of a file in this folder")
+            raise ValueError(f"{name!r} is not the name of a file in this folder")
         size, crc = (entry.get(k) if isinstance(entry, dict) else None for k in ("bytes", "crc32"))
         if type(size) is not int or type(crc) is not int:
             raise ValueError(f"{name!r} has no size and checksum")
@@ -175,7 +175,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     kinds = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
     sound = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
     if not sound or any(type(state[k]) is not kinds[k] for k in kinds.keys() & state.keys()):
-        raise UserError(f"{folder / 'state.json'}: is no run's state; choose another checkpoint")
+        raise UserError(f"{folder / 'state.json'}: is not a run's state; choose another checkpoint")
     return state
 
 

@@ -2,7 +2,7 @@
 
 `torch.distributed.checkpoint` unpickles the table of contents (`.metadata`) and every value that
 is no tensor, so whoever wrote the folder decides what runs. Here the table's objects become plain
-records, which are checked and made into PyTorch's, and values that are no tensors are refused; the
+records, which are checked and made into PyTorch's, and values that are not tensors are refused; the
 tensors themselves PyTorch reads with weights_only.
 """
 
@@ -79,19 +79,19 @@ class _Planner(DefaultLoadPlanner):
     """PyTorch's, for tensors alone."""
 
     def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor there")
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor there")
 
 
 def read_metadata(file: IO[bytes]) -> Metadata:
     """A checkpoint's table of contents.
 
     Raises:
-        ValueError: it is none, or names what no table holds.
+        ValueError: it is not one, or names what no such table holds.
     """
     try:
         return _metadata(_Unpickler(file).load())
     except Exception as error:  # a pickle can raise almost anything
-        raise ValueError(f".metadata is no table of tensors ({one_line(error)})") from error
+        raise ValueError(f".metadata is not a table of tensors ({one_line(error)})") from error
 
 
 class _Record:
@@ -166,7 +166,7 @@ def _item(record: Any) -> STORAGE_TYPES:
     item = _fields(record, "metadata.TensorStorageMetadata")
     dtype = _fields(item["properties"], "metadata.TensorProperties")[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{dtype} is no dtype")
+        raise TypeError(f"{dtype} is not a dtype")
     return TensorStorageMetadata(
         TensorProperties(dtype), torch.Size(item["size"]), [_chunk(c) for c in item["chunks"]]
     )
@@ -186,7 +186,7 @@ def _place(record: Any) -> _StorageInfo:
     place = _fields(record, "filesystem._StorageInfo")
     name = place["relative_path"]
     if not _FILE.fullmatch(name):
-        raise ValueError(f"{name!r} is no file of a checkpoint")
+        raise ValueError(f"{name!r} is not a file of a checkpoint")
     if place.get("transform_descriptors"):
         raise ValueError("its files are compressed, which ours never are")
     return _StorageInfo(name, int(place["offset"]), int(place["length"]))

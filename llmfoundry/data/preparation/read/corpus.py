@@ -47,7 +47,7 @@ class Document:
 
     @property
     def blank(self) -> bool:
-        """Nothing but white space: dropped, and counted, by whoever reads."""
+        """Nothing but white space: dropped, and counted, by the reader's caller."""
         return not self.text or self.text.isspace()
 
 
@@ -145,7 +145,7 @@ def _check_text(document: Document) -> None:
     except UnicodeEncodeError as error:
         half = f"half a surrogate pair (U+{ord(document.text[error.start]):04X})"
         raise UserError(
-            f"{document.where}: character {error.start} is {half}, which is no text;"
+            f"{document.where}: character {error.start} is {half}, which is not text;"
             " correct the row"
         ) from error
 

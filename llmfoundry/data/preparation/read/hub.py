@@ -128,7 +128,7 @@ def dataset_folder(config: DataConfig) -> Path | None:
     if path.is_dir():
         return path.resolve()
     if name.startswith((".", "~", "/")) or path.exists():
-        raise UserError(f"data.dataset: {name} is no folder; write a folder or a hub id")
+        raise UserError(f"data.dataset: {name} is not a folder; write a folder or a hub id")
     return None
 
 

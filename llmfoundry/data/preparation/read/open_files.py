@@ -200,7 +200,7 @@ def readable(name: str | Path) -> Iterator[None]:
 
 
 def decode(name: str, data: bytes, encoding: str = "utf-8", *, skipped: int = 0) -> str:
-    """The text of `data`; a byte-order mark at its start is no part of it.
+    """The text of `data`; without the byte-order mark that it may start with.
 
     Raises:
         UserError: naming the first byte that is not text, counted from `skipped`.

@@ -69,7 +69,7 @@ def readers_of(text_column: str | None) -> dict[str, Callable[[Input, str], Rows
 
 
 def suffix_of(name: str) -> str:
-    """What chooses a reader: the suffix, .gz and .zst with the one before; may be no key of it."""
+    """What chooses a reader: the suffix, .gz and .zst with the one before; may be missing in it."""
     name = name[name.rfind("/") + 1 :].lower()
     longest = max((s for s in _SUFFIXES if name.endswith(s)), key=len, default=None)
     return longest or name[name.rfind(".") :] if "." in name else ""
@@ -263,7 +263,7 @@ def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
     """The text of one row, or the JSON of its columns; `str(where)` is what errors begin with.
 
     Raises:
-        UserError: a column is missing, or is no text where text is asked.
+        UserError: a column is missing, or does not hold text where text is expected.
     """
     if text_column == ROW:
         return row_text(where, row)
@@ -314,7 +314,7 @@ def as_text(where: object, text_column: str, value: Any) -> str:
     """The value of a column, which must be text.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not text.
     """
     if isinstance(value, str):
         return value

@@ -21,7 +21,7 @@ def read_wet(source: Input) -> Iterator[tuple[int, str]]:
     """Yield (number of the record from 1, text of its page).
 
     Raises:
-        UserError: the file is none, ends too early, or has too long a page; names the record.
+        UserError: the file is not WET, ends too early, or has too long a page; names the record.
     """
     record = 0
     with as_file(source.unpacked()) as file:
