@@ -141,11 +141,11 @@ def test_a_folder_that_holds_a_dataset_is_refused(tmp_path: Path) -> None:
         ("str_float", Decimal(1), "a Decimal is not float"),
         ("json", {1, 2}, "not JSON serializable"),
         ("ndarray", [1, 2], "a list is not ndarray"),
-        ("ndarray", np.array(["a"]), "is none of numbers"),
+        ("ndarray", np.array(["a"]), "is not one of numbers"),
         ("ndarray", np.zeros((2, 0)), "at least one element"),
         ("ndarray", np.array(5), "needs 1 to 63 axes"),
-        ("ndarray:int32", np.zeros(3, np.int64), "int64 is none of int32"),
-        ("ndarray:int32:3", np.zeros(4, np.int32), r"int32 (4,) is none of int32 (3,)"),
+        ("ndarray:int32", np.zeros(3, np.int64), "int64 is not one of int32"),
+        ("ndarray:int32:3", np.zeros(4, np.int32), r"int32 (4,) is not one of int32 (3,)"),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(

@@ -2,7 +2,8 @@
 
 `ShardFolder` has one of these per process for a folder that is kept here. One idea: a file is
 written under a temporary name, and that file's lock is the right to write it. Once whole and
-checked it is renamed, so a path names either a good file or nothing, even after a kill; and of many processes that need one, the first downloads it while the others wait for its lock.
+checked it is renamed, so a path names either a good file or nothing, even after a kill; and of
+many processes that need one, the first downloads it while the others wait for its lock.
 """
 
 from __future__ import annotations
