@@ -1,1 +1,1 @@
-"""Speed and memory beside others, in one run, as ratios: `make bench`, `make bench-moe`."""
+"""Ours beside others, by turns, as ratios: what `make bench*` runs; README.md has the numbers."""

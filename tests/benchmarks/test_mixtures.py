@@ -10,7 +10,7 @@ import torch
 from transformers import DbrxForCausalLM
 
 from benchmarks.hf_dbrx import dbrx
-from benchmarks.measure import RECIPE
+from benchmarks.turns import RECIPE
 from benchmarks.mixtures import SIZES
 from llmfoundry.export.config.settings import write_settings
 from llmfoundry.models.counts import parameter_count

@@ -1,4 +1,4 @@
-"""Requests of the gauntlet's shape, made by code: what `evaluators` lets every evaluator answer.
+"""Requests of the gauntlet's shape, made by code: what `compare.py` lets every evaluator answer.
 
 Tokens are random; the numbers of rows, worked examples, choices and tokens are those of nine tasks
 of v0.3 (mean tokens of a byte-level BPE of 8k tokens on the real rows). Each row is asked twice:

@@ -1,6 +1,6 @@
 """The incumbent of mixtures: transformers' DBRX under Hugging Face's Trainer.
 
-    python -m benchmarks.hf_dbrx --size large --precision fp32 --steps 20
+    python -m benchmarks.moe.hf_dbrx --size large --precision fp32 --steps 20
 
 It loops over experts, and has the load-balancing loss as ours has. bf16 are its weights, too: its
 loop fails under autocast (index_add_ of two types). Needs `accelerate` (extra `bench`). Prints its
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, DbrxConfig
 
-from benchmarks.bare import SEQ, VOCAB
-from benchmarks.hf_trainer import arguments, train
-from benchmarks.mixtures import BALANCE, CLIP, EXPERTS, INIT_STD, SIZES, THETA, TOP_K, Size
+from benchmarks.training.bare import SEQ, VOCAB
+from benchmarks.training.hf_trainer import arguments, train
+from benchmarks.moe.mixtures import BALANCE, CLIP, EXPERTS, INIT_STD, SIZES, THETA, TOP_K, Size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -1,6 +1,6 @@
 """Evaluators side by side: this gauntlet, lm-evaluation-harness, and rows padded to the maximum.
 
-    python -m benchmarks.evaluators [--rows 900]
+    python -m benchmarks.evaluation.compare [--rows 900]
 
 All answer the same requests, token by token, with the same weights of 9 M parameters (the harness
 with transformers' LlamaForCausalLM), on one thread; how far their log-probabilities are from ours
@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.evaluator_tasks import EOS, SHAPES, VOCAB, requests
+from benchmarks.evaluation.requests import EOS, SHAPES, VOCAB, requests
+from benchmarks.record import table as table_of
+from benchmarks.record import write
 from llmfoundry.export.config.settings import write_settings
 from llmfoundry.export.hf_maps import MAPS, to_theirs
 from llmfoundry.gauntlet.models.score import score_requests

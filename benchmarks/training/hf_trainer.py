@@ -1,9 +1,9 @@
 """The incumbent: Hugging Face's MPT under Hugging Face's Trainer, at the benchmark's size.
 
-    python -m benchmarks.hf_trainer --precision fp32 --steps 20
+    python -m benchmarks.training.hf_trainer --precision fp32 --steps 20
 
 transformers' MPT has ALiBi in place of learned positions (6.82M parameters) and its own eager
-attention. Needs `accelerate` (extra `bench`). Prints `step N` lines. `hf_dbrx.py` trains its model
+attention. Needs `accelerate` (extra `bench`). Prints `step N` lines. `moe/hf_dbrx.py` trains its model
 by the same `train`.
 """
 
@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.bare import HEADS, LAYERS, ROWS, SEQ, VOCAB, D
+from benchmarks.training.bare import HEADS, LAYERS, ROWS, SEQ, VOCAB, D
 
 
 class Stopwatch(TrainerCallback):

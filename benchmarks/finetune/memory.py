@@ -1,6 +1,6 @@
 """Peak memory of full fine-tuning, LoRA and QLoRA on one model, beside the estimate.
 
-    python -m benchmarks.finetune_memory [--width 1024] [--layers 12] [--precision fp32]
+    python -m benchmarks.finetune.memory [--width 1024] [--layers 12] [--precision fp32]
 
 Each is a run of its own process, a few steps on the same rows from the same random Llama. What
 counts is the peak of resident memory above what the process has once everything is imported, beside
@@ -15,11 +15,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import table, write
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.front.paths import ROOT
@@ -45,14 +45,6 @@ class Peak:
     parameters: int
     measured: int
     estimated: int
-
-
-def compare(*, width: int, layers: int, precision: str) -> dict[str, Peak]:
-    """Measure every mode on a random Llama of that width and depth."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        _prepare(folder, width, layers)
-        return {mode: _measure(folder, mode, precision) for mode in MODES}
 
 
 def _prepare(folder: Path, width: int, layers: int) -> None:
@@ -101,7 +93,7 @@ def _measure(folder: Path, mode: str, precision: str) -> Peak:
     file = folder / f"{mode}.yaml"
     file.write_text(json.dumps(recipe))  # which is YAML
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.finetune_memory", "--run", str(file)],
+        [sys.executable, "-m", "benchmarks.finetune.memory", "--run", str(file)],
         cwd=folder,
         env=os.environ | {"TQDM_DISABLE": "1"},
         capture_output=True,
@@ -154,21 +146,18 @@ def _import_all() -> None:
     optimizer.step()
 
 
-def table(peaks: dict[str, Peak], title: str) -> Iterator[str]:
-    """Lines for the user."""
-    first = next(iter(peaks.values()))
-    yield f"{first.parameters / 1e6:.0f}M parameters, {title}: peak memory of a process"
-    yield f"{'':8}{'measured':>12}{'estimated':>12}{'estimate is':>14}{'of full':>10}"
-    for mode, peak in peaks.items():
-        yield (
-            f"{mode:8}{peak.measured / 2**20:8.0f} MiB{peak.estimated / 2**20:8.0f} MiB"
-            f"{peak.estimated / peak.measured:13.2f}x{peak.measured / first.measured:9.0%}"
-        )
+COLUMNS = {
+    "mode": "{}",
+    "measured MiB": "{:.0f}",
+    "estimated MiB": "{:.0f}",
+    "of measured, estimate": "{:.2f}",
+    "of full, measured": "{:.2f}",
+}
 
 
 def main() -> None:
-    """Compare and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure every mode on a random Llama of that width and depth, print, write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--precision", choices=["fp32", "amp_bf16", "bf16"], default="fp32")
@@ -177,9 +166,24 @@ def main() -> None:
     if given.run:
         run(given.run)
         return
-    peaks = compare(width=given.width, layers=given.layers, precision=given.precision)
-    for line in table(peaks, given.precision):
-        print(line)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _prepare(folder, given.width, given.layers)
+        peaks = {mode: _measure(folder, mode, given.precision) for mode in MODES}
+    rows = [
+        {
+            "mode": mode,
+            "measured MiB": peak.measured / 2**20,
+            "estimated MiB": peak.estimated / 2**20,
+            "of measured, estimate": peak.estimated / peak.measured,
+            "of full, measured": peak.measured / peaks["full"].measured,
+        }
+        for mode, peak in peaks.items()
+    ]
+    size = f"{peaks['full'].parameters / 1e6:.0f}M parameters"
+    print("\n".join([f"{size}, {given.precision}: peak of a process", *table(rows, COLUMNS)]))
+    settings = {"model": size, "precision": given.precision, "tokens": LENGTH}
+    print(f"\nwritten to {write('finetune-memory', rows, settings)}")
 
 
 if __name__ == "__main__":

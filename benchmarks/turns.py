@@ -1,8 +1,8 @@
-"""One contender's run: a process of its own that prints a line a step, timed as the lines come.
+"""Contenders by turns: each a process of its own that prints a line a step, timed as they come.
 
-`compare.py` and `compare_moe.py` let contenders take turns. Absolute times do not travel between
-machines, nor between minutes on a shared one: contenders alternate, medians are taken, and each
-round gives its own ratio.
+The benches of training, mixtures and fine-tuning run theirs here. Absolute times do not travel
+between machines, nor between minutes on a shared one: contenders alternate, each round gives its
+own ratio, and medians of these are taken.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
-from benchmarks.bare import ROWS, SEQ, VOCAB
+from benchmarks.record import over_rounds
+from benchmarks.training.bare import ROWS, SEQ, VOCAB
 from llmfoundry.recipe.front.paths import ROOT
 
 PRECISIONS = ("fp32", "amp_bf16")
 STEP = re.compile(r"^\s*(?:step\s+)?(\d+)(?:/\d+)?\s")
 SIZE = re.compile(r"([\d,]+) parameters")
+Run = TypeVar("Run")
 
 RECIPE = f"""
 max_seq_len: {SEQ}
@@ -33,10 +36,10 @@ global_train_batch_size: {ROWS}
 eval_interval: 0ba
 save_interval: 0ba
 tokenizer: {{name: train, vocab_size: {VOCAB}}}
-data: {{attend_across_documents: true, validation_fraction: 0}} # whole rows, as the others have
+data: {{validation_fraction: 0}}
 eval: {{validation: false}}
 callbacks: {{speed_window: 1}}
-"""  # all but the model
+"""  # all but the model; rows are packed and documents kept apart, as a run has it by itself
 
 
 @dataclass(frozen=True)
@@ -145,14 +148,58 @@ def _median_step(ends: Sequence[float]) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
-def median(runs: Sequence[Measured], value: Callable[[Measured], float]) -> float:
-    """Of the rounds."""
-    return statistics.median(value(run) for run in runs)
+def by_turns(
+    commands: Callable[[int], Mapping[str, Sequence[str]]],
+    run: Callable[[Sequence[str]], Run],
+    *,
+    rounds: int,
+) -> dict[str, list[Run]]:
+    """What `run` found of each contender's command, round by round; `commands` makes a round's."""
+    results: dict[str, list[Run]] = {}
+    for turn in range(rounds):
+        for contender, command in commands(turn).items():
+            results.setdefault(contender, []).append(run(command))
+            print(".", end="", flush=True, file=sys.stderr)
+    print(file=sys.stderr)
+    return results
 
 
-def median_ratio(
-    mine: Sequence[Measured], theirs: Sequence[Measured], value: Callable[[Measured], float]
-) -> float:
-    """Median of the rounds' own ratios, mine over theirs."""
-    pairs = zip(mine, theirs, strict=True)
-    return statistics.median(value(a) / value(b) for a, b in pairs)
+def ratio(
+    mine: Sequence[Run], theirs: Sequence[Run], value: Callable[[Run], float]
+) -> dict[str, float]:
+    """Of mine over theirs in each round."""
+    return over_rounds(value(a) / value(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def speeds(
+    results: Mapping[str, Sequence[Measured]], yardstick: Callable[[str], str], of: str
+) -> list[dict[str, Any]]:
+    """A row for each contender: its speed by both clocks, also of its yardstick's; memory.
+
+    Args:
+        results: its rounds by contender.
+        yardstick: whom a contender is compared with.
+        of: the ratios' name.
+    """
+    clocks: dict[str, Callable[[Measured], float]] = {
+        "tok/s": lambda run: run.tokens_per_second,
+        "tok/CPU-s": lambda run: run.tokens_per_cpu_second,
+    }
+    rows = []
+    for contender, runs in results.items():
+        row: dict[str, Any] = {"contender": contender}
+        for clock, value in clocks.items():
+            row[clock] = over_rounds(map(value, runs))
+            row[f"of {of}, {clock}"] = ratio(runs, results[yardstick(contender)], value)
+        row["first step, s"] = over_rounds(run.first_step for run in runs)
+        row["GiB"] = over_rounds(run.memory / 2**30 for run in runs)
+        rows.append(row | ({"parameters": runs[0].parameters} if runs[0].parameters else {}))
+    return rows
+
+
+def shown(of: str) -> dict[str, str]:
+    """How `speeds` of such ratios are printed."""
+    columns = {"contender": "{}"}
+    for clock in ("tok/s", "tok/CPU-s"):
+        columns |= {clock: "{:.0f}", f"of {of}, {clock}": "{:.2f}"}
+    return {**columns, "first step, s": "{:.1f}", "GiB": "{:.2f}"}

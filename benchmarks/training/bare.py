@@ -1,6 +1,6 @@
 """The yardstick: the benchmark's mathematics in the shortest PyTorch loop one would write.
 
-    python -m benchmarks.bare --precision fp32 --steps 20 [--compile]
+    python -m benchmarks.training.bare --precision fp32 --steps 20 [--compile]
 
 Learned positions, pre-norm blocks without biases, exact GELU, a tied head, AdamW, clipping; all
 rows causal and whole. No checkpoints, no logging, no data: random tokens. Prints `step N` lines.

@@ -1,6 +1,6 @@
 """The incumbent of fine-tuning: TRL's SFTTrainer on a folder of weights and a file of rows.
 
-    python -m benchmarks.trl_sft --model DIR --rows FILE --packed --lora --rank 16
+    python -m benchmarks.finetune.trl_sft --model DIR --rows FILE --packed --lora --rank 16
 
 Needs `trl` (extra `bench`) and, for --lora, `peft`. Prints `step N` lines. Its defaults, but for
 gradient checkpointing, which ours does not do either.
@@ -14,7 +14,7 @@ import tempfile
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.hf_trainer import Stopwatch
+from benchmarks.training.hf_trainer import Stopwatch
 
 
 def main() -> None:

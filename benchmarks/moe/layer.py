@@ -1,10 +1,10 @@
 """The mixture-of-experts layer beside a dense one of equal active FLOPs, as ratios.
 
-    python -m benchmarks.moe [--tokens 4096] [--d 512] [--f 1024] [--experts 16] [--top-k 4]
+    python -m benchmarks.moe.layer [--tokens 4096] [--d 512] [--f 1024] [--experts 16] [--top-k 4]
 
-Forward and backward of the experts alone, without the router. On a CPU by two clocks, the wall's
-on all threads and the process's, which neighbours disturb least; on a GPU by the device's.
-Contenders alternate, the fastest of the rounds count, and every ratio is of one run.
+Forward and backward of the experts alone, without the router: on a GPU where there is one, by its
+clock; on a CPU by two, the wall's on all threads and the process's, which neighbours disturb least.
+Contenders alternate, and each round gives its own ratio.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.matmul import linear, mm
+from benchmarks.record import over_rounds, table, write
+from llmfoundry.ops.matmul import linear
 from llmfoundry.ops.moe.backends import mixture, refusal
 from llmfoundry.ops.moe.experts import Experts
 from llmfoundry.ops.moe.routing import route
 
+DENSE = "dense"
 ZIPF = 1.0  # exponent of the skewed load: expert e is wanted in proportion to 1 / (e + 1)
-CEILING = 8192  # a square product of this size on a GPU is what it can reach
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,6 @@ class LayerShape:
     experts: int
     top_k: int
 
-    @property
-    def flops(self) -> int:
-        """Of a forward and backward pass: 2 a multiply-add, 3 products of 3 matrices."""
-        return 18 * self.tokens * self.top_k * self.d * self.f
-
 
 Layer = Callable[[Tensor], Tensor]
 Times = dict[str, float]  # clock -> seconds
@@ -71,7 +68,7 @@ def contenders(
     even, skewed = _choices(shape, device, 0.0), _choices(shape, device, ZIPF)
     ours = partial(_ours, stacked=stacked)
     layers: dict[str, tuple[Layer, list[Tensor]]] = {
-        "dense": (lambda x: linear(F.silu(linear(x, dense[0])) * linear(x, dense[1]), dense[2]),
+        DENSE: (lambda x: linear(F.silu(linear(x, dense[0])) * linear(x, dense[1]), dense[2]),
                   dense),
         "grouped_mm": (ours(*even, impl="grouped_mm"), stacked),
         "grouped_mm, Zipf load": (ours(*skewed, impl="grouped_mm"), stacked),
@@ -152,8 +149,8 @@ def saved_bytes(layer: Layer, x: Tensor) -> int:
 
 def seconds(
     layers: dict[str, tuple[Layer, list[Tensor]]], x: Tensor, rounds: int
-) -> dict[str, Times]:
-    """Time of each layer's fastest pass forward and backward, of `rounds` by turns."""
+) -> dict[str, list[Times]]:
+    """Times of each layer's passes forward and backward, in `rounds` by turns."""
     grad = torch.randn_like(x)
     taken: dict[str, list[Times]] = {name: [] for name in layers}
     for turn in range(rounds + 1):
@@ -161,7 +158,7 @@ def seconds(
             times = _timed(partial(_step, layer, x, parameters, grad), x.device)
             if turn > 0:  # the first warms up
                 taken[name].append(times)
-    return {name: _fastest(times) for name, times in taken.items()}
+    return taken
 
 
 def _step(layer: Layer, x: Tensor, parameters: list[Tensor], grad: Tensor) -> None:
@@ -181,49 +178,40 @@ def _timed(step: Callable[[], object], device: torch.device) -> Times:
     return {"GPU": events[0].elapsed_time(events[1]) / 1000}
 
 
-def _fastest(times: list[Times]) -> Times:
-    """By each clock for itself."""
-    return {clock: min(t[clock] for t in times) for clock in times[0]}
-
-
-def _ceiling(dtype: torch.dtype, device: torch.device) -> Times:
-    """Seconds a FLOP of one large product: on a CPU of a size that takes a moment."""
-    n = CEILING if device.type == "cuda" else CEILING // 8
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    fastest = _fastest([_timed(partial(mm, a, b), device) for _ in range(10)])
-    return {clock: taken / (2 * n**3) for clock, taken in fastest.items()}
-
-
-def table(shape: LayerShape, dtype: torch.dtype, device: str, rounds: int) -> str:
-    """A line a contender: by each clock time over dense and share of the matmul ceiling; bytes."""
+def measured(shape: LayerShape, dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]]:
+    """A row for each contender: by each clock its time, also of the dense layer's; bytes saved."""
     x = torch.randn(shape.tokens, shape.d, device=device).to(dtype).requires_grad_()
     layers = contenders(shape, dtype, device)
-    times, ceiling = seconds(layers, x, rounds), _ceiling(dtype, x.device)
-    head = "".join(f"{clock + ' ms':>10}{'x dense':>9}{'of matmul':>11}" for clock in ceiling)
-    lines = [f"{str(dtype)[6:]:28}{head}{'saved B/token':>15}"]
+    times = seconds(layers, x, rounds)
+    rows = []
     for name, taken in times.items():
-        line = f"{name:28}"
-        for clock, least in ceiling.items():
-            line += f"{taken[clock] * 1e3:10.1f}{taken[clock] / times['dense'][clock]:9.2f}"
-            line += f"{shape.flops * least / taken[clock]:11.0%}"
+        row: dict[str, Any] = {"contender": name, "dtype": str(dtype)[6:]}
+        for clock in taken[0]:
+            row[f"ms, {clock}"] = over_rounds(t[clock] * 1e3 for t in taken)
+            pairs = zip(taken, times[DENSE], strict=True)
+            row[f"of dense, {clock}"] = over_rounds(a[clock] / b[clock] for a, b in pairs)
         saved = saved_bytes(layers[name][0], x) / shape.tokens / shape.d
-        lines.append(f"{line}{saved:13.1f} d")
-    return "\n".join(lines)
+        rows.append({**row, "saved a token, d": round(saved, 1)})
+    return rows
 
 
 def main() -> None:
-    """Print the tables of both precisions."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Print a table for each precision, write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     sizes = {"tokens": 4096, "d": 512, "f": 1024, "experts": 16, "top-k": 4, "rounds": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     shape = LayerShape(given.tokens, given.d, given.f, given.experts, given.top_k)
-    where = f"{torch.get_num_threads()} CPU threads" if given.device == "cpu" else given.device
-    print(f"{shape}; {where}; fastest of {given.rounds} rounds")
+    rows: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16):
-        print(table(shape, dtype, given.device, given.rounds))
+        found = measured(shape, dtype, given.device, given.rounds)
+        numbers = [key for key in found[0] if key not in ("contender", "dtype")]
+        columns = {"contender": "{}"} | {k: "{:.2f}" if "of" in k else "{:.1f}" for k in numbers}
+        print("\n".join(["", str(dtype)[6:], *table(found, columns)]), flush=True)
+        rows += found
+    print(f"\nwritten to {write('moe-layer', rows, vars(given))}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Fine-tuning: ours, packed, beside TRL's SFTTrainer, packed and padded, by turns, as ratios.
 
-    python -m benchmarks.finetune [--rounds 3] [--rows 128] [--precision fp32]
+    python -m benchmarks.finetune.compare [--rounds 3] [--rows 128] [--precision fp32]
 
 One epoch of the same rows from the same weights, all parameters or LoRA. What counts is tokens that
 are learned (those with a label) in a CPU-second, after the first steps. TRL's packed rows see each
@@ -15,11 +15,12 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Timed, timed
+from benchmarks.record import over_rounds, table, write
+from benchmarks.turns import Timed, by_turns, ratio, timed
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ LENGTH, BATCH, PACKED_BATCH, RANK, VOCAB = 1024, 8, 2, 16, 8192
 SHAPE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
 SHAPE |= {"num_attention_heads": 3, "num_key_value_heads": 3}  # 4.9M parameters
 WARM_UP = 2
+TRL = "TRL, packed"
 RECIPE = f"""
 max_seq_len: {LENGTH}
 max_duration: 1ep
@@ -45,24 +47,28 @@ logger: {{mlflow: false}}
 """
 
 
-def compare(*, rounds: int, n_rows: int, precision: str) -> Iterator[str]:
-    """Run everything; lines of a table."""
+def main() -> None:
+    """Run everything, print a table for full and one for LoRA, write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--precision", choices=["fp32", "amp_bf16"], default="fp32")
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        learned = prepare(folder, n_rows)
-        yield (
-            f"{n_rows} rows, {learned:,} learned tokens, rows up to {LENGTH}; {precision};"
-            f" {rounds} rounds"
-        )
-        for lora in (False, True):
-            results: dict[str, list[Timed]] = {}
-            for turn in range(rounds):
-                for contender, command in _commands(folder, precision, lora, turn).items():
-                    run = timed(command, folder, least=WARM_UP + 2)
-                    results.setdefault(contender, []).append(run)
-                    print(".", end="", flush=True, file=sys.stderr)
-            yield from _table("LoRA" if lora else "full", results, learned)
-    print(file=sys.stderr)
+        learned = prepare(folder, given.rows)
+        print(f"{given.rows} rows, {learned:,} learned tokens, rows up to {LENGTH}")
+        for trained in ("all", "LoRA"):
+            results = by_turns(
+                partial(_commands, folder, given.precision, trained == "LoRA"),
+                partial(timed, folder=folder, least=WARM_UP + 2),
+                rounds=given.rounds,
+            )
+            found = _measured(results, learned)
+            print("\n".join(["", f"trained: {trained}", *table(found, COLUMNS)]), flush=True)
+            rows += [{"trained": trained} | row for row in found]
+    print(f"\nwritten to {write('finetune', rows, vars(given) | {'learned tokens': learned})}")
 
 
 def prepare(folder: Path, n_rows: int) -> int:
@@ -100,46 +106,44 @@ def _commands(folder: Path, precision: str, lora: bool, turn: int) -> dict[str, 
     ours += [f"data.paths=[{folder / 'rows.jsonl'}]", f"data.cache_folder={folder / 'cache'}"]
     if lora:
         ours += ["adapter.name=lora", f"adapter.r={RANK}"]
-    trl = [sys.executable, "-m", "benchmarks.trl_sft", "--model", str(folder / "model")]
+    trl = [sys.executable, "-m", "benchmarks.finetune.trl_sft", "--model", str(folder / "model")]
     trl += ["--rows", str(folder / "rows.jsonl"), "--length", str(LENGTH), "--rank", str(RANK)]
     trl += ["--precision", precision, *(["--lora"] if lora else [])]
     return {
         "ours, packed": ours,
-        "TRL, packed": [*trl, "--packed", "--batch", str(PACKED_BATCH)],
+        TRL: [*trl, "--packed", "--batch", str(PACKED_BATCH)],
         "TRL, padded": [*trl, "--batch", str(BATCH)],
     }
 
 
-def _table(kind: str, results: dict[str, list[Timed]], learned: int) -> Iterator[str]:
-    """Medians of each contender, and of the rounds' ratios of ours to it."""
-    from statistics import median
+COLUMNS = {
+    "contender": "{}",
+    "learned tok/CPU-s": "{:.0f}",
+    "of TRL, packed": "{:.2f}",
+    "GiB": "{:.2f}",
+    "GiB, of TRL, packed": "{:.2f}",
+}
+
+
+def _measured(results: dict[str, list[Timed]], learned: int) -> list[dict[str, Any]]:
+    """A row for each contender: its speed and memory, also of packed TRL's."""
 
     def rate(run: Timed) -> float:
         steps = len(run.ends)
         share = (steps - WARM_UP) / steps
         return learned * share / (run.cpu_ends[-1] - run.cpu_ends[WARM_UP - 1])
 
-    head = f"{'learned tok/CPU-s':>18}{'ours is':>9}{'memory':>11}{'of ours':>9}"
-    yield f"{kind:13}{head}"
-    ours = results["ours, packed"]
-    for contender, runs in results.items():
-        ratio = median(rate(a) / rate(b) for a, b in zip(ours, runs, strict=True))
-        memory = median(b.memory / a.memory for a, b in zip(ours, runs, strict=True))
-        yield (
-            f"{contender:13}{median(map(rate, runs)):18.0f}{ratio:8.2f}x"
-            f"{median(r.memory for r in runs) / 2**30:7.2f} GiB{memory:8.2f}x"
-        )
-
-
-def main() -> None:
-    """Compare and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--precision", choices=["fp32", "amp_bf16"], default="fp32")
-    given = parser.parse_args()
-    for line in compare(rounds=given.rounds, n_rows=given.rows, precision=given.precision):
-        print(line, flush=True)
+    theirs = results[TRL]
+    return [
+        {
+            "contender": contender,
+            "learned tok/CPU-s": over_rounds(map(rate, runs)),
+            "of TRL, packed": ratio(runs, theirs, rate),
+            "GiB": over_rounds(run.memory / 2**30 for run in runs),
+            "GiB, of TRL, packed": ratio(runs, theirs, lambda run: run.memory),
+        }
+        for contender, runs in results.items()
+    ]
 
 
 if __name__ == "__main__":

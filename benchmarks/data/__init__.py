@@ -1,0 +1,1 @@
+"""Sample order, loaders, preparation and the wait for data: `make bench-data`."""

@@ -1,0 +1,1 @@
+"""The gauntlet beside lm-evaluation-harness: `make bench-eval`."""

@@ -1,0 +1,132 @@
+"""What a benchmark found, with the machine it was found on: `results/`, one file for each of both.
+
+Every bench prints its rows by `table` and ends with `write`; a later run on the same machine takes
+the file's place. `python -m benchmarks.record` prints each ratio's range over the machines, which
+is what the READMEs say: a ratio of one machine does not hold on the next.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmfoundry.files import write_json
+from llmfoundry.track.environment import environment
+
+RESULTS = Path(__file__).parent / "results"
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
+LIBRARIES = ("accelerate", "datasets", "lm-eval", "peft", "trl")  # beside those of every run
+
+Row = Mapping[str, Any]
+"""Texts say what was measured; numbers, or `over_rounds`, what was found; `of …` is a ratio."""
+
+
+def over_rounds(values: Iterable[float]) -> dict[str, float]:
+    """The median of some rounds, and how far they spread."""
+    found = [float(f"{value:.4g}") for value in values]
+    middle = float(f"{statistics.median(found):.4g}")
+    return {"median": middle, "low": min(found), "high": max(found)}
+
+
+def table(rows: Sequence[Row], shown: Mapping[str, str]) -> list[str]:
+    """The rows, a line each under the columns' names.
+
+    Args:
+        rows: of which those that lack a column have n/a in it.
+        shown: columns by key, and how a value is written there, such as `{:.2f}`.
+    """
+    cells = [[*shown], *([_cell(row.get(k), form) for k, form in shown.items()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(f"{c:>{w}}" if n else f"{c:<{w}}" for n, (c, w) in enumerate(line)).rstrip()
+        for line in (list(zip(row, widths, strict=True)) for row in cells)
+    ]
+
+
+def _cell(value: Any, form: str) -> str:
+    value = value["median"] if isinstance(value, Mapping) else value
+    return "n/a" if value is None else form.format(value)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, its instruction sets that count here, cores, and the GPU where there is one."""
+    facts = environment()
+    flags, numbers = set[str](), []
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    if line := re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE):
+        flags = set(line[1].split())
+    for key in ("cpu family", "model"):  # what tells processors apart that have no proper name
+        if line := re.search(rf"^{key}\s*: (\d+)$", text, re.MULTILINE):
+            numbers.append(f"{key.removeprefix('cpu ')} {line[1]}")
+    name = ", ".join([facts["processor"], *numbers])
+    found: dict[str, Any] = {"processor": name, "cores": int(facts["cores"])}
+    found["threads"] = torch.get_num_threads()
+    found["instruction_sets"] = [flag for flag in INSTRUCTIONS if flag in flags]
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return {**found, "system": facts["system"]}
+
+
+def libraries() -> dict[str, str]:
+    """Versions of Python and of what is measured, ours and others'."""
+    there = {d.name for d in metadata.distributions()}
+    facts = environment()
+    kept = {k: v for k, v in facts.items() if k not in ("processor", "cores", "system")}
+    return {**kept, **{name: metadata.version(name) for name in LIBRARIES if name in there}}
+
+
+def write(
+    bench: str, rows: Sequence[Row], settings: Mapping[str, Any], *, folder: Path = RESULTS
+) -> Path:
+    """Write `<bench>-<machine>.json`.
+
+    Args:
+        bench: its name.
+        rows: what it found.
+        settings: sizes, rounds and the like.
+        folder: where to.
+    """
+    here = machine()
+    label = f"{here['processor']} {here['cores']} cores {here.get('gpu', '')}".lower()
+    path = folder / f"{bench}-{re.sub('[^a-z0-9]+', '-', label).strip('-')}.json"
+    content = {"bench": bench, "date": datetime.date.today().isoformat(), "machine": here}
+    content |= {"libraries": libraries(), "settings": dict(settings)}
+    folder.mkdir(exist_ok=True)
+    write_json(path, {**content, "load": os.getloadavg()[0], "rows": [dict(row) for row in rows]})
+    return path
+
+
+def ranges(folder: Path = RESULTS) -> Iterator[str]:
+    """A line for each row of each bench: its ratios, from the smallest to the largest machine's."""
+    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for row in content["rows"]:
+            label = (content["bench"], *(v for v in row.values() if isinstance(v, str)))
+            for key, value in row.items():
+                if key.startswith("of "):
+                    middle = value["median"] if isinstance(value, dict) else value
+                    found.setdefault(label, {}).setdefault(key, []).append(middle)
+    for label, ratios in found.items():
+        parts = (
+            f"{key} {min(values):.2f} to {max(values):.2f} ({len(values)} machines)"
+            if len(values) > 1
+            else f"{key} {values[0]:.2f} (1 machine)"
+            for key, values in ratios.items()
+        )
+        yield f"{', '.join(label)}: {'; '.join(parts)}"
+
+
+if __name__ == "__main__":
+    for text in ranges():
+        print(text)
