@@ -28,23 +28,24 @@ check: $(VENV)/.dev ## lint, format, types and the floors of the house
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.bench ## speed and memory beside a bare loop and the Hugging Face Trainer
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.training.compare
 
 bench-moe: $(VENV)/.bench ## mixtures of experts: the layer beside a dense one, a model beside transformers' DBRX
-	$(BIN)/python -m benchmarks --moe
+	$(BIN)/python -m benchmarks.moe.layer
+	$(BIN)/python -m benchmarks.moe.model
 
 bench-finetune: $(VENV)/.bench ## fine-tuning beside TRL's SFTTrainer, padded and packed, full and LoRA; memory beside the estimate
-	$(BIN)/python -m benchmarks.finetune
-	$(BIN)/python -m benchmarks.finetune_memory
+	$(BIN)/python -m benchmarks.finetune.compare
+	$(BIN)/python -m benchmarks.finetune.memory
 
 bench-eval: $(VENV)/.eval ## the gauntlet's scoring beside lm-evaluation-harness and padding to the maximum
-	$(BIN)/python -m benchmarks.evaluators
+	$(BIN)/python -m benchmarks.evaluation.compare
 
 bench-data: $(VENV)/.dev ## the order's mixing, loaders beside others (RIVALS=their python), preparation beside datasets.map
-	$(BIN)/python -m benchmarks.orders
-	$(BIN)/python -m benchmarks.loaders $(if $(RIVALS),--python $(RIVALS))
-	$(BIN)/python -m benchmarks.preparation
-	$(BIN)/python -m benchmarks.data_wait
+	$(BIN)/python -m benchmarks.data.orders
+	$(BIN)/python -m benchmarks.data.loaders $(if $(RIVALS),--python $(RIVALS))
+	$(BIN)/python -m benchmarks.data.preparation
+	$(BIN)/python -m benchmarks.data.data_wait
 
 test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evaluation-harness
 	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/benchmarks/test_evaluators.py

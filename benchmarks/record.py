@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import platform
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from llmfoundry.files import write_json
+from llmfoundry.files import write_whole
 from llmfoundry.track.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -30,11 +31,15 @@ Row = Mapping[str, Any]
 """Texts say what was measured; numbers, or `over_rounds`, what was found; `of …` is a ratio."""
 
 
-def over_rounds(values: Iterable[float]) -> dict[str, float]:
-    """The median of some rounds, and how far they spread."""
-    found = [float(f"{value:.4g}") for value in values]
-    middle = float(f"{statistics.median(found):.4g}")
-    return {"median": middle, "low": min(found), "high": max(found)}
+def over_rounds(values: Iterable[float]) -> list[float]:
+    """The smallest of some rounds' values, their median, the largest."""
+    found = list(values)
+    return [min(found), statistics.median(found), max(found)]
+
+
+def middle(value: Any) -> Any:
+    """A number, of rounds their median."""
+    return value[1] if isinstance(value, list) else value
 
 
 def table(rows: Sequence[Row], shown: Mapping[str, str]) -> list[str]:
@@ -53,8 +58,7 @@ def table(rows: Sequence[Row], shown: Mapping[str, str]) -> list[str]:
 
 
 def _cell(value: Any, form: str) -> str:
-    value = value["median"] if isinstance(value, Mapping) else value
-    return "n/a" if value is None else form.format(value)
+    return "n/a" if value is None else form.format(middle(value))
 
 
 def machine() -> dict[str, Any]:
@@ -74,7 +78,7 @@ def machine() -> dict[str, Any]:
     found["instruction_sets"] = [flag for flag in INSTRUCTIONS if flag in flags]
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
-    return {**found, "system": facts["system"]}
+    return {**found, "system": platform.system()}
 
 
 def libraries() -> dict[str, str]:
@@ -99,11 +103,22 @@ def write(
     here = machine()
     label = f"{here['processor']} {here['cores']} cores {here.get('gpu', '')}".lower()
     path = folder / f"{bench}-{re.sub('[^a-z0-9]+', '-', label).strip('-')}.json"
-    content = {"bench": bench, "date": datetime.date.today().isoformat(), "machine": here}
-    content |= {"libraries": libraries(), "settings": dict(settings)}
+    head: dict[str, Any] = {"bench": bench, "date": datetime.date.today().isoformat()}
+    head |= {"machine": here, "load": os.getloadavg()[0], "libraries": libraries()}
+    opened = json.dumps(_short({**head, "settings": dict(settings)}), indent=1)[:-2]
+    lines = ",\n  ".join(json.dumps(_short(dict(row))) for row in rows)
     folder.mkdir(exist_ok=True)
-    write_json(path, {**content, "load": os.getloadavg()[0], "rows": [dict(row) for row in rows]})
+    write_whole(path, f'{opened},\n "rows": [\n  {lines}\n ]\n}}\n')
     return path
+
+
+def _short(value: Any) -> Any:
+    """Numbers of four digits; what is shown is not known to more."""
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def ranges(folder: Path = RESULTS) -> Iterator[str]:
@@ -115,8 +130,7 @@ def ranges(folder: Path = RESULTS) -> Iterator[str]:
             label = (content["bench"], *(v for v in row.values() if isinstance(v, str)))
             for key, value in row.items():
                 if key.startswith("of "):
-                    middle = value["median"] if isinstance(value, dict) else value
-                    found.setdefault(label, {}).setdefault(key, []).append(middle)
+                    found.setdefault(label, {}).setdefault(key, []).append(middle(value))
     for label, ratios in found.items():
         parts = (
             f"{key} {min(values):.2f} to {max(values):.2f} ({len(values)} machines)"

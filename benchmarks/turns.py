@@ -164,9 +164,7 @@ def by_turns(
     return results
 
 
-def ratio(
-    mine: Sequence[Run], theirs: Sequence[Run], value: Callable[[Run], float]
-) -> dict[str, float]:
+def ratio(mine: Sequence[Run], theirs: Sequence[Run], value: Callable[[Run], float]) -> list[float]:
     """Of mine over theirs in each round."""
     return over_rounds(value(a) / value(b) for a, b in zip(mine, theirs, strict=True))
 

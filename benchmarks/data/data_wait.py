@@ -1,22 +1,22 @@
 """What reading costs a training step: steps on batches as they come, against the same made before.
 
-    python -m benchmarks.data_wait [RECIPE.yaml] [key=value …]
+    python -m benchmarks.data.data_wait [RECIPE.yaml] [key=value …]
 
 Both take turns, some steps each, in one process, so that a busy minute of the machine meets both;
-and both train on the same rows, because a step's time depends on the documents in them. The median
-over the rounds of each, and the median of their ratios, is printed.
+and both train on the same rows, because a step's time depends on the documents in them.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+from benchmarks.record import over_rounds, table, write
 from llmfoundry.assemble.job import with_defaults
 from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
@@ -28,11 +28,12 @@ from llmfoundry.track.loggers import Tracker
 from llmfoundry.train.step import train_step
 from llmfoundry.train.trainer import Trainer
 
+MADE = "of made before"
 STEPS, ROUNDS = 5, 48  # 16 rounds were off by up to 3 %
 
 
 def main() -> None:
-    """Build the run, train both ways by turns, print."""
+    """Build the run, train both ways by turns, print, write the result."""
     path, *overrides = sys.argv[1:] or ["yamls/quickstart.yaml"]
     with tempfile.TemporaryDirectory() as folder:
         overrides += [f"save_folder={folder}", "logger.mlflow=false"]
@@ -41,10 +42,13 @@ def main() -> None:
             tracker = Tracker(with_defaults(recipe), Path(folder), is_main=world.is_main)
             trainer, _ = build_trainer(recipe, world, tracker)
             with closing(BatchPrefetcher(trainer.loader, 0)) as batches:
-                measure(trainer, batches)
+                rows = measured(trainer, batches)
+    print("\n".join(table(rows, {"batches": "{}", "ms a step": "{:.1f}", MADE: "{:.3f}"})))
+    settings = {"recipe": Path(path).stem, "rounds": ROUNDS, "steps of a round": STEPS}
+    print(f"\nwritten to {write('data-wait', rows, settings)}")
 
 
-def measure(trainer: Trainer, batches: BatchPrefetcher) -> None:
+def measured(trainer: Trainer, batches: BatchPrefetcher) -> list[dict[str, Any]]:
     """Rounds of both, after one to get warm; each is first as often as the other."""
     rounds = []
     for number in range(ROUNDS + 1):
@@ -55,11 +59,15 @@ def measure(trainer: Trainer, batches: BatchPrefetcher) -> None:
         else:
             constant, read = _seconds(trainer, held), _seconds(trainer, batches)
         rounds.append((read, constant))
-    read, constant = (statistics.median(side) for side in zip(*rounds[1:], strict=True))
-    ratio = statistics.median(a / b for a, b in rounds[1:])
-    print(f"a step on batches as they are read: {read * 1e3:.1f} ms")
-    print(f"a step on the same, made before:    {constant * 1e3:.1f} ms")
-    print(f"reading costs {ratio - 1:+.2%}")
+    sides = [list(side) for side in zip(*rounds[1:], strict=True)]
+    return [
+        {
+            "batches": name,
+            "ms a step": over_rounds(seconds * 1e3 for seconds in side),
+            MADE: over_rounds(a / b for a, b in zip(side, sides[1], strict=True)),
+        }
+        for name, side in zip(("as they are read", "made before"), sides, strict=True)
+    ]
 
 
 def _seconds(trainer: Trainer, batches: Iterator[Batch]) -> float:

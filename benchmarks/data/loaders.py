@@ -1,6 +1,6 @@
 """Loaders side by side: this project's on MDS and on token shards, mosaicml-streaming, litdata.
 
-    python -m benchmarks.loaders [--python RIVALS/bin/python] [--rounds 3] [--workers 0 2]
+    python -m benchmarks.data.loaders [--python RIVALS/bin/python] [--rounds 3] [--workers 0 2]
 
 All read samples of 2,048 tokens from this disk, shuffled, in one run: each is a process that stays
 alive, and they take turns within a round, so that a busy minute of the machine meets all of them.
@@ -17,7 +17,6 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import loader_contenders
-from benchmarks.loader_contenders import EOS, SAMPLES, SEQ, samples
+from benchmarks import record
+from benchmarks.data import loader_contenders
+from benchmarks.data.loader_contenders import EOS, SAMPLES, SEQ, samples
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.tokens import StreamIndex
@@ -108,7 +108,7 @@ class Contender:
 
 
 def main() -> None:
-    """Write the samples, run the rounds, print the table."""
+    """Write the samples, run the rounds, print the tables, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", default=sys.executable, help="an interpreter with the rivals")
     parser.add_argument("--rounds", type=int, default=3)
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64], help="in a batch")
     options = parser.parse_args()
     print(f"{SAMPLES:,} samples of {SEQ:,} tokens; medians of {options.rounds} rounds by turns")
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         write_samples(folder)
@@ -128,6 +129,10 @@ def main() -> None:
                     turns[label].append(contender.turn(workers, rows, options.seconds))
             print(f"\n{workers} workers, batches of {rows}")
             print("\n".join(table(turns)), flush=True)
+            setting = f"{workers} workers x {rows}"
+            found += [{"setting": setting} | row for row in measured(turns)]
+    settings = {"samples": SAMPLES, "tokens": SEQ, "rounds": options.rounds}
+    print(f"\nwritten to {record.write('loaders', found, settings)}")
 
 
 def write_samples(folder: Path) -> None:
@@ -164,19 +169,32 @@ def _start(folder: Path, rivals: str, stack: ExitStack) -> dict[str, Contender]:
     return started
 
 
+COLUMNS = {
+    "loader": "{}",
+    "samples/s": "{:,.0f}",
+    "first batch": "{:,.0f} ms",
+    "of it, ours on MDS": "{:.2f}",
+    "of it, ours on tokens": "{:.2f}",
+}
+
+
 def table(turns: Mapping[str, Sequence[LoaderTurn]]) -> list[str]:
-    """A line for each contender: its speed, its first batch, and how many times it ours have."""
-    lines = [f"{'':38}{'samples/s':>10}{'first batch':>13}{'MDS x':>8}{'tokens x':>10}"]
+    """A line for each contender."""
+    return record.table(measured(turns), COLUMNS)
+
+
+def measured(turns: Mapping[str, Sequence[LoaderTurn]]) -> list[dict[str, Any]]:
+    """A row for each contender: its speed, its first batch, and how many times it ours have."""
     ours = list(turns.values())[:YARDSTICKS]
-    for label, found in turns.items():
-        rate = statistics.median(turn.rate for turn in found)
-        first = statistics.median(turn.first for turn in found)
-        line = f"{label:38}{rate:10,.0f}{first * 1e3:10,.0f} ms"
-        for mine, width in zip(ours, (8, 10), strict=True):
-            pairs = zip(mine, found, strict=True)
-            line += f"{statistics.median(a.rate / b.rate for a, b in pairs):{width}.2f}"
-        lines.append(line)
-    return lines
+    found = []
+    for label, taken in turns.items():
+        facts: list[Any] = [label, record.over_rounds(turn.rate for turn in taken)]
+        facts.append(record.over_rounds(turn.first * 1e3 for turn in taken))
+        for mine in ours:
+            pairs = zip(mine, taken, strict=True)
+            facts.append(record.over_rounds(a.rate / b.rate for a, b in pairs))
+        found.append(dict(zip(COLUMNS, facts, strict=True)))
+    return found
 
 
 if __name__ == "__main__":

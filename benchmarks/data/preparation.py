@@ -1,6 +1,6 @@
 """Preparation side by side with `datasets.map`: the Python standard library, the same tokenizer.
 
-    python -m benchmarks.preparation [--rounds 3] [--workers 1] [--files 300]
+    python -m benchmarks.data.preparation [--rounds 3] [--workers 1] [--files 300]
 
 They take turns within a round. Ours is all of `prepare`: it reads files, splits, encodes, writes
 shards with checksums and indices to the disk. `datasets.map` gets the texts in memory, encodes them
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import over_rounds, table, write
 from llmfoundry.data.preparation.prepare import prepare
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
@@ -41,7 +41,7 @@ class PreparationTurn:
 
 
 def main() -> None:
-    """Run the rounds, print the table."""
+    """Run the rounds, print the table, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
@@ -69,23 +69,32 @@ def main() -> None:
             for name, contender in contenders.items():
                 turns[name].append(_timed(contender, n))
     print(f"{len(texts):,} documents, {size / 1e6:.2f} MB, {options.workers} process(es)")
-    print("\n".join(table(turns, size)))
+    rows = measured(turns, size)
+    print("\n".join(table(rows, COLUMNS)))
+    settings = {"documents": len(texts), "MB": round(size / 1e6, 2), "processes": options.workers}
+    print(f"\nwritten to {write('preparation', rows, settings)}")
 
 
-def table(turns: dict[str, list[PreparationTurn]], size: int) -> list[str]:
-    """A line for each contender, medians, and then the ratios of the first to the others."""
-    lines = [f"{'':14} {'MB/s':>8} {'MB/CPU s':>9}"]
+CLOCKS: dict[str, Callable[[PreparationTurn], float]] = {
+    "s": lambda turn: turn.clock,
+    "CPU-s": lambda turn: turn.cpu,
+}
+COLUMNS = {"contender": "{}"}
+for _clock in CLOCKS:
+    COLUMNS |= {f"MB/{_clock}": "{:.2f}", f"of it, ours, MB/{_clock}": "{:.2f}"}
+
+
+def measured(turns: dict[str, list[PreparationTurn]], size: int) -> list[dict[str, Any]]:
+    """A row for each contender: its speed by both clocks, and how many times it ours is."""
+    found = []
     for name, taken in turns.items():
-        clock = statistics.median(size / 1e6 / turn.clock for turn in taken)
-        cpu = statistics.median(size / 1e6 / turn.cpu for turn in taken)
-        lines.append(f"{name:14} {clock:8.2f} {cpu:9.2f}")
-    first, *others = turns
-    for other in others:
-        pairs = list(zip(turns[first], turns[other], strict=True))
-        clock = statistics.median(b.clock / a.clock for a, b in pairs)
-        cpu = statistics.median(b.cpu / a.cpu for a, b in pairs)
-        lines.append(f"{first} is {clock:.2f} times {other} by the clock, {cpu:.2f} by CPU time")
-    return lines
+        row: dict[str, Any] = {"contender": name}
+        for clock, seconds in CLOCKS.items():
+            row[f"MB/{clock}"] = over_rounds(size / 1e6 / seconds(turn) for turn in taken)
+            pairs = zip(turns["ours"], taken, strict=True)
+            row[f"of it, ours, MB/{clock}"] = over_rounds(seconds(b) / seconds(a) for a, b in pairs)
+        found.append(row)
+    return found
 
 
 def _ours(data: DataConfig, tokenizer: Tokenizer, cache: Path) -> None:

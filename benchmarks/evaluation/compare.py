@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import record
 from benchmarks.evaluation.requests import EOS, SHAPES, VOCAB, requests
-from benchmarks.record import table as table_of
-from benchmarks.record import write
 from llmfoundry.export.config.settings import write_settings
 from llmfoundry.export.hf_maps import MAPS, to_theirs
 from llmfoundry.gauntlet.models.score import score_requests
@@ -72,7 +71,7 @@ class Ran:
 
 
 def main() -> None:
-    """Run all and print the table."""
+    """Run all, print the tables, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=900, help="of all tasks together")
     rows = parser.parse_args().rows // len(SHAPES) * len(SHAPES)
@@ -83,6 +82,7 @@ def main() -> None:
     with_harness = importlib.util.find_spec("lm_eval") is not None
     if not with_harness:
         print("lm_eval is not installed (pip install 'llmfoundry-recipes[eval]'): left out")
+    found: list[dict[str, Any]] = []
     for kind, fixed in KINDS.items():
         asked = requests(rows, fixed=fixed)
         _ours(model, asked[:64])  # warm
@@ -93,24 +93,39 @@ def main() -> None:
         unshared = sum(len(request.tokens) for request in asked)
         print(f"\nworked examples {kind}: {len(asked):,} requests of {unshared:,} tokens")
         print("\n".join(table(done, rows)), flush=True)
+        found += [{"worked examples": kind} | row for row in measured(done, rows)]
     timed = PADDED_BATCH * PADDED_BATCHES
-    print(
-        f"\nx fewer: padded rows' tokens over tokens run. Padded: {timed} requests, extrapolated."
-    )
+    print(f"\nPadded: {timed} requests, extrapolated.")
+    settings = {"rows": rows, "parameters": size, "threads": 1}
+    print(f"written to {record.write('evaluation', found, settings)}")
+
+
+COLUMNS = {
+    "evaluator": "{}",
+    "tokens": "{:,}",
+    "CPU-s": "{:.1f}",
+    "rows/CPU-s": "{:.1f}",
+    "of harness, speed": "{:.2f}",
+    "of padded, tokens: 1 /": "{:.1f}",
+    "max |diff|": "{:.1e}",
+}
 
 
 def table(done: dict[str, Ran], rows: int) -> list[str]:
-    """A line for each evaluator, beside the harness's time and the padded rows' tokens."""
-    head = ["tokens", "CPU-s", "rows/CPU-s", "x harness", "x fewer", "max |diff|"]
-    lines = [f"{'':24}" + "".join(f"{word:>12}" for word in head)]
+    """A line for each evaluator."""
+    return record.table(measured(done, rows), COLUMNS)
+
+
+def measured(done: dict[str, Ran], rows: int) -> list[dict[str, Any]]:
+    """A row for each evaluator, beside the harness's time and the padded rows' tokens."""
+    found = []
     for name, ran in done.items():
-        cells = [f"{ran.tokens:,}", f"{ran.seconds:.1f}", f"{rows / ran.seconds:.1f}"]
-        cells.append(f"{done[HARNESS].seconds / ran.seconds:.2f}" if HARNESS in done else "n/a")
-        cells.append(f"{done[PADDED].tokens / ran.tokens:.1f}")
-        differences = [abs(ran.logprobs[i] - done[OURS].logprobs[i]) for i in ran.logprobs]
-        cells.append(f"{max(differences):.1e}")
-        lines.append(f"{name:24}" + "".join(f"{cell:>12}" for cell in cells))
-    return lines
+        facts: list[Any] = [name, ran.tokens, ran.seconds, rows / ran.seconds]
+        facts.append(done[HARNESS].seconds / ran.seconds if HARNESS in done else None)
+        facts.append(done[PADDED].tokens / ran.tokens)
+        facts.append(max(abs(value - done[OURS].logprobs[i]) for i, value in ran.logprobs.items()))
+        found.append(dict(zip(COLUMNS, facts, strict=True)))
+    return found
 
 
 def _model() -> Decoder:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, DbrxConfig
 
+from benchmarks.moe.mixtures import BALANCE, CLIP, EXPERTS, INIT_STD, SIZES, THETA, TOP_K, Size
 from benchmarks.training.bare import SEQ, VOCAB
 from benchmarks.training.hf_trainer import arguments, train
-from benchmarks.moe.mixtures import BALANCE, CLIP, EXPERTS, INIT_STD, SIZES, THETA, TOP_K, Size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

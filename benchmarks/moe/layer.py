@@ -178,7 +178,9 @@ def _timed(step: Callable[[], object], device: torch.device) -> Times:
     return {"GPU": events[0].elapsed_time(events[1]) / 1000}
 
 
-def measured(shape: LayerShape, dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]]:
+def measured(
+    shape: LayerShape, dtype: torch.dtype, device: str, rounds: int
+) -> list[dict[str, Any]]:
     """A row for each contender: by each clock its time, also of the dense layer's; bytes saved."""
     x = torch.randn(shape.tokens, shape.d, device=device).to(dtype).requires_grad_()
     layers = contenders(shape, dtype, device)

@@ -1,6 +1,6 @@
 """Whole mixtures of experts beside transformers' DBRX under its Trainer, by turns, as ratios.
 
-    python -m benchmarks.moe.model [--rounds 3] [--steps 24] [--sizes large small]
+python -m benchmarks.moe.model [--rounds 3] [--steps 24] [--sizes large small]
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.training.hf_trainer --precision fp32 --steps 20
 
 transformers' MPT has ALiBi in place of learned positions (6.82M parameters) and its own eager
-attention. Needs `accelerate` (extra `bench`). Prints `step N` lines. `moe/hf_dbrx.py` trains its model
-by the same `train`.
+attention. Needs `accelerate` (extra `bench`). Prints `step N` lines. `moe/hf_dbrx.py` trains
+its model by the same `train`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import evaluators
-from benchmarks.evaluator_tasks import EOS, SHAPES, VOCAB, requests
-from benchmarks.evaluators import HARNESS, OURS, PADDED, Ran, table
+from benchmarks.evaluation import compare as evaluators
+from benchmarks.evaluation.compare import HARNESS, OURS, PADDED, Ran, table
+from benchmarks.evaluation.requests import EOS, SHAPES, VOCAB, requests
 from llmfoundry.gauntlet.models.tree import grow
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import loader_contenders
-from benchmarks.loader_contenders import EOS, SEQ, ours, time_batches
-from benchmarks.loaders import Contender, LoaderTurn, table, write_samples
+from benchmarks.data import loader_contenders
+from benchmarks.data.loader_contenders import EOS, SEQ, ours, time_batches
+from benchmarks.data.loaders import Contender, LoaderTurn, table, write_samples
 
 
 def test_ratios_are_medians_of_each_rounds_own() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import DbrxForCausalLM
 
-from benchmarks.hf_dbrx import dbrx
+from benchmarks.moe.hf_dbrx import dbrx
+from benchmarks.moe.mixtures import SIZES
 from benchmarks.turns import RECIPE
-from benchmarks.mixtures import SIZES
 from llmfoundry.export.config.settings import write_settings
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.architecture.model import ModelConfig
