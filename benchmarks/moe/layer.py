@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.record import over_rounds, table, write
-from llmfoundry.ops.matmul import linear
 from llmfoundry.ops.moe.backends import mixture, refusal
 from llmfoundry.ops.moe.experts import Experts
 from llmfoundry.ops.moe.routing import route
@@ -68,8 +67,7 @@ def contenders(
     even, skewed = _choices(shape, device, 0.0), _choices(shape, device, ZIPF)
     ours = partial(_ours, stacked=stacked)
     layers: dict[str, tuple[Layer, list[Tensor]]] = {
-        DENSE: (lambda x: linear(F.silu(linear(x, dense[0])) * linear(x, dense[1]), dense[2]),
-                  dense),
+        DENSE: (lambda x: _dense(x, *dense), dense),
         "grouped_mm": (ours(*even, impl="grouped_mm"), stacked),
         "grouped_mm, Zipf load": (ours(*skewed, impl="grouped_mm"), stacked),
         "grouped_mm, 8-bit storage": (ours(*even, impl="grouped_mm", compress=True), stacked),
@@ -82,6 +80,10 @@ def contenders(
     if refusal("megablocks", device, dtype, d, f) is None:
         layers["megablocks"] = (ours(*even, impl="megablocks"), stacked)
     return layers
+
+
+def _dense(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
 def _ours(

@@ -39,7 +39,6 @@ from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.ops.layout import Layout
 from llmfoundry.ops.log_probs import linear_log_probs
 from llmfoundry.ops.logits import cap
-from llmfoundry.ops.matmul import linear
 from llmfoundry.ops.virtual import Widened, in_front
 from llmfoundry.recipe.architecture.blocks import LayerConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -219,7 +218,7 @@ class Decoder(nn.Module):
         hidden, weight = self._head_operands(hidden)
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
-        logits = linear(hidden, weight)
+        logits = F.linear(hidden, weight)
         return cap(logits, self.logit_scale, self.config.final_logit_softcapping)
 
     def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -7,16 +7,16 @@ be kept in 4 bits (`models/quantized.py`).
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llmfoundry.models.adapters.low_rank import LowRank, adapted, embedded
 from llmfoundry.ops import nf4
-from llmfoundry.ops.matmul import linear
 
 
 class Linear(nn.Linear):
-    """nn.Linear, its products by `ops.matmul`.
+    """nn.Linear that may be adapted, its frozen weight quantised.
 
     Attributes:
         lora: what is added to it; None: nothing.
@@ -36,7 +36,7 @@ class Linear(nn.Linear):
     def base(self, x: Tensor) -> Tensor:
         """What it gives without an adapter."""
         if self.packing is None:
-            return linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, self.bias)
         y = nf4.linear(x, self.weight, self.out_features, double=self.packing.double)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from llmfoundry.ops.batch import IGNORE
-from llmfoundry.ops.matmul import is_compiled, mm
 
 CHUNK_LOGITS = 1 << 22  # logits held at a time: 16 MiB in fp32, which a CPU's cache half holds
 PART = 1 << 18  # values added at a time on a CPU
@@ -131,7 +130,7 @@ class HeadPass:
         low_grad = self._scratch.narrow(shares)
         # what has no label is left out where rows are D wide, not V
         if self.grad_hidden is not None:
-            self.grad_hidden[part] = mm(low_grad, self._weight) * keep
+            self.grad_hidden[part] = torch.mm(low_grad, self._weight) * keep
         if self.grad_weight is not None:
             self._scratch.add_product(self.grad_weight, low_grad, self._low_hidden * keep)
 
@@ -152,7 +151,7 @@ class _Scratch:
     def logits(self, low_hidden: Tensor, low_weight: Tensor) -> Tensor:
         """(n, V) of n tokens."""
         n = len(low_hidden)
-        mm(low_hidden, low_weight.T, out=self.low[:n])
+        torch.mm(low_hidden, low_weight.T, out=self.low[:n])
         return self.wide[:n] if self.low is self.wide else self.wide[:n].copy_(self.low[:n])
 
     def narrow(self, logits: Tensor) -> Tensor:
@@ -161,12 +160,12 @@ class _Scratch:
 
     def add_product(self, total: Tensor, low_grad: Tensor, low_hidden: Tensor) -> None:
         """Add low_grad.T @ low_hidden to total (V, D), which is wide."""
-        if self.low is self.wide and (total.is_cuda or not is_compiled(total.dtype)):
+        if self.low is self.wide:
             total.addmm_(low_grad.T, low_hidden)
             return
         if self._product is None:
             self._product = torch.empty_like(total, dtype=low_grad.dtype)
-        mm(low_grad.T, low_hidden, out=self._product)
+        torch.mm(low_grad.T, low_hidden, out=self._product)
         # a CPU casts what it adds into fresh memory: by parts, small enough to be used again
         rows = len(total) if total.is_cuda else max(1, PART // total.shape[1])
         for mine, part in zip(total.split(rows), self._product.split(rows), strict=True):

@@ -22,8 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from llmfoundry.ops.matmul import mm
-
 CODE = (  # quantiles of a normal distribution, -1, 0 and 1 among them: bitsandbytes' own
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -209,7 +207,7 @@ def linear(x: Tensor, data: Tensor, width: int, *, double: bool) -> Tensor:
 )
 def _linear(x: Tensor, data: Tensor, width: int, double: bool) -> Tensor:
     weight = dequantize(data, (width, x.shape[-1]), x.dtype, double=double)
-    return mm(x.reshape(-1, x.shape[-1]), weight.T).view(*x.shape[:-1], width)
+    return torch.mm(x.reshape(-1, x.shape[-1]), weight.T).view(*x.shape[:-1], width)
 
 
 @torch.library.custom_op(
@@ -219,7 +217,7 @@ def _linear(x: Tensor, data: Tensor, width: int, double: bool) -> Tensor:
 )
 def _linear_backward(grad: Tensor, data: Tensor, inputs: int, double: bool) -> Tensor:
     weight = dequantize(data, (grad.shape[-1], inputs), grad.dtype, double=double)
-    return mm(grad.reshape(-1, grad.shape[-1]), weight).view(*grad.shape[:-1], inputs)
+    return torch.mm(grad.reshape(-1, grad.shape[-1]), weight).view(*grad.shape[:-1], inputs)
 
 
 @_linear.register_fake

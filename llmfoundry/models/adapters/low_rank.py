@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.autocast import has_autocast, without_autocast
-from llmfoundry.ops.matmul import linear
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 A_INIT, B_INIT = "lora_A_init", "lora_B_init"
@@ -90,11 +89,11 @@ def _product(x: Tensor, a: Tensor, b: Tensor, lora: LowRank) -> Tensor:
     """The adapter's own output s B A x, (..., rows); in the adapter's dtype, or autocast's."""
     if not has_autocast(x):
         x = x.to(a.dtype)
-    inner = linear(x, a) * lora.scaling
+    inner = F.linear(x, a) * lora.scaling
     if len(lora.parts) == 1:
-        return linear(inner, b)
+        return F.linear(inner, b)
     pieces = zip(inner.split(lora.r, -1), _by_part(b, lora), strict=True)
-    return torch.cat([linear(u, part) for u, part in pieces], -1)
+    return torch.cat([F.linear(u, part) for u, part in pieces], -1)
 
 
 def _plain(layer: Any, kept: Tensor, y: Tensor, lora: LowRank) -> Tensor:
@@ -118,8 +117,8 @@ def row_norms(layer: Any, lora: LowRank) -> Tensor:
         for part, (a, b) in zip(lora.parts, _factors(layer, lora), strict=True):
             rows = weight[part[0] : part[1]]
             square = torch.linalg.vector_norm(rows, dim=1, dtype=a.dtype).square()
-            cross = (linear(rows.to(a.dtype), a) * b).sum(1)
-            own = (linear(b, a @ a.T) * b).sum(1)
+            cross = (F.linear(rows.to(a.dtype), a) * b).sum(1)
+            own = (F.linear(b, a @ a.T) * b).sum(1)
             s = lora.scaling
             norms.append((square + 2 * s * cross + s * s * own).clamp_min(0).sqrt())
         return torch.cat(norms)
@@ -195,7 +194,7 @@ def head_operands(layer: Any, hidden: Tensor, lora: LowRank) -> tuple[Tensor, Te
         pairs.append((hidden, layer.lora_A_init, -layer.lora_B_init))
     for x, a, b in pairs:
         x = x if has_autocast(x) else x.to(a.dtype)
-        pieces.append((linear(x, a) * lora.scaling).to(hidden.dtype))
+        pieces.append((F.linear(x, a) * lora.scaling).to(hidden.dtype))
         columns.append(b.to(columns[0].dtype))
     weight = torch.cat(columns, 1)
     if lora.dora:
@@ -207,4 +206,4 @@ def head_operands(layer: Any, hidden: Tensor, lora: LowRank) -> tuple[Tensor, Te
 def embedded(layer: Any, tokens: Tensor, y: Tensor, lora: LowRank) -> Tensor:
     """Embeddings y (..., D) of tokens, with what A (r, V) and B (D, r) add."""
     inner = F.embedding(tokens, layer.lora_A.T) * lora.scaling
-    return y + linear(inner, layer.lora_B).to(y.dtype)
+    return y + F.linear(inner, layer.lora_B).to(y.dtype)

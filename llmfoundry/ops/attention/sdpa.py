@@ -1,9 +1,8 @@
 """The backend `sdpa`: PyTorch's scaled_dot_product_attention, on every device.
 
 On a CPU packed documents are attended to one by one, long rows by chunks of queries, and trees by
-pieces (`attention_tree`): all leave out keys that nobody sees, which a mask does not. Whole rows of
-bf16 go to `attention_products`, which is faster there. Elsewhere one call serves, causal or with a
-mask.
+pieces (`tree`): all leave out keys that nobody sees, which a mask does not. Elsewhere one call
+serves, causal or with a mask.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.attention import products as attention_products
 from llmfoundry.ops.attention.plan import (
     AttentionPlan,
     AttentionSpec,
@@ -72,15 +70,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
     dtype, spec, queries = working_dtype(v), plan.spec, q.shape[1]
     if q.device.type != "cpu":
         return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, spec.scale, dropout)
-    whole = not plan.packed and queries == k.shape[1]
-    by_products = whole and attention_products.serves(dtype, queries, dropout)
-    inner = dtype if by_products else _cpu_dtype(dtype, queries, plan)
+    inner = _cpu_dtype(dtype, queries, plan)
     with without_autocast("cpu"):
         q, k, v = q.to(inner), k.to(inner), v.to(inner)
-        if by_products:
-            bias, window = None if _is_plain(queries, spec) else plan.bias, spec.window
-            out = attention_products.attend(q, k, v, bias, scale=spec.scale, window=window)
-        elif plan.packed:
+        if plan.packed:
             assert plan.by_run is not None
             out = plan.by_run(q, k, v, plan, dropout)
         elif queries != k.shape[1]:  # cached keys

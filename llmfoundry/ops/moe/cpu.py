@@ -5,10 +5,10 @@ expert is as fast as a dense layer's; the time goes elsewhere: fresh memory cost
 fault every 4 KiB, more than the elementwise functions that fill it. So products write straight into
 their place, and elementwise functions go block by block over memory that is used again.
 
-Products by oneDNN are compiled for every number of rows that they meet, which takes half as long as
-the product. So a segment of theirs is padded to one of a few numbers of rows: by the rows
-behind it, which belong to the next expert. Forward that writes over them in its turn; backward
-their gradient is zero.
+Products of narrow types are oneDNN's, compiled for every number of rows that they meet, which takes
+half as long as the product. So a segment of theirs is padded to one of a few numbers of rows: by
+the rows behind it, which belong to the next expert. Forward that writes over them in its turn;
+backward their gradient is zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.activations import Activation
-from llmfoundry.ops.matmul import is_compiled, mm
 from llmfoundry.ops.moe.compress import pack, packed_width, unpack
 from llmfoundry.ops.moe.experts import Experts, Gradients, LowRankExperts, SavedActivations
 from llmfoundry.ops.moe.routing import SortedRows
@@ -64,7 +63,7 @@ def forward(
             if b is not None:
                 _pack(b, up[rows])
         h = _glu(a, b, w.act)
-        y = mm(h, one.w2, out=y_rows[rows])
+        y = torch.mm(h, one.w2, out=y_rows[rows])
         _add_product(y, h, one.low.w2_a, one.low.w2_b)
         if one.b2 is not None:
             y += one.b2
@@ -99,15 +98,15 @@ def backward(
         g[count:] = 0
         a = _restored(kept.gate[rows], f, x.dtype)
         b = None if one.v1 is None else _restored(kept.up[rows], f, x.dtype)
-        dh = mm(g, one.w2.T)
+        dh = torch.mm(g, one.w2.T)
         _add_gradient(dh, g, one.low.w2_a, one.low.w2_b)
         h, da = _glu_backward(dh, a, b, w.act, inner[rows])
         db = dh  # its memory
         if one.b2 is not None:
             inner[rows] += g @ one.b2
-        dx = mm(da, one.w1, out=grad_rows[rows])
+        dx = torch.mm(da, one.w1, out=grad_rows[rows])
         if one.v1 is not None:
-            dx += mm(db, one.v1)
+            dx += torch.mm(db, one.v1)
         _add_gradient(dx, da, one.low.w1_a, one.low.w1_b)
         _add_gradient(dx, db, one.low.v1_a, one.low.v1_b)
         if frozen and not any(t is not None for t in w.low):
@@ -131,7 +130,7 @@ def _expert_gradients(
     w1, v1, w2, b1, bv, b2 = grads
     for weight, left, right in ((w1, da, x), (w2, h, g), (v1, db, x)):
         if weight is not None and weight.dtype == x.dtype:
-            mm(left.T, right, out=weight)
+            torch.mm(left.T, right, out=weight)
         elif weight is not None:
             weight.copy_(left.T @ right)
     for bias, rows in ((b1, da), (bv, db)):
@@ -144,13 +143,13 @@ def _expert_gradients(
 def _add_product(y: Tensor | None, x: Tensor, a: Tensor | None, b: Tensor | None) -> None:
     """Add (x a^T) b^T to y, of an adapter's a (r, in) and b (out, r), where there is one."""
     if y is not None and a is not None and b is not None:
-        y += mm(mm(x, a.T), b.T)
+        y += torch.mm(torch.mm(x, a.T), b.T)
 
 
 def _add_gradient(dx: Tensor, dy: Tensor, a: Tensor | None, b: Tensor | None) -> None:
     """Add dy b a to dx, the gradient of an adapter's rows."""
     if a is not None and b is not None:
-        dx += mm(mm(dy, b), a)
+        dx += torch.mm(torch.mm(dy, b), a)
 
 
 def _adapter_gradients(
@@ -161,8 +160,8 @@ def _adapter_gradients(
     pairs = ((x, da, *low[0:2], *grads[0:2]), (x, db, *low[2:4], *grads[2:4]))
     for rows, dy, a, b, grad_a, grad_b in (*pairs, (h, g, *low[4:6], *grads[4:6])):
         if a is not None and b is not None and grad_a is not None and grad_b is not None:
-            grad_a.copy_(mm(mm(dy, b).T, rows))
-            grad_b.copy_(mm(dy.T, mm(rows, a.T)))
+            grad_a.copy_(torch.mm(torch.mm(dy, b).T, rows))
+            grad_b.copy_(torch.mm(dy.T, torch.mm(rows, a.T)))
 
 
 def _zero_unused(grads: tuple[Tensor | None, ...], routing: SortedRows) -> None:
@@ -185,15 +184,20 @@ def _segments(routing: SortedRows, dtype: torch.dtype) -> Iterator[tuple[int, in
 
 def _padded(count: int, dtype: torch.dtype) -> int:
     """Rows of a product of `count`, where products are compiled: 16 numbers an octave at most."""
-    if not is_compiled(dtype):
+    if not _is_compiled(dtype):
         return count
     step = min(PADDING, 1 << max(0, count.bit_length() - 5))
     return -(-count // step) * step
 
 
+def _is_compiled(dtype: torch.dtype) -> bool:
+    """Whether a CPU's products are compiled for every shape that they meet: oneDNN's are."""
+    return dtype.itemsize <= 2
+
+
 def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
     """The first dimension of what `forward` keeps of N rows: the last segment is padded, too."""
-    return n_rows + (PADDING if is_compiled(dtype) else 0)
+    return n_rows + (PADDING if _is_compiled(dtype) else 0)
 
 
 def _tokens(routing: SortedRows, top_k: int, n_rows: int) -> Tensor:
@@ -217,7 +221,7 @@ def _sum_choices(rows: Tensor, routing: SortedRows, weights: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    y = mm(x, weight.T, out=out)
+    y = torch.mm(x, weight.T, out=out)
     return y if bias is None else y.add_(bias)
 
 
