@@ -7,6 +7,7 @@ with what it needs, what there is, and which shipped recipe fits.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -272,7 +273,7 @@ def choose_microbatch(
     Raises:
         UserError: the recipe cannot fit; says what it needs, what there is and what fits.
     """
-    rows = rows_per_process(recipe, world_size)
+    rows = rows_per_process(recipe, math.prod(degrees(recipe.parallel, world_size)))
     need = estimate(recipe, world_size, sketch=sketch, device=device)
     asked = recipe.device_train_microbatch_size
     most = rows
@@ -290,14 +291,14 @@ def choose_microbatch(
     raise UserError(_does_not_fit(recipe, need, candidates[-1], world_size, available))
 
 
-def rows_per_process(recipe: TrainRecipe, world_size: int) -> int:
+def rows_per_process(recipe: TrainRecipe, data_size: int) -> int:
     """This process's rows of a global batch; raises UserError where they do not divide."""
-    rows, rest = divmod(recipe.global_train_batch_size, world_size)
+    rows, rest = divmod(recipe.global_train_batch_size, data_size)
     if rest or rows == 0:
-        below = max(1, rows) * world_size
+        below = max(1, rows) * data_size
         raise UserError(
             f"global_train_batch_size: {recipe.global_train_batch_size} rows cannot be shared"
-            f" evenly by {world_size} processes; write a multiple, such as {below}"
+            f" evenly by {data_size} processes; write a multiple, such as {below}"
         )
     return rows
 

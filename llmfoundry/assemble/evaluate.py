@@ -111,12 +111,16 @@ def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], di
             seq_len=job.recipe.max_seq_len,
             eos_id=job.tokenizer.eos_id,
             batch_size=rows,
-            rank=job.world.rank,
-            world_size=job.world.size,
+            data_rank=job.world.data_rank,
+            data_size=job.world.data_size,
             max_rows=config.validation_rows,
             attend_across_documents=job.recipe.data.attend_across_documents,
         )
-        how: dict[str, Any] = {"device": job.world.device, "autocast": job.autocast}
+        how: dict[str, Any] = {
+            "device": job.world.device,
+            "autocast": job.autocast,
+            "data_group": job.world.data_group,
+        }
         if objective is not None:
             return validate_answers(job.root, batches, token_bytes, objective, **how)
         return validate(job.root, batches, token_bytes, **how)
@@ -133,8 +137,9 @@ def build_subject(job: Job, config: EvalConfig, rows: int) -> OwnModel:
         device=job.world.device,
         batch_tokens=rows * job.recipe.max_seq_len,
         autocast=job.autocast,
-        rank=job.world.rank,
-        world_size=job.world.size,
+        data_rank=job.world.data_rank,
+        data_size=job.world.data_size,
+        data_group=job.world.data_group,
     )
 
 

@@ -252,21 +252,21 @@ class Reference:
     def _compute(self, table: _Table, part: int) -> np.ndarray:
         """(rows, k, D) of a part; every process computes its share and has all."""
         world, span = self.job.world, table.span(part)
-        own = list(range(span.start + world.rank, span.stop, world.size))
-        share = -(-len(span) // world.size)
+        own = list(range(span.start + world.data_rank, span.stop, world.data_size))
+        share = -(-len(span) // world.data_size)
         size = min(self.rows, share)
         chunks = [own[n : n + size] for n in range(0, share, size)]
         found = [(chunk, self._ask(table, chunk, size)) for chunk in chunks]
         width = torch.tensor(max(values.shape[2] for _, values in found), device=world.device)
-        if world.size > 1:
-            dist.all_reduce(width, dist.ReduceOp.MAX)
+        if world.data_size > 1:
+            dist.all_reduce(width, dist.ReduceOp.MAX, group=world.data_group)
         total = torch.zeros(len(span), table.kinds, int(width), device=world.device)
         for chunk, values in found:
             if chunk:
                 places = torch.tensor(chunk, device=world.device) - span.start
                 total[places, :, : values.shape[2]] = values[: len(chunk)]
-        if world.size > 1:
-            dist.all_reduce(total)
+        if world.data_size > 1:
+            dist.all_reduce(total, group=world.data_group)
         return total.cpu().numpy()
 
     def _ask(self, table: _Table, numbers: Sequence[int], size: int) -> Tensor:

@@ -53,7 +53,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import value_count
 from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
+from llmfoundry.parallel.mesh import build_mesh, materialize, on_mesh, replicate
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -99,6 +99,8 @@ def build_trainer(
     """
     recipe = with_defaults(written) if recipe is None else recipe
     recipe.precision = served_precision(recipe.precision, world.device, tracker.note)
+    mesh = build_mesh(recipe.parallel, world)
+    world = on_mesh(world, mesh)
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
     fit(with_guessed_vocabulary(recipe))
     check_workers(recipe.data, world)
@@ -108,7 +110,6 @@ def build_trainer(
     data = _open_data(recipe, tokenizer, world, tracker.note)
     settle_vocabulary(recipe, written, tokenizer)
     microbatch = fit(recipe)
-    mesh = build_mesh(recipe.parallel, world)
     root = build_model(
         recipe, world, mesh, tracker.note, written=written, checkpoint=start.checkpoint
     )

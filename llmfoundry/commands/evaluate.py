@@ -255,7 +255,7 @@ def _open_run(recipe: EvalRecipe, path: str, world: World, console: Console) -> 
     run = dataclasses.replace(
         loaded.recipe,
         device_eval_batch_size=recipe.device_eval_batch_size,
-        global_train_batch_size=world.size * 8,  # rows that a process evaluates at a time, at most
+        global_train_batch_size=world.data_size * 8,  # rows of a process at a time, at most
     )
     rows = choose_microbatch(
         run, world_size=world.size, available=memory_of_process(world), device=world.device

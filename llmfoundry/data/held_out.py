@@ -146,8 +146,8 @@ def validation_batches(
     seq_len: int,
     batch_size: int,
     eos_id: int,
-    rank: int = 0,
-    world_size: int = 1,
+    data_rank: int = 0,
+    data_size: int = 1,
     max_rows: int | None = None,
     attend_across_documents: bool = False,
 ) -> Iterator[Batch]:
@@ -161,15 +161,15 @@ def validation_batches(
         seq_len: T, tokens of a row.
         batch_size: rows of a batch of one rank, at most.
         eos_id: what to fill up with.
-        rank: among the ranks that read different rows.
-        world_size: their number.
+        data_rank: among the processes that read different rows.
+        data_size: their number.
         max_rows: read these rows only, from the first; None: all.
         attend_across_documents: leave out the layout.
     """
     n_rows = held_out.n_rows(seq_len, partial=True)
     n_rows = n_rows if max_rows is None else min(n_rows, max_rows)
-    share = min(batch_size, -(-n_rows // world_size))
-    for start in range(rank * share, n_rows + rank * share, max(1, share * world_size)):
+    share = min(batch_size, -(-n_rows // data_size))
+    for start in range(data_rank * share, n_rows + data_rank * share, max(1, share * data_size)):
         rows = [
             Row(*held_out.row(row, seq_len)) if row < n_rows else _EMPTY
             for row in range(start, start + share)

@@ -39,8 +39,8 @@ class Loader:
         seq_len: int,
         eos_id: int,
         vocab_size: int,
-        rank: int = 0,
-        world_size: int = 1,
+        data_rank: int = 0,
+        data_size: int = 1,
         attend_across_documents: bool = False,
         workers: int = 0,
         prefetch_factor: int = 2,
@@ -51,27 +51,27 @@ class Loader:
         Args:
             streams: what is read, in the mixture's order.
             mixture: which of them gives which row of a step; its batch is a multiple of
-                `world_size`.
+                `data_size`.
             seq_len: T, tokens of a row.
             eos_id: what short rows are filled up with.
             vocab_size: ids are below it.
-            rank: among the ranks that read different rows.
-            world_size: their number.
+            data_rank: among the processes that read different rows.
+            data_size: their number.
             attend_across_documents: leave out the layout, so that a row is one document.
             workers: processes that make batches; 0: a thread does.
             prefetch_factor: batches made ahead, by each of them.
             allow_changed: streams that a resumed run may find changed.
         """
-        assert mixture.batch_size % world_size == 0, (mixture.batch_size, world_size)
-        assert 0 <= rank < world_size
+        assert mixture.batch_size % data_size == 0, (mixture.batch_size, data_size)
+        assert 0 <= data_rank < data_size
         assert tuple(stream.name for stream in streams) == mixture.names
         self.streams, self.mixture = tuple(streams), mixture
         self.n_rows = sum(stream.n_rows for stream in streams)
         sources = (s.source for s in streams if isinstance(s, OrderedStream))
         self.tokens_left_out = sum(s.tokens_left_out for s in sources if isinstance(s, TokenSource))
         self._seq_len, self._eos_id, self._vocab_size = seq_len, eos_id, vocab_size
-        self._share = mixture.batch_size // world_size
-        self._first_slot = rank * self._share
+        self._share = mixture.batch_size // data_size
+        self._first_slot = data_rank * self._share
         self.with_layout = not attend_across_documents
         self.workers, self.prefetch_factor = workers, prefetch_factor
         self._allow_changed = frozenset(allow_changed)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from llmfoundry.errors import UserError
 from llmfoundry.ops.host_memory import keep_memory
@@ -34,16 +35,34 @@ class World:
     """This process among all processes of the run."""
 
     rank: int
+    """Among all: for what is printed, and for who writes; never for a share of rows."""
     size: int
     local_rank: int
     device: torch.device
     timeout: timedelta = timedelta(minutes=10)
     """How long a collective waits for the others."""
+    data_mesh: DeviceMesh | None = None
+    """The processes that read other rows than this one, as `mesh.on_mesh` finds them; None: all."""
 
     @property
     def is_main(self) -> bool:
         """Whether this process prints, logs and writes shared files."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of every batch of rows is this process's own."""
+        return self.rank if self.data_mesh is None else self.data_mesh.get_local_rank()
+
+    @property
+    def data_size(self) -> int:
+        """How many shares a batch of rows has."""
+        return self.size if self.data_mesh is None else self.data_mesh.size()
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The processes with the other shares, for sums over rows; None: all processes."""
+        return None if self.data_mesh is None else self.data_mesh.get_group()
 
 
 def relaunch(config: ParallelConfig) -> None:

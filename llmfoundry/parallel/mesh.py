@@ -1,5 +1,6 @@
 """One device mesh (data_parallel_replicate, data_parallel_shard), and the model wrapped on it.
 
+These two are its data axes: processes at different places on them read different rows.
 Replicas alone are DDP, shards alone FSDP2, both HSDP. Whatever the layout, gradients are summed,
 not averaged: the loss is divided by the global count of labelled tokens before the backward pass,
 so the sum is the exact gradient of the global mean.
@@ -11,6 +12,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,6 +59,17 @@ def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh | None:
     return mesh
 
 
+def on_mesh(world: World, mesh: DeviceMesh | None) -> World:
+    """The world as a mesh cuts it: processes that differ on its data axes alone read other rows."""
+    if mesh is None or mesh.ndim == 2:
+        return world
+    assert mesh.mesh_dim_names is not None
+    axes = [mesh.mesh_dim_names.index(axis) for axis in (REPLICATE, SHARD)]
+    ranks = mesh.mesh.movedim(axes, (0, 1)).flatten(0, 1).flatten(1)
+    rows = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("data", "others"))
+    return replace(world, data_mesh=rows["data"])
+
+
 def materialize(
     root: Root, world: World, mesh: DeviceMesh | None, config: ParallelConfig, *, precision: str
 ) -> None:
@@ -81,7 +94,7 @@ def _fully_shard(root: Root, mesh: DeviceMesh, config: ParallelConfig, precision
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # amp's residual stream and rotary tables stay fp32
     )
-    used = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
+    used = mesh[REPLICATE, SHARD] if mesh[REPLICATE].size() > 1 else mesh[SHARD]
     reshard = config.reshard_after_forward
     assert reshard is not None, "the recipe was not filled"
     for block in root.model.blocks:

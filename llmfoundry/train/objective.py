@@ -33,7 +33,7 @@ class Objective(Protocol):
 
     is_cross_entropy: bool
 
-    def prepare(self, batch: Batch, look: Look) -> Batch:
+    def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
         """The batch, with what must be known before the first microbatch; on every process."""
 
     def count(self, batch: Batch) -> Tensor:
@@ -51,7 +51,7 @@ class CrossEntropy:
 
     is_cross_entropy = True
 
-    def prepare(self, batch: Batch, look: Look) -> Batch:
+    def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
         """Nothing to know."""
         return batch
 
@@ -72,8 +72,8 @@ class CrossEntropy:
         return {}
 
 
-def sum_over_processes(value: Tensor) -> Tensor:
-    """The sum of all processes' values, in their place."""
+def sum_over_processes(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of a group's values, in their place; None: of all processes'."""
     if dist.is_initialized():
-        dist.all_reduce(value)
+        dist.all_reduce(value, group=group)
     return value

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Decoder
@@ -77,6 +78,7 @@ def train_step(
     autocast: Callable[[], AbstractContextManager[None]],
     clipping: GradientClippingConfig,
     guard: Guard,
+    data_group: dist.ProcessGroup | None = None,
     objective: Objective = CROSS_ENTROPY,
     on_gradients: Callable[[], None] | None = None,
     before_update: Callable[[], None] | None = None,
@@ -92,13 +94,15 @@ def train_step(
         autocast: gives the context of the forward pass.
         clipping: bound on the gradient.
         guard: stops updates once a loss or gradient is not finite.
+        data_group: the processes whose rows make up the global batch; None: all processes.
         objective: what is minimised.
         on_gradients: called while parameters hold the step's gradients, before clipping.
         before_update: called before the optimizer; what it raises leaves the weights as they were.
     """
-    batch = objective.prepare(batch, _look(module, microbatch, autocast))
+    batch = objective.prepare(batch, _look(module, microbatch, autocast), data_group)
     own = objective.count(batch)
-    counts = sum_over_processes(torch.stack([own, torch.full_like(own, len(batch.tokens))]))
+    counts = torch.stack([own, torch.full_like(own, len(batch.tokens))])
+    counts = sum_over_processes(counts, data_group)
     count, rows = counts.unbind()
     divisor = torch.where(count > 0, count, 1)
     sums = Sums()
@@ -113,7 +117,7 @@ def train_step(
             shares += [loss / rows for loss in routing.losses.values()] if routing else []
             (sum(shares) * factor).backward()
         sums.add(shares, told, routing)
-    parts, told, routing = sums.over_processes()
+    parts, told, routing = sums.over_processes(data_group)
     loss = sum(parts.values(), torch.zeros_like(parts["loss"]))
     parameters = [p for p in module.parameters() if p.grad is not None]
     norm = _total_norm([p.grad for p in parameters if p.grad is not None])
@@ -169,9 +173,12 @@ class Sums:
             values = [a + b for a, b in zip(self._sums, values, strict=True)]
         self._sums, self._told, self._routing = values, [*told], routing
 
-    def over_processes(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Routing | None]:
+    def over_processes(
+        self, group: dist.ProcessGroup | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Routing | None]:
         """The step's losses by name, the objective's being `loss`, what it told, the routing."""
-        flat = sum_over_processes(torch.cat([value.flatten() for value in self._sums]))
+        flat = torch.cat([value.flatten() for value in self._sums])
+        flat = sum_over_processes(flat, group)
         sizes = [value.numel() for value in self._sums]
         values = [
             part.view(value.shape)

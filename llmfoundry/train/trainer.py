@@ -186,7 +186,7 @@ class Trainer:
             batch = next(self._batches)
         except (Exception, StopIteration) as error:
             failure = error
-            shape = (self.clock.samples_per_batch // self.world.size, self.recipe.max_seq_len)
+            shape = (self.clock.samples_per_batch // self.world.data_size, self.recipe.max_seq_len)
             labels = torch.full(shape, IGNORE)
             batch = Batch(torch.zeros_like(labels), labels, None)
         self._wait_seconds += time.perf_counter() - started
@@ -212,6 +212,7 @@ class Trainer:
                 autocast=self.autocast,
                 clipping=self.recipe.gradient_clipping,
                 guard=self.guard,
+                data_group=self.world.data_group,
                 objective=self.objective,
                 on_gradients=self._on_gradients if logs else None,
                 before_update=stop.check,
@@ -241,12 +242,12 @@ class Trainer:
         )
 
     def _seed(self) -> None:
-        """Make the step's draws a function of (seed, batch, process).
+        """Make the step's draws a function of (seed, batch, data rank).
 
         Not torch.manual_seed: on a machine without a GPU it leaves behind, at every call, a stack
         trace for each kind of device that might still come.
         """
-        value = hash((self.recipe.seed, self.batch, self.world.rank))
+        value = hash((self.recipe.seed, self.batch, self.world.data_rank))
         torch.default_generator.manual_seed(value)
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(value)

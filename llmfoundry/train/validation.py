@@ -22,8 +22,9 @@ def validate(
     *,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
+    data_group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Sums over all processes' batches, then their ratios.
+    """Sums over the batches of all that read other rows, then their ratios.
 
     Bits per byte is total nats / ln 2 / bytes of text; the end-of-text symbol costs nats and has
     no bytes. It compares models of different tokenizers, and with compressors such as gzip.
@@ -34,6 +35,7 @@ def validate(
         token_bytes: (V,) UTF-8 bytes of each token, on `device`.
         device: where to compute.
         autocast: gives the context of the forward pass.
+        data_group: the processes that have the other shares; None: all processes.
     """
     sums = torch.zeros(3, device=device, dtype=torch.float64)  # nats, tokens, bytes
     for batch in batches:
@@ -49,7 +51,7 @@ def validate(
         length = token_bytes[labels[keep]].sum()
         sums += torch.stack([nats.double(), keep.sum().double(), length.double()])
     if dist.is_initialized():
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=data_group)
     nats, tokens, length = sums.tolist()
     mean = nats / max(tokens, 1)
     return {

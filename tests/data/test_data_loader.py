@@ -107,7 +107,7 @@ def sequence(make: Callable[..., Loader], steps: Sequence[int], ranks: int, work
     for start, stop in itertools.pairwise([0, *steps]):
         parts = []
         for rank in range(ranks):
-            part = make(rank=rank, world_size=ranks, workers=workers)
+            part = make(data_rank=rank, data_size=ranks, workers=workers)
             if state is not None:
                 part.resume(state, start)
             with closing(BatchPrefetcher(part, start)) as batches:
@@ -135,7 +135,7 @@ def test_one_sequence_on_any_ranks_workers_and_restarts(
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_share_out_the_single_rank_batch(folder: Path, world_size: int) -> None:
     whole = loader(three(folder))
-    ranks = [loader(three(folder), rank=r, world_size=world_size) for r in range(world_size)]
+    ranks = [loader(three(folder), data_rank=r, data_size=world_size) for r in range(world_size)]
     for step in (0, 1, 50):
         expected, parts = whole.batch(step), [rank.batch(step) for rank in ranks]
         assert torch.equal(torch.cat([part.tokens for part in parts]), expected.tokens)
@@ -193,7 +193,7 @@ def test_changed_proportions_repeat_and_lose_nothing(folder: Path) -> None:
     """At a resume: each stream's rows come in its own order, whatever its part of the batches."""
     before = loader(three(folder), phases=[Phase(0, (6.0, 1.0, 1.0))])
     state = json.loads(json.dumps(before.state(5)))
-    after = loader(three(folder), phases=[Phase(0, (1.0, 1.0, 4.0))], world_size=2)
+    after = loader(three(folder), phases=[Phase(0, (1.0, 1.0, 4.0))], data_size=2)
     after.resume(state, 5)
     first = [before.mixture.plan(step) for step in range(5)]
     then = [after.mixture.plan(step) for step in range(5, 12)]
@@ -210,7 +210,7 @@ def test_resume_goes_on_after_the_last_sample_given(web: OrderedStream, after: i
     before = loader([web])
     state = json.loads(json.dumps(before.state(5)))
     assert before.samples(5) == 40
-    ranks = [loader([web], batch_size=after, world_size=2, rank=rank) for rank in (0, 1)]
+    ranks = [loader([web], batch_size=after, data_size=2, data_rank=rank) for rank in (0, 1)]
     for rank in ranks:
         rank.resume(state, 5)
         assert rank.samples(5) == 40
@@ -375,7 +375,7 @@ def test_validation_predicts_every_token_once(
         list(
             validation_batches(
                 held_out, seq_len=T, batch_size=batch_size, eos_id=EOS,
-                rank=rank, world_size=world_size, max_rows=max_rows,
+                data_rank=rank, data_size=world_size, max_rows=max_rows,
             )
         )
         for rank in range(world_size)

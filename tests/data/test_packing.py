@@ -122,7 +122,7 @@ def test_ranks_and_restarts_pack_alike(texts: MDSTexts, world_size: int) -> None
     state = json.loads(json.dumps(whole.state(3)))
     ranks = []
     for rank in range(world_size):
-        ranks.append(loader(texts, PackingRatio(8, 99), rank=rank, world_size=world_size))
+        ranks.append(loader(texts, PackingRatio(8, 99), data_rank=rank, data_size=world_size))
         ranks[-1].resume(state, 3)  # has the packing of the run
     for step in (3, 4, 40):
         parts = [rank.batch(step).tokens for rank in ranks]

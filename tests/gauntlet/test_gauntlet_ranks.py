@@ -43,8 +43,8 @@ def score(root: nn.Module, rank: int = 0, world_size: int = 1) -> list[dict[str,
         device=torch.device("cpu"),
         batch_tokens=512,
         autocast=nullcontext,
-        rank=rank,
-        world_size=world_size,
+        data_rank=rank,
+        data_size=world_size,
     )
     return [dataclasses.asdict(each) for each in scores]
 

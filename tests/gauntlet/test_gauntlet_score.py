@@ -132,7 +132,7 @@ def on_ranks(world_size: int, requests: list[Request], **keys: Any) -> tuple[lis
     board: list[Any] = [None] * world_size
     barrier = threading.Barrier(world_size, timeout=60)
 
-    def all_reduce(sums: Tensor) -> None:
+    def all_reduce(sums: Tensor, group: None) -> None:
         board[int(threading.current_thread().name)] = sums.clone()
         barrier.wait()
         sums.copy_(torch.stack(board).sum(0))
@@ -143,7 +143,7 @@ def on_ranks(world_size: int, requests: list[Request], **keys: Any) -> tuple[lis
     results: list[Any] = [None] * world_size
 
     def work(rank: int) -> None:
-        results[rank] = run(roots[rank], requests, rank=rank, world_size=world_size, **keys)
+        results[rank] = run(roots[rank], requests, data_rank=rank, data_size=world_size, **keys)
 
     threads = [threading.Thread(target=work, args=(r,), name=str(r)) for r in range(world_size)]
     with pytest.MonkeyPatch.context() as patch:

@@ -328,7 +328,7 @@ def _generate_on(rank: int, folder: Path) -> None:
         materialize(root, world, mesh, config, precision="fp32")
         root.model.init_weights(2)
         module = replicate(root, mesh)
-        ranks = {"rank": rank, "world_size": 2}
+        ranks = {"data_rank": rank, "data_size": 2}
         found.append([generated(module, prompts, **ranks) for prompts in work_for_ranks()])
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

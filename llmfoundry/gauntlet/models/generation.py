@@ -43,7 +43,7 @@ FAMILY = 8
 
 @dataclass(frozen=True)
 class _Batch:
-    """What all ranks decode at the same time: rank r has members[r::world_size].
+    """What all ranks decode at the same time: rank r has members[r::data_size].
 
     Attributes:
         members: numbers of prompts, the longest first.
@@ -66,7 +66,8 @@ class _Model:
     tokenizer: Tokenizer
     device: torch.device
     autocast: Autocast
-    world_size: int
+    data_size: int
+    data_group: dist.ProcessGroup | None
 
     @property
     def model(self) -> Decoder:
@@ -103,10 +104,10 @@ class _Model:
 
     def over_ranks(self, count: int) -> int:
         """The sum of a number over ranks."""
-        if self.world_size == 1:
+        if self.data_size == 1:
             return count
         shared = torch.tensor(count, device=self.device)
-        dist.all_reduce(shared)
+        dist.all_reduce(shared, group=self.data_group)
         return int(shared)
 
 
@@ -161,8 +162,9 @@ def generate_texts(
     device: torch.device,
     batch_tokens: int,
     autocast: Autocast,
-    rank: int = 0,
-    world_size: int = 1,
+    data_rank: int = 0,
+    data_size: int = 1,
+    data_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
     """The likeliest continuation of each prompt, token by token; the same list on every rank.
 
@@ -176,31 +178,32 @@ def generate_texts(
         batch_tokens: rows of a rank's batch times the longest row, its continuation with it, at
             most; what the key-value cache holds. One row always goes.
         autocast: makes the context of the forward pass.
-        rank: this process; must take part together with all others.
-        world_size: number of processes.
+        data_rank: this process among those that have different rows; all must take part.
+        data_size: their number.
+        data_group: they; None: all processes.
 
     Raises:
         UserError: a row would be longer than the model's learned positions.
         FloatingPointError: logits were not finite, so that nothing is the likeliest; on every rank.
     """
-    model = _Model(root, tokenizer, device, autocast, world_size)
+    model = _Model(root, tokenizer, device, autocast, data_size, data_group)
     _check_lengths(longest_document(model.model), prompts)
     found: list[tuple[int, str, bool]] = []
     was_training = root.training
     root.eval()
     prefix, held = None, None
     with torch.no_grad():
-        for batch in _batches(prompts, model.config, batch_tokens, world_size):
+        for batch in _batches(prompts, model.config, batch_tokens, data_size):
             if batch.prefix != prefix:
                 prefix, held = batch.prefix, _read_prefix(model, batch.prefix)
-            mine = batch.members[rank::world_size]
+            mine = batch.members[data_rank::data_size]
             answers = [_Answer(prompts[i], tokenizer) for i in mine or batch.members[:1]]
             _decode(model, answers, batch, held)
             found += [(i, a.text, a.is_broken) for i, a in zip(mine, answers, strict=False)]
     root.train(was_training)
-    if world_size > 1:
-        parts: list[Any] = [None] * world_size
-        dist.all_gather_object(parts, found)
+    if data_size > 1:
+        parts: list[Any] = [None] * data_size
+        dist.all_gather_object(parts, found, group=data_group)
         found = [entry for part in parts for entry in part]
     assert len(found) == len(prompts), "every prompt is continued once"
     if broken := sum(is_broken for *_, is_broken in found):
@@ -226,7 +229,7 @@ def _check_lengths(longest: int | None, prompts: Sequence[Prompt]) -> None:
 
 
 def _batches(
-    prompts: Sequence[Prompt], config: ModelConfig, batch_tokens: int, world_size: int
+    prompts: Sequence[Prompt], config: ModelConfig, batch_tokens: int, data_size: int
 ) -> Iterator[_Batch]:
     """The work, the same on every rank.
 
@@ -246,7 +249,7 @@ def _batches(
         for i in sorted(members, key=lambda i: (-len(prompts[i].tokens), i)):
             longest = len(prompts[group[0] if group else i].tokens)
             new = max(prompts[j].max_new_tokens for j in (*group, i))
-            rows = max(1, batch_tokens // (longest + new)) * world_size
+            rows = max(1, batch_tokens // (longest + new)) * data_size
             spread = longest - len(prompts[i].tokens)
             if group and (len(group) >= rows or spread > (0 if in_one_piece else new)):
                 yield _batch(prompts, group, shared)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from llmfoundry.gauntlet.models.generation import generate_texts
@@ -36,8 +37,9 @@ class OwnModel:
         device: torch.device,
         batch_tokens: int,
         autocast: Autocast,
-        rank: int = 0,
-        world_size: int = 1,
+        data_rank: int = 0,
+        data_size: int = 1,
+        data_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Take a model over, which may go on being trained.
 
@@ -48,13 +50,14 @@ class OwnModel:
             device: where the model is.
             batch_tokens: tokens in a forward pass at most, padding included; one row always goes.
             autocast: makes the context of the forward pass.
-            rank: this process.
-            world_size: number of processes, all of which must ask the same.
+            data_rank: this process among those that are given different rows.
+            data_size: their number; all must ask the same.
+            data_group: they; None: all processes.
         """
         self.tokens_computed = 0
         self._root, self._tokenizer, self._seq_len = root, tokenizer, seq_len
         self._device, self._batch_tokens, self._autocast = device, batch_tokens, autocast
-        self._rank, self._world_size = rank, world_size
+        self._data_rank, self._data_size, self._data_group = data_rank, data_size, data_group
         self._grown: tuple[Sequence[Request], Forest] | None = None
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
@@ -71,8 +74,9 @@ class OwnModel:
             device=self._device,
             batch_tokens=self._batch_tokens,
             autocast=self._autocast,
-            rank=self._rank,
-            world_size=self._world_size,
+            data_rank=self._data_rank,
+            data_size=self._data_size,
+            data_group=self._data_group,
             forest=forest,
         )
 
@@ -86,6 +90,7 @@ class OwnModel:
             device=self._device,
             batch_tokens=self._batch_tokens,
             autocast=self._autocast,
-            rank=self._rank,
-            world_size=self._world_size,
+            data_rank=self._data_rank,
+            data_size=self._data_size,
+            data_group=self._data_group,
         )

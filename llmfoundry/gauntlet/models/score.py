@@ -60,8 +60,9 @@ def score_requests(
     device: torch.device,
     batch_tokens: int,
     autocast: Autocast,
-    rank: int = 0,
-    world_size: int = 1,
+    data_rank: int = 0,
+    data_size: int = 1,
+    data_group: dist.ProcessGroup | None = None,
     forest: Forest | None = None,
 ) -> list[Score]:
     """A score for each request, the same list on every rank.
@@ -74,8 +75,9 @@ def score_requests(
         device: where the model is.
         batch_tokens: tokens in a forward pass at most, but one row always.
         autocast: makes the context of the forward pass.
-        rank: this process; must take part together with all others.
-        world_size: number of processes.
+        data_rank: this process among those that have different rows; all must take part.
+        data_size: their number.
+        data_group: they; None: all processes.
         forest: of these requests, where it was grown before; its counts say what was computed.
     """
     forest = forest or grow(requests, seq_len=seq_len)
@@ -84,16 +86,16 @@ def score_requests(
     was_training = root.training
     root.eval()
     with torch.no_grad():
-        for share in deal(forest.rows, batch_tokens, rank, world_size):
+        for share in deal(forest.rows, batch_tokens, data_rank, data_size):
             call = _call(forest, requests, share, eos_id)
             with autocast():
                 layout = call.layout.to(device)
                 pending.append((call, root(call.tokens.to(device), layout, _finish(call, device))))
     root.train(was_training)
     numbers = _by_request(pending, len(requests))  # only now, so that no call waits for the last
-    if dist.is_initialized() and world_size > 1:
+    if dist.is_initialized() and data_size > 1:
         numbers = numbers.to(device)
-        dist.all_reduce(numbers)
+        dist.all_reduce(numbers, group=data_group)
     return _read(numbers.cpu(), requests)
 
 
@@ -114,7 +116,7 @@ class Share:
     chunks: int
 
 
-def deal(rows: list[TreeRow], batch_tokens: int, rank: int, world_size: int) -> Iterator[Share]:
+def deal(rows: list[TreeRow], batch_tokens: int, data_rank: int, data_size: int) -> Iterator[Share]:
     """This rank's share of each call; heights and widths agree over ranks.
 
     Widest rows first, those with most attention first among equals, dealt to and fro, so that ranks
@@ -126,23 +128,23 @@ def deal(rows: list[TreeRow], batch_tokens: int, rank: int, world_size: int) -> 
     while at < len(order):
         width = order[at].width
         same = sum(row.width == width for row in order[at:])
-        per_rank = -(-same // world_size)
+        per_rank = -(-same // data_size)
         calls = -(-per_rank // max(1, batch_tokens // width))
         for n in range(calls):
             height = (per_rank * (n + 1)) // calls - (per_rank * n) // calls
-            group = order[at : at + height * world_size]
+            group = order[at : at + height * data_size]
             at += len(group)
-            shares: list[list[TreeRow]] = [[] for _ in range(world_size)]
+            shares: list[list[TreeRow]] = [[] for _ in range(data_size)]
             for i, row in enumerate(group):
-                shares[_owner(i, world_size)].append(row)
+                shares[_owner(i, data_size)].append(row)
             most = max(sum(row.targets for row in share) for share in shares)
-            yield Share(shares[rank], height, width, max(1, -(-most // HEAD_CHUNK)))
+            yield Share(shares[data_rank], height, width, max(1, -(-most // HEAD_CHUNK)))
 
 
-def _owner(index: int, world_size: int) -> int:
+def _owner(index: int, data_size: int) -> int:
     """The rank that is dealt a row: 0, 1, 2, 2, 1, 0, 0, … of three."""
-    turn, place = divmod(index, world_size)
-    return place if turn % 2 == 0 else world_size - 1 - place
+    turn, place = divmod(index, data_size)
+    return place if turn % 2 == 0 else data_size - 1 - place
 
 
 def _call(forest: Forest, requests: Sequence[Request], share: Share, eos_id: int) -> _Call:

@@ -41,6 +41,7 @@ def validate_answers(
     *,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
+    data_group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
     """The objective's loss and metrics, the shares of pairs told apart, the better answers' loss.
 
@@ -54,6 +55,7 @@ def validate_answers(
         objective: of the recipe.
         device: where to compute.
         autocast: gives the context of a forward pass.
+        data_group: the processes that have the other shares; None: all processes.
     """
 
     def look(batch: Batch, finish: Asked) -> Tensor:
@@ -63,7 +65,7 @@ def validate_answers(
     found = [_measure(batch.to(device), token_bytes, objective, look) for batch in batches]
     if not found:
         return {}
-    return _metrics(_gathered(found), objective)
+    return _metrics(_gathered(found, data_group), objective)
 
 
 @dataclass(frozen=True)
@@ -103,19 +105,19 @@ def _measure(batch: Batch, token_bytes: Tensor, objective: Preference, look: Loo
     return torch.stack([value.double() for value in values], -1)
 
 
-def _gathered(found: list[Tensor]) -> _Answers:
-    """All rows of all processes."""
+def _gathered(found: list[Tensor], group: dist.ProcessGroup | None) -> _Answers:
+    """All rows of all processes of a group."""
     width = torch.tensor(max(values.shape[1] for values in found), device=found[0].device)
     if dist.is_initialized():
-        dist.all_reduce(width, dist.ReduceOp.MAX)
+        dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
     padded = [
         torch.nn.functional.pad(values, (0, 0, 0, int(width) - values.shape[1])) for values in found
     ]
     own = torch.cat(padded)
     if not dist.is_initialized():
         return _Answers(*own.unbind(-1))
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, own.contiguous())
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own.contiguous(), group=group)
     return _Answers(*torch.cat(every).unbind(-1))
 
 

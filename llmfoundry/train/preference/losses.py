@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.batch import IGNORE, Batch
@@ -169,11 +170,13 @@ class Pairs:
         self.by_sum = self.has_reference = config.name == "dpo"
         self._loss, self._switched_off = PAIR_LOSSES[config.name](config), switched_off
 
-    def prepare(self, batch: Batch, look: Look) -> Batch:
+    def prepare(self, batch: Batch, look: Look, data_group: ProcessGroup | None) -> Batch:
+        """With the reference's log-probabilities."""
+        return self.with_reference(batch, look)
+
+    def with_reference(self, batch: Batch, look: Look) -> Batch:
         """With the reference's log-probabilities, where the adapter's absence gives them."""
         return with_reference(batch, look, self._switched_off)
-
-    with_reference = prepare
 
     def count(self, batch: Batch) -> Tensor:
         """(): pairs."""
@@ -245,14 +248,15 @@ class KTO:
         self.weights = config.desirable_weight, config.undesirable_weight
         self._switched_off = switched_off
 
-    def prepare(self, batch: Batch, look: Look) -> Batch:
+    def prepare(self, batch: Batch, look: Look, data_group: ProcessGroup | None) -> Batch:
         """With the reference's log-probabilities, and the baseline of the global batch."""
         batch = self.with_reference(batch, look)
         if batch.answers is None:  # a batch that could not be had
-            sum_over_processes(torch.zeros(2, device=batch.tokens.device))
+            sum_over_processes(torch.zeros(2, device=batch.tokens.device), data_group)
             return batch
         ratios, others = self.moved(batch, look)
-        sums = sum_over_processes(torch.stack([ratios.sum(), others.sum().to(ratios)]))
+        sums = torch.stack([ratios.sum(), others.sum().to(ratios)])
+        sums = sum_over_processes(sums, data_group)
         baseline = baseline_of(*sums.unbind()).expand(len(batch.tokens))
         return replace(batch, answers=replace(batch.answers, baseline=baseline))
 
