@@ -29,6 +29,7 @@ from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS, recipe_name
+from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
@@ -43,7 +44,6 @@ between those that stay, and freed memory is kept (`ops/host_memory.py`). Measur
 FRAMEWORK = GIB // 2  # PyTorch and all else that is imported, before there is a model
 WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
-MOMENTS = {"adamw": 2, "decoupled_adamw": 2, "decoupled_lionw": 1, "muon": 2}  # a weight's, at most
 CPU_TOKENS = 1024
 """Tokens that a matrix meets in a microbatch on a CPU: more is not faster there, and takes more
 memory. A mixture's microbatch holds more, for each expert meets only its share."""
@@ -101,7 +101,7 @@ def estimate(
     block = (parameters - embedding) // model.n_layers
     return MemoryEstimate(
         parameters=parameters,
-        weights=width * (2 + MOMENTS[recipe.optimizer.name]) * parameters // shard
+        weights=width * (2 + OPTIMIZERS[recipe.optimizer.name].moments) * parameters // shard
         + expert_copies(recipe, shard),
         gathered=8 * (embedding + block) if shard > 1 else 4 * embedding,
         per_row=row_bytes(recipe),
@@ -119,6 +119,7 @@ def _estimate_part(
 ) -> MemoryEstimate:
     """Of a model of which a part trains: gradients and moments of that alone."""
     held, shard = weigh(sketch, device), degrees(recipe.parallel, world_size)[1]
+    moments = OPTIMIZERS[recipe.optimizer.name].moments
     low = 4 if recipe.precision == "fp32" else 2
     copies = expert_copies(recipe, shard) if held.trains_experts else 0
     gathered = 2 * (held.ends + held.block) if shard > 1 else held.trained_ends
@@ -126,8 +127,7 @@ def _estimate_part(
     assert recipe.model.vocab_size is not None
     return MemoryEstimate(
         parameters=held.parameters,
-        weights=(held.frozen + (2 + MOMENTS[recipe.optimizer.name]) * held.trained) // shard
-        + copies,
+        weights=(held.frozen + (2 + moments) * held.trained) // shard + copies,
         gathered=gathered + low * held.dequantized,
         per_row=round((HEAP if device.type == "cpu" else 1) * per_row),
         fixed=_chunk_bytes(recipe.model.vocab_size) + FRAMEWORK,

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +16,7 @@ from llmfoundry.assemble.adapters.adapter import (
     hold_frozen,
     lora_plus_ratio,
 )
+from llmfoundry.assemble.callbacks import build_callbacks
 from llmfoundry.assemble.data import Data, build_loader, learning_corpus, mixture_lines, open_data
 from llmfoundry.assemble.evaluate import build_evaluate, eval_rows
 from llmfoundry.assemble.job import (
@@ -29,7 +29,6 @@ from llmfoundry.assemble.job import (
 )
 from llmfoundry.assemble.objective import build_objective
 from llmfoundry.assemble.reference import open_reference, with_places
-from llmfoundry.assemble.samples import build_samples
 from llmfoundry.assemble.start import Start, fill_weights, find_start, run_identity
 from llmfoundry.assemble.weights.pretrained import Pretrained, fit_vocabulary, write_model
 from llmfoundry.data.loader import Loader
@@ -44,11 +43,7 @@ from llmfoundry.estimate import (
 from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
-from llmfoundry.models.counts import (
-    active_parameter_count,
-    peak_flops,
-    trained_flops_per_token,
-)
+from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import value_count
 from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
@@ -60,21 +55,11 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import PRETRAINED
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.track.loggers import Tracker
-from llmfoundry.train.callbacks import (
-    GarbageCollection,
-    GenerateSamples,
-    LRMonitor,
-    MemoryMonitor,
-    RuntimeEstimator,
-    SpeedMonitor,
-)
 from llmfoundry.train.checkpoints.checkpoint import batch_of
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
-from llmfoundry.train.early_stopper import EarlyStopper
-from llmfoundry.train.optimizer_monitor import OptimizerMonitor
 from llmfoundry.train.optimizers.optim import build_optimizer, freeze
 from llmfoundry.train.step import CROSS_ENTROPY
-from llmfoundry.train.trainer import Callback, Trainer
+from llmfoundry.train.trainer import Trainer
 
 
 def build_trainer(
@@ -331,40 +316,6 @@ def build_checkpointer(
         note=tracker.note,
         saved=batch_of(found) if found is not None and own else None,
     )
-
-
-def build_callbacks(job: Job, state: dict[str, Any]) -> list[Callback]:
-    """Those that the recipe asks for; the early stopper after all that measure something.
-
-    Args:
-        job: the run.
-        state: what they left in the checkpoint that the run goes on from; else empty.
-    """
-    config = job.recipe.callbacks
-    callbacks: list[Callback] = []
-    if config.speed_monitor:
-        flops = trained_flops_per_token(job.root.model, job.recipe.max_seq_len)
-        peak = peak_flops(job.world.device)
-        callbacks.append(
-            SpeedMonitor(window=config.speed_window, flops_per_token=flops, peak_flops=peak)
-        )
-    if config.lr_monitor:
-        callbacks.append(LRMonitor())
-    if config.optimizer_monitor:
-        callbacks.append(OptimizerMonitor())
-    if config.memory_monitor:
-        callbacks.append(MemoryMonitor())
-    if config.runtime_estimator:
-        callbacks.append(RuntimeEstimator())
-    if config.generate.prompts or config.generate.from_validation:
-        callbacks.append(GenerateSamples(config.generate, build_samples(job)))
-    if config.early_stopper.metric is not None:
-        callbacks.append(EarlyStopper(config.early_stopper))
-    if config.gc_interval > 0:
-        callbacks.append(GarbageCollection(config.gc_interval))
-    for callback in callbacks:
-        callback.restore(state)
-    return callbacks
 
 
 def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tuple[str, str]]:

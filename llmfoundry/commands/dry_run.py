@@ -23,7 +23,6 @@ from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import (
     GIB,
-    MOMENTS,
     MemoryEstimate,
     check_workers,
     choose_microbatch,
@@ -38,6 +37,7 @@ from llmfoundry.parallel.launch import World, wanted_processes
 from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.paths import find_file, show
+from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
@@ -179,7 +179,7 @@ def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | Non
     width = 2 if recipe.precision == "bf16" else 4
     each = ""
     if model is None:
-        whole = width * (1 + MOMENTS[recipe.optimizer.name]) * need.parameters
+        whole = width * (1 + OPTIMIZERS[recipe.optimizer.name].moments) * need.parameters
         each = f", about {size(whole / GIB)} each"
     return f"every {recipe.save_interval} and at the end{each}; {kept}"
 
@@ -256,7 +256,7 @@ def plan_tracking(recipe: TrackRecipe) -> Rows:
     """Of scripts/track.py."""
     folder = run_with_record(recipe)
     logger = recipe.logger or load_run(folder / "recipe.yaml").logger
-    stores = [name for name in ("mlflow", "tensorboard", "wandb") if getattr(logger, name)]
+    stores = logger.chosen()
     yield "run", show(folder)
     yield "to", ", ".join(stores) or "nothing"
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry.models.linear import Linear
-from llmfoundry.models.norm import NORMS
 from llmfoundry.models.positions import Table, rotate
 from llmfoundry.ops.attention.backends import AttentionPlan, AttentionSpec, alibi_slopes, attend
+from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.architecture.blocks import LayerConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 
@@ -150,7 +150,7 @@ class Attention(nn.Module):
         self.k_ln: nn.Module | None = None
         if attn.qk_ln or attn.qk_gn:
             assert attn.norm_type and attn.norm_eps, "the recipe was not filled"
-            norm = partial(NORMS[attn.norm_type], eps=attn.norm_eps, bias=bias)
+            norm = partial(NORMS[attn.norm_type].load(), eps=attn.norm_eps, bias=bias)
             q_norm, k_norm = (config.head_dim,) * 2 if attn.qk_gn else (q_width, kv_width)
             self.q_ln = norm(q_norm)
             self.k_ln = norm(k_norm) if self.owns_kv else None

@@ -26,7 +26,6 @@ from llmfoundry.models.attention import (
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.models.linear import Embedding, Linear
 from llmfoundry.models.moe import MoE, Routed, Routing, over_layers
-from llmfoundry.models.norm import NORMS
 from llmfoundry.models.positions import (
     Table,
     dynamic_lengths,
@@ -40,6 +39,7 @@ from llmfoundry.ops.layout import Layout
 from llmfoundry.ops.log_probs import linear_log_probs
 from llmfoundry.ops.logits import cap
 from llmfoundry.ops.virtual import Widened, in_front
+from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.architecture.blocks import LayerConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
         self, config: ModelConfig, index: int, layer: LayerConfig, *, is_reused: bool
     ) -> None:
         super().__init__()
-        norm, bias = NORMS[config.norm_type], not config.no_bias
+        norm, bias = NORMS[config.norm_type].load(), not config.no_bias
         self.pdrop = config.resid_pdrop
         self.norm_1 = norm(config.d_model, eps=config.norm_eps, bias=bias)
         self.attn = Attention(config, index, layer, is_reused=is_reused)
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, i, layer, is_reused=i in reused) for i, layer in enumerate(self.layers)
         )
-        norm = NORMS[config.norm_type]
+        norm = NORMS[config.norm_type].load()
         self.norm_f = norm(config.d_model, eps=config.norm_eps, bias=not config.no_bias)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)

@@ -6,7 +6,6 @@ input to its dtype anyhow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -81,9 +80,5 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
 
 
-NORMS: dict[str, Callable[..., LayerNorm | RMSNorm]] = {
-    "layernorm": LayerNorm,
-    "rmsnorm": RMSNorm,
-    "low_precision_layernorm": partial(LayerNorm, low_precision=True),
-    "low_precision_rmsnorm": partial(RMSNorm, low_precision=True),
-}
+low_precision_layernorm = partial(LayerNorm, low_precision=True)
+low_precision_rmsnorm = partial(RMSNorm, low_precision=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from llmfoundry.recipe.values.bounds import (
     NEW_TOKENS,
@@ -15,11 +15,40 @@ from llmfoundry.recipe.values.bounds import (
     out_of_bounds,
 )
 from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.choices import ChoiceTable, Entry, check_plugins, settings_of
 from llmfoundry.recipe.values.duration import check_duration
 
 WANDB_MODES = ("online", "offline")
 STOP_MODES = ("min", "max")
 DEFAULT_TOP_P = 0.9  # the last tenth, of thousands of tokens, is where small models' garbage lies
+Plugins = dict[str, dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class LoggerType(Entry):
+    """A place for metrics: `make(config, run_folder)`, a plugin's with its settings, a LogTarget.
+
+    Those that come with the project have a field of their name in the section, and `keys` beside
+    it; a plugin's are under `plugins`.
+    """
+
+
+LOGGERS = ChoiceTable(
+    "logger.plugins",
+    LoggerType,
+    {
+        "mlflow": LoggerType(
+            "llmfoundry.track.mlflow_session:mlflow_target",
+            keys={"tracking_uri": "sqlite:///runs/mlflow.db", "experiment_name": "llmfoundry"},
+        ),
+        "tensorboard": LoggerType("llmfoundry.track.tensorboard_session:tensorboard_target"),
+        "wandb": LoggerType(
+            "llmfoundry.track.wandb_session:wandb_target",
+            keys={"wandb_mode": "online", "wandb_project": "llmfoundry", "wandb_entity": None},
+        ),
+    },
+)
+_SHIPPED_LOGGERS = set(LOGGERS)
 
 
 @dataclass
@@ -44,23 +73,27 @@ class LoggerConfig:
     """Weights & Biases' team or user; unset: the login's default."""
     in_memory: bool = False
     """Keep every metric in the tracker, for a Python program that calls the trainer."""
+    plugins: Plugins = field(default_factory=dict)
+    """Loggers of plugins, each with its settings: {my_logger: {path: x}}."""
 
     def check(self, key: str = "logger.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        if not self.mlflow:
-            yield from inert(key, self, ["tracking_uri", "experiment_name"], "with mlflow: false")
-        if not self.wandb:
-            names = ["wandb_mode", "wandb_project", "wandb_entity"]
-            yield from inert(key, self, names, "without wandb: true")
+        for name in _SHIPPED_LOGGERS - {*self.chosen()}:
+            why = "with mlflow: false" if name == "mlflow" else f"without {name}: true"
+            yield from inert(key, self, LOGGERS[name].keys, why)
+        yield from check_plugins(key, self.plugins, LOGGERS, _SHIPPED_LOGGERS)
 
     def fill(self) -> None:
         """Write derived values in place."""
-        if self.mlflow:
-            self.tracking_uri = self.tracking_uri or "sqlite:///runs/mlflow.db"
-            self.experiment_name = self.experiment_name or "llmfoundry"
-        if self.wandb:
-            fill(self, wandb_mode="online", wandb_project="llmfoundry")
+        for name in _SHIPPED_LOGGERS & {*self.chosen()}:
+            for key, default in LOGGERS[name].keys.items():
+                setattr(self, key, getattr(self, key) or default)
+        self.plugins = {**settings_of(self.plugins, LOGGERS)}
+
+    def chosen(self) -> list[str]:
+        """The names of the loggers that are on."""
+        return [name for name in LOGGERS if getattr(self, name, False)] + [*self.plugins]
 
 
 @dataclass
@@ -80,6 +113,11 @@ class GenerateConfig:
     """0 takes the likeliest token; more is more random."""
     top_p: Annotated[float | None, TOP_P] = None
     """Draw from the likeliest tokens that together reach this probability, 1 from all; 0.9."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to continue or to answer."""
+        return bool(self.prompts or self.from_validation)
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
@@ -124,6 +162,37 @@ class EarlyStopperConfig:
             fill(self, mode=mode, patience=3, min_delta=0.0)
 
 
+@dataclass(frozen=True)
+class CallbackType(Entry):
+    """An observer of the loop: `make(job)`, a plugin's with its settings, a train.Callback."""
+
+    is_on: Callable[[CallbacksConfig], bool] | None = field(default=None, kw_only=True)
+    """Whether the section asks for it; unset, of a plugin's: where `plugins` names it."""
+
+
+def _callback(name: str, is_on: Callable[[CallbacksConfig], bool]) -> CallbackType:
+    return CallbackType(f"llmfoundry.assemble.callbacks:{name}", is_on=is_on)
+
+
+CALLBACKS = ChoiceTable(
+    "callbacks.plugins",
+    CallbackType,
+    {  # in the order in which they are called; the early stopper after all that measure something
+        "speed_monitor": _callback("speed_monitor", lambda config: config.speed_monitor),
+        "lr_monitor": _callback("lr_monitor", lambda config: config.lr_monitor),
+        "optimizer_monitor": _callback("optimizer_monitor", lambda c: c.optimizer_monitor),
+        "memory_monitor": _callback("memory_monitor", lambda config: config.memory_monitor),
+        "runtime_estimator": _callback("runtime_estimator", lambda c: c.runtime_estimator),
+        "generate": _callback("generate", lambda config: config.generate.is_on),
+        "early_stopper": _callback(
+            "early_stopper", lambda config: config.early_stopper.metric is not None
+        ),
+        "gc_interval": _callback("garbage_collection", lambda config: config.gc_interval > 0),
+    },
+)
+_SHIPPED_CALLBACKS = set(CALLBACKS)
+
+
 @dataclass
 class CallbacksConfig:
     """Small observers of the training loop; false or an empty list switches one off."""
@@ -147,14 +216,23 @@ class CallbacksConfig:
     """Ends a run that no longer improves."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     """Samples of text."""
+    plugins: Plugins = field(default_factory=dict)
+    """Callbacks of plugins, each with its settings: {my_callback: {every: 10}}."""
 
     def check(self, key: str = "callbacks.") -> Iterator[str]:
         """Lines for values that cannot be."""
         yield from out_of_bounds(key, self)
         yield from self.early_stopper.check(f"{key}early_stopper.")
         yield from self.generate.check(f"{key}generate.")
+        yield from check_plugins(key, self.plugins, CALLBACKS, _SHIPPED_CALLBACKS)
 
     def fill(self) -> None:
         """Write derived values in place."""
         self.early_stopper.fill()
         self.generate.fill()
+        self.plugins = {**settings_of(self.plugins, CALLBACKS)}
+
+    def chosen(self) -> list[str]:
+        """The names of the callbacks that are on, in the order in which they are called."""
+        shipped = [name for name, kind in CALLBACKS.items() if kind.is_on and kind.is_on(self)]
+        return [*shipped, *self.plugins]

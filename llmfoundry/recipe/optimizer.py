@@ -3,15 +3,81 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from llmfoundry.recipe.values.bounds import POSITIVE, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.checks import inert
+from llmfoundry.recipe.values.choices import ChoiceTable, Entry, check_settings
 
-OPTIMIZERS = ("decoupled_adamw", "adamw", "decoupled_lionw", "muon")
 CLIPPING_TYPES = ("norm", "value", "adaptive")
+
+
+@dataclass(frozen=True)
+class OptimizerType(Entry):
+    """A kind of optimizer: `make(parameters or groups, **values)`, as torch.optim's classes."""
+
+    moments: int = field(default=2, kw_only=True)
+    """Numbers that it keeps of a weight, for the estimate of memory."""
+    title: str = field(default="", kw_only=True)
+    """In the metric lr-<title>/group0; unset: the entry's name."""
+    change: Callable[[OptimizerConfig], dict[str, Any]] = field(default=lambda _: {}, kw_only=True)
+    """Arguments of a group that are not the settings as they are written."""
+    split: str = field(default="", kw_only=True)
+    """What splits a group for it, "package.module:function"; unset: nothing does."""
+
+    def values(self, config: OptimizerConfig) -> dict[str, Any]:
+        """The arguments of a group whose settings, filled, are `config`."""
+        names = ["lr", *(key for key in self.keys if hasattr(config, key)), "weight_decay"]
+        values = {name: getattr(config, name) for name in names} | config.kwargs
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return values | lists | self.change(config)
+
+
+def _by_first_lr(config: OptimizerConfig) -> dict[str, Any]:
+    """Composer's decay, which is AdamW's divided by the first learning rate."""
+    return {"weight_decay": config.weight_decay / config.lr}
+
+
+_BUILT = "llmfoundry.train.optimizers"
+_ADAM = {"betas": [0.9, 0.95], "eps": 1e-8}
+OPTIMIZERS = ChoiceTable(
+    "optimizer.name",
+    OptimizerType,
+    {
+        "decoupled_adamw": OptimizerType(
+            f"{_BUILT}.optim:fused_adamw",
+            meaning="weights shrink by weight_decay * lr / (first lr) (Composer).",
+            keys=_ADAM,
+            change=_by_first_lr,
+            title="DecoupledAdamW",
+        ),
+        "adamw": OptimizerType(
+            f"{_BUILT}.optim:fused_adamw",
+            meaning="weights shrink by weight_decay * lr (Loshchilov and Hutter, 2019).",
+            keys=_ADAM,
+            title="AdamW",
+        ),
+        "decoupled_lionw": OptimizerType(
+            f"{_BUILT}.optim:DecoupledLionW",
+            meaning="the sign of a running mean (Chen et al., 2023), decay as decoupled_adamw.",
+            keys={"betas": [0.9, 0.99]},
+            moments=1,
+            change=lambda config: {"initial_lr": config.lr},
+            title="DecoupledLionW",
+        ),
+        "muon": OptimizerType(
+            f"{_BUILT}.muon:Muon",
+            meaning="orthogonal updates (Jordan et al., 2024) for the blocks' matrices, scaled to"
+            " AdamW's size (Liu et al., 2025) so that one lr serves both; AdamW for embeddings,"
+            " head, norms and biases.",
+            keys={**_ADAM, "momentum": 0.95},
+            split=f"{_BUILT}.optim:muon_parts",
+            title="Muon",
+        ),
+    },
+)
 
 
 @dataclass
@@ -38,8 +104,9 @@ class ParamGroupConfig:
             yield f"{key}param_str_match: the group changes nothing; remove it, or give it an lr"
         yield from out_of_bounds(key, self)
         yield from check_betas(f"{key}betas", self.betas)
-        if optimizer == "decoupled_lionw":
-            yield from inert(key, self, ["eps"], f"with optimizer.name: {optimizer}")
+        if optimizer in OPTIMIZERS:
+            unused = [name for name in ("betas", "eps") if name not in OPTIMIZERS[optimizer].keys]
+            yield from inert(key, self, unused, f"with optimizer.name: {optimizer}")
 
 
 @dataclass
@@ -47,11 +114,7 @@ class OptimizerConfig:
     """How gradients become updates."""
 
     name: Annotated[str, choice(OPTIMIZERS)] = "decoupled_adamw"
-    """decoupled_adamw: weights shrink by weight_decay * lr / (first lr) (Composer). adamw: by
-    weight_decay * lr (Loshchilov and Hutter, 2019). Both run PyTorch's fused kernel.
-    decoupled_lionw: the sign of a running mean (Chen et al., 2023), decay as decoupled_adamw. muon:
-    orthogonal updates (Jordan et al., 2024) for the blocks' matrices, scaled to AdamW's size (Liu
-    et al., 2025) so that one lr serves both; AdamW for embeddings, head, norms and biases."""
+    """The rule of the update; both kinds of AdamW run PyTorch's fused kernel."""
     lr: Annotated[float, POSITIVE] = 6e-4
     """Peak learning rate."""
     betas: list[float] | None = None
@@ -67,17 +130,22 @@ class OptimizerConfig:
     """Parameters, by regular expression, with values of their own."""
     disable_grad: list[str] = field(default_factory=list)
     """Regular expressions of parameters that do not train."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Only for a plugin's optimizer: its own settings."""
 
     def check(self, key: str = "optimizer.") -> Iterator[str]:
         """Lines for values that cannot be."""
         yield from out_of_bounds(key, self)
         yield from check_betas(f"{key}betas", self.betas)
-        if self.name == "decoupled_lionw":
-            yield from inert(key, self, ["eps"], f"with name: {self.name}")
-        if self.name != "muon":
-            yield from inert(key, self, ["momentum"], "without name: muon")
-        elif self.momentum is not None and not 0 <= self.momentum < 1:
-            yield f"{key}momentum: {self.momentum}; write a number in [0, 1)"
+        if self.name in OPTIMIZERS:
+            kind = OPTIMIZERS[self.name]
+            unused = [name for name in ("betas", "eps") if name not in kind.keys]
+            yield from inert(key, self, unused, f"with name: {self.name}")
+            if "momentum" not in kind.keys:
+                yield from inert(key, self, ["momentum"], "without name: muon")
+            elif self.momentum is not None and not 0 <= self.momentum < 1:
+                yield f"{key}momentum: {self.momentum}; write a number in [0, 1)"
+            yield from check_settings(f"{key}kwargs.", self.kwargs, kind.own_keys(self))
         for index, group in enumerate(self.param_groups):
             yield from group.check(f"{key}param_groups[{index}].", self.name)
         for index, pattern in enumerate(self.disable_grad):
@@ -85,12 +153,8 @@ class OptimizerConfig:
 
     def fill(self) -> None:
         """Write derived values in place."""
-        if self.name == "decoupled_lionw":
-            fill(self, betas=[0.9, 0.99])
-        else:
-            fill(self, betas=[0.9, 0.95], eps=1e-8)
-        if self.name == "muon":
-            fill(self, momentum=0.95)
+        if self.name in OPTIMIZERS:  # of a run with a plugin that is not here, who knows
+            OPTIMIZERS[self.name].fill(self)
 
 
 def check_betas(key: str, betas: list[float] | None) -> Iterator[str]:

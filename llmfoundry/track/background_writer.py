@@ -113,8 +113,8 @@ class LogTarget:
 
     label: str
     open: Callable[[RunFacts, Callable[[str], None]], Session]
-    begin_anew: Callable[[Path], None]
-    is_permanent: Callable[[Exception], bool]
+    begin_anew: Callable[[Path], None] = lambda folder: None
+    is_permanent: Callable[[Exception], bool] = lambda error: False
     patience_while_away: float = PATIENCE_WHILE_AWAY
 
 

@@ -16,7 +16,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.masking import public, public_texts
 from llmfoundry.recipe.front.typed import as_written, flat
-from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.track.background_writer import (
     BackgroundWriter,
@@ -28,19 +28,10 @@ from llmfoundry.track.background_writer import (
 from llmfoundry.track.console import Console
 from llmfoundry.track.environment import environment
 from llmfoundry.track.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
-from llmfoundry.track.mlflow_session import mlflow_target
 from llmfoundry.track.pages.report import STATUS, read_json, write_report
 from llmfoundry.track.pages.report_charts import TRAIN_LOSS
-from llmfoundry.track.tensorboard_session import tensorboard_target
-from llmfoundry.track.wandb_session import wandb_target
 
 _A_DAY = 86_400.0  # seconds for a record that is sent by a command
-# By the key of `logger` that switches it on.
-TARGETS: dict[str, Callable[[LoggerConfig, Path], LogTarget]] = {
-    "mlflow": mlflow_target,
-    "tensorboard": tensorboard_target,
-    "wandb": wandb_target,
-}
 
 
 class Tracker:
@@ -230,10 +221,15 @@ def make_writers(
         UserError: a place's address or package is missing.
     """
     return [
-        BackgroundWriter(target(config, folder), note=note, warn=warn)
-        for key, target in TARGETS.items()
-        if getattr(config, key)
+        BackgroundWriter(make_target(name, config, folder), note=note, warn=warn)
+        for name in config.chosen()
     ]
+
+
+def make_target(name: str, config: LoggerConfig, folder: Path) -> LogTarget:
+    """The place of a name in LOGGERS that a filled section chooses."""
+    target: LogTarget = LOGGERS[name].load()(config, folder, **(config.plugins.get(name) or {}))
+    return target
 
 
 def send_record(

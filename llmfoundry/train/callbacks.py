@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from llmfoundry.recipe.logger import GenerateConfig
-from llmfoundry.train.optimizers.optim import CLASS_NAMES
+from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.train.trainer import Callback, Trainer
 
 GIB = 2**30
@@ -58,7 +58,8 @@ class LRMonitor(Callback):
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Add lr-<class>/group<i>."""
-        name = CLASS_NAMES[trainer.recipe.optimizer.name]
+        chosen = trainer.recipe.optimizer.name
+        name = OPTIMIZERS[chosen].title or chosen
         for index, group in enumerate(trainer.optimizer.param_groups):
             metrics[f"lr-{name}/group{index}"] = group["lr"]
 

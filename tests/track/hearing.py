@@ -8,7 +8,7 @@ from typing import Any
 
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.background_writer import BackgroundWriter, RunFacts, milliseconds
-from llmfoundry.track.loggers import TARGETS
+from llmfoundry.track.loggers import make_target
 
 
 class Hears(list[str]):
@@ -24,7 +24,7 @@ def writer(kind: str, folder: Path, heard: Hears, **config: Any) -> BackgroundWr
     filled = LoggerConfig(**choices)
     filled.fill()
     folder.mkdir(parents=True, exist_ok=True)
-    target = TARGETS[kind](filled, folder)
+    target = make_target(kind, filled, folder)
     return BackgroundWriter(target, note=heard.append, warn=heard.append)
 
 

@@ -20,9 +20,9 @@ from llmfoundry.assemble import trainer as build
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.logger import EarlyStopperConfig
+from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.train.callbacks import GarbageCollection, LRMonitor
 from llmfoundry.train.early_stopper import EarlyStopper
-from llmfoundry.train.optimizers.optim import CLASS_NAMES
 from llmfoundry.train.trainer import Callback
 from tests.tiny import losses, write_recipe
 from tests.train.here import rows, tensors, train_here
@@ -43,7 +43,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_the_rate_of_every_group_is_logged_under_composers_name() -> None:
     groups = [{"lr": 0.5}, {"lr": 0.25}]
-    for name, kind in CLASS_NAMES.items():
+    composers = {"adamw": "AdamW", "decoupled_adamw": "DecoupledAdamW", "muon": "Muon"}
+    composers["decoupled_lionw"] = "DecoupledLionW"
+    assert composers.keys() == OPTIMIZERS.keys()
+    for name, kind in composers.items():
         recipe = SimpleNamespace(optimizer=SimpleNamespace(name=name))
         trainer: Any = SimpleNamespace(
             recipe=recipe, optimizer=SimpleNamespace(param_groups=groups)

@@ -16,11 +16,16 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.layout import Layout
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig, ParamGroupConfig
+from llmfoundry.recipe.optimizer import (
+    OPTIMIZERS,
+    GradientClippingConfig,
+    OptimizerConfig,
+    ParamGroupConfig,
+)
 from llmfoundry.train.checkpoints.checkpoint import load_training_state
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.optimizers.muon import orthogonal
-from llmfoundry.train.optimizers.optim import OPTIMIZERS, build_optimizer, freeze
+from llmfoundry.train.optimizers.optim import build_optimizer, freeze
 from llmfoundry.train.step import Guard, clip_adaptive, train_step
 from tests.models.test_decoder import CHAIN, make_config
 from tests.selection import slow_but

@@ -20,7 +20,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.preference import PreferenceConfig
-from llmfoundry.train.optimizers.optim import OPTIMIZERS
+from llmfoundry.train.optimizers.optim import new_optimizer
 from llmfoundry.train.preference.losses import (
     ALMOST_CERTAIN,
     Compared,
@@ -109,7 +109,7 @@ def step(
 
     result = train_step(
         root,
-        OPTIMIZERS["adamw"](root.parameters(), config),
+        new_optimizer(root.parameters(), config),
         batch,
         number=0,
         microbatch=microbatch,

@@ -10,8 +10,8 @@ import torch
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.layout import Layout
-from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
-from llmfoundry.train.optimizers.optim import OPTIMIZERS
+from llmfoundry.recipe.optimizer import OPTIMIZERS, GradientClippingConfig, OptimizerConfig
+from llmfoundry.train.optimizers.optim import new_optimizer
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.models.test_decoder import make_config
 
@@ -36,7 +36,7 @@ def make_batch() -> Batch:
 def make_optimizer(root: Root, name: str = "adamw") -> torch.optim.Optimizer:
     config = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1)
     config.fill()
-    return OPTIMIZERS[name](root.parameters(), config)
+    return new_optimizer(root.parameters(), config)
 
 
 def one_step(

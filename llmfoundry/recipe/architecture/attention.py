@@ -8,9 +8,27 @@ from typing import Annotated
 
 from llmfoundry.recipe.values.bounds import FRACTION, POSITIVE, TOKENS, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import divides, fill, inert
+from llmfoundry.recipe.values.choices import ChoiceTable, Entry
 
 ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
-NORM_TYPES = ("layernorm", "rmsnorm", "low_precision_layernorm", "low_precision_rmsnorm")
+
+
+@dataclass(frozen=True)
+class NormType(Entry):
+    """A kind of norm: `make(width, eps=, bias=)`, whose `weight` begins as 1 and `bias` as 0."""
+
+
+_NORMS = "llmfoundry.models.norm"
+NORMS = ChoiceTable(
+    "model.norm_type",
+    NormType,
+    {
+        "layernorm": NormType(f"{_NORMS}:LayerNorm"),
+        "rmsnorm": NormType(f"{_NORMS}:RMSNorm"),
+        "low_precision_layernorm": NormType(f"{_NORMS}:low_precision_layernorm"),
+        "low_precision_rmsnorm": NormType(f"{_NORMS}:low_precision_rmsnorm"),
+    },
+)
 ATTN_IMPLS = ("auto", "sdpa", "flex", "varlen", "flash", "torch")
 ROPE_TYPES = ("no_scaling", "linear", "dynamic", "llama3")
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -115,7 +133,7 @@ class AttentionConfig:
     """Normalise the whole query and key width before positions are applied."""
     qk_gn: bool = False
     """Normalise each query and key head by itself before positions are applied."""
-    norm_type: Annotated[str | None, choice(NORM_TYPES)] = None
+    norm_type: Annotated[str | None, choice(NORMS)] = None
     """Only with qk_ln or qk_gn: the kind of that norm; unset: model.norm_type."""
     norm_eps: Annotated[float | None, POSITIVE] = None
     """Only with qk_ln or qk_gn: added to the variance under its root; unset: model.norm_eps."""

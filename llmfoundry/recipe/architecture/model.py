@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from llmfoundry.recipe.architecture.attention import NORM_TYPES, AttentionConfig
+from llmfoundry.recipe.architecture.attention import NORMS, AttentionConfig
 from llmfoundry.recipe.architecture.blocks import BlockOverridesConfig, LayerConfig, layers
 from llmfoundry.recipe.architecture.ffn import FFNConfig
 from llmfoundry.recipe.architecture.init import InitConfig
@@ -46,7 +46,7 @@ class ModelConfig:
     """Drop the biases of linear layers and norms."""
     attention_bias: bool | None = None
     """Biases of the query, key and value projections; unset: not no_bias."""
-    norm_type: Annotated[str, choice(NORM_TYPES)] = "layernorm"
+    norm_type: Annotated[str, choice(NORMS)] = "layernorm"
     """layernorm or rmsnorm, computed in fp32; low_precision_layernorm, low_precision_rmsnorm: in
     the precision of the matrix products."""
     norm_eps: Annotated[float, POSITIVE] = 1e-5

@@ -14,11 +14,12 @@ import math
 import os
 import re
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry.recipe.values.checks import not_a_choice
+from llmfoundry.recipe.values.choices import ChoiceTable, Entry
 
 MOST_INT = 2**63 - 1
 MOST_FLOAT = 3e38  # what fp32 holds
@@ -89,7 +90,8 @@ class TextRule:
 class Choice:
     """Marks a text that is one of a few."""
 
-    options: tuple[str, ...]
+    options: Collection[str]
+    """A `ChoiceTable` among them, to which plugins may still add."""
     other: str = ""
     """What else the field takes, for people: `a number of rows`."""
     form: re.Pattern[str] | None = None
@@ -109,6 +111,12 @@ class Choice:
         """All of them, for people."""
         return ", ".join(self.options) + (f", or {self.other}" if self.other else "")
 
+    def meanings(self) -> dict[str, str]:
+        """What those of a table mean, as far as their entries say so."""
+        entries = self.options.items() if isinstance(self.options, ChoiceTable) else ()
+        named = ((name, entry) for name, entry in entries if isinstance(entry, Entry))
+        return {name: entry.meaning for name, entry in named if entry.meaning}
+
 
 def choice(
     options: Iterable[str],
@@ -118,7 +126,8 @@ def choice(
     reasons: Mapping[str, str] | None = None,
 ) -> Choice:
     """A `Choice` of the names in a table."""
-    return Choice(tuple(options), other, form, reasons)
+    names = options if isinstance(options, ChoiceTable) else tuple(options)
+    return Choice(names, other, form, reasons)
 
 
 ANY_TEXT = re.compile(".*", re.DOTALL)

@@ -1,4 +1,4 @@
-"""From the recipe's optimizer section to an optimizer; a new one is an entry in two dicts.
+"""From the recipe's optimizer section to an optimizer; a new one is an entry of `OPTIMIZERS`.
 
 `freeze` comes before the model is sharded or wrapped, `build_optimizer` after.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapters.adapt import adapted_layers, is_added
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.optimizer import OptimizerConfig, ParamGroupConfig
-from llmfoundry.train.optimizers.muon import Muon
+from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerConfig, ParamGroupConfig
+from llmfoundry.recipe.values.choices import load_named
 
 Named: TypeAlias = dict[str, nn.Parameter]
 Groups: TypeAlias = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # as torch.optim takes them
@@ -53,19 +53,41 @@ def build_optimizer(
     Raises:
         UserError: a group matches nothing that is left to it, or a value of it has no effect.
     """
-    groups = []
+    kind, groups = OPTIMIZERS[config.name], []
+    split = load_named(kind.split) if kind.split else _whole
     sections = (
         part
         for settings, parameters in _sections(model, config)
         for part in _lora_plus(settings, parameters, lora_plus_ratio)
     )
     for settings, parameters in sections:
-        values = VALUES[config.name](settings)
-        parts = _muon_parts(parameters, model) if config.name == "muon" else [({}, parameters)]
+        values = kind.values(settings)
         groups += [
-            {"params": list(part.values())} | values | extra for extra, part in parts if part
+            {"params": list(part.values())} | values | extra
+            for extra, part in split(parameters, model)
+            if part
         ]
-    return OPTIMIZERS[config.name](groups, config)
+    return new_optimizer(groups, config)
+
+
+def new_optimizer(parameters: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that a filled section names, over parameters or groups of them."""
+    kind = OPTIMIZERS[config.name]
+    optimizer: torch.optim.Optimizer = kind.load()(parameters, **kind.values(config))
+    skips = getattr(optimizer, "_step_supports_amp_scaling", False)  # as PyTorch's fused ones do
+    if not skips and not hasattr(type(optimizer), "found_inf"):
+        optimizer.register_step_pre_hook(_skip_if_found_inf)
+    return optimizer
+
+
+def _skip_if_found_inf(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """A step that is not finite changes nothing: parameters without gradient are passed over."""
+    if getattr(optimizer, "found_inf", 0):
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _whole(parameters: Named, model: Decoder) -> list[tuple[dict[str, Any], Named]]:
+    return [({}, parameters)]
 
 
 def _lora_plus(
@@ -94,7 +116,7 @@ def _sections(model: Decoder, config: OptimizerConfig) -> list[tuple[OptimizerCo
                 f"{where}: all that {group.param_str_match!r} matches is frozen or in an earlier"
                 " group; remove the group, or write it first"
             )
-        if config.name == "muon":
+        if OPTIMIZERS[config.name].split:
             _refuse_inert(key, group, taken)
         given = {k: v for k, v in vars(group).items() if v is not None and k != "param_str_match"}
         sections.append((dataclasses.replace(config, **given), taken))
@@ -123,7 +145,7 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
     return name.startswith("blocks.") and parameter.ndim == 2
 
 
-def _muon_parts(parameters: Named, model: Decoder) -> list[tuple[dict[str, Any], Named]]:
+def muon_parts(parameters: Named, model: Decoder) -> list[tuple[dict[str, Any], Named]]:
     """AdamW's parameters, and Muon's by the heights of the matrices that each of them stacks."""
     others: Named = {}
     stacked: dict[tuple[int, ...], Named] = {(): {}}
@@ -164,53 +186,6 @@ def _refuse_inert(key: str, group: ParamGroupConfig, parameters: Named) -> None:
     for name in ("betas", "eps"):
         if getattr(group, name) is not None:
             raise UserError(f"{key}{name}: has no effect, as all of the group is Muon's; remove it")
-
-
-def adamw_values(config: OptimizerConfig) -> dict[str, Any]:
-    """AdamW (Loshchilov and Hutter, 2019): weights shrink by weight_decay * lr a step."""
-    assert config.eps is not None, "the recipe was not filled"
-    return {
-        "lr": config.lr,
-        "betas": _pair(config.betas),
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-    }
-
-
-def decoupled_adamw_values(config: OptimizerConfig) -> dict[str, Any]:
-    """Composer's DecoupledAdamW: weights shrink by weight_decay * lr / (first lr) a step.
-
-    That is AdamW with weight_decay divided by the first learning rate, so PyTorch's kernel serves.
-    """
-    return adamw_values(config) | {"weight_decay": config.weight_decay / config.lr}
-
-
-def decoupled_lionw_values(config: OptimizerConfig) -> dict[str, Any]:
-    """LLM Foundry's DecoupledLionW."""
-    return {
-        "lr": config.lr,
-        "initial_lr": config.lr,
-        "betas": _pair(config.betas),
-        "weight_decay": config.weight_decay,
-    }
-
-
-def muon_values(config: OptimizerConfig) -> dict[str, Any]:
-    """Muon (Jordan et al., 2024) beside AdamW; weights shrink by weight_decay * lr a step."""
-    return adamw_values(config) | {"momentum": config.momentum}
-
-
-def _pair(betas: list[float] | None) -> tuple[float, float]:
-    assert betas is not None, "the recipe was not filled"
-    return betas[0], betas[1]
-
-
-VALUES: dict[str, Callable[[OptimizerConfig], dict[str, Any]]] = {  # of a group of parameters
-    "adamw": adamw_values,
-    "decoupled_adamw": decoupled_adamw_values,
-    "decoupled_lionw": decoupled_lionw_values,
-    "muon": muon_values,
-}
 
 
 class DecoupledLionW(torch.optim.Optimizer):
@@ -259,32 +234,6 @@ class DecoupledLionW(torch.optim.Optimizer):
         mean.add_((grad - mean) * (taken * (1 - beta_2)))
 
 
-def adamw(parameters: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+def fused_adamw(parameters: Groups, **values: Any) -> torch.optim.Optimizer:
     """AdamW, or decoupled AdamW, by PyTorch's fused kernel."""
-    return torch.optim.AdamW(parameters, **VALUES[config.name](config), fused=True)
-
-
-def decoupled_lionw(parameters: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """DecoupledLionW."""
-    return DecoupledLionW(parameters, **decoupled_lionw_values(config))
-
-
-def muon(parameters: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Muon."""
-    return Muon(parameters, **muon_values(config))
-
-
-OPTIMIZERS: dict[str, Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": adamw,
-    "decoupled_adamw": adamw,
-    "decoupled_lionw": decoupled_lionw,
-    "muon": muon,
-}
-
-# How Composer's learning-rate metric names them: lr-<class>/group0.
-CLASS_NAMES = {
-    "adamw": "AdamW",
-    "decoupled_adamw": "DecoupledAdamW",
-    "decoupled_lionw": "DecoupledLionW",
-    "muon": "Muon",
-}
+    return torch.optim.AdamW(parameters, **values, fused=True)

@@ -7,9 +7,8 @@ the last step of the run is at the schedule's end. (Composer lags: its first two
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-from llmfoundry.recipe.schedule import ScheduleConfig
+from llmfoundry.recipe.schedule import SCHEDULES, ScheduleConfig
 from llmfoundry.recipe.values.duration import Clock
 
 
@@ -24,7 +23,8 @@ def lr_factor(config: ScheduleConfig, clock: Clock, batch: int) -> float:
     time, warmup = batch + 1, clock.batches(config.t_warmup)
     if time < warmup:
         return time / warmup
-    return SCHEDULES[config.name](config, clock, time - warmup)
+    factor: float = SCHEDULES[config.name].load()(config, clock, time - warmup)
+    return factor
 
 
 def cosine(config: ScheduleConfig, clock: Clock, since: float) -> float:
@@ -77,12 +77,3 @@ def _share_cooled(config: ScheduleConfig, clock: Clock, since: float) -> float:
     cooldown = clock.batches(config.t_cooldown)
     left = clock.total - clock.batches(config.t_warmup) - since
     return min(1.0, max(0.0, 1 - left / max(cooldown, 1e-9)))
-
-
-SCHEDULES: dict[str, Callable[[ScheduleConfig, Clock, float], float]] = {
-    "cosine_with_warmup": cosine,
-    "linear_decay_with_warmup": linear,
-    "constant_with_warmup": constant,
-    "inv_sqrt_with_warmup": inverse_sqrt,
-    "warmup_stable_decay": stable_decay,
-}

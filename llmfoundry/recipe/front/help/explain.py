@@ -119,6 +119,8 @@ def _field(schema: type, name: str, prefix: str) -> Iterator[str]:
     yield _indented(docstrings(schema).get(name, ""), " " * 6)
     choice = choice_of(schema, name)
     if choice is not None:
+        for option, meaning in choice.meanings().items():
+            yield _indented(f"{option}: {meaning}", " " * 6)
         yield _indented(f"choices: {choice.listed()}", " " * 6)
 
 
