@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.recipe.architecture.attention import ATTN_TYPES, NORM_TYPES, ROPE_TYPES
+from llmfoundry.recipe.architecture.attention import ATTN_TYPES, NORMS, ROPE_TYPES
 from llmfoundry.recipe.architecture.ffn import FFN_TYPES
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import options
@@ -51,7 +51,7 @@ CHOICES = {  # keys of few values, each of which a setting must have; the defaul
     "attn_config.attn_type": ATTN_TYPES,
     "attn_config.rope_hf_config.type": ROPE_TYPES,
     "ffn_config.ffn_type": FFN_TYPES,
-    "norm_type": NORM_TYPES,
+    "norm_type": tuple(NORMS),
 }
 
 

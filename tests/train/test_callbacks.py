@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from llmfoundry.assemble import callbacks as builders
 from llmfoundry.assemble import trainer as build
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
@@ -263,7 +264,7 @@ def test_garbage_is_collected_at_known_batches_only(
         if phase == "start" and not gc.isenabled():
             collections.append((at["batch"], info["generation"]))
 
-    monkeypatch.setattr(build, "GarbageCollection", Watch)
+    monkeypatch.setattr(builders, "GarbageCollection", Watch)
     gc.callbacks.append(note)
     try:
         arguments = ("eval_interval=4ba", "save_interval=0ba", "callbacks.gc_interval=3")
