@@ -1,14 +1,17 @@
-"""Files that are there whole or not at all.
+"""Files and folders that are there whole or not at all.
 
-Every room writes its small files by `write_whole`, its streams by `whole_file`: the bytes go to a
-file beside the target, which gets the name once all is there. Whoever reads meanwhile, and whoever
-comes after a crash or a full disk, finds the old file or the new one.
+Every room writes its small files by `write_whole`, its streams by `whole_file`, its folders by
+`whole`: what is written has a temporary name beside the target until all of it is on the disk. So
+whoever reads meanwhile, and whoever comes after a crash, a power cut or a full disk, finds the old
+content or the new.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,36 +19,80 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
+_UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what some mounts say of folders
+
 
 @contextmanager
-def whole_file(path: Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
-    """A binary file to write, which gets its name at the end of the block.
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file or a folder, which is called `path` from the end of the block on.
 
     The name that it has meanwhile, `<name>.<hex>.partial`, is taken by no other process or machine.
 
     Args:
-        path: the file; its folder exists.
-        sync: return only once the bytes are on the disk (fsync), for what a later step relies on.
+        path: its folder exists; a folder may itself exist, if it is empty.
 
     Raises:
-        OSError: the file could not be written; what was at `path` is as before.
+        OSError: it could not be written; what was at `path` is as before.
     """
     partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
     try:
-        with partial.open("wb") as file:
-            yield file
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
+        yield partial
+        publish(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Write a file at once (`whole_file`); text as UTF-8."""
-    with whole_file(path, sync=sync) as file:
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file to write, which is called `path` from the end of the block on (`whole`)."""
+    with whole(path) as partial, partial.open("wb") as file:
+        yield file
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file at once (`whole`); text as UTF-8."""
+    with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
+    """Write a JSON file at once (`whole`); what JSON does not know is written by its `str`."""
+    write_whole(path, json.dumps(value, indent=indent, default=str) + "\n")
+
+
+def publish(written: Path, path: Path) -> None:
+    """Move what was written to its final name on the same disk, once all of it is on that disk.
+
+    A file replaces a file, a folder an empty folder. A power cut after this has returned does not
+    undo it.
+    """
+    sync_all(written)
+    written.replace(path)
+    sync(path.parent)
+
+
+def sync_all(path: Path) -> None:
+    """`sync` of a file, or of a folder and all that is below it."""
+    for content in [*path.rglob("*"), path]:
+        sync(content)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk; links are passed over."""
+    if path.is_symlink() or not (path.is_file() or path.is_dir()):
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _UNSYNCABLE):
+            raise
 
 
 def open_to_all(path: Path) -> None:
@@ -63,8 +110,3 @@ def open_to_all(path: Path) -> None:
     for file in path.rglob("*") if path.is_dir() else [path]:
         if file.is_file() and not file.is_symlink():
             file.chmod(mode)
-
-
-def write_json(path: Path, value: Any, *, sync: bool = False) -> None:
-    """Write a JSON file at once (`whole_file`); what JSON does not know is written by its `str`."""
-    write_whole(path, json.dumps(value, indent=1, default=str) + "\n", sync=sync)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.files import open_to_all, whole_file, write_json, write_whole
+from llmfoundry.files import open_to_all, publish, sync, whole, whole_file, write_json, write_whole
+from tests.disk import Disk
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_litter(tmp_path: Path) -> None:
@@ -22,7 +23,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_litter(tmp_path
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "ä.txt"
     write_whole(target, "old")
-    with whole_file(target, sync=True) as file:
+    with whole_file(target) as file:
         file.write("näw".encode())
         assert target.read_text(encoding="utf-8") == "old"
     assert target.read_text(encoding="utf-8") == "näw"
@@ -42,3 +43,59 @@ def test_files_that_a_library_made_private_get_the_rights_of_any_new_file(tmp_pa
         assert (tmp_path / "below" / "two").stat().st_mode == usual
     finally:
         os.umask(before)
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a power cut leaves an empty file of that name, or the old one that was to be gone."""
+    disk = Disk(monkeypatch)
+    write_whole(tmp_path / "a", "content")
+    (written, first), named, folder = disk.events
+    assert written == "synced" and first.name.startswith("a.") and first.suffix == ".partial"
+    assert (named, folder) == (("named", tmp_path / "a"), ("synced", tmp_path))
+
+
+def test_a_folder_gets_its_name_when_all_of_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    (tmp_path / "out").mkdir()  # empty: it is replaced
+    with whole(tmp_path / "out") as folder:
+        (folder / "below").mkdir(parents=True)
+        (folder / "below/b").write_text("b")
+        (folder / "a").write_text("a")
+        (folder / "nowhere").symlink_to("missing")
+    assert (tmp_path / "out/below/b").read_text() == "b"
+    *synced, named, last = disk.events
+    below = {str(path.relative_to(folder)) for _, path in synced}
+    assert below == {".", "a", "below", "below/b"}
+    assert (named, last) == (("named", tmp_path / "out"), ("synced", tmp_path))
+    with pytest.raises(OSError, match="not empty"), whole(tmp_path / "out") as folder:
+        folder.mkdir()
+    with pytest.raises(KeyboardInterrupt), whole(tmp_path / "new") as folder:
+        folder.mkdir()
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_mount_that_cannot_sync_folders_is_no_error_and_a_failing_disk_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")
+        raise OSError(*(said if is_folder else (errno.EIO, "Input/output error")))
+
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "b").write_text("new")
+    monkeypatch.setattr(os, "fsync", fsync)
+    said = (errno.EINVAL, "Invalid argument")
+    sync(tmp_path)
+    for action in (lambda: write_whole(tmp_path / "a", "new"),
+                   lambda: publish(tmp_path / "b", tmp_path / "a")):  # fmt: skip
+        with pytest.raises(OSError, match="Input/output"):
+            action()
+    assert (tmp_path / "a").read_text() == "old"
+    said = (errno.EIO, "Input/output error")
+    with pytest.raises(OSError, match="Input/output"):
+        sync(tmp_path)

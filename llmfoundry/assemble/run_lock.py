@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from llmfoundry.data.fetch.file_locks import LockedFile, try_lock
 from llmfoundry.errors import UserError
+from llmfoundry.locks import LockedFile, try_lock
 from llmfoundry.parallel.launch import World, on_rank0
 
 NAME = "run.lock"

@@ -17,6 +17,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.export.card import CardInfo
 from llmfoundry.export.hf import to_hf, whole_or_nothing
 from llmfoundry.export.read import HFFolder, hf_folder, open_hf
+from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.prompts.special_tokens import DOCUMENT_START
 from llmfoundry.masking import public
 from llmfoundry.models.adapters.virtual import virtual_of
@@ -147,7 +148,7 @@ def _import(recipe: ConvertRecipe) -> None:
         fill_model(root.model, opened.tensors())
 
     def extras(folder: Path) -> None:
-        (folder / "recipe.yaml").write_text(to_yaml(written))
+        write_whole(folder / "recipe.yaml", to_yaml(written))
         tokenizer.save(folder / "tokenizer")
 
     output.mkdir(parents=True, exist_ok=True)

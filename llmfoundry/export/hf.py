@@ -6,15 +6,13 @@ with the keys that matter, so that every transformers from 5.0 reads the same mo
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ from llmfoundry.export.config.mixture import remarks
 from llmfoundry.export.config.settings import OWN, choose, unkept, write_settings
 from llmfoundry.export.hf_maps import MAPS, to_theirs
 from llmfoundry.export.read import FLOATS as DTYPES
-from llmfoundry.files import open_to_all
+from llmfoundry.files import open_to_all, whole, write_json
 from llmfoundry.gauntlet.prompts.special_tokens import DOCUMENT_START
 from llmfoundry.models.adapters.merge import MergedState
 from llmfoundry.models.decoder import Decoder
@@ -88,9 +86,9 @@ def to_hf(
         kind = str(DTYPES[dtype]).removeprefix("torch.")
         settings |= {"dtype": kind, "torch_dtype": kind, **ids}  # the latter: before version 5
         settings |= {} if start is None else {DOCUMENT_START: list(start)}
-        _write_json(folder / "config.json", settings)
+        write_json(folder / "config.json", settings, indent=2)
         pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
-        _write_json(folder / "generation_config.json", {**ids, "pad_token_id": pad})
+        write_json(folder / "generation_config.json", {**ids, "pad_token_id": pad}, indent=2)
         _write_weights(folder, partial(_tensors, model, name), DTYPES[dtype], shard_bytes)
         lines = unkept(model.config, name)
         more = [] if name == OWN else remarks(model.config, name, ARCHITECTURES[name])
@@ -130,16 +128,11 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output: {output} exists and is not empty; write another folder")
-    folder = output.parent / f".{output.name}.{os.getpid()}.tmp"
-    folder.mkdir(parents=True)
-    try:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with whole(output) as folder:
+        folder.mkdir()
         yield folder
         open_to_all(folder)
-        if output.exists():
-            output.rmdir()
-        folder.rename(output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, int | None]:
@@ -157,10 +150,6 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, int | None]:
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.pad_id,
     }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 class _Tensors(Protocol):
@@ -193,7 +182,7 @@ def _write_weights(folder: Path, tensors: _Tensors, dtype: torch.dtype, shard_by
         index |= dict.fromkeys(converted, file)
     if len(shards) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": index}
-        _write_json(folder / "model.safetensors.index.json", content)
+        write_json(folder / "model.safetensors.index.json", content, indent=2)
 
 
 def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from llmfoundry.masking import public
 from llmfoundry.recipe.front.called import as_called
+from llmfoundry.retry import backoff, retry
 from llmfoundry.track.format import count
 from llmfoundry.track.metrics import find_lacking
 
@@ -116,6 +117,10 @@ class LogTarget:
     begin_anew: Callable[[Path], None] = lambda folder: None
     is_permanent: Callable[[Exception], bool] = lambda error: False
     patience_while_away: float = PATIENCE_WHILE_AWAY
+
+
+class _GivenUpError(Exception):
+    """An item is refused, or time has run out."""
 
 
 class BackgroundWriter:
@@ -272,25 +277,24 @@ class BackgroundWriter:
 
     def _persist(self, action: Callable[[], None], what: str) -> bool:
         """Do `action` until it succeeds; False if `what` is refused, or time runs out."""
-        failures = 0
-        while True:
-            try:
-                action()
-            except Exception as error:
-                failures += 1
-                self._problem = describe(error)
-                if isinstance(error, _PERMANENT) or self._target.is_permanent(error):
-                    self._refuse(what)
-                    return False
-                if failures == 2:  # one failure may be a lock of a moment
-                    self._tell_outage()
-                if not self._pause(min(2.0 ** (failures - 1), _LONGEST_PAUSE)):
-                    return False
-            else:
-                if failures > 1 and self._is_away:
-                    self._note(f"{self._target.label} works again")
-                self._is_away = False
-                return True
+
+        def again(error: Exception, failures: int) -> float:
+            self._problem = describe(error)
+            if isinstance(error, _PERMANENT) or self._target.is_permanent(error):
+                self._refuse(what)
+                raise _GivenUpError from error
+            if failures == 2:  # one failure may be a lock of a moment
+                self._tell_outage()
+            return backoff(failures, first=1.0, longest=_LONGEST_PAUSE, jitter=(1.0, 1.0))
+
+        try:
+            retry(action, again=again, wait=self._pause)
+        except _GivenUpError:
+            return False
+        if self._is_away:
+            self._note(f"{self._target.label} works again")
+        self._is_away = False
+        return True
 
     def _tell_outage(self) -> None:
         """Say it once; after training it is told with what is lost, which then comes soon."""
@@ -312,14 +316,19 @@ class BackgroundWriter:
                 f"{self._target.label} refuses {what}: {self._problem}; training goes on without it"
             )
 
-    def _pause(self, seconds: float) -> bool:
-        """Wait before another try, at most a second once the run has ended; False: give up."""
+    def _pause(self, seconds: float) -> None:
+        """Wait before another try, at most a second once the run has ended.
+
+        Raises:
+            _GivenUpError: time runs out.
+        """
         with self._changed:
             if self._status is None:
                 self._changed.wait_for(lambda: self._status, seconds)
             else:
                 self._changed.wait(min(1.0, self._left()))
-        return not self._out_of_time()
+        if self._out_of_time():
+            raise _GivenUpError
 
     def _out_of_time(self) -> bool:
         return self._left() == 0.0

@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from llmfoundry.errors import UserError
+from llmfoundry.files import write_whole
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.values.checks import nearest
@@ -234,7 +235,7 @@ def _begin(
             experiment_id, start_time=facts.began, tags=dict(facts.tags), run_name=facts.name
         )
         # Before the parameters: if those fail, the next try continues this run.
-        file.write_text(f"{run.info.run_id}\n")
+        write_whole(file, f"{run.info.run_id}\n")
         _log_params(client, run.info.run_id, facts.params, say)
         return MlflowSession(client, run.info.run_id, facts.first_batch, {})
     client.update_run(run_id, status="RUNNING")

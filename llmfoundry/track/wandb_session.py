@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.files import write_whole
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.background_writer import LogTarget, MetricPoint, RunFacts, Samples, describe
@@ -139,7 +140,7 @@ def open_session(
 
     file = facts.folder / RUN_ID_FILE
     if not file.exists():
-        file.write_text(f"{secrets.token_hex(4)}\n")
+        write_whole(file, f"{secrets.token_hex(4)}\n")
     settings = wandb.Settings(**_settings(facts.folder))
     at_exit = sys.exit, sys.excepthook  # wandb's own would only note an exit code, which we give
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.assemble.run_lock import NAME
-from llmfoundry.data.fetch.file_locks import try_lock
+from llmfoundry.locks import try_lock
 from tests.tiny import ENV, ROOT, write_recipe
 
 TARGETS = """

@@ -14,6 +14,7 @@ import pytest
 from llmfoundry.track.metrics import JsonLines
 from llmfoundry.track.pages.report import write_report
 from llmfoundry.track.pages.report_charts import moving_mean
+from tests.disk import Disk
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 LOADS = {"src", "href", "srcset", "poster", "data", "action", "xlink:href"}
@@ -255,6 +256,17 @@ def test_a_run_that_was_killed_has_its_report(run: Path) -> None:
         file.write('{"time/batch": 301, "time/to')
     page = Page(write_report(run).read_text())
     assert "not finished · 300 batches" in page.text
+
+
+def test_a_report_is_on_the_disk_before_it_replaces_the_last(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_report(run)
+    disk = Disk(monkeypatch)
+    write_report(run)
+    (_, written), *rest = disk.events
+    assert written.name.startswith("report.html.") and written.suffix == ".partial"
+    assert rest == [("named", run / "report.html"), ("synced", run)]
 
 
 def test_an_empty_folder_has_a_report_that_says_so(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from llmfoundry.recipe.front.load import run as run_script
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.checkpoints.checkpoint import find_checkpoint, find_damage
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from tests.disk import Disk
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 
@@ -73,6 +74,28 @@ def fill_disk(
 
 def names(run: Path) -> list[str]:
     return sorted(f.name for f in (run / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_counts_once_all_of_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the power cut takes, a folder with COMMIT is whole; also what libraries wrote."""
+
+    def extras(folder: Path) -> None:
+        (folder / "adapter").mkdir()
+        (folder / "adapter/weights").write_bytes(b"of a library that does not sync")
+
+    checkpointer = Checkpointer(
+        tmp_path, ALONE, extras=extras, keep=-1, background=False, max_failures=1, warn=print
+    )
+    disk = Disk(monkeypatch)
+    folder = checkpointer.save_weights(nn.Linear(2, 3), {"batch": 0})
+    counts = disk.place("named", folder / "COMMIT")
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "COMMIT"]
+    assert {"state.json", "weights", ".metadata"} < {path.name for path in files}
+    for path in [*files, folder / "adapter", folder.parent, tmp_path]:
+        assert disk.place("synced", path) < counts
+    assert counts < disk.place("synced", folder)
 
 
 @pytest.mark.parametrize("background", ["false", "true"])

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from llmfoundry.data.fetch.file_locks import LockedFile, lock
 from llmfoundry.data.fetch.file_spec import COPIES, INDEX, FileSpec
 from llmfoundry.errors import UserError
 from llmfoundry.files import whole_file
+from llmfoundry.locks import LockedFile, lock
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _LONGEST_RECORD = 1 << 16

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,13 +20,13 @@ from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.http_part import http_part
 from llmfoundry.data.fetch.remote_backends import resolve, without_secrets
 from llmfoundry.errors import UserError
+from llmfoundry.retry import backoff, retry
 
 _PART = 16 << 20  # bytes of a request: at 100 MB/s its overhead is below a tenth
 _SMALLEST_PART = 1 << 18  # what has to come within the timeout
 _GROWTH = 4  # of the parts, once they come in less than half of that part of the timeout
 _ENDLESS = 1 << 62
 _BACKOFF_S = 0.5
-_LONGEST_BACKOFF_S = 30.0
 
 
 class DamagedError(Exception):
@@ -154,8 +153,8 @@ class Remote:
 
         More than those come with `whole` only, of a server that sends whole files.
         """
-        failures = 0
-        while True:
+
+        def ask() -> tuple[bytes, int]:
             if cancelled.wait(self._before_request()):
                 raise CancelledError
             # With the byte more, so that a file of just this size is one request.
@@ -171,17 +170,21 @@ class Remote:
                     raise DamagedError(remote_errors.in_one_line(error)) from error
                 if remote_errors.is_timeout(error) and size > _SMALLEST_PART + 1:
                     self._part = _SMALLEST_PART
-                    continue
-                if failures == (0 if once else self._retry) or not remote_errors.is_passing(error):
-                    raise self._failed(name, error, failures + 1) from error
-            else:
-                if (time.monotonic() - began) * _GROWTH < self._timeout / 2:
-                    self._part = min(_PART, _GROWTH * self._part)
-                return part, size
-            failures += 1
-            # Full jitter: many ranks that failed together do not come back together.
-            limit = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (failures - 1))
-            cancelled.wait(random.uniform(0, limit))
+                    return ask()
+                raise
+            if (time.monotonic() - began) * _GROWTH < self._timeout / 2:
+                self._part = min(_PART, _GROWTH * self._part)
+            return part, size
+
+        def again(error: Exception, failures: int) -> float:
+            if isinstance(error, CancelledError | DamagedError):
+                raise error
+            most = 0 if once else self._retry
+            if failures > most or not remote_errors.is_passing(error):
+                raise self._failed(name, error, failures) from error
+            return backoff(failures, first=_BACKOFF_S)
+
+        return retry(ask, again=again, wait=cancelled.wait)
 
     def _ask(self, path: str, start: int, end: int, *, most: int) -> bytes:
         files, timeout = self._backend.file_system(), self._timeout

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from llmfoundry.data.fetch.file_locks import LockedFile, lock, try_lock
 from llmfoundry.data.fetch.file_spec import PACKED, PART, in_words
 from llmfoundry.errors import UserError
+from llmfoundry.files import publish
+from llmfoundry.locks import LockedFile, lock, try_lock
 
 _AHEAD_S = 3600.0  # after this long a file that was fetched ahead counts as used
 _DIGITS = 20  # of the number in .used
@@ -118,7 +119,7 @@ class ShardCache:
             later = time.time() + _AHEAD_S
             os.utime(part.descriptor, (later, later))
         self.give_back(reserved - os.fstat(part.descriptor).st_size)
-        os.rename(part.path, path)
+        publish(part.path, path)
         part.path = path
 
     def give_back(self, n_bytes: int) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from llmfoundry.data.fetch.file_locks import LockedFile, lock, try_lock
 from llmfoundry.data.fetch.file_spec import (
     PACKED,
     PART,
@@ -33,6 +32,7 @@ from llmfoundry.data.fetch.shard_cache import ShardCache, Shortage, reports_cach
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.checksums import digest
 from llmfoundry.errors import UserError
+from llmfoundry.locks import LockedFile, lock, try_lock
 
 _CHUNK = 1 << 20
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -215,7 +215,6 @@ class ShardFetcher:
                     wrong = damage(target, spec.n_bytes, hashes)
                     if wrong is not None:
                         raise DamagedError(wrong)
-                    os.fsync(part.descriptor)
                     return
                 except DamagedError as error:
                     if last:

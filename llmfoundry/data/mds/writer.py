@@ -110,7 +110,7 @@ class MDSWriter:
             self._flush()
         entries = (json.dumps(shard, sort_keys=True) for shard in self._shards)
         text = '{"shards": [' + ", ".join(entries) + '], "version": 2}'
-        write_whole(self._folder / INDEX, text, sync=True)
+        write_whole(self._folder / INDEX, text)
 
     def __enter__(self) -> MDSWriter:
         """To be left by `finish`."""
@@ -189,7 +189,7 @@ def merge_index(folder: Path, parts: Iterable[Path]) -> None:
     Raises:
         UserError: a part is no MDS dataset, or not within the folder.
     """
-    with whole_file(folder / INDEX, sync=True) as file:
+    with whole_file(folder / INDEX) as file:
         separator = ""
         file.write(b'{"version": 2, "shards": [')
         for part in dict.fromkeys(parts):

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from llmfoundry.errors import UserError
+from llmfoundry.files import publish
+from llmfoundry.locks import LockedFile, lock
 
 
 def cache_key(**facts: Any) -> str:
@@ -43,15 +43,19 @@ def build_once(folder: Path, build: Callable[[Path], None], *, keep: str | None 
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
+        with lock_build(folder):
             if not folder.is_dir():
                 _build(folder, build, keep)
-    except (OSError, NotImplementedError) as error:  # NotImplementedError: no locks there
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise UserError(
-            f"data.cache_folder: cannot write {folder.parent}: {reason};"
+            f"data.cache_folder: cannot write {folder.parent}: {error.strerror or error};"
             " free space there or choose another folder"
         ) from error
+
+
+def lock_build(folder: Path) -> LockedFile:
+    """Wait until nobody else makes or removes `folder`, and keep others from it."""
+    return lock(folder.with_name(f"{folder.name}.lock"), mode=0o644)
 
 
 def _build(folder: Path, build: Callable[[Path], None], keep: str | None) -> None:
@@ -66,7 +70,7 @@ def _build(folder: Path, build: Callable[[Path], None], keep: str | None) -> Non
         build(temporary)
         if keep:
             shutil.rmtree(temporary / keep)
-        temporary.rename(folder)
+        publish(temporary, folder)
     finally:
         if not (keep and (temporary / keep).is_dir()):
             shutil.rmtree(temporary, ignore_errors=True)

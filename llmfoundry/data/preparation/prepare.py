@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.pipeline import How, PreparationPlan, fill
@@ -28,6 +26,7 @@ from llmfoundry.data.preparation.write.parts import WORK
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.tokens import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
+from llmfoundry.locks import try_lock
 from llmfoundry.recipe.data import DataConfig
 
 __all__ = ["How", "Prepared", "prepare", "prepare_to"]
@@ -193,12 +192,13 @@ def _writing(place: OutputFolder) -> Iterator[None]:
         return
     try:
         (place.here / WORK).mkdir(parents=True, exist_ok=True)
-        with FileLock(place.here / WORK / "lock", timeout=0):
+        locked = try_lock(place.here / WORK / "lock", mode=0o644)
+        if locked is None:
+            raise UserError(
+                f"prepare.output: another process prepares {place.folder}; wait for it or end it"
+            )
+        with locked:
             yield
-    except Timeout as error:
-        raise UserError(
-            f"prepare.output: another process prepares {place.folder}; wait for it or end it"
-        ) from error
     except OSError as error:
         raise UserError(
             f"prepare.output: cannot write {place.folder}: {error.strerror or error};"

@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_whole
+from llmfoundry.files import publish, write_whole
 from llmfoundry.gauntlet.fetch.table import DataFile
 from llmfoundry.recipe.front.paths import show
 
@@ -160,7 +160,7 @@ def _bring(file: DataFile, target: Path, manifest: FetchManifest, route: Route) 
         content = inspect(partial)
         # The manifest comes first: a run that is stopped here leaves no file that it forgot.
         manifest.enter(file.file, content, fetched)
-        partial.replace(target)
+        publish(partial, target)
     finally:
         partial.unlink(missing_ok=True)
     notes = [*_differences(file, content), *fetched.notes]

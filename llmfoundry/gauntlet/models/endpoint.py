@@ -11,7 +11,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import random
 import socket
 import ssl
 import threading
@@ -28,13 +27,14 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.grading.answers import cut
 from llmfoundry.gauntlet.models.echo import ECHO, read_score
 from llmfoundry.gauntlet.questions import Prompt, Refusal, Request, Score
+from llmfoundry.retry import backoff, retry
 
 ATTEMPTS = 8
 LONGEST_DELAY = 60.0  # seconds between two attempts
+_JITTER = (0.5, 1.5)
 MAX_STOPS = 4  # OpenAI's limit; the rest is cut here
 OF_ONE_QUESTION = (400, 413, 422)  # too long, or not allowed: other questions may be taken
 _HOPELESS = (ConnectionRefusedError, socket.gaierror, ssl.SSLCertVerificationError)
-_jitter = random.Random()  # its own, so that no seeded draw is moved
 
 Spell = Callable[[Sequence[int]], str]
 Item = TypeVar("Item")
@@ -240,28 +240,34 @@ class Endpoint:
             UserError: there is none, and so it would be for any question.
             _Refused: the server will not take this question.
         """
-        for attempt in range(ATTEMPTS):
+
+        def ask() -> Any:
+            reply = self._send(path, body)
+            self._has_answered = True
+            self._count(reply)
+            return reply
+
+        def again(error: Exception, failures: int) -> float:
             asked = 0.0
-            try:
-                reply = self._send(path, body)
-                self._has_answered = True
-                self._count(reply)
-                return reply
-            except urllib.error.HTTPError as error:
+            if isinstance(error, urllib.error.HTTPError):
                 self._has_answered = True
                 why, asked = self._failed(error), _seconds(error.headers.get("Retry-After"))
-            except (OSError, http.client.HTTPException) as error:
+            elif isinstance(error, OSError | http.client.HTTPException):
                 reason = getattr(error, "reason", error)
                 if isinstance(reason, _HOPELESS) and not self._has_answered:
                     raise UserError(self._unreachable(reason)) from error
                 why = str(reason) or type(reason).__name__
-            delay = max(asked, self.first_delay * 2**attempt * _jitter.uniform(0.5, 1.5))
-            if attempt + 1 < ATTEMPTS and given_up.wait(min(delay, LONGEST_DELAY)):
-                break
-        raise UserError(
-            f"{self.url}: gave no answer in {attempt + 1} attempts: {why}; try later, or lower the"
-            f" endpoint's concurrency ({self._concurrency})"
-        )
+            else:
+                raise error
+            if failures == ATTEMPTS or given_up.is_set():
+                raise UserError(
+                    f"{self.url}: gave no answer in {failures} attempts: {why}; try later, or lower"
+                    f" the endpoint's concurrency ({self._concurrency})"
+                )
+            delay = backoff(failures, first=self.first_delay, longest=LONGEST_DELAY, jitter=_JITTER)
+            return min(max(asked, delay), LONGEST_DELAY)
+
+        return retry(ask, again=again, wait=given_up.wait)
 
     def _count(self, reply: Any) -> None:
         with suppress(KeyError, TypeError), self._counting:

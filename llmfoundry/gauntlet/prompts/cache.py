@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from filelock import FileLock
 
-from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.preparation.cache import build_once, cache_key, lock_build
 from llmfoundry.gauntlet.models.tree import common_prefix
 from llmfoundry.gauntlet.prompts.chat import Chat, uses_chat
 from llmfoundry.gauntlet.prompts.native import questions
@@ -189,7 +188,7 @@ def _load_or_remove(
     except Exception as error:  # see load_questions
         say(f"{place / _FILE}: cannot be read ({error}); the prompts are made again")
     try:
-        with FileLock(f"{place}.lock"):  # of build_once: nobody writes there meanwhile
+        with lock_build(place):
             try:
                 return load_questions(place / _FILE, rows)  # another process was quicker
             except Exception:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import write_json, write_whole
+from llmfoundry.files import sync, sync_all, write_json
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.parallel.launch import World, host_group
 from llmfoundry.recipe.front.paths import show
@@ -219,7 +219,7 @@ class Checkpointer:
         self._together(lambda: _commit(folder, size), only_main=True)
 
     def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:
-        write_whole(folder / "state.json", json.dumps(state, indent=2) + "\n")
+        write_json(folder / "state.json", state, indent=2)
         self._extras(folder)
 
     def _together(self, action: Callable[[], Made], *, only_main: bool = False) -> Made:
@@ -303,10 +303,13 @@ def _whole_size(folder: Path) -> int:
 
 
 def _commit(folder: Path, size: int) -> None:
-    """Merge the sums into COMMIT; the rename makes the checkpoint count."""
+    """Merge the sums into COMMIT, last: with this name on the disk the checkpoint counts."""
     files: dict[str, Any] = {}
     for rank in range(size):
         part = folder / f"sums.{rank}.json"
         files |= json.loads(part.read_text())
         part.unlink()
+    sync_all(folder)  # what libraries wrote, too
+    for above in (folder.parent, folder.parent.parent):
+        sync(above)
     write_json(folder / COMMIT, {"version": 1, "files": files})

@@ -219,5 +219,5 @@ def _open(file: Path) -> np.ndarray:
 
 def _save(target: Path, array: np.ndarray) -> None:
     """Whole or not there at all; by a name that no other machine takes, on storage they share."""
-    with whole_file(target, sync=True) as file:
+    with whole_file(target) as file:
         np.save(file, array)

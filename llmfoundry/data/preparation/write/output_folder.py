@@ -7,10 +7,8 @@ object when it is complete and what declares a folder whole is written last.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +18,8 @@ from typing import Any, TypeVar
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.remote_backends import Backend, resolve
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_whole
+from llmfoundry.files import publish, write_whole
+from llmfoundry.retry import backoff, retry
 
 T = TypeVar("T")
 _RETRIES, _TIMEOUT_S = 5, 60.0
@@ -69,7 +68,7 @@ class OutputFolder:
             return
         path = self.here / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data, sync=True)
+        write_whole(path, data)
 
     def put(self, folder: Path, name: str) -> None:
         """Move a folder of this machine there, in place of what is there by this name."""
@@ -77,7 +76,7 @@ class OutputFolder:
         if self.here is not None:
             (self.here / name).parent.mkdir(parents=True, exist_ok=True)
             try:
-                folder.rename(self.here / name)
+                publish(folder, self.here / name)
             except OSError:  # another attempt at the same task was first, and made the same
                 if not (self.here / name).is_dir():
                     raise
@@ -124,16 +123,15 @@ class OutputFolder:
             UserError: the store cannot be reached, or refuses.
         """
         backend = resolve(self.folder, self.storage_options, _TIMEOUT_S)
-        for failures in range(1, _RETRIES + 2):
-            try:
-                return call(backend.file_system(), backend.root)
-            except Exception as error:
-                if remote_errors.is_missing(error):
-                    raise FileNotFoundError(self.folder) from error
-                if failures > _RETRIES or not remote_errors.is_passing(error):
-                    raise self._failed(backend, error, failures) from error
-                time.sleep(random.uniform(0, 2 ** (failures - 1) / 2))
-        raise AssertionError("unreachable")
+
+        def again(error: Exception, failures: int) -> float:
+            if remote_errors.is_missing(error):
+                raise FileNotFoundError(self.folder) from error
+            if failures > _RETRIES or not remote_errors.is_passing(error):
+                raise self._failed(backend, error, failures) from error
+            return backoff(failures)
+
+        return retry(lambda: call(backend.file_system(), backend.root), again=again)
 
     def _failed(self, backend: Backend, error: Exception, attempts: int) -> UserError:
         line = remote_errors.explain(

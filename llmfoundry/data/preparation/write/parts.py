@@ -8,7 +8,6 @@ that make the same part do no harm.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -227,10 +226,8 @@ class _Texts:
         self._file.write(json.dumps(text) + "\n")
 
     def close(self) -> None:
-        """To the disk."""
-        if self._file is not None and not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """End it; a second time does nothing."""
+        if self._file is not None:
             self._file.close()
 
     def __enter__(self) -> _Texts:

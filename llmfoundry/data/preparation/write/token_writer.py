@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,10 +67,7 @@ class TokenWriter:
         hashes = {algorithm: digest(algorithm, [whole]) for algorithm in self.hashes}
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            file.write(self._data)
-            file.flush()
-            os.fsync(file.fileno())
+        path.write_bytes(self._data)
         shard = Shard(name, self._n_ids, len(self._starts), self._n_bytes, hashes)
         self.shards.append(shard)
         self._data, self._starts, self._n_ids, self._n_bytes = bytearray(), array("I"), 0, 0

@@ -1,9 +1,9 @@
-"""Locks on files that die with their owner.
+"""Locks on files that die with their owner: of runs, preparations, caches and shards.
 
 The cache of shards locks the very file it means: exclusively while it is written or deleted, shared
-while it is read. These are flock's locks, which the kernel releases however a process ends, so
-nothing is ever left locked and no lock files pile up. One idea: a lock counts only if the path
-still names the locked file, since another process may have renamed or deleted it in between.
+while it is read; the others lock a file made for it. These are flock's locks, which the kernel
+releases however a process ends, so nothing is ever left locked. One idea: a lock counts only if
+the path still names the locked file, since another process may have renamed or deleted it.
 """
 
 from __future__ import annotations

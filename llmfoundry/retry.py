@@ -1,0 +1,60 @@
+"""Trying again what may pass: the one loop, and how long it waits.
+
+Stores, preparations, the gauntlet's endpoint and the loggers call `retry`, each with its own answer
+to an error: which of them pass, and what the user is told of the others.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_random = random.Random()  # its own, so that no seeded draw is moved
+_MOST_DOUBLINGS = 60
+
+
+def retry(
+    call: Callable[[], T],
+    *,
+    again: Callable[[Exception, int], float],
+    wait: Callable[[float], object] = time.sleep,
+) -> T:
+    """What `call` gives, once it gives something.
+
+    Args:
+        call: is tried.
+        again: gets an error and how many there have been in a row; returns the seconds to wait
+            before the next attempt, or raises what the caller is to see.
+        wait: waits for so many seconds.
+    """
+    failures = 0
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            failures += 1
+            seconds = again(error, failures)
+        wait(seconds)
+
+
+def backoff(
+    failures: int,
+    *,
+    first: float = 0.5,
+    longest: float = 30.0,
+    jitter: tuple[float, float] = (0.0, 1.0),
+) -> float:
+    """Seconds to wait after so many failures in a row: twice as long each time.
+
+    Args:
+        failures: one or more.
+        first: after the first failure, before jitter.
+        longest: ever.
+        jitter: bounds of a random factor, so that ranks which failed together do not come back
+            together.
+    """
+    doubled = first * 2 ** min(failures - 1, _MOST_DOUBLINGS)
+    return min(longest, doubled) * _random.uniform(*jitter)
