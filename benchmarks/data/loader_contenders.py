@@ -44,12 +44,12 @@ def ours(folder: Path, *, apart: bool = False) -> Make:
     """This project's loader, as a run on a CPU has it; `apart`: with documents' places."""
     from llmfoundry.data.batch_prefetcher import BatchPrefetcher
     from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
-    from llmfoundry.data.loader import ONLY, Loader
+    from llmfoundry.data.loader import Loader
     from llmfoundry.data.mds_source import MDSTexts
     from llmfoundry.data.mixture import Mixture, Phase
     from llmfoundry.data.order import Order
     from llmfoundry.data.shard_index import read_index
-    from llmfoundry.data.sources import OrderedStream, Reading, open_source
+    from llmfoundry.data.sources import ONLY, OrderedStream, Reading, open_source
     from llmfoundry.ops.host_memory import keep_memory
 
     keep_memory()

@@ -18,7 +18,7 @@ import numpy as np
 from llmfoundry.assemble.supervised import open_supervised, open_validation_rows
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
-from llmfoundry.data.loader import ONLY, Loader
+from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
 from llmfoundry.data.mixture import Mixture, Phase, stream_weights
 from llmfoundry.data.order import Order
@@ -26,6 +26,7 @@ from llmfoundry.data.packing import PackedStream, PackingRatio, Probe, probe
 from llmfoundry.data.preparation.prepare import prepare
 from llmfoundry.data.shard_index import Index, read_index, with_sample
 from llmfoundry.data.sources import (
+    ONLY,
     OrderedStream,
     Reading,
     Stream,

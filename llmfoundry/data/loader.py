@@ -17,8 +17,8 @@ import numpy as np
 
 from llmfoundry.data.mixture import Mixture
 from llmfoundry.data.rows import Rows
-from llmfoundry.data.sources import ONLY, WHOLE, OrderedStream, Stream, stream_key
-from llmfoundry.data.token_source import TokenSource, fingerprint_of_version_1
+from llmfoundry.data.sources import OrderedStream, Stream, stream_key
+from llmfoundry.data.token_source import TokenSource
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import Batch
 
@@ -128,8 +128,6 @@ class Loader:
                 f"max_seq_len: the checkpoint's samples were ordered with {state['seq_len']}, this"
                 f" run has {self._seq_len}; write {state['seq_len']}"
             )
-        if "samples" in state:
-            state = self._of_version_1(state)
         before = state["streams"]
         for stream in self.streams:
             if stream.name in before:
@@ -168,25 +166,6 @@ class Loader:
         begins = first + np.arange(len(numbers))[:, None] * self.mixture.batch_size
         samples = begins + np.arange(self._share)
         return np.zeros_like(samples), samples
-
-    def _of_version_1(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of a checkpoint from before data.streams, as today's: it had one corpus."""
-        facts = {
-            "fingerprint": state["dataset"],
-            "n_rows": None,
-            "seed": state["seed"],
-            "shuffle": state["shuffle"],
-            "block_size": WHOLE,
-        }
-        stream = self.streams[0]
-        source = stream.source if isinstance(stream, OrderedStream) else None
-        if isinstance(source, TokenSource) and state["dataset"] == fingerprint_of_version_1(
-            source.dataset
-        ):
-            facts["fingerprint"] = source.fingerprint
-        given = {ONLY: state["samples"]["train"]}
-        mixture = {"version": 1, "consumed": given}
-        return {"streams": {ONLY: facts}, "mixture": mixture}
 
     def _strange(self, stream: Stream, place: int, ids: np.ndarray) -> UserError:
         """Ids that no token has."""

@@ -22,7 +22,7 @@ import numpy as np
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.order import Order
 from llmfoundry.data.rows import Row
-from llmfoundry.data.sources import check_fingerprint, order_state, resumed_order
+from llmfoundry.data.sources import check_fingerprint, check_order, order_state
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 
@@ -176,7 +176,7 @@ class PackedStream:
             UserError: they would be others now.
         """
         check_fingerprint(self.name, state, self.texts.fingerprint, allow_changed=allow_changed)
-        self._order = resumed_order(self._order, self.texts.sizes, state)
+        check_order(self._order, state)
         before = PackingRatio(**state["packing"])
         if self._exact and before != self.packing:
             raise UserError(

@@ -136,29 +136,25 @@ class OrderedStream:
             UserError: they would be others now.
         """
         check_fingerprint(self.name, state, self.source.fingerprint, allow_changed=allow_changed)
-        self.order = resumed_order(self.order, self.source.sizes, state)
+        check_order(self.order, state)
 
     def close(self) -> None:
         """Let go of open shards; reading opens them again."""
         self.source.close()
 
 
-WHOLE = "whole"  # a block size: all rows are permuted as one, however many
-
-
 def order_state(order: Order) -> dict[str, Any]:
     """What decides an order beside the rows."""
-    whole = order.block_size == order.n_rows
     return {
         "n_rows": order.n_rows,
         "seed": order.seed,
         "shuffle": order.shuffle,
-        "block_size": WHOLE if whole else order.block_size,
+        "block_size": order.block_size,
     }
 
 
-def resumed_order(order: Order, sizes: np.ndarray, state: dict[str, Any]) -> Order:
-    """The order that goes on with an earlier one.
+def check_order(order: Order, state: dict[str, Any]) -> None:
+    """Refuse to go on in another order.
 
     Raises:
         UserError: the recipe asks for another one.
@@ -166,12 +162,10 @@ def resumed_order(order: Order, sizes: np.ndarray, state: dict[str, Any]) -> Ord
     for fact, value in (("seed", order.seed), ("shuffle", order.shuffle)):
         if state[fact] != value:
             raise _reordered(_KEY[fact], state[fact], value)
-    if state["block_size"] == WHOLE:
-        return Order(sizes, seed=order.seed, shuffle=order.shuffle, block_size=order.n_rows)
-    sizes_of_block = order.block_size, state["block_size"]
-    if order.shuffle and order.n_rows > min(sizes_of_block) and len({*sizes_of_block}) > 1:
-        raise _reordered("data.shuffle_block_size", state["block_size"], order.block_size)
-    return order
+    before = state["block_size"]
+    smaller = min(before, order.block_size)
+    if order.shuffle and before != order.block_size and order.n_rows > smaller:
+        raise _reordered("data.shuffle_block_size", before, order.block_size)
 
 
 def check_fingerprint(
@@ -182,10 +176,7 @@ def check_fingerprint(
     Raises:
         UserError: they changed, and nobody said that they may.
     """
-    before = state["fingerprint"]
-    # One of before samples were taken has none, and says as much as it did then.
-    now = fingerprint if ":" in before else fingerprint.partition(":")[0]
-    if before == now or allow_changed:
+    if state["fingerprint"] == fingerprint or allow_changed:
         return
     raise UserError(
         f"{stream_key(name)}: its rows are not those of the checkpoint: the shards, the corpus, its"

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -83,26 +79,3 @@ class TokenSource:
         self.dataset.close()
         if self._folder is not None:
             self._folder.close()
-
-
-def fingerprint_of_version_1(dataset: TokenDataset) -> str:
-    """What checkpoints from before data.streams know a stream by; reads all of it.
-
-    A hash of the number of documents, and of the length and CRC-32 of each 256 MiB of ids.
-    """
-    facts: list[Any] = [dataset.n_documents]
-    dtype = np.dtype(dataset.index.dtype)
-    per_shard = (256 << 20) // dtype.itemsize
-    piece = 1 << 20  # ids at a time; divides a shard
-    place, crc, last = 0, 0, max(0, dataset.n_tokens - 1)
-    for row in range(dataset.n_rows(piece, partial=True)):
-        ids = dataset.row(row, piece)[0].astype(dtype)
-        ids = ids if row * piece + len(ids) > last else ids[:-1]  # the label is the next row's
-        for part in np.split(ids, [per_shard - place]) if place + len(ids) > per_shard else [ids]:
-            crc, place = zlib.crc32(part.tobytes(), crc), place + len(part)
-            if place == per_shard:
-                facts.append((place, crc))
-                place, crc = 0, 0
-    if place:
-        facts.append((place, crc))
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

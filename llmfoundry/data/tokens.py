@@ -25,7 +25,7 @@ import numpy as np
 from llmfoundry.data.fetch.file_spec import INDEX, named_twice, wrong_name
 from llmfoundry.data.fetch.shard_files import FileSpec, ShardFolder
 from llmfoundry.data.mds.checksums import digest
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
 
 FORMAT, VERSION = "llmfoundry-tokens", 2
 _OPEN_SHARDS = 64  # mapped at a time; a map costs a file handle and addresses, not memory
@@ -166,7 +166,7 @@ class StreamIndex:
             index = cls(found.dtype, found.eos_id, found.tokenizer, tuple(shards), found.texts)
             _check_whole(index, found)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            what = f"{where}is damaged: {' '.join(str(error).split())[:300]}"
+            what = f"{where}is damaged: {one_line(error)}"
             raise UserError(f"{source}: {what}; prepare the text again") from error
         return index
 

@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -217,25 +216,6 @@ def test_resume_goes_on_after_the_last_sample_given(web: OrderedStream, after: i
     rows = [r.batch(5 + n).tokens for n in range(80 // after) for r in ranks]
     expected = torch.cat([before.batch(5 + n).tokens for n in range(10)])
     assert torch.equal(torch.cat(rows), expected)
-
-
-def test_a_checkpoint_from_before_mixtures_goes_on(web: OrderedStream, folder: Path) -> None:
-    """It knew its one stream by CRC-32s, and its rows were permuted as a whole."""
-    held = dataset(web)
-    ids = held.row(0, held.n_tokens - 1)[0].astype("<u2").tobytes()
-    facts = [held.n_documents, [held.n_tokens, zlib.crc32(ids)]]
-    known = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-    old = {"samples": {"train": 40}, "dataset": known, "seq_len": T, "seed": 3, "shuffle": True}
-    whole = loader([web])
-    blocks = loader([opened(folder / "web", block_size=64)])
-    assert not same(blocks.batch(7), whole.batch(7))
-    blocks.resume(old, 5)
-    assert all(same(blocks.batch(step), whole.batch(step)) for step in range(5, 40))
-    again = loader([opened(folder / "web", block_size=64)])
-    again.resume(json.loads(json.dumps(blocks.state(9))), 9)
-    assert same(again.batch(9), whole.batch(9))
-    with pytest.raises(UserError, match=r"^data: its rows are not those of the checkpoint"):
-        loader([web]).resume(old | {"dataset": "other"}, 5)
 
 
 def test_resume_refuses_other_rows(folder: Path, web: OrderedStream, tmp_path: Path) -> None:

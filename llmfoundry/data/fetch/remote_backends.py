@@ -17,7 +17,7 @@ from typing import Any
 
 import fsspec
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
 
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az", "http": "https"}
 _PACKAGES = {
@@ -101,7 +101,7 @@ def resolve(url: str, storage_options: Mapping[str, Any], timeout: float) -> Bac
     try:
         known = fsspec.get_filesystem_class(protocol)
     except (ValueError, ImportError) as error:
-        raise UserError(f"{url}: {' '.join(str(error).split())}; check data.remote") from error
+        raise UserError(f"{url}: {one_line(error)}; check data.remote") from error
     root = known._strip_protocol(url)
     return Backend(kind, protocol, root, {**known._get_kwargs_from_urls(url), **given})
 

@@ -19,7 +19,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
 
 # Tasks handed to Ray ahead of a free core: an autoscaler sees what is waiting, and one call to
 # ray.wait, which is linear in them, stays at about a millisecond.
@@ -73,7 +73,7 @@ def _connect(ray: Any, workers: int | None) -> None:
         ray.init(address=address, **quiet, **(here if address == "local" else {}))
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: other versions there
         raise UserError(
-            f"RAY_ADDRESS: cannot connect to Ray at {address}: {_line(error)};"
+            f"RAY_ADDRESS: cannot connect to Ray at {address}: {one_line(error)};"
             " start it (ray start --head), write its address, or unset the variable"
         ) from error
 
@@ -111,10 +111,6 @@ def _result(ray: Any, reference: Any) -> Any:
         raise
     except ray.exceptions.RayError as error:
         raise UserError(
-            f"prepare.engine: Ray gave a task up: {_line(error)};"
+            f"prepare.engine: Ray gave a task up: {one_line(error)};"
             " start again, parts that are finished stay"
         ) from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

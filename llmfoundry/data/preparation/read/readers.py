@@ -19,7 +19,7 @@ from typing import Any
 
 from llmfoundry.data.preparation.read.open_files import NEEDS_EXTRA, PACKED, Input, decode
 from llmfoundry.data.preparation.read.wet import read_wet
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
 
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field that Python can be told; it has 128 Ki
 _SHOWN = 500  # characters of a file's column names
@@ -218,8 +218,8 @@ def _parquet_file(source: Input) -> Iterator[Any]:
         with source.open() as opened, pyarrow.parquet.ParquetFile(opened) as file:
             yield file
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{source.name}: not a whole parquet file: {reason}") from error
+        why = one_line(error)
+        raise UserError(f"{source.name}: not a whole parquet file: {why}") from error
 
 
 def _wet(source: Input, text_column: str) -> Rows:
@@ -305,8 +305,8 @@ def arrow_texts(where: str, first: int, text_column: str, batch: Any) -> Iterato
                 f"{where} {number}: byte {error.start} is not UTF-8: {error.reason}"
             ) from error
         except Exception as error:  # what values Python has no like of raise, by their types
-            reason = " ".join(str(error).split())
-            raise UserError(f"{where} {number}: cannot be read: {reason}; correct it") from error
+            why = one_line(error)
+            raise UserError(f"{where} {number}: cannot be read: {why}; correct it") from error
         yield pick(f"{where} {number}", text_column, row)
 
 
