@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.export.card import CardInfo, CardScore
 from llmfoundry.export.hf import to_hf
 from tests.export.random_models import decoder, settings, write_tokenizer
@@ -56,29 +54,6 @@ def test_every_file_of_an_export_may_be_read_by_whom_the_umask_lets(tmp_path: Pa
     for folder, mode in ((tmp_path / "small", 0o666 & ~before), (tmp_path / "strict/small", 0o640)):
         modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
         assert set(modes.values()) == {mode}, modes
-
-
-def test_scores_of_a_checkpoint_stand_with_their_errors_and_chance(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoints" / "ba0000009"
-    task = {"label": "copa", "num_fewshot": 2, "n": 50, "accuracy": 0.54, "stderr": 0.07}
-    result = {
-        "time/batch": 9,
-        "tasks": [{**task, "chance": 0.5}],
-        "averages": {"core_average": 0.08},
-        "categories": {"one": None},
-        "stderrs": {"core_average": 0.14},
-    }
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "ba0000009.json").write_text(json.dumps(result))
-    rows = [{"time/batch": b, "metrics/eval/bits_per_byte": b / 10} for b in (5, 9)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert card_scores(checkpoint, 9) == [
-        CardScore("validation bits per byte", "0.9000"),
-        CardScore("core average", "0.0800", "0.1400", "0"),
-        CardScore("one", "n/a", "", "0"),
-        CardScore("copa, 2-shot, 50 questions", "54.0%", "7.0", "50.0%"),
-    ]
-    assert card_scores(checkpoint.with_name("ba0000007"), 7) == []
 
 
 @pytest.mark.parametrize("architecture", [None, "llmfoundry"])

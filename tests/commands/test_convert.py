@@ -1,0 +1,76 @@
+"""scripts/convert.py: what it refuses, and what the card says of a run; by numbers made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from llmfoundry.commands.convert import _card, _precision, convert
+from llmfoundry.errors import UserError
+from llmfoundry.export.hf import to_hf
+from llmfoundry.export.read import open_hf
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from tests.export.random_models import CARD, decoder, settings, write_tokenizer
+from tests.tiny import RECIPE, write_recipe
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Hugging Face folder in fp32."""
+    folder = tmp_path_factory.mktemp("convert")
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    to_hf(decoder(settings()), tokenizer, folder / "hf", dtype="fp32", card=CARD)
+    return folder / "hf"
+
+
+def test_an_import_leaves_a_folder_alone_that_holds_something(
+    exported: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    words = [f"checkpoint={exported}", "from=hf", f"output={tmp_path}"]
+    recipe = checked(ConvertRecipe, None, words)
+    with pytest.raises(UserError, match=r"output: .* is not empty; write another folder"):
+        convert(recipe)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+@pytest.mark.parametrize(("in_bf16", "expected"), [(0, "fp32"), (1, "fp32"), (99, "amp_bf16")])
+def test_a_run_of_an_import_computes_in_what_most_numbers_are_stored_in(
+    in_bf16: int, expected: str, exported: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(exported / "model.safetensors")
+    largest = sorted(tensors, key=lambda name: -tensors[name].numel())
+    for name in largest[-in_bf16:] if in_bf16 == 1 else largest[:in_bf16]:
+        tensors[name] = tensors[name].to(torch.bfloat16)
+    n_bf16 = sum(t.numel() for t in tensors.values() if t.dtype == torch.bfloat16)
+    assert (2 * n_bf16 > sum(t.numel() for t in tensors.values())) == (expected != "fp32")
+    (tmp_path / "config.json").write_bytes((exported / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with open_hf(tmp_path) as opened:
+        assert _precision(opened) == expected
+
+
+def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
+    words = ["data.paths=[s3://me:hunter2@host/rows.jsonl]", "run_name=small"]
+    path = write_recipe(tmp_path)
+    written = yaml.safe_load(path.read_text())
+    del written["data"]["paths"]
+    path.write_text(yaml.safe_dump(written))
+    recipe = checked(TrainRecipe, path, words)
+    recipe.fill()
+    folder = tmp_path / "run" / "checkpoints" / "ba0000300"
+    loaded: Any = SimpleNamespace(recipe=recipe, folder=folder, state={"batch": 300})
+    card = _card(loaded)
+    assert card.name == "small"
+    assert card.trained == f"300 batches, {300 * 4 * 64:,} tokens"  # of 4 rows of 64
+    assert "rows.jsonl" in card.data and "hunter2" not in card.data
+    assert card.settings["optimizer.lr"] == str(RECIPE["optimizer"]["lr"])  # type: ignore[index]
+    assert card.settings["max_seq_len"] == "64" and list(card.scores) == []
