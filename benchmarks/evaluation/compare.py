@@ -27,7 +27,7 @@ from benchmarks import record
 from benchmarks.evaluation.requests import EOS, SHAPES, VOCAB, requests
 from llmfoundry.export.config.settings import write_settings
 from llmfoundry.export.hf_maps import MAPS, to_theirs
-from llmfoundry.gauntlet.models.score import score_requests
+from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.models.tree import grow
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.models.decoder import Decoder, Root

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from llmfoundry.files import write_json
 from llmfoundry.gauntlet.gauntlet import Gauntlet
-from llmfoundry.gauntlet.questions import Subject
+from llmfoundry.gauntlet.questions import EvaluatedModel
 from llmfoundry.parallel.launch import World
 from llmfoundry.track.pages.report import read_json
 
@@ -55,7 +55,7 @@ class EvalBudget:
         """Training goes on now."""
         self._since = time.perf_counter()
 
-    def share(self, gauntlet: Gauntlet, subject: Subject) -> float:
+    def share(self, gauntlet: Gauntlet, subject: EvaluatedModel) -> float:
         """Share of each task's questions; every process calls it, and gets the same."""
         if self._share is None:
             trained = time.perf_counter() - self._since
@@ -92,7 +92,7 @@ class EvalBudget:
         return None if float(shared) < 0 else float(shared)
 
 
-def _seconds_of_all(gauntlet: Gauntlet, subject: Subject) -> float:
+def _seconds_of_all(gauntlet: Gauntlet, subject: EvaluatedModel) -> float:
     """An estimate, by the tokens of a small part."""
     for _ in range(2):
         cost = gauntlet.run(subject, share=PROBE)[0].cost

@@ -17,10 +17,10 @@ from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError, enough_memory
-from llmfoundry.gauntlet.gauntlet import Answered, Asking, Gauntlet
+from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.gauntlet.models.own import OwnModel
-from llmfoundry.gauntlet.prompts.chat import Chat
+from llmfoundry.gauntlet.prompts.settings import Chat, PromptSettings
 from llmfoundry.models.adapters.virtual import longest_document
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file
@@ -148,7 +148,7 @@ def build_gauntlet(
 ) -> Gauntlet | None:
     """The in-context tasks, read and tokenised; None where the recipe names none."""
     start = job.tokenizer.document_start if is_trained else None
-    asking = Asking.by_training(job.tokenizer, job.recipe.max_seq_len, start)
+    asking = PromptSettings.by_training(job.tokenizer, job.recipe.max_seq_len, start)
     return read_tasks(
         config,
         asking,
@@ -162,7 +162,7 @@ def build_gauntlet(
 
 def read_tasks(
     config: EvalConfig,
-    asking: Asking,
+    asking: PromptSettings,
     *,
     generate: bool,
     validation_texts: Callable[[], list[str]] | None,

@@ -11,10 +11,9 @@ from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.gauntlet import Asking
 from llmfoundry.gauntlet.models.endpoint import Endpoint
-from llmfoundry.gauntlet.prompts.chat import RAW, Chat
-from llmfoundry.gauntlet.questions import Subject
+from llmfoundry.gauntlet.prompts.settings import RAW, Chat, PromptSettings
+from llmfoundry.gauntlet.questions import EvaluatedModel
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 
@@ -32,8 +31,8 @@ class Outside:
         load: who is asked, and what it has to say about itself after that.
     """
 
-    asking: Asking
-    load: Callable[[], tuple[Subject, list[str]]]
+    asking: PromptSettings
+    load: Callable[[], tuple[EvaluatedModel, list[str]]]
 
 
 def is_outside(model: str) -> bool:
@@ -87,7 +86,7 @@ def open_outside(
     rows = recipe.device_eval_batch_size
     opened = open_hugging_face(model.removeprefix(HUGGING_FACE), seq_len=seq_len)
 
-    def load() -> tuple[Subject, list[str]]:
+    def load() -> tuple[EvaluatedModel, list[str]]:
         subject = opened.load(
             device=world.device,
             precision=served_precision(recipe.precision or "fp32", world.device, note),
@@ -96,7 +95,7 @@ def open_outside(
         return subject, subject.notes
 
     start = document_start(opened.config)
-    return Outside(Asking.by_training(opened.tokenizer, opened.seq_len, start), load)
+    return Outside(PromptSettings.by_training(opened.tokenizer, opened.seq_len, start), load)
 
 
 def _address(model: str) -> tuple[str, str]:
@@ -119,7 +118,7 @@ def _endpoint(model: str) -> Outside:
         return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
 
     subject = Endpoint(address, name, chat=model.startswith(CHAT), spell=spell)
-    asking = Asking.by_training(tokenizer, ENDPOINT_BYTES, None)
+    asking = PromptSettings.by_training(tokenizer, ENDPOINT_BYTES, None)
     chat = Chat(ChatTemplate(RAW, {})) if subject.chat else None
     asking = replace(asking, unit="bytes", can_score=subject.can_score, chat=chat)
     return Outside(asking, lambda: (subject, []))

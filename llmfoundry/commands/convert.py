@@ -18,7 +18,7 @@ from llmfoundry.export.card import CardInfo
 from llmfoundry.export.hf import to_hf, whole_or_nothing
 from llmfoundry.export.read import HFFolder, hf_folder, open_hf
 from llmfoundry.files import write_whole
-from llmfoundry.gauntlet.prompts.special_tokens import DOCUMENT_START
+from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.masking import public
 from llmfoundry.models.adapters.virtual import virtual_of
 from llmfoundry.models.quantized import is_quantized

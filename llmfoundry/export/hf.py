@@ -26,7 +26,7 @@ from llmfoundry.export.config.settings import OWN, choose, unkept, write_setting
 from llmfoundry.export.hf_maps import MAPS, to_theirs
 from llmfoundry.export.read import FLOATS as DTYPES
 from llmfoundry.files import open_to_all, whole, write_json
-from llmfoundry.gauntlet.prompts.special_tokens import DOCUMENT_START
+from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.models.adapters.merge import MergedState
 from llmfoundry.models.decoder import Decoder
 

@@ -11,81 +11,41 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.grading.answers import empty_aliases
 from llmfoundry.gauntlet.grading.categories import (
     combine,
     grade,
     missing_benchmarks,
     wrong_baselines,
 )
+from llmfoundry.gauntlet.grading.metrics import empty_aliases
 from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.prompts.cache import cached_questions
-from llmfoundry.gauntlet.prompts.chat import Chat
-from llmfoundry.gauntlet.prompts.parts import generates
-from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens, special_tokens
-from llmfoundry.gauntlet.questions import Question, Refusal, Request, Score, Subject, TaskRow
-from llmfoundry.gauntlet.tasks.continuations import heldout_rows
-from llmfoundry.gauntlet.tasks.gauntlet_file import METRICS, EvalGauntlet, TaskConfig, read_gauntlet
-from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority, rows_hash
-from llmfoundry.gauntlet.tasks.sources import RowsNotFound
-from llmfoundry.gauntlet.tasks.subset import part_of, row_order
-
-if TYPE_CHECKING:
-    from llmfoundry.data.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Asking:
-    """How tasks are put to a model.
-
-    Attributes:
-        tokenizer: the model's.
-        seq_len: longest input in tokens; a task may have a smaller one.
-        prompts: native, harness or foundry; see recipe/eval.py.
-        special: tokens around every text; None: the tokenizer's own.
-        rows: rows of each task; None: all.
-        generate: write the answers of generation tasks.
-        allow_missing: tasks without rows are left out, and said to be.
-        unit: what a token of `tokenizer` is: the model's own, or bytes of a model behind a server.
-        can_score: the model gives log-probabilities; one that does not writes answers in any case.
-        chat: how conversations are put, and whether all tasks are; None: there is no template.
-    """
-
-    tokenizer: Tokenizer
-    seq_len: int
-    prompts: str = "native"
-    special: SpecialTokens | None = None
-    rows: int | None = None
-    generate: bool = True
-    allow_missing: bool = False
-    unit: str = "tokens"
-    can_score: bool = True
-    chat: Chat | None = None
-
-    @classmethod
-    def by_training(cls, tokenizer: Tokenizer, seq_len: int, start: Sequence[int] | None) -> Asking:
-        """As a model was trained here, or else as lm-evaluation-harness asks it.
-
-        Args:
-            tokenizer: the model's.
-            seq_len: longest input in tokens.
-            start: what documents began with in its training; None: it was not trained here.
-        """
-        mode = "harness" if start is None else "native"
-        return cls(tokenizer, seq_len, mode, special_tokens(tokenizer, start=start))
-
-    def describe(self) -> str:
-        """How questions become tokens, in words."""
-        special = self.special or special_tokens(self.tokenizer)
-        before = special.start if self.prompts == "native" else special.before
-        text = self.tokenizer.decode(before) if before else "nothing"
-        said = f"{self.prompts} prompts, {text} before each text"
-        return said if self.chat is None else f"{said}; {self.chat.describe()}"
+from llmfoundry.gauntlet.prompts.settings import PromptSettings
+from llmfoundry.gauntlet.questions import (
+    EvaluatedModel,
+    Question,
+    Refusal,
+    Request,
+    Score,
+    TaskConfig,
+    TaskRow,
+)
+from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
+from llmfoundry.gauntlet.tasks.gauntlet_file import EvalGauntlet, read_gauntlet
+from llmfoundry.gauntlet.tasks.generated.continuations import heldout_rows
+from llmfoundry.gauntlet.tasks.rows import (
+    RowsNotFound,
+    chance,
+    load_rows,
+    majority,
+    part_of,
+    row_order,
+    rows_hash,
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +114,7 @@ class Gauntlet:
     def __init__(
         self,
         path: Path,
-        asking: Asking,
+        settings: PromptSettings,
         *,
         validation_texts: Callable[[], list[str]] | None,
         cache_folder: Path,
@@ -165,7 +125,7 @@ class Gauntlet:
 
         Args:
             path: the gauntlet file.
-            asking: how tasks are put.
+            settings: how tasks become prompts.
             validation_texts: the run's held-out documents, called if a task is made from them;
                 None: the model has no run.
             cache_folder: where prompts are kept for the next time.
@@ -175,7 +135,7 @@ class Gauntlet:
         Raises:
             UserError: every mistake in the file, or the first kind of mistake in a task's rows.
         """
-        self._file, self._asking, self._fetching = read_gauntlet(path), asking, fetching
+        self._file, self._settings, self._fetching = read_gauntlet(path), settings, fetching
         self._texts, self._cache, self._say = validation_texts, cache_folder, say
         self._ready: list[_Ready] = []
         self._harness: list[tuple[TaskConfig, int, HarnessTasks]] = []
@@ -183,13 +143,13 @@ class Gauntlet:
         missing: list[str] = []
         for task in self._file.tasks:
             if task.dataset_uri.startswith(PREFIX):
-                self._harness += _harness_tasks(task, asking.rows)
+                self._harness += _harness_tasks(task, settings.rows)
                 continue
             try:
                 self._ready += self._prepare(task)
             except RowsNotFound as error:
                 missing += error.problems
-        if missing and not asking.allow_missing:
+        if missing and not settings.allow_missing:
             raise UserError(*missing)
         blanks = [ready.blank for ready in self._ready]
         self._baselines = list(wrong_baselines(self._file.gauntlet, blanks))
@@ -204,34 +164,36 @@ class Gauntlet:
         """Tokens of all inputs, as many as without shared beginnings."""
         return sum(part.blank.tokens for part in self._choose(share).parts)
 
-    def run(self, subject: Subject, *, share: float = 1.0) -> tuple[GauntletResult, list[Answered]]:
+    def run(
+        self, model: EvaluatedModel, *, share: float = 1.0
+    ) -> tuple[GauntletResult, list[Answered]]:
         """Ask everything; the same result on every process, all of which must call it.
 
         Args:
-            subject: who is asked.
+            model: the one that is evaluated.
             share: of each task's questions, the first of a fixed order.
         """
-        started, before = time.perf_counter(), subject.tokens_computed
+        started, before = time.perf_counter(), model.tokens_computed
         chosen = self._choose(share)
         results, answered = [], []
-        for part, scores in zip(chosen.parts, _scores(subject, chosen), strict=True):
-            result, answers = self._answer(subject, part, scores)
+        for part, scores in zip(chosen.parts, _scores(model, chosen), strict=True):
+            result, answers = self._answer(model, part, scores)
             results.append(result)
             answered.append(answers)
         for task, shots, harness in self._harness:
-            results += self._examine(subject, task, shots, harness)
+            results += self._examine(model, task, shots, harness)
         cost = Cost(
-            subject.tokens_computed - before,
+            model.tokens_computed - before,
             self.tokens(share),
             time.perf_counter() - started,
-            self._asking.unit,
+            self._settings.unit,
         )
         notes = [*self._left_out, *self._baselines]
         found = combine(results, self._file.gauntlet, notes, cost=cost)
-        return dataclasses.replace(found, asked=self._asking.describe()), answered
+        return dataclasses.replace(found, asked=self._settings.describe()), answered
 
     def _choose(self, share: float) -> _Chosen:
-        """Kept, so that a subject meets the same list of requests every time."""
+        """Kept, so that a model meets the same list of requests every time."""
         if self._chosen is None or self._chosen.share != share:
             parts = [ready.part(share) for ready in self._ready]
             requests = [r for part in parts for q in part.questions for r in q.requests]
@@ -239,14 +201,14 @@ class Gauntlet:
         return self._chosen
 
     def _answer(
-        self, subject: Subject, part: _Ready, scores: list[list[Score | Refusal]]
+        self, model: EvaluatedModel, part: _Ready, scores: list[list[Score | Refusal]]
     ) -> tuple[TaskResult, Answered]:
         """A task's result; texts are written here where they are wanted."""
         prompts = [question.prompt for question in part.questions if question.prompt is not None]
         texts, failure = None, None
         if prompts:
             try:
-                texts = subject.generate(prompts)
+                texts = model.generate(prompts)
             except FloatingPointError as error:
                 failure = str(error)
         answers = Answered(part.task, part.blank.num_fewshot, part.questions, scores, texts)
@@ -255,35 +217,35 @@ class Gauntlet:
         return grade(part.blank, part.task, part.questions, scores, texts), answers
 
     def _examine(
-        self, subject: Subject, task: TaskConfig, shots: int, harness: HarnessTasks
+        self, model: EvaluatedModel, task: TaskConfig, shots: int, harness: HarnessTasks
     ) -> list[TaskResult]:
         """Results of a task of lm-evaluation-harness, under the name that the file gives it."""
-        asking = self._asking
-        chat = asking.chat if asking.chat is not None and asking.chat.every_task else None
-        found = harness.run(subject, asking.tokenizer, seq_len=asking.seq_len, chat=chat)
+        settings = self._settings
+        chat = settings.chat if settings.chat is not None and settings.chat.every_task else None
+        found = harness.run(model, settings.tokenizer, seq_len=settings.seq_len, chat=chat)
         alone = len(found) == 1
         return [_from_harness(part, task.label if alone else part.label, shots) for part in found]
 
     def _prepare(self, task: TaskConfig) -> Iterator[_Ready]:
         """The task with each of its numbers of worked examples."""
-        asking, rows = self._asking, self._rows(task)
-        self._hollow += empty_aliases(rows, task) if generates(task) else []
-        order = row_order(rows)[: asking.rows]
+        settings, rows = self._settings, self._rows(task)
+        self._hollow += empty_aliases(rows, task) if type_of(task).generates else []
+        order = row_order(rows)[: settings.rows]
         places = {index: place for place, index in enumerate(sorted(order))}
         for shots in task.num_fewshot:
             asked = cached_questions(
                 rows,
                 task,
                 shots,
-                asking.tokenizer,
-                mode=asking.prompts,
-                seq_len=min(asking.seq_len, task.max_seq_len or asking.seq_len),
+                settings.tokenizer,
+                mode=settings.prompts,
+                seq_len=min(settings.seq_len, task.max_seq_len or settings.seq_len),
                 folder=self._cache,
                 say=self._say,
                 keep=sorted(order),
-                special=asking.special,
-                generate=asking.generate or not asking.can_score,
-                chat=asking.chat,
+                special=settings.special,
+                generate=settings.generate or not settings.can_score,
+                chat=settings.chat,
             )
             asked = [asked[places[index]] for index in order]
             yield _Ready(task, _sized(self._blank(task, shots, rows), asked), asked)
@@ -308,21 +270,21 @@ class Gauntlet:
         ]
         return dataclasses.replace(
             _planned(task, shots),
-            chance=chance(rows),
-            majority=majority(rows),
+            chance=chance(rows, type_of(task)),
+            majority=majority(rows, type_of(task)),
             category=", ".join(names) or None,
-            mode=self._asking.prompts,
+            mode=self._settings.prompts,
             rows_hash=rows_hash(rows),
             rows_total=len(rows),
         )
 
 
-def _scores(subject: Subject, chosen: _Chosen) -> list[list[list[Score | Refusal]]]:
+def _scores(model: EvaluatedModel, chosen: _Chosen) -> list[list[list[Score | Refusal]]]:
     """For each task and question the scores of its requests; all in one go."""
     parts = chosen.parts
-    if not subject.can_score and all(generates(t.task) for t in parts):
+    if not model.can_score and all(type_of(t.task).generates for t in parts):
         return [[[] for _ in part.questions] for part in parts]
-    scores = iter(subject.score(chosen.requests))
+    scores = iter(model.score(chosen.requests))
     return [[[next(scores) for _ in q.requests] for q in part.questions] for part in parts]
 
 
@@ -347,10 +309,11 @@ def _unknown_chance(gauntlet: EvalGauntlet, labels: set[str]) -> Iterator[str]:
 
 def _planned(task: TaskConfig, shots: int) -> TaskResult:
     """A result that nothing is known of."""
+    kind = TASK_TYPES.get(task.icl_task_type)  # None: a task of lm-evaluation-harness
     return TaskResult(
         label=task.label,
         num_fewshot=shots,
-        metric=METRICS.get(task.icl_task_type, ""),
+        metric=kind.metric if kind is not None else "",
         n=0,
         accuracy=None,
         stderr=None,

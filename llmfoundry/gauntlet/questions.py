@@ -1,7 +1,7 @@
 """The words that all parts of the gauntlet share: rows, what is asked of a model, what it answers.
 
-A task's file becomes rows (`rows`), rows become questions (`prompts`), a `Subject` answers them
-(`score`, `generation`, or another kind of model), and `metrics` judges the answers.
+A task's file becomes rows (`rows`), rows become questions (`prompts`), an `EvaluatedModel` answers
+them (`models`), and `grading` judges the answers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,57 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """One entry of `icl_tasks`: LLM Foundry's keys, and ours after them."""
+
+    label: str
+    """Name in tables, metric names and categories."""
+    dataset_uri: str
+    """A .jsonl file or a glob of them, relative to the gauntlet file or to the repository; an
+    address that fsspec reads (s3://..., https://...); hf://owner/name, a data set on the Hugging
+    Face hub; generated://NAME?level=2&rows=100&seed=1, rows that are made here;
+    instructions://NAME?rows=50&seed=1, likewise, conversations;
+    heldout://continuations, pieces of the run's own held-out text."""
+    icl_task_type: str
+    """language_modeling, multiple_choice, schema or generation_task_with_answers."""
+    num_fewshot: list[int]
+    """Numbers of worked examples before the question; each is evaluated and reported apart."""
+    metric_names: list[str] = field(default_factory=list)
+    """Must hold the type's own metric, if given; every metric is always computed."""
+    max_seq_len: int | None = None
+    """Longest input in tokens; unset: the model's."""
+    prompt_string: str = ""
+    """Text before everything else."""
+    example_delimiter: str = "\n"
+    """Text between worked examples, and between the last of them and the question."""
+    continuation_delimiter: str = " "
+    """Text between a question and its answer."""
+    question_prelimiter: str = ""
+    """Text before each question; also written prelimiter."""
+    has_categories: bool = False
+    """Rows carry a `category`; accuracy is the mean over them, and examples are of the same."""
+    fewshot_random_seed: int = 1234
+    """Decides which rows are the worked examples."""
+    strip_dataset: bool = True
+    """Remove white space around each text of a row; false where it matters, as in code."""
+    cot_delimiter: str = ""
+    """Generation: text between a chain of thought and the answer."""
+    early_stopping_criteria: list[str] = field(default_factory=list)
+    """Generation: texts before which an answer ends."""
+    do_normalization: bool = True
+    """Generation: compare without case, articles, punctuation and white space, as TriviaQA does."""
+    hf_loading_vars: dict[str, Any] = field(default_factory=dict)
+    """hf://: arguments of datasets.load_dataset, such as name and split."""
+    hf_parsing_map: dict[str, list[str]] = field(default_factory=dict)
+    """hf://: for each field of a row the columns that make it, joined by a space."""
+    choice_by: str = "token"
+    """What a choice's log-probability is divided by before choices are compared: token (LLM
+    Foundry), sum (nothing), char (the harness's acc_norm) or byte."""
+    max_new_tokens: int | None = None
+    """Generation: longest answer; unset: the longest answer of the rows."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +198,8 @@ class RefusedError(Exception):
     """A model would not take a question, where that cannot be counted as a wrong answer."""
 
 
-class Subject(Protocol):
-    """A model that is examined. Every process calls both with the same arguments, and gets all.
+class EvaluatedModel(Protocol):
+    """A model that is evaluated. Every process calls both with the same arguments, and gets all.
 
     Attributes:
         can_score: it gives log-probabilities; else `score` raises a UserError that says why not.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.grading.answers import (
+from llmfoundry.gauntlet.grading.metrics import (
     cut,
     empty_aliases,
     final_answer,
@@ -14,8 +14,7 @@ from llmfoundry.gauntlet.grading.answers import (
     normalize,
     runs_on,
 )
-from llmfoundry.gauntlet.questions import TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 
 
 def task(**keys: Any) -> TaskConfig:

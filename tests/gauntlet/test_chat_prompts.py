@@ -18,10 +18,10 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness_model import HarnessModel
 from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
-from llmfoundry.gauntlet.prompts.chat import Chat, conversation, prompt_text
+from llmfoundry.gauntlet.prompts.chat import conversation, prompt_text
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.questions import TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.prompts.settings import Chat
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.tasks.rows import load_rows
 
 needs_harness = pytest.mark.skipif(

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from llmfoundry.gauntlet.fetch.maps import MAPS
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
-from llmfoundry.gauntlet.tasks.rows import FIELDS, load_rows
+from llmfoundry.gauntlet.questions import TaskConfig
+from llmfoundry.gauntlet.task_types import TASK_TYPES
+from llmfoundry.gauntlet.tasks.rows import load_rows
 
 Row = dict[str, Any]
 
@@ -413,7 +414,7 @@ def test_every_mapping_has_a_sample_and_its_rows_are_of_a_task_type(tmp_path: Pa
             continue
         path = tmp_path / f"{number}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (kind,) = [kind for kind, fields in FIELDS.items() if set(fields) <= set(rows[0])]
+        (kind,) = [kind for kind, of in TASK_TYPES.items() if set(of.fields) <= set(rows[0])]
         task = TaskConfig(label=name, dataset_uri=str(path), icl_task_type=kind, num_fewshot=[0])
         read = load_rows(task, gauntlet_path=tmp_path / "gauntlet.yaml")
         assert [row.gold for row in read] == [row.get("gold", 0) for row in rows]

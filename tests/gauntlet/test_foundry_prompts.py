@@ -17,9 +17,8 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.foundry import sample_examples
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.questions import Question, Request, TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.prompts.settings import SpecialTokens
+from llmfoundry.gauntlet.questions import Question, Request, TaskConfig, TaskRow
 
 BYTES = byte_tokenizer()
 BOS = SpecialTokens(start=(), before=(300,), after=(), prefix=300)

@@ -16,10 +16,11 @@ import yaml
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.gauntlet import Asking, Gauntlet
+from llmfoundry.gauntlet.gauntlet import Gauntlet
 from llmfoundry.gauntlet.models.own import OwnModel
+from llmfoundry.gauntlet.prompts.settings import PromptSettings
 from llmfoundry.gauntlet.questions import Prompt, Request, Score, TaskRow
-from llmfoundry.gauntlet.tasks.subset import part_of, row_order
+from llmfoundry.gauntlet.tasks.rows import part_of, row_order
 from llmfoundry.models.decoder import Decoder, Root
 from tests.models.test_decoder import make_config
 
@@ -89,7 +90,7 @@ def write(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) 
 def read(path: Path, **asking: Any) -> Gauntlet:
     return Gauntlet(
         path,
-        Asking(TOKENIZER, seq_len=128, **asking),
+        PromptSettings(TOKENIZER, seq_len=128, **asking),
         validation_texts=None,
         cache_folder=path.parent / "cache",
         say=print,

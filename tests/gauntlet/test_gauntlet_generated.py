@@ -16,11 +16,12 @@ from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.questions import TaskRow
-from llmfoundry.gauntlet.tasks.continuations import heldout_rows
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig, read_gauntlet
-from llmfoundry.gauntlet.tasks.generate import read_recipe
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.task_types import type_of
+from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
+from llmfoundry.gauntlet.tasks.generated.continuations import heldout_rows
 from llmfoundry.gauntlet.tasks.generated.sets import GENERATORS, generated_rows, make_set
+from llmfoundry.gauntlet.tasks.generated.write import read_recipe
 from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority
 
 EVAL = Path(__file__).resolve().parents[2] / "eval"
@@ -221,9 +222,9 @@ def test_the_easy_gauntlet_has_every_set_all_types_and_baselines_at_chance() -> 
     for task in file.tasks:
         rows = rows_of(task)
         assert len(rows) in (100, 180)
-        assert baselines[task.label] == pytest.approx(chance(rows), abs=5e-4)
-        if chance(rows):
-            assert majority(rows) - chance(rows) < 1.5 / len(rows)
+        assert baselines[task.label] == pytest.approx(chance(rows, type_of(task)), abs=5e-4)
+        if chance(rows, type_of(task)):
+            assert majority(rows, type_of(task)) - chance(rows, type_of(task)) < 1.5 / len(rows)
 
 
 def test_the_hard_gauntlet_asks_as_the_easy_one_does_at_levels_3_to_5() -> None:

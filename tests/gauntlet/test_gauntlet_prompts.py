@@ -21,9 +21,8 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness_model import HarnessModel
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.prompts.settings import SpecialTokens
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
 
 BYTES = byte_tokenizer()
 EOS = BYTES.eos_id

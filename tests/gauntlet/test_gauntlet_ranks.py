@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from llmfoundry.gauntlet.models.score import score_requests
+from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.architecture.model import ModelConfig

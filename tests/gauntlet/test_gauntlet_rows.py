@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import TaskRow
-from llmfoundry.gauntlet.tasks.continuations import heldout_rows
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.task_types import TASK_TYPES
+from llmfoundry.gauntlet.tasks.generated.continuations import heldout_rows
 from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority, rows_hash
 
 LM = {"context": "a", "continuation": "b"}
@@ -150,16 +150,19 @@ def test_chance_and_majority_come_from_the_rows(tmp_path: Path) -> None:
     choices = [["a", "b"], ["a", "b", "c", "d"], ["a", "b"], ["a", "b"]]
     golds = [1, 1, 0, 1]
     entries = [{"query": "q", "choices": c, "gold": g} for c, g in zip(choices, golds, strict=True)]
-    rows = load(tmp_path, "multiple_choice", *entries)
-    assert chance(rows) == (0.5 + 0.25 + 0.5 + 0.5) / 4
-    assert majority(rows) == 3 / 4
+    rows, kind = load(tmp_path, "multiple_choice", *entries), TASK_TYPES["multiple_choice"]
+    assert chance(rows, kind) == (0.5 + 0.25 + 0.5 + 0.5) / 4
+    assert majority(rows, kind) == 3 / 4
 
-    rows = load(tmp_path, "schema", SCHEMA, SCHEMA, {**SCHEMA, "gold": 1})
-    assert (chance(rows), majority(rows)) == (0.5, 2 / 3)
+    rows, kind = (
+        load(tmp_path, "schema", SCHEMA, SCHEMA, {**SCHEMA, "gold": 1}),
+        TASK_TYPES["schema"],
+    )
+    assert (chance(rows, kind), majority(rows, kind)) == (0.5, 2 / 3)
 
     answers = [{"context": str(i), "continuation": c} for i, c in enumerate("xyxxz")]
-    rows = load(tmp_path, "language_modeling", *answers)
-    assert (chance(rows), majority(rows)) == (0, 3 / 5)
+    rows, kind = load(tmp_path, "language_modeling", *answers), TASK_TYPES["language_modeling"]
+    assert (chance(rows, kind), majority(rows, kind)) == (0, 3 / 5)
 
 
 def test_the_hash_is_of_content_and_order_and_not_of_the_place(tmp_path: Path) -> None:

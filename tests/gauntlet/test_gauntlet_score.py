@@ -13,8 +13,9 @@ import torch
 from gauntlet_stand_ins import constant_root, random_root
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet.models import score, tree
-from llmfoundry.gauntlet.models.score import deal, score_requests
+from llmfoundry.gauntlet.models import own as score
+from llmfoundry.gauntlet.models import tree
+from llmfoundry.gauntlet.models.own import deal, score_requests
 from llmfoundry.gauntlet.models.tree import TreeRow, grow
 from llmfoundry.gauntlet.questions import Request, Score
 from llmfoundry.models.decoder import Decoder, Root

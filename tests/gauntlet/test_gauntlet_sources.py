@@ -16,9 +16,8 @@ import pytest
 
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
-from llmfoundry.gauntlet.tasks.rows import load_rows
-from llmfoundry.gauntlet.tasks.sources import RowsNotFound, read_source
+from llmfoundry.gauntlet.questions import TaskConfig
+from llmfoundry.gauntlet.tasks.rows import RowsNotFound, load_rows, read_source
 from tests.data.s3_server import BUCKET, s3_server
 
 KIND = "language_modeling"

@@ -27,7 +27,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceTokenizer, load_hugging_face
 from llmfoundry.gauntlet.models.hugging_face_subject import HuggingFaceSubject
-from llmfoundry.gauntlet.prompts.special_tokens import special_tokens
+from llmfoundry.gauntlet.prompts.settings import special_tokens
 from llmfoundry.gauntlet.questions import Prompt
 
 CPU = torch.device("cpu")

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.gauntlet.grading.categories import measure
 from llmfoundry.gauntlet.grading.metrics import (
     Answer,
     answers_of,
     bits_per_byte,
     calibration_error,
-    judge,
-    judge_choice,
-    measure,
+    judge_by,
 )
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
+from llmfoundry.gauntlet.task_types import judge
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"
 GENERATION = "InContextLearningGenerationExactMatchAccuracy"
@@ -82,7 +81,7 @@ def test_each_normalisation_prefers_the_option_that_its_formula_says() -> None:
     for gold in range(4):
         answer = choice(logprobs, gold, texts=texts, tokens=tokens)
         for unit, chosen in best.items():
-            verdict = judge_choice(answer, unit)
+            verdict = judge_by(answer, unit)
             assert (verdict.chosen, verdict.right, verdict.tied) == (chosen, chosen == gold, False)
             found = values(task(choice_by=unit), [answer])
             assert found[MC] == found[names[unit]] == (chosen == gold)

@@ -15,9 +15,8 @@ from prompt_tokenizers import CountingTokenizer, byte_tokenizer, trained_tokeniz
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.gauntlet.prompts.cache import cached_questions, load_questions, save_questions
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.prompts.settings import SpecialTokens
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
 
 CHOICE, GENERATION = "multiple_choice", "generation_task_with_answers"
 TOKENIZER = byte_tokenizer()

@@ -26,8 +26,9 @@ from llmfoundry.errors import UserError
 from llmfoundry.export.read import from_hf
 from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
 from llmfoundry.gauntlet.prompts.cache import load_questions
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig, read_gauntlet
-from llmfoundry.gauntlet.tasks.sources import read_source
+from llmfoundry.gauntlet.questions import TaskConfig
+from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
+from llmfoundry.gauntlet.tasks.rows import read_source
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

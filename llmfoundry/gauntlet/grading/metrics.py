@@ -1,20 +1,27 @@
-"""From a model's answers to the numbers of a task, each with its standard error.
+"""How an answer is judged, and the numbers that answers give, each with its standard error.
 
-`categories.grade` calls `measure`, `results.rows_lines` calls `judge`. The idea: a model is asked
-once, which gives one table with a log-probability, tokens, characters, bytes and whether it is
-greedy for every choice. All metrics are functions of that table, and rows.jsonl is the table.
+`task_types.TASK_TYPES` names for each type the functions here. The idea: a model is asked once,
+which gives one table with a log-probability, tokens, characters, bytes and whether it is greedy for
+every choice. All metrics are functions of that table, and rows.jsonl is the table.
+
+A written answer is judged as LLM Foundry's generation metric does it: the text is cut before a
+stop, its part after the last `cot_delimiter` is cleaned, and it is right if it *begins* with a
+cleaned alias: models go on writing after the answer. That has two known holes. An alias of which
+cleaning leaves nothing would accept every text: here it accepts none, and `empty_aliases` names it.
+And "3" accepts "30": LLM Foundry's numbers count that as right, so it stays, and `runs_on` tells
+such answers apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import re
+import string
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from llmfoundry.gauntlet.grading.answers import is_right, runs_on
-from llmfoundry.gauntlet.prompts.parts import generates
-from llmfoundry.gauntlet.questions import Question, Refusal, Request, Score
-from llmfoundry.gauntlet.tasks.gauntlet_file import CALIBRATION_METRICS, METRICS, TaskConfig
+from llmfoundry.data.instructions import checks
+from llmfoundry.gauntlet.questions import Question, Refusal, Request, Score, TaskConfig, TaskRow
 
 TIE = 1e-6  # nats per unit compared; closer numbers are the same up to rounding
 BUCKETS = 10  # of confidence, as Composer's
@@ -24,6 +31,13 @@ NOT_GENERATED = "TeacherForcedGreedyAccuracy"
 WHOLE_WORDS = "whole_word_exact_match"
 """Share of generated answers that are right, and not only as the start of a longer number."""
 BITS, CALIBRATION = "gold_bits_per_byte", "expected_calibration_error"
+LM_CALIBRATION = "InContextLearningLMExpectedCalibrationError"
+CHOICE_CALIBRATION = "InContextLearningMCExpectedCalibrationError"
+"""LLM Foundry's metric_names may ask for these; they are computed in any case."""
+
+_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "\u2018\u2019\u00b4", " "))
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_GOES_ON = re.compile(r"\w|[.,]\d")  # of a word or a number: 3|0, 3|.5, 2|,125
 
 UNITS: dict[str, Callable[[Request, Score], int]] = {
     "sum": lambda request, score: 1,
@@ -87,23 +101,6 @@ class Estimate:
     stderr: float | None = None
 
 
-@dataclass(frozen=True)
-class TaskMeasures:
-    """All numbers of a task.
-
-    Attributes:
-        metric: the name of its accuracy among `estimates`.
-        estimates: by metric.
-        ties: answers that were tied.
-        by_category: of a task with categories: each one's count and its own estimates.
-    """
-
-    metric: str
-    estimates: dict[str, Estimate]
-    ties: int
-    by_category: dict[str, tuple[int, dict[str, Estimate]]] = field(default_factory=dict)
-
-
 def answers_of(
     questions: Sequence[Question],
     scores: Sequence[Sequence[Score | Refusal]],
@@ -125,41 +122,25 @@ def _answer(
     return Answer(question, said, text)
 
 
-def measure(task: TaskConfig, answers: Sequence[Answer]) -> TaskMeasures:
-    """Every metric of a task, whose answers are finite, and one of which was not refused.
-
-    With has_categories each metric is the unweighted mean over the categories, as LLM Foundry's
-    accuracies are, and its standard error that of a mean of independent numbers.
-    """
-    generated = any(answer.text is not None for answer in answers)
-    metric = METRICS[task.icl_task_type]
-    if generates(task) and not generated:
-        metric = NOT_GENERATED
-    ties = sum(judge(task, answer).tied for answer in answers)
-    if not task.has_categories:
-        return TaskMeasures(metric, _estimates(task, metric, answers), ties)
-    groups: dict[str, list[Answer]] = {}
-    for answer in answers:
-        category = answer.question.row.category
-        assert category is not None, answer.question.row.place
-        groups.setdefault(category, []).append(answer)
-    parts = {c: (len(group), _estimates(task, metric, group)) for c, group in groups.items()}
-    return TaskMeasures(metric, _macro([part for _, part in parts.values()]), ties, parts)
+def judge_written(task: TaskConfig, answer: Answer) -> Verdict:
+    """By the text; where none was written, right iff the gold answer is the greedy one."""
+    if answer.text is None:
+        return judge_greedy(task, answer)
+    return Verdict(None, is_right(answer.text, answer.question.row, task))
 
 
-def judge(task: TaskConfig, answer: Answer) -> Verdict:
-    """Whether an answer counts as right by the task's own accuracy."""
-    if not answer.is_finite or answer.refusal is not None:
-        return Verdict(None, False)
-    if answer.text is not None:
-        return Verdict(None, is_right(answer.text, answer.question.row, task))
-    if task.icl_task_type in ("multiple_choice", "schema"):
-        return judge_choice(answer, task.choice_by)
+def judge_greedy(task: TaskConfig, answer: Answer) -> Verdict:
+    """Right iff every token of the gold answer is the likeliest one."""
     score = answer.scores[answer.gold]
     return Verdict(None, score.greedy, score.tied)
 
 
-def judge_choice(answer: Answer, unit: str) -> Verdict:
+def judge_choice(task: TaskConfig, answer: Answer) -> Verdict:
+    """Right by the task's own unit."""
+    return judge_by(answer, task.choice_by)
+
+
+def judge_by(answer: Answer, unit: str) -> Verdict:
     """Right iff the gold option alone has the highest log-probability per unit.
 
     LLM Foundry takes the first of equals, and so gives a model that says the same of every option
@@ -209,39 +190,35 @@ def bits_per_byte(answers: Sequence[Answer]) -> Estimate:
     return Estimate(ratio, math.sqrt(n / (n - 1) * residual) / size)
 
 
-def _estimates(task: TaskConfig, metric: str, answers: Sequence[Answer]) -> dict[str, Estimate]:
-    """The task's accuracy first, then every other metric of its type.
-
-    Refused questions are wrong; what is no share of right ones is of the others alone.
-    """
-    found = {metric: _share([judge(task, answer).right for answer in answers])}
-    taken = [answer for answer in answers if answer.refusal is None]
-    refused = [False] * (len(answers) - len(taken))
-    if any(answer.text is not None for answer in taken):
-        found[WHOLE_WORDS] = _share([_is_whole(task, answer) for answer in answers])
-    if not taken or not all(answer.scores for answer in taken):
-        return found  # generated by a model that tells no probabilities
-    if task.icl_task_type in ("multiple_choice", "schema"):
-        for name, unit in CHOICE_ACCURACIES.items():
-            rights = [judge_choice(answer, unit).right for answer in taken]
-            found[name] = _share([*rights, *refused])
-        found |= _choice_calibration(taken)
-    elif task.icl_task_type == "language_modeling":
-        found |= _greedy_calibration(taken)
-    else:
-        found[NOT_GENERATED] = _share([*(a.scores[0].greedy for a in taken), *refused])
-    found[BITS] = bits_per_byte(taken)
-    return found
+def choice_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estimate]:
+    """The accuracy by each unit, and both calibration errors."""
+    found = {}
+    for name, unit in CHOICE_ACCURACIES.items():
+        rights = [judge_by(answer, unit).right for answer in answers]
+        found[name] = share([*rights, *[False] * n_refused])
+    return found | _choice_calibration(answers)
 
 
-def _is_whole(task: TaskConfig, answer: Answer) -> bool:
+def greedy_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estimate]:
+    """Both calibration errors."""
+    return _greedy_calibration(answers)
+
+
+def generation_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estimate]:
+    """The share of gold answers that are greedy."""
+    rights = [*(answer.scores[0].greedy for answer in answers), *[False] * n_refused]
+    return {NOT_GENERATED: share(rights)}
+
+
+def is_whole(task: TaskConfig, answer: Answer) -> bool:
+    """Whether a text is right, and not only as the start of a longer word or number."""
     if answer.text is None:
         return False
     row = answer.question.row
     return is_right(answer.text, row, task) and not runs_on(answer.text, row, task)
 
 
-def _share(rights: Sequence[bool]) -> Estimate:
+def share(rights: Sequence[bool]) -> Estimate:
     """The share that is right, with the binomial standard error; that of one row is not known."""
     share = sum(rights) / len(rights)
     error = math.sqrt(share * (1 - share) / len(rights)) if len(rights) > 1 else None
@@ -256,7 +233,7 @@ def _choice_calibration(answers: Sequence[Answer]) -> dict[str, Estimate]:
         judged = [
             _confidence(a, [m or 0.0 for m in of]) for a, of in zip(answers, means, strict=True)
         ]
-        found[CALIBRATION_METRICS["multiple_choice"]] = judged
+        found[CHOICE_CALIBRATION] = judged
     return {name: Estimate(calibration_error(judged)) for name, judged in found.items()}
 
 
@@ -279,19 +256,78 @@ def _greedy_calibration(answers: Sequence[Answer]) -> dict[str, Estimate]:
     found = {CALIBRATION: [(math.exp(s.best_logprob), s.greedy) for s in scores]}
     known = [(s.least_best, s.greedy) for s in scores if s.least_best is not None]
     if len(known) == len(scores):
-        found[CALIBRATION_METRICS["language_modeling"]] = known
+        found[LM_CALIBRATION] = known
     return {name: Estimate(calibration_error(judged)) for name, judged in found.items()}
 
 
-def _macro(parts: Sequence[dict[str, Estimate]]) -> dict[str, Estimate]:
-    """Unweighted means of the metrics that all parts have."""
-    names = [name for name in parts[0] if all(name in part for part in parts)]
-    return {name: _mean([part[name] for part in parts]) for name in names}
+def cut(text: str, stops: Sequence[str]) -> str:
+    """What is before the first of `stops`, plain strings; all of `text` where there is none.
+
+    First is the one that is complete first, so that more text after it changes nothing. (LLM
+    Foundry reads them as regular expressions, and takes the one that begins first.)
+    """
+    assert all(stops), "an empty stop would end every text"
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found)[1]] if found else text
 
 
-def _mean(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of independent numbers."""
-    n = len(estimates)
-    value = sum(estimate.value for estimate in estimates) / n
-    errors = [estimate.stderr for estimate in estimates if estimate.stderr is not None]
-    return Estimate(value, math.hypot(*errors) / n if len(errors) == n else None)
+def normalize(text: str) -> str:
+    """Lower case, without punctuation, articles and repeated white space.
+
+    TriviaQA's (mandarjoshi90/triviaqa, evaluation/triviaqa_evaluation.py), as LLM Foundry has it.
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def final_answer(text: str, task: TaskConfig) -> str:
+    """What is compared with the aliases: what follows the chain of thought, cleaned."""
+    text = cut(text, task.early_stopping_criteria)
+    if task.cot_delimiter:
+        text = text.split(task.cot_delimiter)[-1]
+    return _clean(text, task)
+
+
+def is_right(text: str, row: TaskRow, task: TaskConfig) -> bool:
+    """Whether a text answers the row's question: it begins with an alias that is not empty.
+
+    A row with checks of its own must meet all of them instead, to its last character.
+    """
+    if row.checks:
+        return checks.is_right(cut(text, task.early_stopping_criteria), row.checks)
+    return bool(_matches(final_answer(text, task), row, task))
+
+
+def runs_on(text: str, row: TaskRow, task: TaskConfig) -> bool:
+    """Whether a text is right only as the start of a longer word or number: "30" where 3 is."""
+    if row.checks:
+        return False
+    answer = final_answer(text, task)
+    matches = _matches(answer, row, task)
+    return bool(matches) and all(_GOES_ON.match(answer, len(alias)) for alias in matches)
+
+
+def empty_aliases(rows: Iterable[TaskRow], task: TaskConfig) -> list[str]:
+    """A note for each row with aliases that cleaning leaves nothing of, and that never match."""
+    notes = []
+    for row in rows:
+        empty = [alias for alias in _aliases(row) if not _clean(alias, task)]
+        if not empty or row.checks:
+            continue
+        names = ", ".join(map(repr, empty))
+        only = "" if len(empty) < len(_aliases(row)) else "; it has no other, so none is right"
+        notes.append(f"{row.place}: of {names} normalisation leaves nothing: never matched{only}")
+    return notes
+
+
+def _matches(answer: str, row: TaskRow, task: TaskConfig) -> list[str]:
+    """The cleaned aliases that a cleaned answer begins with."""
+    cleaned = {_clean(alias, task) for alias in _aliases(row)} - {""}
+    return [alias for alias in cleaned if answer.startswith(alias)]
+
+
+def _aliases(row: TaskRow) -> tuple[str, ...]:
+    return row.aliases or row.choices
+
+
+def _clean(text: str, task: TaskConfig) -> str:
+    return normalize(text) if task.do_normalization else text.strip()

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmfoundry.gauntlet.grading.metrics import NOT_GENERATED, UNITS, Answer, answers_of, judge
-from llmfoundry.gauntlet.questions import Question, Refusal, Score
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.grading.metrics import NOT_GENERATED, UNITS, Answer, answers_of
+from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
+from llmfoundry.gauntlet.task_types import judge
 from llmfoundry.masking import public
 
 GAUNTLET = "icl/metrics/eval_gauntlet/"

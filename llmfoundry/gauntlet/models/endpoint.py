@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.grading.answers import cut
+from llmfoundry.gauntlet.grading.metrics import cut
 from llmfoundry.gauntlet.models.echo import ECHO, read_score
 from llmfoundry.gauntlet.questions import Prompt, Refusal, Request, Score
 from llmfoundry.retry import backoff, retry
@@ -46,7 +46,7 @@ class _Refused(Exception):
 
 
 class Endpoint:
-    """Texts continued by a server, at temperature 0; a `Subject`.
+    """Texts continued by a server, at temperature 0; a `EvaluatedModel`.
 
     Attributes:
         url: the address up to and including its version, such as https://api.openai.com/v1.

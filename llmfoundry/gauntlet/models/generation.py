@@ -9,7 +9,8 @@ read once and copied into their rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.grading.answers import cut
-from llmfoundry.gauntlet.models.score import Autocast
+from llmfoundry.gauntlet.grading.metrics import cut
 from llmfoundry.gauntlet.models.tree import common_prefix
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.models.adapters.virtual import longest_document
@@ -30,6 +30,8 @@ from llmfoundry.recipe.architecture.model import ModelConfig
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
+
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 CHUNK = 256
 """Tokens a row that are read at a time after cached ones: their mask has CHUNK x length entries."""

@@ -1,9 +1,9 @@
 """Tasks of lm-evaluation-harness as members of a gauntlet: `dataset_uri: lm_eval:arc_easy`.
 
 `Gauntlet` makes `HarnessTasks`, which reads them and examines models with them. The harness reads
-its rows, makes its prompts and judges the answers; any `Subject` gives them through `HarnessModel`,
-so that our prefix trees serve its tasks too. Nothing of it is imported before it is asked for: it
-is an extra.
+its rows, makes its prompts and judges the answers; any `EvaluatedModel` gives them through
+`HarnessModel`, so that our prefix trees serve its tasks too. Nothing of it is imported before it is
+asked for: it is an extra.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness_model import PREFIX, HarnessModel, import_harness
-from llmfoundry.gauntlet.prompts.chat import Chat
-from llmfoundry.gauntlet.questions import RefusedError, Subject
+from llmfoundry.gauntlet.prompts.settings import Chat
+from llmfoundry.gauntlet.questions import EvaluatedModel, RefusedError
 from llmfoundry.recipe.values.checks import nearest
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class HarnessTasks:
 
     def run(
         self,
-        subject: Subject,
+        subject: EvaluatedModel,
         tokenizer: Tokenizer,
         *,
         seq_len: int,

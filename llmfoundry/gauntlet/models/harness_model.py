@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.prompts.chat import Chat, prompt_text
-from llmfoundry.gauntlet.prompts.special_tokens import special_tokens
+from llmfoundry.gauntlet.prompts.chat import prompt_text
+from llmfoundry.gauntlet.prompts.settings import Chat, special_tokens
 from llmfoundry.gauntlet.questions import (
+    EvaluatedModel,
     Prompt,
     Refusal,
     RefusedError,
     Request,
-    Subject,
     TaskRow,
 )
 
@@ -48,7 +48,7 @@ class HarnessModel:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: EvaluatedModel,
         tokenizer: Tokenizer,
         *,
         seq_len: int,

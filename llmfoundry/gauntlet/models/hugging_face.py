@@ -16,7 +16,7 @@ import torch
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face_subject import HuggingFaceSubject
-from llmfoundry.gauntlet.prompts.special_tokens import DOCUMENT_START
+from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 
 DEFAULT_SEQ_LEN = 2048
 """For configs and tokenizers that tell no longest input, as in lm-evaluation-harness."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmfoundry.gauntlet.grading.answers import cut
+from llmfoundry.gauntlet.grading.metrics import cut
 from llmfoundry.gauntlet.questions import Prompt
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from llmfoundry.gauntlet.models.hugging_face_generation import (
     gathered,
     random_tokens,
 )
-from llmfoundry.gauntlet.models.score import HEAD_CHUNK, judge, write_rows
+from llmfoundry.gauntlet.models.own import HEAD_CHUNK, judge, write_rows
 from llmfoundry.gauntlet.models.tree import Forest, TreeRow
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
 from llmfoundry.ops.layout import Layout
@@ -44,14 +44,14 @@ branches and a row of its own. bf16 rounds that much; a mask that is ignored cos
 
 
 class HuggingFaceSubject:
-    """A causal LM of transformers; a `Subject`. Each process has the whole model.
+    """A causal LM of transformers; a `EvaluatedModel`. Each process has the whole model.
 
     Attributes:
         model: transformers' object.
         seq_len: tokens that it reads at most.
         notes: what its class cannot do, and what is done instead.
-        can_score: True; see Subject.
-        tokens_computed: see Subject; of all ranks together.
+        can_score: True; see EvaluatedModel.
+        tokens_computed: see EvaluatedModel; of all ranks together.
     """
 
     can_score = True

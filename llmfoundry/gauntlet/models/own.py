@@ -1,29 +1,40 @@
-"""`OwnModel`: a model of this house as the gauntlet's subject, whatever it is wrapped in."""
+"""`OwnModel`: the decoder as the gauntlet's evaluated model, each shared beginning computed once.
+
+Requests become a forest (`tree`), its rows are dealt over ranks, and every rank makes the same
+calls of the same shapes, as FSDP needs. What is in a row depends neither on the batch size nor on
+the number of ranks. What is written is `generation`'s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from llmfoundry.gauntlet.models.generation import generate_texts
-from llmfoundry.gauntlet.models.score import Autocast, score_requests
-from llmfoundry.gauntlet.models.tree import Forest, grow
+from llmfoundry.gauntlet.models.generation import Autocast, generate_texts
+from llmfoundry.gauntlet.models.tree import Forest, TreeRow, grow, write_row
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.ops.layout import Layout
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
 
+HEAD_CHUNK = 512
+"""Scored places in a head call: fp32 logits of a vocabulary of 100k take 200 MB."""
+
 
 class OwnModel:
-    """A Subject.
+    """An EvaluatedModel.
 
     Attributes:
-        can_score: True; see Subject.
-        tokens_computed: see Subject.
+        can_score: True; see EvaluatedModel.
+        tokens_computed: see EvaluatedModel.
     """
 
     can_score = True
@@ -61,7 +72,7 @@ class OwnModel:
         self._grown: tuple[Sequence[Request], Forest] | None = None
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
-        """See Subject; the trees of the last list of requests are kept for the next time."""
+        """See EvaluatedModel; the trees of the last list of requests are kept for the next time."""
         if self._grown is None or self._grown[0] is not requests:
             self._grown = requests, grow(requests, seq_len=self._seq_len)
         forest = self._grown[1]
@@ -81,7 +92,7 @@ class OwnModel:
         )
 
     def generate(self, prompts: Sequence[Prompt]) -> list[str]:
-        """See Subject."""
+        """See EvaluatedModel."""
         self.tokens_computed += sum(len(prompt.tokens) for prompt in prompts)
         return generate_texts(
             self._root,
@@ -94,3 +105,244 @@ class OwnModel:
             data_size=self._data_size,
             data_group=self._data_group,
         )
+
+
+def score_requests(
+    root: nn.Module,
+    requests: Sequence[Request],
+    *,
+    seq_len: int,
+    eos_id: int,
+    device: torch.device,
+    batch_tokens: int,
+    autocast: Autocast,
+    data_rank: int = 0,
+    data_size: int = 1,
+    data_group: dist.ProcessGroup | None = None,
+    forest: Forest | None = None,
+) -> list[Score]:
+    """A score for each request, the same list on every rank.
+
+    Args:
+        root: `Root`, as it is or wrapped by DDP or FSDP.
+        requests: inputs of at most seq_len tokens.
+        seq_len: longest input, in tokens.
+        eos_id: fills the rest of a row.
+        device: where the model is.
+        batch_tokens: tokens in a forward pass at most, but one row always.
+        autocast: makes the context of the forward pass.
+        data_rank: this process among those that have different rows; all must take part.
+        data_size: their number.
+        data_group: they; None: all processes.
+        forest: of these requests, where it was grown before; its counts say what was computed.
+    """
+    forest = forest or grow(requests, seq_len=seq_len)
+    assert forest.n_requests == len(requests), "a forest of other requests"
+    pending: list[tuple[_Call, Tensor]] = []
+    was_training = root.training
+    root.eval()
+    with torch.no_grad():
+        for share in deal(forest.rows, batch_tokens, data_rank, data_size):
+            call = _call(forest, requests, share, eos_id)
+            with autocast():
+                layout = call.layout.to(device)
+                pending.append((call, root(call.tokens.to(device), layout, _finish(call, device))))
+    root.train(was_training)
+    numbers = _by_request(pending, len(requests))  # only now, so that no call waits for the last
+    if dist.is_initialized() and data_size > 1:
+        numbers = numbers.to(device)
+        dist.all_reduce(numbers, group=data_group)
+    return _read(numbers.cpu(), requests)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One forward pass of one rank, on the host.
+
+    Attributes:
+        tokens: (B, T).
+        layout: its trees.
+        places: (P,) flat places b * T + t whose next token is scored, each once.
+        targets: (S,) tokens that are scored, in the order of their places.
+        indices: (S,) which of `places` predicts a target.
+        requests: (S,) whose target it is.
+        chunks: head calls, the same number on every rank.
+    """
+
+    tokens: Tensor
+    layout: Layout
+    places: Tensor
+    targets: Tensor
+    indices: Tensor
+    requests: Tensor
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of a call.
+
+    Attributes:
+        rows: its rows; what is missing to `height` is empty.
+        height: rows of the call, on every rank.
+        width: tokens of each.
+        chunks: head calls, on every rank.
+    """
+
+    rows: list[TreeRow]
+    height: int
+    width: int
+    chunks: int
+
+
+def deal(rows: list[TreeRow], batch_tokens: int, data_rank: int, data_size: int) -> Iterator[Share]:
+    """This rank's share of each call; heights and widths agree over ranks.
+
+    Widest rows first, those with most attention first among equals, dealt to and fro, so that ranks
+    have about equal work. Where the rows of one width do not come out even, narrower ones are
+    widened; only the last call may have empty rows.
+    """
+    order = sorted(rows, key=lambda row: (-row.width, -row.work, row.start))
+    at = 0
+    while at < len(order):
+        width = order[at].width
+        same = sum(row.width == width for row in order[at:])
+        per_rank = -(-same // data_size)
+        calls = -(-per_rank // max(1, batch_tokens // width))
+        for n in range(calls):
+            height = (per_rank * (n + 1)) // calls - (per_rank * n) // calls
+            group = order[at : at + height * data_size]
+            at += len(group)
+            shares: list[list[TreeRow]] = [[] for _ in range(data_size)]
+            for i, row in enumerate(group):
+                shares[_owner(i, data_size)].append(row)
+            most = max(sum(row.targets for row in share) for share in shares)
+            yield Share(shares[data_rank], height, width, max(1, -(-most // HEAD_CHUNK)))
+
+
+def _owner(index: int, data_size: int) -> int:
+    """The rank that is dealt a row: 0, 1, 2, 2, 1, 0, 0, … of three."""
+    turn, place = divmod(index, data_size)
+    return place if turn % 2 == 0 else data_size - 1 - place
+
+
+def _call(forest: Forest, requests: Sequence[Request], share: Share, eos_id: int) -> _Call:
+    """Write out a share: rows, then the places that are scored, those of several requests once."""
+    shape = (share.height, share.width)
+    tokens, ends, table = write_rows(forest, share.rows, requests, shape=shape, fill=eos_id)
+    padding = [share.width - row.used for row in share.rows]
+    padding += [share.width] * (share.height - len(padding))
+    places, indices = torch.unique_consecutive(table[:, 0], return_inverse=True)
+    layout = Layout.from_ends(ends, tuple(padding))
+    return _Call(tokens, layout, places, table[:, 1], indices, table[:, 2], share.chunks)
+
+
+def write_rows(
+    forest: Forest,
+    rows: Sequence[TreeRow],
+    requests: Sequence[Request],
+    *,
+    shape: tuple[int, int],
+    fill: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows as the model reads them, on the host.
+
+    Args:
+        forest: whose rows.
+        rows: at most B of them, of at most T tokens.
+        requests: the forest's.
+        shape: (B, T).
+        fill: token of what is left over, each of which sees itself alone.
+
+    Returns:
+        (B, T) tokens; (B, T) where the part of each ends; (S, 3) for each target, in the order of
+        places, the flat place b * T + t that predicts it, itself, and the number of its request.
+    """
+    height, width = shape
+    tokens = torch.full(shape, fill)
+    ends = torch.arange(1, width + 1).repeat(height, 1)
+    scored: list[tuple[int, int, int]] = []
+    for b, row in enumerate(rows):
+        written = write_row(forest, row, requests)
+        tokens[b, : row.used] = torch.tensor(written.tokens)
+        ends[b, : row.used] = torch.tensor(written.ends)
+        for number, places in zip(written.requests, written.places, strict=True):
+            targets = zip(places, requests[number].targets, strict=True)
+            scored += [(b * width + place, target, number) for place, target in targets]
+    return tokens, ends, torch.tensor(sorted(scored), dtype=torch.int64).view(-1, 3)
+
+
+def _finish(call: _Call, device: torch.device) -> Callable[[Decoder, Tensor], Tensor]:
+    """What happens inside the model's forward pass: the head, at scored places only.
+
+    It gives what `judge` says of each target. Logits are computed in fp32 whatever the model's
+    precision: those of bf16 are so coarse that the first two tokens often tie.
+    """
+    parts = call.places.tensor_split(call.chunks)
+    first = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)  # place of each part
+    counts = torch.diff(torch.searchsorted(call.indices, first)).tolist()
+    targets = call.targets.to(device).split(counts)
+    indices = (call.indices - first[:-1].repeat_interleave(torch.tensor(counts))).to(device)
+    places = call.places.to(device).tensor_split(call.chunks)
+
+    def finish(model: Decoder, hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(0, 1)
+        with torch.autocast(device.type, enabled=False):
+            found = [
+                judge(model.head(flat[place].float()), target, index)
+                for place, target, index in zip(places, targets, indices.split(counts), strict=True)
+            ]
+        return torch.cat(found)
+
+    return finish
+
+
+def judge(logits: Tensor, targets: Tensor, indices: Tensor) -> Tensor:
+    """(S, 4) for each target, of logits (P, V) in row indices[s], which are overwritten.
+
+    Its log-probability, that of the likeliest token, whether another is likelier, and whether the
+    likeliest is not alone.
+    """
+    logits -= logits.amax(1, keepdim=True)
+    chosen = logits[indices, targets]
+    crowded = (logits == 0).sum(1) > 1
+    best = -logits.exp_().sum(1).log()
+    columns = [chosen + best[indices], best[indices], chosen != 0, crowded[indices]]
+    return torch.stack([column.float() for column in columns], dim=1)
+
+
+def _by_request(pending: list[tuple[_Call, Tensor]], n: int) -> Tensor:
+    """What this rank found, (n, 7) in float64 on the host; 0 for requests of other ranks.
+
+    Sums over a request's targets of what `_finish` gives, of their probabilities, and of 1; then
+    the least log-probability of the likeliest token. All targets of a request are on one rank.
+    """
+    sums = torch.zeros(n, 6, dtype=torch.float64)
+    least = torch.full((n,), torch.inf, dtype=torch.float64)
+    for call, on_device in pending:
+        found = on_device.cpu().double()
+        more = [found[:, :1].exp(), torch.ones(len(found), 1)]
+        sums.index_add_(0, call.requests, torch.cat([found, *more], dim=1))
+        least.scatter_reduce_(0, call.requests, found[:, 1], "amin")
+    least.masked_fill_(sums[:, 5] == 0, 0)
+    return torch.cat([sums, least[:, None]], dim=1)
+
+
+def _read(numbers: Tensor, requests: Sequence[Request]) -> list[Score]:
+    """Scores from what `_by_request` gives, all ranks together."""
+    scores = []
+    for request, row in zip(requests, numbers.tolist(), strict=True):
+        logprob, best, beaten, crowded, probability, scored, least = row
+        assert scored == len(request.targets), "every target is scored once"
+        first, alone = beaten == 0, crowded == 0
+        scores.append(
+            Score(
+                logprob,
+                greedy=first and alone,
+                tied=first and not alone,
+                best_logprob=best,
+                mean_probability=probability / scored,
+                least_best=math.exp(least),
+            )
+        )
+    return scores

@@ -17,12 +17,10 @@ import numpy as np
 
 from llmfoundry.data.preparation.cache import build_once, cache_key, lock_build
 from llmfoundry.gauntlet.models.tree import common_prefix
-from llmfoundry.gauntlet.prompts.chat import Chat, uses_chat
-from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.prompts.parts import generates
-from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens, special_tokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.prompts.native import questions, uses_chat
+from llmfoundry.gauntlet.prompts.settings import Chat, SpecialTokens, special_tokens
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
+from llmfoundry.gauntlet.task_types import type_of
 from llmfoundry.gauntlet.tasks.rows import rows_hash
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ def cached_questions(
     settings = dataclasses.asdict(task)
     special = special or special_tokens(tokenizer)
     how: dict[str, Any] = {"mode": mode, "seq_len": seq_len}
-    how["generate"] = generate and generates(task)
+    how["generate"] = generate and type_of(task).generates
     spoken = {"chat": chat.facts()} if chat is not None and uses_chat(rows, chat) else {}
     key = cache_key(
         version=_VERSION,

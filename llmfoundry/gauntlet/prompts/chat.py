@@ -9,71 +9,20 @@ Rows that are conversations themselves, which the harness does not have, are put
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.tree import common_prefix
-from llmfoundry.gauntlet.prompts.joint_tokens import Joint, encode_joint
-from llmfoundry.gauntlet.prompts.parts import answers, generates, reasons, right_answer
-from llmfoundry.gauntlet.prompts.parts import right_context as right
-from llmfoundry.gauntlet.questions import TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.prompts.encode import Joint, encode_joint, reasons, right_answer
+from llmfoundry.gauntlet.prompts.encode import right_context as right
+from llmfoundry.gauntlet.prompts.settings import Chat
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.task_types import type_of
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-
-RAW = "{% for message in messages %}{{ message.content or '' }}\n{% endfor %}"
-"""For models behind a server that has the template: what is sent is messages."""
-
-
-@dataclass(frozen=True)
-class Chat:
-    """How conversations are put to a model.
-
-    Attributes:
-        template: the model's.
-        every_task: questions that are plain texts become conversations too.
-        multiturn: worked examples are turns of their own; else they stand in the user's message.
-        system: the system's message; "": none but a row's or a task's own.
-        prefix: what every answer begins with, put there for the model.
-    """
-
-    template: ChatTemplate
-    every_task: bool = False
-    multiturn: bool = True
-    system: str = ""
-    prefix: str = ""
-
-    @property
-    def end_of_turn(self) -> str:
-        """What ends an answer; "": a server knows."""
-        return "" if self.template.text == RAW else self.template.end_of_turn
-
-    def describe(self) -> str:
-        """In words."""
-        which = "every question" if self.every_task else "conversations"
-        more = ", a system message" if self.system else ""
-        more += f", answers begin with {self.prefix!r}" if self.prefix else ""
-        shots = ", worked examples as turns" if self.every_task and self.multiturn else ""
-        return f"{which} by the chat template{shots}{more}"
-
-    def facts(self) -> dict[str, Any]:
-        """All that decides the text of a prompt."""
-        return {
-            "template": self.template.fingerprint,
-            "multiturn": self.multiturn,
-            "system": self.system,
-            "prefix": self.prefix,
-        }
-
-
-def uses_chat(rows: Sequence[TaskRow], chat: Chat | None) -> bool:
-    """Whether these rows are put as conversations."""
-    return any(row.messages for row in rows) or (chat is not None and chat.every_task)
 
 
 def check_chat(rows: Sequence[TaskRow], task: TaskConfig, shots: int, mode: str, chat: Any) -> None:
@@ -116,7 +65,7 @@ def chat_joints(
             )
             text = prompt_text(messages, rows[i], chat)
             asked.append((text, _answers(rows[i], task, messages, text, chat, reasoned=reasoned)))
-    if generates(task):
+    if type_of(task).generates:
         joints = iter(_written(asked, tokenizer))
     else:
         joints = iter(encode_joint("", asked, _Reading(tokenizer)))  # type: ignore[arg-type]
@@ -212,7 +161,7 @@ def _answers(
     """What may follow a prompt; a call of a tool as the template writes it."""
     if not row.reply:
         lead = lead_of(task, chat)
-        return [lead + text for text in answers(row, task, reasoned=reasoned)]
+        return [lead + text for text in type_of(task).write(row, task, reasoned)]
     whole = chat.template.render([*messages, row.reply], tools=list(row.tools) or None)
     rest = whole.removeprefix(prompt)
     if len(rest) == len(whole):  # a template that writes an answer otherwise than it begins one

@@ -25,19 +25,17 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from llmfoundry.gauntlet.prompts.parts import (
-    answers,
+from llmfoundry.gauntlet.prompts.encode import (
     check_answer,
     families,
-    generates,
     max_new_tokens,
     reasons,
     right_answer,
     right_context,
 )
-from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.prompts.settings import SpecialTokens
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
+from llmfoundry.gauntlet.task_types import type_of
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
@@ -68,11 +66,11 @@ def foundry_questions(
     spaced = len(tokenizer.encode(" a")) == 1  # R6
     preambles = [_preamble([rows[j] for j in examples[i]], task, reasoned) for i in keep]
     contexts = [_contexts(rows[i], task, p) for i, p in zip(keep, preambles, strict=True)]
-    options = [answers(rows[i], task, reasoned=reasoned) for i in keep]
+    options = [type_of(task).write(rows[i], task, reasoned) for i in keep]
     ids = _encode({*preambles, *_flat(contexts)}, tokenizer)
     answer_ids = _encode({_spaced(text, spaced) for text in _flat(options)}, tokenizer)
     n_new = 0
-    if generates(task) and generate:
+    if type_of(task).generates and generate:
         n_special = len(special.before) + len(special.after)
         n_new = max_new_tokens(rows, task, tokenizer, room=seq_len, n_special=n_special)
     result = []
@@ -135,7 +133,7 @@ def _first(ids: Sequence[int], special: SpecialTokens, tokenizer: Tokenizer) -> 
 
 def _opened(context: str, task: TaskConfig, before: str) -> str:
     delimiter = task.example_delimiter if before else ""
-    if task.icl_task_type == "schema":  # its own code there, with the two the other way round
+    if type_of(task).options_are_contexts:  # its own code there, with the two the other way round
         return task.question_prelimiter + delimiter + context
     return delimiter + task.question_prelimiter + context
 
@@ -147,7 +145,7 @@ def _contexts(row: TaskRow, task: TaskConfig, before: str) -> list[str]:
     precedes that is not added.
     """
     delimiter = task.continuation_delimiter
-    if task.icl_task_type == "schema":
+    if type_of(task).options_are_contexts:
         if not before:
             return [task.question_prelimiter + context for context in row.contexts]
         delimiter = delimiter.rstrip() if task.strip_dataset else delimiter

@@ -15,28 +15,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.prompts.chat import (
-    Chat,
-    chat_joints,
-    check_chat,
-    conversation,
-    uses_chat,
-)
-from llmfoundry.gauntlet.prompts.foundry import foundry_questions
-from llmfoundry.gauntlet.prompts.joint_tokens import Joint, encode_joint
-from llmfoundry.gauntlet.prompts.parts import (
-    answers,
+from llmfoundry.gauntlet.prompts.chat import chat_joints, check_chat, conversation
+from llmfoundry.gauntlet.prompts.encode import (
+    Joint,
     check_answer,
+    encode_joint,
     families,
-    generates,
     max_new_tokens,
     reasons,
     right_answer,
     right_context,
 )
-from llmfoundry.gauntlet.prompts.special_tokens import SpecialTokens, special_tokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.prompts.foundry import foundry_questions
+from llmfoundry.gauntlet.prompts.settings import Chat, SpecialTokens, special_tokens
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
+from llmfoundry.gauntlet.task_types import type_of
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
@@ -86,6 +79,11 @@ def questions(
     return MODES[mode](rows, task, shots, tokenizer, **how)
 
 
+def uses_chat(rows: Sequence[TaskRow], chat: Chat | None) -> bool:
+    """Whether these rows are put as conversations."""
+    return any(row.messages for row in rows) or (chat is not None and chat.every_task)
+
+
 def native_questions(
     rows: Sequence[TaskRow],
     task: TaskConfig,
@@ -106,7 +104,7 @@ def native_questions(
     examples = _examples(rows, task, shots)
     start = special.start if chat is None else ()
     n_new = 0
-    if generates(task) and generate:
+    if type_of(task).generates and generate:
         n_new = _n_new(rows, task, tokenizer, room=seq_len - len(start), chat=chat)
     window = _Window(start, seq_len, n_new, _stops(task, chat))
     reasoned = reasons(rows)
@@ -121,7 +119,7 @@ def native_questions(
             if window.overflow(joints) and dropped < shots:
                 waiting.append(i)
             else:
-                texts = answers(rows[i], task, reasoned=reasoned)
+                texts = type_of(task).write(rows[i], task, reasoned)
                 done[i] = window.question(rows[i], joints, texts, dropped, tokenizer)
     return [_spoken(done[i], rows, task, examples[i], chat) for i in keep]
 
@@ -148,13 +146,13 @@ def harness_questions(
     """
     examples = _examples(rows, task, shots)
     n_new = 0
-    if generates(task) and generate:
+    if type_of(task).generates and generate:
         n_new = _n_new(rows, task, tokenizer, room=seq_len, chat=chat)
     stops, spelled = _stops(task, chat), tokenizer.decode([special.prefix])
     reasoned = reasons(rows)
     done: dict[int, Question] = {}
     for i, joints in _encode(rows, task, {i: examples[i] for i in keep}, tokenizer, chat):
-        texts = answers(rows[i], task, reasoned=reasoned)
+        texts = type_of(task).write(rows[i], task, reasoned)
         requests, too_long = [], False
         for joint in joints:
             before = _before(joint, special, spelled, chat)
@@ -340,7 +338,7 @@ def _encode(
     for its, members in together.items():
         before = _preamble([rows[j] for j in its], task, reasoned)
         asked = [
-            (_opened(context, task, before), answers(rows[i], task, reasoned=reasoned))
+            (_opened(context, task, before), type_of(task).write(rows[i], task, reasoned))
             for i in members
             for context in rows[i].contexts
         ]

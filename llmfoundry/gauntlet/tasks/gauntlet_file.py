@@ -8,31 +8,18 @@ gauntlets share one description of a benchmark.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.tasks.definitions import read_definitions
+from llmfoundry.gauntlet.questions import TaskConfig
+from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.gauntlet.tasks.task_reader import HARNESS, find, place, read_section, translate
 from llmfoundry.recipe.front import yamlfile
 from llmfoundry.recipe.values.checks import at_least, fraction, nearest, one_of
-
-METRICS = {
-    "language_modeling": "InContextLearningLMAccuracy",
-    "multiple_choice": "InContextLearningMultipleChoiceAccuracy",
-    "schema": "InContextLearningMultipleChoiceAccuracy",
-    "generation_task_with_answers": "InContextLearningGenerationExactMatchAccuracy",
-}
-"""Each task type and the metric that a benchmark's score is made of."""
-
-CALIBRATION_METRICS = {
-    "language_modeling": "InContextLearningLMExpectedCalibrationError",
-    "multiple_choice": "InContextLearningMCExpectedCalibrationError",
-    "schema": "InContextLearningMCExpectedCalibrationError",
-}
-"""What else LLM Foundry's metric_names may ask for; it is computed in any case."""
 
 WEIGHTINGS = ("EQUAL", "SAMPLE_SZ", "LOG_SAMPLE_SZ")
 BASELINES = ("file", "chance", "majority")
@@ -49,57 +36,6 @@ _GENERATION_ONLY = (
     "max_new_tokens",
 )
 _HUB_ONLY = ("hf_loading_vars", "hf_parsing_map")
-
-
-@dataclass(frozen=True)
-class TaskConfig:
-    """One entry of `icl_tasks`: LLM Foundry's keys, and ours after them."""
-
-    label: str
-    """Name in tables, metric names and categories."""
-    dataset_uri: str
-    """A .jsonl file or a glob of them, relative to the gauntlet file or to the repository; an
-    address that fsspec reads (s3://..., https://...); hf://owner/name, a data set on the Hugging
-    Face hub; generated://NAME?level=2&rows=100&seed=1, rows that are made here;
-    instructions://NAME?rows=50&seed=1, likewise, conversations;
-    heldout://continuations, pieces of the run's own held-out text."""
-    icl_task_type: str
-    """language_modeling, multiple_choice, schema or generation_task_with_answers."""
-    num_fewshot: list[int]
-    """Numbers of worked examples before the question; each is evaluated and reported apart."""
-    metric_names: list[str] = field(default_factory=list)
-    """Must hold the type's own metric, if given; every metric is always computed."""
-    max_seq_len: int | None = None
-    """Longest input in tokens; unset: the model's."""
-    prompt_string: str = ""
-    """Text before everything else."""
-    example_delimiter: str = "\n"
-    """Text between worked examples, and between the last of them and the question."""
-    continuation_delimiter: str = " "
-    """Text between a question and its answer."""
-    question_prelimiter: str = ""
-    """Text before each question; also written prelimiter."""
-    has_categories: bool = False
-    """Rows carry a `category`; accuracy is the mean over them, and examples are of the same."""
-    fewshot_random_seed: int = 1234
-    """Decides which rows are the worked examples."""
-    strip_dataset: bool = True
-    """Remove white space around each text of a row; false where it matters, as in code."""
-    cot_delimiter: str = ""
-    """Generation: text between a chain of thought and the answer."""
-    early_stopping_criteria: list[str] = field(default_factory=list)
-    """Generation: texts before which an answer ends."""
-    do_normalization: bool = True
-    """Generation: compare without case, articles, punctuation and white space, as TriviaQA does."""
-    hf_loading_vars: dict[str, Any] = field(default_factory=dict)
-    """hf://: arguments of datasets.load_dataset, such as name and split."""
-    hf_parsing_map: dict[str, list[str]] = field(default_factory=dict)
-    """hf://: for each field of a row the columns that make it, joined by a space."""
-    choice_by: str = "token"
-    """What a choice's log-probability is divided by before choices are compared: token (LLM
-    Foundry), sum (nothing), char (the harness's acc_norm) or byte."""
-    max_new_tokens: int | None = None
-    """Generation: longest answer; unset: the longest answer of the rows."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +107,7 @@ def read_gauntlet(path: Path) -> GauntletFile:
     ]
     notes: dict[str, list[str]] = {}
     task_path, task_top = _follow(path, top, "icl_tasks")
-    defined = read_definitions({path: top, task_path: task_top}, TaskConfig, notes)
+    defined = _read_definitions({path: top, task_path: task_top}, notes)
     where = f"{task_path}: icl_tasks"
     tasks = _read_tasks(task_top.get("icl_tasks"), where, defined, problems, notes)
     gauntlet_path, gauntlet_top = _follow(path, top, "eval_gauntlet")
@@ -201,6 +137,64 @@ def _follow(path: Path, top: Mapping[str, Any], key: str) -> tuple[Path, Mapping
         hint = nearest(key, content)
         raise UserError(f"{path}: {key}: {name} has no key {key} with something below it{hint}")
     return other, content
+
+
+def _read_definitions(
+    files: Mapping[Path, Mapping[str, Any]], notes: dict[str, list[str]]
+) -> dict[str, dict[str, Any]]:
+    """The entries, by label, in the files that the `definitions` of `files` name.
+
+    Such a file has `tasks`, a list of entries as in icl_tasks but without num_fewshot, which is the
+    gauntlet's choice; an entry of icl_tasks with the same label starts from it.
+
+    Args:
+        files: contents of gauntlet files by path; usually one.
+        notes: as in `translate`.
+
+    Raises:
+        UserError: every mistake in them.
+    """
+    defined: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
+    for path, content in files.items():
+        names = content.get("definitions") or []
+        for name in names if isinstance(names, list) else [names]:
+            source = find(str(name), beside=path, key=f"{path}: definitions")
+            entries = yamlfile.read(source).get("tasks")
+            if not isinstance(entries, list) or not entries:
+                problems.append(f"{source}: tasks: is missing or empty; write a list of tasks")
+                continue
+            for i, entry in enumerate(entries):
+                where = place(f"{source}: tasks", i, entry)
+                task = _defined(entry, where, problems, notes)
+                _anchor(task, source)
+                label = str(task.get("label"))
+                if label in defined:
+                    problems.append(f"{where}: label: is defined before; remove one")
+                defined[label] = task
+    if problems:
+        raise UserError(*problems)
+    return defined
+
+
+def _defined(
+    raw: Any, where: str, problems: list[str], notes: dict[str, list[str]]
+) -> dict[str, Any]:
+    """One entry, checked and in our keys."""
+    entry = translate(raw, where, problems, notes) if isinstance(raw, Mapping) else {}
+    if "num_fewshot" in entry:
+        problems.append(f"{where}: num_fewshot: is the gauntlet's choice; write it in icl_tasks")
+    read_section(TaskConfig, {**entry, "num_fewshot": [0]} if entry else raw, where, problems)
+    return entry
+
+
+def _anchor(entry: dict[str, Any], source: Path) -> None:
+    """Let dataset_uri be meant from the file of definitions, where its rows are beside that."""
+    uri = entry.get("dataset_uri")
+    if isinstance(uri, str) and "://" not in uri:
+        beside = str(source.parent / uri)
+        if Path(beside).exists() or glob.glob(beside):
+            entry["dataset_uri"] = beside
 
 
 def _read_tasks(
@@ -236,7 +230,7 @@ def _read_tasks(
 def _check_task(task: TaskConfig, where: str) -> Iterator[str]:
     kind = task.icl_task_type
     of_harness = task.dataset_uri.startswith(f"{HARNESS}:")
-    yield from one_of(f"{where}icl_task_type", kind, [HARNESS] if of_harness else METRICS)
+    yield from one_of(f"{where}icl_task_type", kind, [HARNESS] if of_harness else TASK_TYPES)
     if not task.num_fewshot:
         yield f"{where}num_fewshot: is empty; write a list of one or more whole numbers"
     for shots in task.num_fewshot:
@@ -249,15 +243,15 @@ def _check_task(task: TaskConfig, where: str) -> Iterator[str]:
     yield from one_of(f"{where}choice_by", task.choice_by, CHOICE_BY)
     if "" in task.early_stopping_criteria:
         yield f"{where}early_stopping_criteria: '' ends every answer at once; remove it"
-    if kind in METRICS:
+    if kind in TASK_TYPES:
         yield from _check_metrics(task, where)
-    if kind in METRICS or of_harness:
+    if kind in TASK_TYPES or of_harness:
         yield from _check_no_effect(task, where)
 
 
 def _check_metrics(task: TaskConfig, where: str) -> Iterator[str]:
-    primary = METRICS[task.icl_task_type]
-    known = [primary, *filter(None, [CALIBRATION_METRICS.get(task.icl_task_type)])]
+    primary, calibration = type_of(task).metric, type_of(task).calibration
+    known = [primary] if calibration is None else [primary, calibration]
     for name in task.metric_names:
         yield from one_of(f"{where}metric_names", name, known)
     if task.metric_names and primary not in task.metric_names:
@@ -269,14 +263,15 @@ def _check_no_effect(task: TaskConfig, where: str) -> Iterator[str]:
     defaults = TaskConfig(task.label, task.dataset_uri, task.icl_task_type, task.num_fewshot)
     changed = {f.name for f in fields(task) if getattr(task, f.name) != getattr(defaults, f.name)}
     kind, unused = task.icl_task_type, []
-    if kind != "generation_task_with_answers":
-        unused += [(key, f"in {kind}") for key in _GENERATION_ONLY]
-    if kind not in ("multiple_choice", "schema"):
-        unused += [("choice_by", f"in {kind}")]
-    if not task.dataset_uri.startswith("hf://"):
-        unused += [(key, "without dataset_uri: hf://...") for key in _HUB_ONLY]
     if kind == HARNESS:
-        unused = [(key, "on a task of the harness, which has its own") for key in sorted(changed)]
+        unused += [(key, "on a task of the harness, which has its own") for key in sorted(changed)]
+    else:
+        if not type_of(task).generates:
+            unused += [(key, f"in {kind}") for key in _GENERATION_ONLY]
+        if not type_of(task).chooses:
+            unused += [("choice_by", f"in {kind}")]
+        if not task.dataset_uri.startswith("hf://"):
+            unused += [(key, "without dataset_uri: hf://...") for key in _HUB_ONLY]
     for key, why in unused:
         if key in changed:
             yield f"{where}{key}: has no effect {why}; remove it"

@@ -1,37 +1,55 @@
-"""Rows of a task, in one form for all types, read from LLM Foundry's schemas; facts about them.
+"""A task's rows: read from wherever `dataset_uri` points, checked, hashed and put in order.
 
-`Gauntlet` calls `load_rows` once a task, and `chance`, `majority` and `rows_hash` for the results.
-The idea: a row has contexts and choices, and at most one of the two has more than one entry.
+`Gauntlet` calls `load_rows` once a task, then `row_order`, `chance`, `majority` and `rows_hash`. A
+row has contexts and choices, and at most one of the two has more than one entry; its type's reader
+makes it (`task_types`). What is not there raises `RowsNotFound`, so that a caller may go on without
+the task; all else `UserError`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import glob
+import gzip
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import math
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from llmfoundry.data.fetch.file_spec import FetchOptions
-from llmfoundry.data.instructions import checks
+from llmfoundry.data.fetch.remote import MissingError, Remote
+from llmfoundry.data.preparation.read.remote_input import list_url
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
-from llmfoundry.gauntlet.tasks.sources import RawRow, read_source
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.task_types import TaskType, filled_text, shortened, type_of
+from llmfoundry.gauntlet.tasks.generated import chats
+from llmfoundry.gauntlet.tasks.generated.sets import SCHEME, generated_rows
 from llmfoundry.gauntlet.tasks.task_reader import BROKEN, is_broken
+from llmfoundry.recipe.front.paths import ROOT, nearest_path, show
 from llmfoundry.recipe.values.checks import nearest
 
+RawRow = str | Mapping[str, Any]
+
+FETCH = "python scripts/fetch_eval_data.py"
+
+# Fields of rows that hold lists or numbers; the others are made of columns as text.
+_LISTS = ("choices", "context_options", "aliases")
+_AS_THEY_ARE = (*_LISTS, "gold")
+
+_UNSAFE = ("pandas",)  # builders of `datasets`; newer ones than 4 refuse it themselves
+_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+_OF_CONVERSATIONS = ("messages", "reply", "tools", "checks")  # newer than kept hashes
 _SHOWN = 10  # problems of one task that are listed before the rest is only counted
 
-FIELDS = {
-    "language_modeling": ("context", "continuation"),
-    "multiple_choice": ("query", "choices", "gold"),
-    "schema": ("context_options", "continuation", "gold"),
-    "generation_task_with_answers": ("context", "answer"),
-}
-"""What a row of each task type must have."""
+
+class RowsNotFound(UserError):
+    """The rows are not where the task says."""
 
 
 def load_rows(
@@ -66,18 +84,14 @@ def load_rows(
     return rows
 
 
-_OF_CONVERSATIONS = ("messages", "reply", "tools", "checks")  # newer than kept hashes
+def chance(rows: Sequence[TaskRow], kind: TaskType) -> float:
+    """Accuracy of guessing, the mean over the rows."""
+    return sum(map(kind.guess, rows)) / len(rows)
 
 
-def chance(rows: Sequence[TaskRow]) -> float:
-    """Accuracy of guessing: the mean of 1/options; 0 where the answer is written freely."""
-    return sum(1 / row.n_options for row in rows if row.n_options > 1) / len(rows)
-
-
-def majority(rows: Sequence[TaskRow]) -> float:
+def majority(rows: Sequence[TaskRow], kind: TaskType) -> float:
     """Accuracy of the best constant answer: an index, or a text where it is written freely."""
-    answers = Counter(row.gold if row.n_options > 1 else row.choices[0] for row in rows)
-    return answers.most_common(1)[0][1] / len(rows)
+    return Counter(map(kind.constant, rows)).most_common(1)[0][1] / len(rows)
 
 
 def rows_hash(rows: Sequence[TaskRow]) -> str:
@@ -91,23 +105,48 @@ def rows_hash(rows: Sequence[TaskRow]) -> str:
     return digest.hexdigest()
 
 
+def row_order(rows: Sequence[TaskRow]) -> list[int]:
+    """Indices of all rows, those to be asked first in front.
+
+    In each category by a hash of the row; categories interleave in proportion to their rows.
+    """
+    categories: dict[str | None, list[tuple[bytes, int]]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        categories[row.category].append((_digest(row), i))
+    places = []
+    for members in categories.values():
+        for n, (digest, i) in enumerate(sorted(members)):
+            places.append(((n + 0.5) / len(members), digest, i))
+    return [i for _, _, i in sorted(places)]
+
+
+def part_of(n: int, share: float) -> int:
+    """How many of n rows a share of them is, at least one."""
+    return min(n, max(1, math.ceil(share * n)))
+
+
+def _digest(row: TaskRow) -> bytes:
+    text = "\0".join((*row.contexts, *row.choices))
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
 def _row(raw: RawRow, place: str, task: TaskConfig) -> TaskRow:
     """A checked row; a ValueError tells what is wrong with it."""
     row = _parse(raw) if isinstance(raw, str) else raw
     if task.strip_dataset:  # as LLM Foundry: texts of the row itself, not those in its lists
         row = {k: v.strip() if isinstance(v, str) else v for k, v in row.items()}
-    for name in (*FIELDS[task.icl_task_type], "aliases", "chain_of_thought", "category"):
+    for name in (*type_of(task).fields, "aliases", "chain_of_thought", "category"):
         value = row.get(name)
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and is_broken(text):
-                raise ValueError(f"field '{name}' is {_short(text)}: it {BROKEN}")
+                raise ValueError(f"field '{name}' is {shortened(text)}: it {BROKEN}")
     for name in _OF_CONVERSATIONS:
         if is_broken(json.dumps(row.get(name), ensure_ascii=False)):
             raise ValueError(f"field '{name}' {BROKEN}")
-    read = ROW_READERS[task.icl_task_type](row, place)
+    read = type_of(task).read(row, place)
     if not task.has_categories:
         return read
-    return dataclasses.replace(read, category=_filled(row, "category", "its category"))
+    return dataclasses.replace(read, category=filled_text(row, "category", "its category"))
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -120,131 +159,207 @@ def _parse(line: str) -> dict[str, Any]:
     return row
 
 
-def _language_modeling(row: Mapping[str, Any], place: str) -> TaskRow:
-    context = _text(row, "context")
-    return TaskRow((context,), (_filled(row, "continuation", "the text to predict"),), 0, place)
+def read_source(
+    task: TaskConfig, *, gauntlet_path: Path, fetching: FetchOptions | None = None
+) -> Iterator[tuple[str, RawRow]]:
+    """Every raw row with its place (file and line), in a fixed order; blank lines are no rows.
+
+    Args:
+        task: its dataset_uri may be a path, a glob, an address, hf://... or generated://...
+        gauntlet_path: the file that the task is in; relative paths begin beside it.
+        fetching: how an address is asked for: credentials, attempts; unset: the environment's.
+
+    Raises:
+        UserError: nothing can be read there; the line says why and what to do.
+    """
+    key = f"{show(gauntlet_path)}: icl_tasks: {task.label}: dataset_uri"
+    uri = task.dataset_uri
+    if uri.startswith("hf://"):
+        yield from _hub_rows(task, gauntlet_path, key)
+    elif uri.startswith(SCHEME):
+        for number, row in enumerate(generated_rows(uri, key=key), start=1):
+            yield f"{uri}:{number}", row
+    elif uri.startswith(chats.SCHEME):
+        for number, row in enumerate(chats.chat_rows(uri, key=key), start=1):
+            yield f"{uri}:{number}", row
+    elif "://" in uri:
+        for name, content in _remote_files(uri, key, fetching or FetchOptions()):
+            yield from _lines(name, content)
+    else:
+        for path in local_files(uri, gauntlet_path, key):
+            yield from _lines(show(path), _read(path, key))
 
 
-def _multiple_choice(row: Mapping[str, Any], place: str) -> TaskRow:
-    query, choices = _text(row, "query"), _options(row, "choices")
-    if "" in choices:
-        raise ValueError("field 'choices' holds an empty text; write what it is to say")
-    return TaskRow((query,), choices, _gold(row, len(choices)), place)
+def local_files(uri: str, gauntlet_path: Path, key: str) -> list[Path]:
+    """The file at `uri`, or the files that it matches as a glob, sorted.
 
+    The first of these folders that has any wins: the gauntlet file's, the working folder, the
+    repository, and the two above the gauntlet file's, for LLM Foundry's own files where they are.
 
-def _schema(row: Mapping[str, Any], place: str) -> TaskRow:
-    contexts = _options(row, "context_options")
-    answer = _filled(row, "continuation", "the text that follows each context")
-    return TaskRow(contexts, (answer,), _gold(row, len(contexts)), place)
-
-
-def _generation(row: Mapping[str, Any], place: str) -> TaskRow:
-    messages = _messages(row)
-    context = str(messages[-1]["content"]) if messages else _text(row, "context")
-    answer = _filled(row, "answer", "the text to generate")
-    given = _texts(row, "aliases") if row.get("aliases") is not None else ()
-    thought = _text(row, "chain_of_thought") if row.get("chain_of_thought") is not None else ""
-    aliases = tuple(dict.fromkeys([answer, *given]))
-    if "checks" in row:
-        for problem in checks.problems(row["checks"]):
-            raise ValueError(problem)
-    return TaskRow(
-        (context,),
-        (answer,),
-        0,
-        place,
-        aliases=aliases,
-        chain_of_thought=thought,
-        messages=messages,
-        reply=_mapping(row, "reply"),
-        tools=tuple(_mappings(row, "tools")),
-        checks=tuple(row.get("checks", ())),
+    Raises:
+        RowsNotFound: there is none; names the folders, the nearest path and how to get rows.
+    """
+    given = Path(uri).expanduser()
+    beside = gauntlet_path.absolute().parent
+    folders = list(dict.fromkeys([beside, Path.cwd(), ROOT, *beside.parents[:2]]))
+    for folder in folders:
+        path = folder / given
+        if path.is_dir():
+            raise UserError(f"{key}: {uri} is a folder; write a file, or a glob: {uri}/*.jsonl")
+        if path.exists():
+            return [path]
+        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if found := [file for file in found if file.is_file()]:
+            return found
+    near = [sibling for folder in folders for sibling in (folder / given).parent.glob("*")]
+    tried = "" if given.is_absolute() else f" (tried {', '.join(map(show, folders))})"
+    raise RowsNotFound(
+        f"{key}: nothing at {uri}{nearest_path(given, near)}{tried};"
+        f" rows of benchmarks are fetched by: {FETCH}"
     )
 
 
-def _messages(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """A conversation in place of a context; empty: there is none."""
-    messages = _mappings(row, "messages")
-    for message in messages:
-        if not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(
-                f"field 'messages' holds {_short(message)}; write role and content of each"
-            )
-    if messages and (
-        messages[-1]["role"] != "user" or not isinstance(messages[-1]["content"], str)
-    ):
-        raise ValueError("field 'messages': the last is not a text of the user, which is answered")
-    if messages and "context" in row:
-        raise ValueError("has 'messages' and 'context'; write one of them")
-    return tuple(messages)
+def _read(path: Path, key: str) -> bytes:
+    if path.suffix == ".parquet":
+        raise UserError(f"{key}: {show(path)} is no text; write hf://{show(path)}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{key}: {show(path)}: {error.strerror}") from error
 
 
-def _mappings(row: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    value = row.get(name, [])
-    if not isinstance(value, list) or not all(isinstance(part, Mapping) for part in value):
-        raise ValueError(f"field '{name}' is {_short(value)}; write a list of mappings")
-    return value
+def _lines(name: str, content: bytes) -> Iterator[tuple[str, str]]:
+    r"""The lines of a .jsonl or .jsonl.gz file; only \n ends one, as texts may hold \u2028."""
+    try:
+        if name.endswith(".gz"):
+            content = gzip.decompress(content)
+        text = content.decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{name}: is not whole gzip data ({error}); fetch it again") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: is not UTF-8 text ({error}); convert it") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{name}:{number}", line
 
 
-def _mapping(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = row.get(name, {})
-    if not isinstance(value, Mapping):
-        raise ValueError(f"field '{name}' is {_short(value)}; write a mapping")
-    return value
+def _remote_files(uri: str, key: str, fetching: FetchOptions) -> list[tuple[str, bytes]]:
+    """Address and content of the file at `uri`, or of those that match its `*`, sorted."""
+    protocol = uri.split("://")[0]
+    known = fsspec.available_protocols()
+    if protocol not in known and protocol != "oci":
+        hint = nearest(protocol, [*known, "heldout", "hf", "generated", "instructions"])
+        raise UserError(
+            f"{key}: {uri}: unknown protocol {protocol}{hint}; write s3://, https://..."
+        )
+    try:
+        urls = [uri]
+        if "*" in uri:
+            urls = [url for url, _, _ in list_url(uri, fetching, key="dataset_uri")[1]]
+        return [(url, _fetched(url, fetching)) for url in urls]
+    except MissingError as error:
+        raise RowsNotFound(f"{key}: nothing at {uri}; write the address of a file") from error
+    except UserError as error:
+        lines = (f"{key}: cannot read {uri}: {line}" for line in error.problems)
+        raise UserError(*lines) from error
 
 
-ROW_READERS: dict[str, Callable[[Mapping[str, Any], str], TaskRow]] = {
-    "language_modeling": _language_modeling,
-    "multiple_choice": _multiple_choice,
-    "schema": _schema,
-    "generation_task_with_answers": _generation,
-}
+def _fetched(url: str, fetching: FetchOptions) -> bytes:
+    folder, _, name = url.rpartition("/")
+    remote = Remote(
+        folder,
+        storage_options=fetching.storage_options,
+        retry=fetching.retry,
+        timeout=fetching.timeout,
+    )
+    return remote.read(name)
 
 
-def _gold(row: Mapping[str, Any], n_options: int) -> int:
-    gold = _field(row, "gold")
-    if type(gold) is not int or not 0 <= gold < n_options:
-        raise ValueError(f"field 'gold' is {gold!r}; write an index from 0 to {n_options - 1}")
-    return gold
+def _hub_rows(
+    task: TaskConfig, gauntlet_path: Path, key: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of a data set, its columns renamed by hf_parsing_map."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{key}: hf:// needs `datasets`; write: pip install 'llmfoundry-recipes[data]'"
+        ) from error
+    builder, arguments = _load_arguments(task, gauntlet_path)
+    if builder in _UNSAFE:
+        raise UserError(
+            f"{key}: {task.dataset_uri} reads pickles, which run what their writer put there; write"
+            " the rows again as parquet or jsonl"
+        )
+    try:
+        loaded = datasets.load_dataset(builder, **arguments)
+        splits = list(loaded) if isinstance(loaded, dict) else []
+        rows = list(loaded[splits[0]] if splits else loaded) if len(splits) < 2 else []
+    except FileNotFoundError as error:
+        raise RowsNotFound(f"{key}: nothing at {task.dataset_uri}: {_reason(error)}") from error
+    except Exception as error:  # the library raises a dozen unrelated types, its client's too
+        raise UserError(f"{key}: cannot load {task.dataset_uri}: {_reason(error)}") from error
+    if len(splits) > 1:
+        raise UserError(
+            f"{key}: {task.dataset_uri} has the splits {', '.join(splits)}; choose one:"
+            f" hf_loading_vars: {{split: {splits[0]}}}"
+        )
+    if rows:
+        _check_columns(task, rows[0], key)
+    for number, row in enumerate(rows, start=1):
+        yield f"{task.dataset_uri}:{number}", _mapped(row, task.hf_parsing_map)
 
 
-def _options(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    texts = _texts(row, name)
-    if len(texts) < 2:
-        raise ValueError(f"field '{name}' has {len(texts)} texts; write two or more")
-    return texts
+def _load_arguments(task: TaskConfig, gauntlet_path: Path) -> tuple[str, dict[str, Any]]:
+    """What `datasets.load_dataset` is called with, for a hub id, a folder or a file."""
+    name, arguments = task.dataset_uri.removeprefix("hf://"), dict(task.hf_loading_vars)
+    path = _local_data(name, gauntlet_path)
+    if path is None or path.suffix not in _FORMATS:
+        return str(path or name), arguments
+    # A single file is the split train, whatever its own split's name was.
+    return _FORMATS[path.suffix], {"split": "train", "data_files": str(path), **arguments}
 
 
-def _texts(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    value = _field(row, name)
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"field '{name}' is {_short(value)}; write a list of texts")
-    return tuple(value)
+def _local_data(name: str, gauntlet_path: Path) -> Path | None:
+    """The file or folder `name`: beside the gauntlet file, in the working folder or repository."""
+    for folder in (gauntlet_path.absolute().parent, Path.cwd(), ROOT):
+        path = folder / Path(name).expanduser()
+        if path.exists():
+            return path
+    return None
 
 
-def _filled(row: Mapping[str, Any], name: str, what: str) -> str:
-    text = _text(row, name)
-    if not text:
-        raise ValueError(f"field '{name}' is empty; write {what}")
-    return text
+def _check_columns(task: TaskConfig, columns: Iterable[str], key: str) -> None:
+    columns = list(columns)
+    problems = [
+        f"{key}: hf_parsing_map.{field}: no column '{name}'{nearest(name, columns)}"
+        f" (columns: {', '.join(columns)})"
+        for field, names in task.hf_parsing_map.items()
+        for name in names
+        if name not in columns
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
-    value = _field(row, name)
-    if not isinstance(value, str):
-        raise ValueError(f"field '{name}' is {_short(value)}; write a text")
-    return value
+def _mapped(row: Mapping[str, Any], parsing_map: Mapping[str, list[str]]) -> Mapping[str, Any]:
+    """The row's fields, each from its columns: texts joined by a space, as LLM Foundry does.
+
+    Lists and `gold` stay what they are; several columns for a list are its items.
+    """
+    if not parsing_map:
+        return row
+    fields: dict[str, Any] = {}
+    for field, names in parsing_map.items():
+        values = [row[name] for name in names]
+        if field in _AS_THEY_ARE and len(values) == 1:
+            fields[field] = values[0]
+        elif field in _LISTS:
+            fields[field] = values
+        else:
+            fields[field] = " ".join(str(value) for value in values)
+    return fields
 
 
-def _field(row: Mapping[str, Any], name: str) -> Any:
-    if name not in row:
-        other = [kind for kind, needed in FIELDS.items() if row.keys() >= set(needed)]
-        other = [] if name == "category" else other
-        hint = f"; these are fields of {other[0]}" if other else nearest(name, row)
-        raise ValueError(f"has no field '{name}'{hint} (fields: {', '.join(row)})")
-    return row[name]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,8 +1,8 @@
 """Write the generated evaluation sets of a recipe into files.
 
-`python -m llmfoundry.gauntlet.tasks.generate eval/generated.yaml` writes one jsonl file for each
-set of that recipe into the folder beside it, eval/generated/; the same recipe gives the same bytes.
-A gauntlet file can also ask for rows that are in no file, by addresses such as
+`python -m llmfoundry.gauntlet.tasks.generated.write eval/generated.yaml` writes one jsonl file for
+each set of that recipe into the folder beside it, eval/generated/; the same recipe gives the same
+bytes. A gauntlet file can also ask for rows that are in no file, by addresses such as
 generated://deduction?level=3: see `generated.sets`.
 """
 
@@ -78,7 +78,10 @@ def _read_entry(entry: Any, where: str) -> tuple[str, SetConfig]:
 def main(arguments: list[str]) -> int:
     """The command; its exit status."""
     if len(arguments) != 1:
-        print("write one recipe: python -m llmfoundry.gauntlet.tasks.generate eval/generated.yaml")
+        print(
+            "write one recipe:"
+            " python -m llmfoundry.gauntlet.tasks.generated.write eval/generated.yaml"
+        )
         return 2
     try:
         for path in write_sets(Path(arguments[0])):

@@ -16,8 +16,7 @@ from dataclasses import dataclass, fields
 from urllib.parse import parse_qsl, urlsplit
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import TaskConfig
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.recipe.values.checks import nearest
 
 CHOICES = 4

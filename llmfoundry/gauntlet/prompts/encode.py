@@ -1,18 +1,22 @@
 r"""Questions and answers as the tokens of one text, with what many texts begin with encoded once.
 
-`prompts` calls `encode_joint`. A model was trained on whole texts, in which a token may hold the
-end of a question with the start of its answer. So each answer is encoded together with its
-question, and the question alone only tells where the answer begins.
+The prompt modes call `encode_joint`, and share what follows it: the text of a worked example, the
+length of an answer. A model was trained on whole texts, in which a token may hold the end of a
+question with the start of its answer. So each answer is encoded together with its question, and the
+question alone only tells where the answer begins.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.tree import common_prefix
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.task_types import type_of, with_reasoning
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
@@ -21,6 +25,7 @@ _FAR = 32  # characters: more than any pattern of words looks ahead
 _NEAR = 200  # characters before that in which a place to part a text is looked for
 # Where words most often end: between two of them, or around a line end beside a letter or a digit.
 _BREAK = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
+_AFTER_REASONING = 10  # tokens beyond the longest answer: LLM Foundry's _MAX_ANSWER_BUFFER_LENGTH
 
 
 @dataclass(frozen=True)
@@ -139,3 +144,88 @@ def _place(text: str) -> int:
         return 0
     found = _BREAK.finditer(text, max(0, limit - _NEAR))
     return max((match.start() for match in found if match.start() <= limit), default=0)
+
+
+def families(rows: Sequence[TaskRow], task: TaskConfig) -> list[list[int]]:
+    """Indices of rows that give each other worked examples: a category's, or all."""
+    groups: dict[str | None, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(row.category if task.has_categories else None, []).append(i)
+    return list(groups.values())
+
+
+def reasons(rows: Sequence[TaskRow]) -> bool:
+    """Whether answers follow a chain of thought: in LLM Foundry, whether the file has the field."""
+    return any(row.chain_of_thought for row in rows)
+
+
+def right_context(row: TaskRow) -> str:
+    """The question of a worked example; in schema, the context that makes sense."""
+    return row.contexts[row.gold] if len(row.contexts) > 1 else row.contexts[0]
+
+
+def right_answer(row: TaskRow, task: TaskConfig, *, reasoned: bool) -> str:
+    """The answer of a worked example."""
+    texts = type_of(task).write(row, task, reasoned)
+    return texts[row.gold] if len(texts) > 1 else texts[0]
+
+
+def max_new_tokens(
+    rows: Sequence[TaskRow],
+    task: TaskConfig,
+    tokenizer: Tokenizer,
+    *,
+    room: int,
+    n_special: int = 0,
+    lead: str = "",
+) -> int:
+    """Tokens that an answer may have, by LLM Foundry's rule unless the task says.
+
+    The longest of all rows' accepted answers with its chain of thought, and ten more if there is a
+    `cot_delimiter` to be written.
+
+    Args:
+        rows: all rows, asked or not, so that a subset is asked as the whole would be.
+        task: max_new_tokens and cot_delimiter.
+        tokenizer: encodes without special tokens.
+        room: tokens that question and answer may have.
+        n_special: tokens that the tokenizer puts around a text, which LLM Foundry counts.
+        lead: what is to be written before an answer.
+
+    Raises:
+        UserError: an answer would leave no room for a question.
+    """
+    longest = task.max_new_tokens
+    if longest is None:
+        reasoned = reasons(rows)
+        texts = [
+            lead + with_reasoning(row, alias, task, reasoned)
+            for row in rows
+            for alias in dict.fromkeys((row.choices[0], *row.aliases))
+        ]
+        longest = n_special + max(map(len, tokenizer.encode_batch(texts)))
+        longest += _AFTER_REASONING if task.cot_delimiter else 0
+    if longest >= room:
+        raise UserError(
+            f"{task.label}: an answer may take {longest} tokens (its max_new_tokens, else by its"
+            f" longest answer), but {room} are left for a question and its answer; write"
+            " eval.icl_generate=false, which scores right answers and writes none, a smaller"
+            " max_new_tokens for the task, or a larger eval.icl_seq_len if the model reads more"
+        )
+    return longest
+
+
+def check_answer(row: TaskRow, lengths: Iterable[int], room: int) -> None:
+    """Compare the tokens of a row's answers with the room for them.
+
+    Raises:
+        UserError: one is empty, or does not fit even with nothing before it.
+    """
+    lengths = list(lengths)
+    if min(lengths) < 1:
+        raise UserError(f"{row.place}: an answer adds no token to the question; write a text")
+    if max(lengths) > room:
+        raise UserError(
+            f"{row.place}: an answer has {max(lengths)} tokens, but max_seq_len leaves {room};"
+            " write a larger eval.icl_seq_len if the model reads more, or remove the row"
+        )
