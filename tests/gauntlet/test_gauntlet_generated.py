@@ -97,7 +97,7 @@ def test_the_command_writes_a_file_for_each_set_and_tells_mistakes_in_one_line(
 ) -> None:
     recipe = tmp_path / "my.yaml"
     recipe.write_text("sets: [{name: dyck, rows: 3}, {name: dyck, file: hard, rows: 4, level: 5}]")
-    command = [sys.executable, "-m", "llmfoundry.gauntlet.tasks.generate", str(recipe)]
+    command = [sys.executable, "-m", "llmfoundry.gauntlet.tasks.generated.write", str(recipe)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=EVAL.parent)
     assert done.returncode == 0
     rows = [parsed(Path(line).read_text()) for line in done.stdout.splitlines()]

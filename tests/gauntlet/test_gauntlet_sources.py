@@ -63,7 +63,7 @@ def test_llm_foundrys_paths_are_found_below_working_folder_project_and_its_own_c
     monkeypatch.chdir(tmp_path / "empty")
     gauntlet_folder = tmp_path / "scripts" / "eval" / "yamls"  # as in a clone of LLM Foundry
     assert contexts(gauntlet_folder, uri) == ["scripts"]
-    monkeypatch.setattr("llmfoundry.gauntlet.tasks.sources.ROOT", tmp_path / "project")
+    monkeypatch.setattr("llmfoundry.gauntlet.tasks.rows.ROOT", tmp_path / "project")
     assert contexts(gauntlet_folder, uri) == ["project"]
     monkeypatch.chdir(tmp_path / "work")
     assert contexts(gauntlet_folder, uri) == ["work"]
