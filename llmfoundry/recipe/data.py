@@ -52,7 +52,7 @@ class DataConfig(SourceConfig):
     a corpus of one document, its end."""
     validation: StreamConfig | None = None
     """Held-out text of its own: shards, where the text comes from shards (remote, local, split).
-    For supervised rows any source; its format is theirs. Nothing else is held out then."""
+    For supervised rows any source, of their format. Nothing else is held out then."""
     attend_across_documents: bool = False
     """Let packed documents see each other. Off: each attends to itself alone."""
     shuffle: bool = True
@@ -63,8 +63,8 @@ class DataConfig(SourceConfig):
     packing_ratio: Annotated[
         float | str, Range(above=0, most=2**20), choice(("auto",), "a number of documents")
     ] = "auto"
-    """Only matters for text that is tokenised while training: documents that are joined to fill a
-    row, on average; auto: as many as the first documents say."""
+    """Only matters for text that is tokenised while training: mean number of documents that are
+    joined to fill a row; auto: estimated from the first documents."""
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     """How rows of prompts and answers become tokens and labels."""
     eos_token_id: Annotated[int | None, TOKEN_ID] = None
@@ -90,11 +90,11 @@ class DataConfig(SourceConfig):
     prefetch: str = "2gb"
     """How far ahead remote shards are fetched, in bytes."""
     download_retry: Annotated[int, Range(0, 1000)] = 5
-    """Attempts after a failure that may pass, such as a cut connection."""
+    """Retries after a temporary failure, such as a lost connection."""
     download_timeout: Annotated[float, Range(above=0, most=86_400, why="a day")] = 60.0
-    """Seconds within which 256 kB, or the end of a file, must come; then a request has failed."""
+    """Seconds within which 256 kB, or the end of a file, must arrive; else a request has failed."""
     requests_per_second: Annotated[float | None, Range(above=0, most=1e6)] = None
-    """Requests to a remote store that a machine makes at most; unset: no bound."""
+    """Most requests that a machine sends to a remote store; unset: no limit."""
     validate_hash: bool = True
     """Compare the hashes that an index gives with each file once, when it is first opened."""
     storage_options: dict[str, Any] = field(default_factory=dict)

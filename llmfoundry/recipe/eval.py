@@ -43,8 +43,8 @@ class EvalConfig:
     gauntlet: Annotated[str | None, PATH] = None
     """A gauntlet file, such as eval/gauntlets/generated.yaml; unset: none."""
     icl_rows: Annotated[int | None, Range(1)] = None
-    """Rows of each task: always the same, chosen by their content, and as many of each category as
-    it has its share of; unset: all of them."""
+    """Rows of each task: always the same, chosen by their content, each category in proportion to
+    its size; unset: all of them."""
     icl_seq_len: Annotated[int | None, Range(2, 2**24, LENGTH)] = None
     """Longest input of a task in tokens; unset: max_seq_len, or what the model reads at most."""
     icl_prompts: Annotated[str | None, choice(PROMPTS)] = None
@@ -56,8 +56,8 @@ class EvalConfig:
     """Write the answers of generation tasks. False: ask whether each token of the right answer is
     the likeliest one, for a hundredth of the cost; unset: true in scripts/eval.py, else false."""
     icl_allow_missing: bool | None = None
-    """Go on where the rows of a task are not there: its categories, and the averages over them, are
-    n/a; unset: false, a task without rows is a mistake."""
+    """Continue where a task's rows are missing: its categories, and the averages over them, are
+    n/a; unset: false, a task without rows is an error."""
     icl_max_fraction: float | None = None
     """Share of a training run's wall time that tasks may take, such as 0.02: the first evaluation
     finds how many rows that allows, and all later ones ask the same; unset: all rows."""
@@ -71,7 +71,7 @@ class EvalConfig:
     scores compare with those of the base model that it came from."""
     icl_fewshot_as_multiturn: bool | None = None
     """Only with icl_chat_template: worked examples are turns of the conversation. False: they stand
-    in one message with the question; true there."""
+    in one message with the question; default true."""
     icl_system_instruction: str | None = None
     """Only in conversations: the system's message, before a task's own; unset: none."""
     icl_gen_prefix: str | None = None

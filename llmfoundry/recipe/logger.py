@@ -60,15 +60,15 @@ class LoggerConfig:
     tracking_uri: str | None = None
     """MLflow's store; sqlite:///runs/mlflow.db unless a server's address is given."""
     experiment_name: str | None = None
-    """MLflow's experiment; llmfoundry there."""
+    """MLflow's experiment; default llmfoundry."""
     tensorboard: bool = False
     """Write TensorBoard event files to save_folder/tensorboard (extra tensorboard)."""
     wandb: bool = False
     """Record in Weights & Biases (extra wandb)."""
     wandb_mode: Annotated[str | None, choice(WANDB_MODES)] = None
-    """online (needs a login), or offline: kept in save_folder/wandb, for `wandb sync`; online."""
+    """online (the default; needs a login), or offline: in save_folder/wandb, for `wandb sync`."""
     wandb_project: str | None = None
-    """Weights & Biases' project; llmfoundry."""
+    """Weights & Biases' project; default llmfoundry."""
     wandb_entity: str | None = None
     """Weights & Biases' team or user; unset: the login's default."""
     in_memory: bool = False
@@ -112,7 +112,7 @@ class GenerateConfig:
     temperature: Annotated[float, TEMPERATURE] = 0.8
     """0 takes the likeliest token; more is more random."""
     top_p: Annotated[float | None, TOP_P] = None
-    """Draw from the likeliest tokens that together reach this probability, 1 from all; 0.9."""
+    """Draw from the likeliest tokens that together reach this probability; 1: all. Default 0.9."""
 
     @property
     def is_on(self) -> bool:
@@ -143,9 +143,9 @@ class EarlyStopperConfig:
     """min: smaller is better; max: greater is. min for losses, perplexity and bits per byte, max
     for all else."""
     patience: Annotated[int | None, Range(1)] = None
-    """Measurements without improvement after which the run ends; 3."""
+    """Measurements without improvement after which the run ends; default 3."""
     min_delta: Annotated[float | None, Range(0)] = None
-    """What counts as improvement, in the metric's unit; 0."""
+    """What counts as improvement, in the metric's unit; default 0."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""

@@ -121,7 +121,7 @@ class OptimizerConfig:
     """Decay of the running mean and of the running square, [0.9, 0.95]; for decoupled_lionw of
     the mean that steps and of the mean that is kept, [0.9, 0.99]; for muon of its AdamW."""
     eps: Annotated[float | None, POSITIVE] = None
-    """Not for decoupled_lionw: added to the root of the running square; 1e-8."""
+    """Not for decoupled_lionw: added to the root of the running square; default 1e-8."""
     momentum: float | None = None
     """Only for muon: decay of the running gradient that is made orthogonal, 0.95."""
     weight_decay: Annotated[float, Range(0)] = 0.0

@@ -19,14 +19,14 @@ class ParallelConfig:
 
     nproc_per_node: Annotated[int | None, Range(1, 1024, PROCESSES)] = None
     """Processes that `python scripts/train.py` starts; unset: one per local GPU, one on a CPU.
-    Under torchrun or Slurm these have decided already."""
+    Under torchrun or Slurm, these decide."""
     data_parallel_replicate_degree: Annotated[int, Range(-1, 2**20)] = -1
     """Copies of the model; -1: all processes that the shard degree leaves."""
     data_parallel_shard_degree: Annotated[int, Range(-1, 2**20)] = 1
     """Processes over which one copy is cut (FSDP2); -1: all that the replicate degree leaves."""
     reshard_after_forward: bool | None = None
     """Only with shards: free a block's weights after its forward pass and gather them again for
-    the backward; true there. False keeps them: faster, more memory."""
+    the backward pass; default true. False keeps them: faster, more memory."""
     activation_checkpointing: bool = False
     """Keep only each block's input for the backward pass and compute the rest again: a third more
     work, a fraction of the memory."""

@@ -55,20 +55,20 @@ class PreferenceConfig:
     data.format: preference, whose two answers share a row of max_seq_len, each with the prompt; for
     kto unpaired."""
     loss: Annotated[str | None, choice(DPO_LOSSES)] = None
-    """Only for dpo: sigmoid, ipo (Azar et al., 2023) or hinge (SLiC); sigmoid there."""
+    """Only for dpo: sigmoid, ipo (Azar et al., 2023) or hinge (SLiC); default sigmoid."""
     beta: Annotated[float | None, POSITIVE] = None
     """How far the model may move from the reference; weight of the odds ratio in orpo; scale of the
-    rewards in simpo. 0.1 there, simpo 2."""
+    rewards in simpo. Default 0.1; of simpo 2."""
     label_smoothing: Annotated[float | None, Range(0, below=0.5)] = None
-    """Only for dpo: share of pairs whose sides are taken to be swapped (cDPO); 0 there."""
+    """Only for dpo: share of pairs assumed to have swapped sides (cDPO); default 0."""
     gamma: Annotated[float | None, Range(0)] = None
-    """Only for simpo: the margin that the chosen answer's reward must have; 1 there."""
+    """Only for simpo: the margin that the chosen answer's reward must have; default 1."""
     sft_weight: Annotated[float | None, Range(0)] = None
-    """For dpo and simpo: weight of the chosen answer's cross-entropy beside; 0 there."""
+    """For dpo and simpo: weight of the chosen answer's cross-entropy, added; default 0."""
     desirable_weight: Annotated[float | None, POSITIVE] = None
-    """Only for kto: weight of desirable rows; 1 there."""
+    """Only for kto: weight of desirable rows; default 1."""
     undesirable_weight: Annotated[float | None, POSITIVE] = None
-    """Only for kto: weight of undesirable rows; 1 there."""
+    """Only for kto: weight of undesirable rows; default 1."""
     reference: Annotated[str | None, choice(REFERENCES)] = None
     """For dpo and kto, where the model's log-probabilities before training come from. precompute:
     once, into the cache. adapter: each step again, the adapter switched off. auto: precompute."""

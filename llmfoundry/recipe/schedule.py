@@ -63,17 +63,17 @@ class ScheduleConfig:
     t_warmup: str = "0.05dur"
     """Length of the warm-up."""
     t_max: str | None = None
-    """Only cosine and linear: when alpha_f is reached, and kept from there on; 1dur there."""
+    """Only cosine and linear: when alpha_f is reached, and kept from there on; default 1dur."""
     alpha_f: Annotated[float | None, FRACTION] = None
-    """Only cosine, linear and warmup_stable_decay: the factor at the end; 0.1, 0 and 0 there."""
+    """Only cosine, linear and warmup_stable_decay: the final factor; default 0.1, 0 and 0."""
     t_cooldown: str | None = None
-    """Only inv_sqrt and warmup_stable_decay: length of the last decay; 0.2dur there."""
+    """Only inv_sqrt and warmup_stable_decay: length of the last decay; default 0.2dur."""
     t_scale: str | None = None
-    """Only inv_sqrt, and required there: the time after the warm-up in which the root doubles."""
+    """Only inv_sqrt, which requires it: the time after the warm-up in which the root doubles."""
     alpha_f_decay: Annotated[float | None, FRACTION] = None
-    """Only inv_sqrt: what the root falls to in infinite time; 0 there."""
+    """Only inv_sqrt: what the root falls to in infinite time; default 0."""
     alpha_f_cooldown: Annotated[float | None, FRACTION] = None
-    """Only inv_sqrt: the factor at the end of the cool-down; 0 there."""
+    """Only inv_sqrt: the factor at the end of the cool-down; default 0."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Only for a plugin's schedule: its own settings."""
 

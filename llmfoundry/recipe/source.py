@@ -58,11 +58,11 @@ class SourceConfig:
     subset: str | None = None
     """Only for huggingface: the dataset's configuration name."""
     split: str | None = None
-    """For huggingface: the split to read; train there. For shards: a folder below remote or local,
-    such as train; unset: the folder itself."""
+    """For huggingface: the split to read; default train. For shards: a folder below remote or
+    local, such as train; unset: the folder itself."""
     text_column: str | None = None
     """Field of .jsonl, .csv, .parquet and huggingface rows, or column of MDS shards, that holds the
-    text; text there."""
+    text; default text."""
     remote: Annotated[str | None, PATH] = None
     """Only for shards: their folder at a URL (s3:// gs:// az:// oci:// hf:// https://) or path."""
     local: Annotated[str | None, PATH] = None
@@ -83,7 +83,7 @@ class SourceConfig:
     tasks: list[str] = field(default_factory=list)
     """Only for instructions: which of its tasks; none: all."""
     rows: Annotated[int | None, Range(1, 10**8)] = None
-    """Only for instructions: rows to generate, held-out ones included; 20000 there."""
+    """Only for instructions: rows to generate, held-out ones included; default 20000."""
 
     _USED: ClassVar[dict[str, tuple[str, ...]]] = {
         "python_stdlib": (),

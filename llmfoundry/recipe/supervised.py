@@ -38,7 +38,7 @@ class SupervisedConfig:
     """Rows of more than max_seq_len tokens, which of preference are both answers, each with the
     prompt: truncate (the end is cut), drop, or error."""
     nothing_learned: Annotated[str, choice(NOTHING_LEARNED)] = "error"
-    """Rows in which no token is learned, be it after truncation: error, or drop."""
+    """Rows in which no token is learned, also because of truncation: error, or drop."""
     drop_duplicates: bool = False
     """Leave out rows that repeat another exactly; they are counted either way."""
 

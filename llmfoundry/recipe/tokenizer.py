@@ -23,19 +23,19 @@ class TokenizerConfig:
     vocab_size: Annotated[int | None, Range(257, 2**22, "as many merges are learned and kept")] = (
         None
     )
-    """Only for train: size to reach, with the end-of-text token; 8192 there."""
+    """Only for train: size to reach, with the end-of-text token; default 8192."""
     train_bytes: Annotated[int | None, Range(1)] = None
-    """Only for train: text to learn merges from, at most; 20 MB there (more changes little)."""
+    """Only for train: text to learn merges from, at most; default 20 MB (more changes little)."""
     path: Annotated[str | None, PATH] = None
     """Only for huggingface: a folder with tokenizer.json, or a hub id."""
     encoding: str | None = None
-    """Only for tiktoken: an encoding (cl100k_base) or a model's name (gpt-4); gpt-4 there."""
+    """Only for tiktoken: an encoding (cl100k_base) or a model's name (gpt-4); default gpt-4."""
     chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
     """How messages become a text: chatml, llama3, zephyr, mpt, or a Jinja file; unset: the
     tokenizer's own."""
     split_special_tokens: bool = True
-    """A special token that a text spells, such as <|endoftext|>, is the characters that it holds.
-    Off: it is that token, as transformers and LLM Foundry read it; any text can then hold one."""
+    """Read a special token in a text, such as <|endoftext|>, as its plain characters. Off: as that
+    token, as transformers and LLM Foundry do; any text can then contain one."""
 
     _USED: ClassVar[dict[str, tuple[str, ...]]] = {
         "train": ("vocab_size", "train_bytes"),

@@ -32,39 +32,39 @@ class AdapterConfig:
     pretrained: Annotated[str | None, PATH] = None
     """An adapter's folder in peft's format to begin from; it decides what is adapted and how."""
     num_virtual_tokens: Annotated[int | None, Range(1, 2**16)] = None
-    """Only for prompt_tuning and prefix_tuning: vectors in front of each document; 20 there."""
+    """Only for prompt_tuning and prefix_tuning: virtual tokens before each document; default 20."""
     prompt_tuning_init: Annotated[str | None, choice(PROMPT_INITS)] = None
     """Only for prompt_tuning: what they begin as. sample_vocab: embeddings of tokens drawn from the
-    vocabulary. text: of prompt_tuning_init_text. random: normal numbers. sample_vocab there."""
+    vocabulary. text: of prompt_tuning_init_text. random: normal numbers. Default: sample_vocab."""
     prompt_tuning_init_text: str | None = None
     """Only for prompt_tuning_init: text, repeated or cut to num_virtual_tokens."""
     r: Annotated[int | None, Range(1, 2**16)] = None
-    """Only for lora: rank of the added matrices; 16 there."""
+    """Only for lora: rank of the added matrices; default 16."""
     lora_alpha: Annotated[float | None, POSITIVE] = None
-    """Only for lora: the product of both is scaled by alpha / r; 2 r there."""
+    """Only for lora: the product of both is scaled by alpha / r; default 2 r."""
     lora_dropout: Annotated[float | None, FRACTION] = None
-    """Only for lora: dropout on what enters the added matrices; 0 there."""
+    """Only for lora: dropout on the input of the added matrices; default 0."""
     target_modules: str | list[str] | None = None
     """Only for lora: all-linear (every linear layer of the blocks and the experts), or names such
-    as Wqkv, out_proj, "blocks.0-3.*"; each must match. all-linear there."""
+    as Wqkv, out_proj, "blocks.0-3.*"; each must match. Default: all-linear."""
     exclude_modules: list[str] = field(default_factory=list)
     """Only for lora: names left out of target_modules."""
     train_router: bool | None = None
-    """Only for lora: count routers of experts among all-linear; false there."""
+    """Only for lora: all-linear includes the routers of experts; default false."""
     experts: Annotated[str | None, choice(EXPERTS)] = None
     """Only for lora on stacked experts. independent: matrices for each expert. shared: one pair for
-    all experts of a layer. independent there."""
+    all experts of a layer. Default: independent."""
     use_rslora: bool | None = None
-    """Only for lora: scale by alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023); false there."""
+    """Only for lora: scale by alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023); default false."""
     use_dora: bool | None = None
-    """Only for lora: learn each row's magnitude apart (DoRA, Liu et al., 2024); false there."""
+    """Only for lora: learn row magnitudes separately (DoRA, Liu et al., 2024); default false."""
     init_lora_weights: Annotated[str | None, choice(INITS)] = None
     """Only for lora. default: A random, B zero. gaussian: A normal with deviation 1 / r. pissa: the
     largest singular values of the weight move into A and B (Meng et al., 2024)."""
     lora_plus_ratio: Annotated[float | None, POSITIVE] = None
-    """Only for lora: learning rate of B over that of A (LoRA+, Hayou et al., 2024); 1 there."""
+    """Only for lora: learning rate of B over that of A (LoRA+, Hayou et al., 2024); default 1."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Only for lora: modules, such as wte or lm_head, that train whole and are saved beside."""
+    """Only for lora: modules, such as wte or lm_head, that train whole and are saved too."""
 
     def check(self, key: str = "adapter.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""

@@ -138,7 +138,7 @@ class AttentionConfig:
     norm_eps: Annotated[float | None, POSITIVE] = None
     """Only with qk_ln or qk_gn: added to the variance under its root; unset: model.norm_eps."""
     sliding_window_size: Annotated[int, WINDOW] = -1
-    """A token sees itself and so many tokens before it; -1: all."""
+    """A token sees itself and this many tokens before it; -1: all."""
     alibi: bool = False
     """Attention with linear biases (Press et al., 2022) in place of position embeddings."""
     alibi_bias_max: Annotated[int | None, Range(1)] = None

@@ -26,7 +26,7 @@ class AttentionOverride:
     """What one kind of layer does otherwise; unset: as model.attn_config says."""
 
     sliding_window_size: Annotated[int | None, WINDOW] = None
-    """A token sees itself and so many tokens before it; -1: all."""
+    """A token sees itself and this many tokens before it; -1: all."""
     nope: bool | None = None
     """With rope: true this layer does not rotate."""
     reuse_kv_layer_idx: Annotated[int | None, Range(-(2**20))] = None
@@ -153,7 +153,7 @@ class LayerConfig:
     """What may differ between layers.
 
     Attributes:
-        window: a token sees itself and so many tokens before it; -1: all.
+        window: a token sees itself and this many tokens before it; -1: all.
         rotary: whether queries and keys are rotated.
         kv_from: the layer whose keys and values are used; its own number where they are its own.
         temperature: floor_scale and attn_scale of the queries' sharpening; None: none.

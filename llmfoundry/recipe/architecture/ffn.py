@@ -55,40 +55,40 @@ class FFNConfig:
     ffn_hidden_size: Annotated[int | None, WIDTH] = None
     """Inner width, of one expert where there are several; unset: d_model * expansion_ratio."""
     moe_num_experts: Annotated[int | None, Range(1, 2**16)] = None
-    """Only for dmoe, required there: experts of a layer."""
+    """Only for dmoe, which requires it: number of experts of a layer."""
     moe_top_k: Annotated[int | None, Range(1, 2**16)] = None
-    """Only for dmoe: experts that a token visits; 1 there."""
+    """Only for dmoe: experts that a token visits; default 1."""
     mlp_type: Annotated[str | None, choice(moe.MLP_TYPES)] = None
-    """Only for dmoe: the kind of each expert, mlp (as mptmlp; the default there) or glu."""
+    """Only for dmoe: the kind of each expert, mlp (as mptmlp; the default) or glu."""
     moe_normalize_expert_weights: Annotated[float | None, POSITIVE] = None
     """Only for dmoe: divide a token's expert weights by their p-norm, for this p; 1 makes their sum
     1, as DBRX does. Unset: they stay probabilities among all experts."""
     moe_jitter_eps: float | None = None
     """Only for dmoe: while training the router's input is multiplied by random numbers from
-    1 - this to 1 + this (Fedus et al., 2021); unset: not."""
+    1 - this to 1 + this (Fedus et al., 2021); unset: no noise."""
     moe_balancing: Annotated[str | None, choice(moe.BALANCING)] = None
     """Only for dmoe: what keeps experts equally loaded. loss: the load-balancing loss (Shazeer et
-    al., 2017; the default there). bias: a number added to each expert's score where experts are
+    al., 2017; the default). bias: a number added to each expert's score where experts are
     chosen, moved after every step (Wang et al., 2024). none: nothing."""
     moe_loss_weight: Annotated[float | None, POSITIVE] = None
-    """Only with moe_balancing: loss, its weight, which is its value at perfect balance; 0.01."""
+    """Only with moe_balancing: loss, its weight (its value at perfect balance); default 0.01."""
     moe_lbl_scope: Annotated[str | None, choice(moe.SCOPES)] = None
-    """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the default
-    there: the same whatever the microbatch) or of each microbatch, as megablocks does."""
+    """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the
+    default: the same whatever the microbatch) or of each microbatch, as megablocks does."""
     moe_bias_update_rate: Annotated[float | None, POSITIVE] = None
-    """Only with moe_balancing: bias, how far a step moves a bias; 0.001 there."""
+    """Only with moe_balancing: bias, how far a step moves a bias; default 0.001."""
     moe_zloss_weight: Annotated[float | None, POSITIVE] = None
     """Only for dmoe: weight of the router z-loss, the mean squared logsumexp of the router's logits
     (Zoph et al., 2022, take 0.001); unset: no such loss."""
     shared_expert_hidden_size: Annotated[int | None, WIDTH] = None
     """Only for dmoe: inner width of an expert that every token visits beside those chosen, with
-    weight 1; unset: there is none."""
+    weight 1; unset: none."""
     uniform_expert_assignment: bool | None = None
     """Only for dmoe, to measure speed: experts in turn, with the weights of those chosen."""
     moe_force_balance: bool | None = None
     """Only for dmoe, to measure speed: experts in turn, each with its own weight."""
     moe_impl: Annotated[str | None, choice(moe.IMPLS)] = None
-    """Only for dmoe: who multiplies. grouped_mm (the default there): one operator for all experts.
+    """Only for dmoe: who multiplies. grouped_mm (the default): one operator for all experts.
     torch: one expert after another, the slow reference. megablocks: that package, on CUDA."""
     moe_compress_activations: bool | None = None
     """Only for dmoe with grouped_mm: keep what the experts' backward pass needs in 8 bits."""

@@ -33,14 +33,14 @@ class InitConfig:
     (Nguyen and Salazar, 2019); neox_init_: the same, residual projections divided by
     n_layers / sqrt(10) (GPT-NeoX-20B); default_: what PyTorch's layers do by themselves."""
     fan_mode: Annotated[str | None, choice(FAN_MODES)] = None
-    """Only for kaiming: fan_in (the default there) keeps the forward pass's variance, fan_out the
+    """Only for kaiming: fan_in (the default) keeps the forward pass's variance, fan_out the
     backward pass's."""
     init_nonlinearity: Annotated[str | None, choice(NONLINEARITIES)] = None
-    """Only for kaiming: whose gain; relu there."""
+    """Only for kaiming: whose gain; default relu."""
     init_gain: float | None = None
-    """For xavier the gain, 1 there; for kaiming with leaky_relu its negative slope, 0 there."""
+    """For xavier the gain, default 1; for kaiming with leaky_relu the negative slope, default 0."""
     init_std: Annotated[float | None, POSITIVE] = None
-    """Standard deviation of baseline_; 0.02 there."""
+    """Standard deviation of baseline_; default 0.02."""
     emb_init_std: Annotated[float | None, POSITIVE] = None
     """Standard deviation of the embeddings; unset: the same scheme as the other weights."""
     emb_init_uniform_lim: float | list[float] | None = None

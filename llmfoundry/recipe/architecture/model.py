@@ -45,7 +45,7 @@ class ModelConfig:
     no_bias: bool = False
     """Drop the biases of linear layers and norms."""
     attention_bias: bool | None = None
-    """Biases of the query, key and value projections; unset: not no_bias."""
+    """Biases of the query, key and value projections; unset: the opposite of no_bias."""
     norm_type: Annotated[str, choice(NORMS)] = "layernorm"
     """layernorm or rmsnorm, computed in fp32; low_precision_layernorm, low_precision_rmsnorm: in
     the precision of the matrix products."""

@@ -108,7 +108,7 @@ class ConvertRecipe:
     which any model fits; unset: the first of transformers' that is exactly the model."""
     adapter_experts: Annotated[str | None, choice(("stacked", "separate"))] = None
     """Only with to=peft: stacked, as peft's target_parameters, or separate, an adapter for each
-    expert, since engines disagree on the stacked layout; stacked there."""
+    expert, since engines disagree on the stacked layout; default stacked."""
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
@@ -146,7 +146,7 @@ class DrawRecipe:
     top_k: Annotated[int | None, Range(1)] = None
     """Draw from the k likeliest tokens only."""
     top_p: Annotated[float | None, TOP_P] = None
-    """Draw from the likeliest tokens that together reach this probability, 1 from all; 0.9."""
+    """Draw from the likeliest tokens that together reach this probability; 1: all. Default 0.9."""
     seed: Annotated[int, Range(0)] = 17
     """Seed of the draws."""
     precision: Annotated[str | None, choice(PRECISIONS)] = None

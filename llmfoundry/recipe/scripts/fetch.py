@@ -14,17 +14,17 @@ class FetchRecipe:
     """Bring the rows that a gauntlet's tasks read into a folder."""
 
     gauntlet: Annotated[str | None, PATH] = None
-    """A gauntlet file whose tasks' rows are wanted; unset: eval/gauntlets/v0.3.yaml."""
+    """A gauntlet file whose tasks' rows to fetch; unset: eval/gauntlets/v0.3.yaml."""
     tasks: list[str] = field(default_factory=list)
     """Instead of a gauntlet: labels of tasks that eval/tasks/ defines."""
     from_foundry: Annotated[str | None, PATH] = None
     """Copy from here: a clone of https://github.com/mosaicml/llm-foundry. Rows are exactly those
     of published results."""
     from_hub: bool = False
-    """Take rows from the Hugging Face hub; some tasks differ there, which is said for each."""
+    """Take rows from the Hugging Face hub; some tasks differ there, and these are reported."""
     output: Annotated[str | None, PATH] = None
     """Folder to fill; unset: eval/local_data of the repository, or of the working folder where only
-    the wheel is installed: there shipped gauntlets look."""
+    the wheel is installed: the shipped gauntlets look there."""
     table: Annotated[str, PATH] = "eval/fetch.yaml"
     """What is known of each file: rows, checksum, data set on the hub."""
 

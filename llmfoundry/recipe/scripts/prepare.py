@@ -43,14 +43,14 @@ class PrepareConfig:
     puts there; unset: the end of text, if the tokenizer does not put it there. '': LLM Foundry's
     default."""
     no_wrap: bool | None = None
-    """Only for mds tokens: begin each row with a document; what is over of the one that a row ends
-    with is left out. Unset: off, documents go on in the next row."""
+    """Only for mds tokens: begin each row with a new document; what does not fit of a row's last
+    document is left out. Unset: off, documents continue in the next row."""
     dtype: Annotated[str | None, choice(DTYPES)] = None
-    """Only for mds tokens: the integers of the ids; int32 there, as LLM Foundry writes them."""
+    """Only for mds tokens: integer type of the ids; default int32, as LLM Foundry writes them."""
     compression: str | None = None
     """Only for mds: of the shards, such as zstd or gz:9 (br, bz2, snappy too); unset: none."""
     hashes: list[str] = field(default_factory=lambda: ["sha1"])
-    """Of each shard, for the index, so that readers know a damaged file: sha1, xxh3_64 …"""
+    """Hashes of each shard in the index, so that readers detect damage: sha1, xxh3_64 …"""
     size_limit: Annotated[int, Range(1, 2**32 - 1, "a shard has less than 4 GiB")] = 1 << 26
     """Bytes of a shard, before compression; 64 MiB is Streaming's."""
     licence: str | None = None

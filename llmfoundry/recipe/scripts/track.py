@@ -12,7 +12,7 @@ from llmfoundry.recipe.values.bounds import PATH, out_of_bounds
 
 @dataclass
 class TrackRecipe:
-    """Send what a run's metrics.jsonl has to MLflow, TensorBoard and W&B, where it is not there."""
+    """Send what a run's metrics.jsonl has to MLflow, TensorBoard and W&B, where they lack it."""
 
     FOLDER_KEY: ClassVar[str] = "run"
 

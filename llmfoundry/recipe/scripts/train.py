@@ -63,7 +63,7 @@ class TrainRecipe:
     compile: bool = False
     """torch.compile each block: faster steps after a first one that takes a minute."""
     compile_mode: Annotated[str | None, choice(COMPILE_MODES)] = None
-    """Only with compile: torch.compile's mode; default there."""
+    """Only with compile: torch.compile's mode; "default" unless given."""
     max_duration: str = "1ep"
     """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
     max_seq_len: Annotated[int, Range(2, 2**24, LENGTH)] = 2048
