@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llmfoundry.track.pages.chart import Axis, Series, line_chart, linear_ticks, thin
+from llmfoundry.track.pages.chart import Series, line_chart, thin
+from llmfoundry.track.pages.frame import Axis, linear_ticks
 
 
 def svg(figure: str) -> ElementTree.Element:

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llmfoundry.track.pages.chart import WIDTH
 from llmfoundry.track.pages.eval_page import eval_page, score_table, write_eval_page
+from llmfoundry.track.pages.frame import WIDTH
 from llmfoundry.track.pages.score_charts import (
     BAR,
     LEFT,

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llmfoundry.track.pages.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from llmfoundry.track.pages.frame import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from llmfoundry.track.pages.heat_map import LEVELS, MAX_COLUMNS, level, load_maps
 from llmfoundry.track.pages.report import write_report
 from tests.track.test_report import Page

@@ -1,24 +1,21 @@
-"""One line chart as inline SVG, without a library: what every picture of the report is drawn with.
+"""Line charts, as inline SVG in a `Frame`.
 
-`line_chart` is called by the report. The idea: colours are CSS variables of the page, so one SVG
-serves light and dark; a long series is thinned to the least and greatest value of each stretch, so
-spikes survive. The numbers go beside the picture; `charts.js` draws it anew where a reader zooms.
+`line_chart` is called by the report. The idea: a long series is thinned to the least and greatest
+value of each stretch, so spikes survive. The numbers go beside the picture; `charts.js` draws it
+anew where a reader zooms.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from llmfoundry.track.format import count, number
 from llmfoundry.track.pages.chart_data import FORMS, script, stretches
+from llmfoundry.track.pages.frame import COLOURS, TOP, WIDTH, Axis, Frame, figure, short, svg
 
-WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 20, 10, 38
-COLOURS = 10  # --s0 … --s9 of the page
 _DASHES = ("", "6 3", "2 3")
 _MAX_POINTS = 600
 
@@ -38,35 +35,6 @@ class Series:
     trend: Points | None = None
     trend_label: str = ""
     key: str = ""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Linear or logarithmic; maps a value to a position in [0, 1]."""
-
-    low: float
-    high: float
-    log: bool = False
-
-    def place(self, value: float) -> float:
-        """0 at `low`, 1 at `high`."""
-        if self.log:
-            low, high, value = math.log(self.low), math.log(self.high), math.log(value)
-        else:
-            low, high = self.low, self.high
-        return (value - low) / (high - low)
-
-    def ticks(self) -> list[float]:
-        """Round values inside the axis, about five."""
-        if not self.log:
-            return linear_ticks(self.low, self.high)
-        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        for marks in ((1,), (1, 3), (1, 2, 5)):
-            ticks = [m * 10.0**d for d in decades for m in marks]
-            ticks = [t for t in ticks if self.low <= t <= self.high]
-            if len(ticks) >= 3:
-                return ticks[:: math.ceil(len(ticks) / 6)]
-        return linear_ticks(self.low, self.high)
 
 
 def line_chart(
@@ -107,21 +75,18 @@ def line_chart(
     y_axis, y_form = _y_axis(framed, zero=y_from_zero), FORMS[form]
     highest = max(y for _, y in finite)
     above = f"begins above the frame, at {y_form(highest)}" if highest > y_axis.high else ""
-    parts = [*_grid(x_axis, y_axis), _framed(_lines(series, x_axis, y_axis))]
-    parts.append(
-        f'<text class="axis" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">tokens</text>'
-    )
-    hint = f'<span class="hint">{escape(note)}</span>' if note else ""
-    hint += '<span class="hint still">log scale</span>' if y_axis.log else ""
-    hint += f'<span class="hint above">{escape(above)}</span>' if above else ""
+    frame = Frame(x_axis)
+    parts = [*_grid(frame, y_axis), _clipped(frame, _lines(series, frame, y_axis))]
+    log = "log scale" if y_axis.log else ""
     data = {"form": form, "log": y_axis.log, "zero": y_from_zero, "skip": y_skip}
     lines = [{"label": line.label, **stretches(line.points)} for line in series]
     data |= {"smooth": smooth, "end": x_axis.high, "lines": lines}
-    key = f' title="{escape(series[0].key)}"' if len(series) == 1 and series[0].key else ""
-    return (
-        f"<figure><figcaption><b{key}>{escape(title)}</b>{hint}</figcaption>{_legend(series)}"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f"{''.join(parts)}</svg>{script(data)}</figure>"
+    return figure(
+        title,
+        svg(title, parts) + script(data),
+        hints=(("hint", note), ("hint still", log), ("hint above", above)),
+        legend=_legend(series),
+        tooltip=series[0].key if len(series) == 1 else "",
     )
 
 
@@ -138,15 +103,6 @@ def thin(points: Points, limit: int = _MAX_POINTS) -> list[tuple[float, float]]:
     return [*kept, points[-1]]
 
 
-def linear_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten inside [low, high], about `wanted` of them."""
-    raw = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = min((m * power for m in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / raw)))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [i * step for i in range(first, last + 1)]
-
-
 def _y_axis(values: list[float], *, zero: bool) -> Axis:
     """From zero; or logarithmic, or a little more than the values' range."""
     low, high = min(values), max(values)
@@ -161,53 +117,36 @@ def _y_axis(values: list[float], *, zero: bool) -> Axis:
     return Axis(low if zero and low == 0 else low - margin, high + margin)
 
 
-def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+def _grid(frame: Frame, y_axis: Axis) -> Iterator[str]:
     ticks = y_axis.ticks()
     for value in ticks:
-        y = _y(y_axis, value)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        label = escape(_tick_label(value, ticks, log=y_axis.log))
-        yield (
-            f'<text class="axis" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{label}</text>'
-        )
-    yield from x_ticks(x_axis, count)
+        y = frame.y(y_axis.place(value))
+        yield frame.horizontal("grid", y)
+        yield frame.y_label(y, _tick_label(value, ticks, log=y_axis.log))
+    yield from frame.token_axis()
 
 
-def x_ticks(x_axis: Axis, x_form: Callable[[float], str]) -> Iterator[str]:
-    """The line below a picture, with marks and their values."""
-    bottom = HEIGHT - BOTTOM
-    yield f'<line class="base" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>'
-    for value in x_axis.ticks():
-        x = _x(x_axis, value)
-        yield f'<line class="base" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
-        yield (
-            f'<text class="axis" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">'
-            f"{escape(_round(x_form(value)))}</text>"
-        )
-
-
-def _framed(shapes: Iterator[str]) -> str:
+def _clipped(frame: Frame, shapes: Iterator[str]) -> str:
     """Shapes cut off above and below the frame: an inner <svg> clips without needing an id."""
-    height = HEIGHT - TOP - BOTTOM
     return (
-        f'<svg y="{TOP}" width="{WIDTH}" height="{height}"'
-        f' viewBox="0 {TOP} {WIDTH} {height}">{"".join(shapes)}</svg>'
+        f'<svg y="{TOP}" width="{WIDTH}" height="{frame.height}"'
+        f' viewBox="0 {TOP} {WIDTH} {frame.height}">{"".join(shapes)}</svg>'
     )
 
 
-def _lines(series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+def _lines(series: Sequence[Series], frame: Frame, y_axis: Axis) -> Iterator[str]:
     for i, line in enumerate(series):
         style = _style(i)
-        yield from _path(line.points, x_axis, y_axis, style, faint=line.trend is not None)
+        yield from _path(line.points, frame, y_axis, style, faint=line.trend is not None)
         if line.trend is not None:
-            yield from _path(line.trend, x_axis, y_axis, style, faint=False)
+            yield from _path(line.trend, frame, y_axis, style, faint=False)
 
 
-def _path(points: Points, x_axis: Axis, y_axis: Axis, style: str, *, faint: bool) -> Iterator[str]:
+def _path(points: Points, frame: Frame, y_axis: Axis, style: str, *, faint: bool) -> Iterator[str]:
     """The line, broken where a value is not finite; few points are marked as dots too."""
     kind = "line faint" if faint else "line"
     for run in _finite_runs(points):
-        places = [(_x(x_axis, x), _y(y_axis, y)) for x, y in thin(run)]
+        places = [(frame.x(x), frame.y(y_axis.place(y))) for x, y in thin(run)]
         if len(places) > 1:
             text = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
             yield f'<path class="{kind}" style="{style}" d="M{text}"/>'
@@ -216,7 +155,7 @@ def _path(points: Points, x_axis: Axis, y_axis: Axis, style: str, *, faint: bool
                 yield f'<circle class="dot" style="{style}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>'
 
 
-def _legend(series: Sequence[Series]) -> str:
+def _legend(series: Sequence[Series]) -> list[str]:
     """Names and colours; left out for a plain line without a name, which is the caption's."""
     items = []
     for i, line in enumerate(series):
@@ -232,8 +171,8 @@ def _legend(series: Sequence[Series]) -> str:
             f' d="M1 4L17 4"/></svg>{label}</span>'
         )
         if not line.label and not broken and line.trend is None:
-            return ""
-    return f'<div class="legend">{"".join(items)}</div>'
+            return []
+    return items
 
 
 def _finite_runs(points: Points) -> Iterator[Points]:
@@ -252,29 +191,12 @@ def _style(i: int) -> str:
     return f"--c:var(--s{i % COLOURS})" + (f";stroke-dasharray:{dash}" if dash else "")
 
 
-def _x(axis: Axis, value: float) -> float:
-    return LEFT + axis.place(value) * (WIDTH - LEFT - RIGHT)
-
-
-def _y(axis: Axis, value: float) -> float:
-    return HEIGHT - BOTTOM - axis.place(value) * (HEIGHT - TOP - BOTTOM)
-
-
 def _tick_label(value: float, ticks: list[float], *, log: bool) -> str:
     """The value with as many decimals as its neighbours need."""
     top = max(abs(t) for t in ticks)
     if log or top < 1e-2:
-        return number(value, digits=3) if top < 1e4 else _round(count(value))
+        return number(value, digits=3) if top < 1e4 else short(count(value))
     if top >= 1e4:
-        return _round(count(value))
+        return short(count(value))
     step = ticks[1] - ticks[0] if len(ticks) > 1 else top
     return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
-
-
-def _round(text: str) -> str:
-    """50M for 50.0M."""
-    match = re.fullmatch(r"(-?\d+)\.(\d*?)0*(\D*)", text)
-    if match is None:
-        return text
-    whole, decimals, unit = match.groups()
-    return f"{whole}.{decimals}{unit}" if decimals else f"{whole}{unit}"

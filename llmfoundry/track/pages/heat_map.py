@@ -14,9 +14,8 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from llmfoundry.track.format import count
 from llmfoundry.track.metrics import TOKEN
-from llmfoundry.track.pages.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, x_ticks
+from llmfoundry.track.pages.frame import Axis, Frame, figure, svg
 
 MAX_COLUMNS, MAX_LAYERS = 70, 8
 LEVELS = 6  # of each colour
@@ -48,17 +47,12 @@ def heat_map(title: str, columns: Load, edges: Sequence[float]) -> str:
 
     Expert 0 is the lowest row.
     """
-    x_axis = Axis(edges[0], edges[-1])
-    places = [LEFT + x_axis.place(edge) * (WIDTH - LEFT - RIGHT) for edge in edges]
-    parts = [*_cells(columns, places), *_axes(x_axis, len(columns[0])), *_strips(columns, places)]
+    frame = Frame(Axis(edges[0], edges[-1]))
+    places = [frame.x(edge) for edge in edges]
+    parts = [*_cells(frame, columns, places), *_axes(frame, len(columns[0]))]
+    parts += _strips(frame, columns, places)
     hint = "orange: above the mean, up to 4 times; blue: below, to a quarter"
-    return (
-        f'<figure><figcaption><b>{escape(title)}</b><span class="hint">{hint}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f"{''.join(parts)}"
-        f'<text class="axis" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">tokens</text>'
-        "</svg></figure>"
-    )
+    return figure(title, svg(title, parts), hints=[("hint", hint)])
 
 
 def level(relative: float) -> int:
@@ -82,13 +76,13 @@ def _stretches(n: int) -> Iterator[tuple[int, int]]:
     return pairwise(i * n // wanted for i in range(wanted + 1))
 
 
-def _cells(columns: Load, places: Sequence[float]) -> Iterator[str]:
+def _cells(frame: Frame, columns: Load, places: Sequence[float]) -> Iterator[str]:
     """One path for each colour."""
-    height = (HEIGHT - TOP - BOTTOM) / len(columns[0])
+    height = frame.height / len(columns[0])
     shapes: dict[int, list[str]] = {}
     for column, (left, right) in zip(columns, pairwise(places), strict=True):
         for expert, relative in enumerate(column):
-            y = HEIGHT - BOTTOM - (expert + 1) * height
+            y = frame.base - (expert + 1) * height
             shape = f"M{left:.1f} {y:.1f}H{right:.1f}v{height:.1f}H{left:.1f}z"
             shapes.setdefault(level(relative), []).append(shape)
     for step, found in sorted(shapes.items()):
@@ -98,18 +92,14 @@ def _cells(columns: Load, places: Sequence[float]) -> Iterator[str]:
             yield f'<path fill="{colour}" fill-opacity="{opacity:.2f}" d="{"".join(found)}"/>'
 
 
-def _axes(x_axis: Axis, n_experts: int) -> Iterator[str]:
-    bottom, height = HEIGHT - BOTTOM, (HEIGHT - TOP - BOTTOM) / n_experts
-    yield from x_ticks(x_axis, count)
-    yield f'<line class="base" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{TOP}" y2="{TOP}"/>'
+def _axes(frame: Frame, n_experts: int) -> Iterator[str]:
+    yield from frame.token_axis()
+    yield frame.horizontal("base", frame.top)
     for expert in range(0, n_experts, max(1, n_experts // 8)):
-        y = bottom - (expert + 0.5) * height
-        yield (
-            f'<text class="axis" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{expert}</text>'
-        )
+        yield frame.y_label(frame.y((expert + 0.5) / n_experts), str(expert))
 
 
-def _strips(columns: Load, places: Sequence[float]) -> Iterator[str]:
+def _strips(frame: Frame, columns: Load, places: Sequence[float]) -> Iterator[str]:
     """Invisible columns whose title names the most and the least loaded expert."""
     for column, (left, right) in zip(columns, pairwise(places), strict=True):
         most, least = max(column), min(column)
@@ -118,6 +108,6 @@ def _strips(columns: Load, places: Sequence[float]) -> Iterator[str]:
             f"least: expert {column.index(least)}, {least:.2f}"
         )
         yield (
-            f'<rect class="hit" x="{left:.1f}" y="{TOP}" width="{right - left:.1f}"'
-            f' height="{HEIGHT - TOP - BOTTOM}"><title>{escape(title)}</title></rect>'
+            f'<rect class="hit" x="{left:.1f}" y="{frame.top}" width="{right - left:.1f}"'
+            f' height="{frame.height}"><title>{escape(title)}</title></rect>'
         )

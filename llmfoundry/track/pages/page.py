@@ -1,4 +1,4 @@
-"""The pages' frame: style sheet, tiles, tables and bars as HTML text.
+"""The pages' frame: style sheet, tiles and tables as HTML text.
 
 `report` and `eval_page` fill it. Everything is inline and nothing is loaded, so the page works from
 a mail or a USB stick. `page.css` has a value of each colour for light and one for dark. `charts.js`
@@ -101,14 +101,3 @@ def pairs(rows: Iterable[tuple[str, str]]) -> str:
     """A list of label and value; empty without rows."""
     body = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in rows)
     return f'<div class="scroll"><table class="pairs">{body}</table></div>' if body else ""
-
-
-def bar(share: float, *, mark: float) -> str:
-    """A bar of a share of one, with a stroke at `mark` (chance)."""
-    width, at = 120 * min(max(share, 0.0), 1.0), 120 * min(max(mark, 0.0), 1.0)
-    return (
-        '<svg class="bar" viewBox="0 0 120 12"><rect class="track" width="120" height="12" rx="2"/>'
-        f'<rect class="value" width="{width:.1f}" height="12" rx="2"/>'
-        f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="12"/>'
-        f"<title>{100 * share:.1f}%; chance {100 * mark:.1f}%</title></svg>"
-    )

@@ -20,9 +20,10 @@ from llmfoundry.track.console import printable
 from llmfoundry.track.format import count, number
 from llmfoundry.track.metrics import BATCH, TOKEN, read_metrics
 from llmfoundry.track.pages.before_after import before_and_after, changes
-from llmfoundry.track.pages.page import bar, page, pairs, table
+from llmfoundry.track.pages.page import page, pairs, table
 from llmfoundry.track.pages.report_charts import Rows, experts, gauntlet_charts, training_charts
 from llmfoundry.track.pages.report_tiles import averages, tiles
+from llmfoundry.track.pages.score_charts import accuracy_bar
 from llmfoundry.track.pages.titles import GROUPS, title
 
 STATUS = {"finished": "finished", "failed": "failed", "killed": "stopped"}
@@ -159,7 +160,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _task_row(task: Mapping[str, Any]) -> tuple[str, ...]:
     accuracy, stderr, chance = task["accuracy"], task["stderr"], task["chance"]
-    known = accuracy is not None
+    known, majority = accuracy is not None, task["majority"]
+    drawn = accuracy_bar(accuracy, stderr, chance=chance, majority=majority) if known else ""
     notes = [f"{key}: {task[key]}" for key in ("ties", "truncated") if task.get(key)]
     notes += [f"failed: {task['failure']}"] if task.get("failure") else []
     return (
@@ -169,8 +171,8 @@ def _task_row(task: Mapping[str, Any]) -> tuple[str, ...]:
         f"{100 * accuracy:.1f}%" if known else "n/a",
         f"± {100 * stderr:.1f}" if stderr is not None else "",
         f"{100 * chance:.1f}%",
-        f"{100 * task['majority']:.1f}%",
-        bar(accuracy, mark=chance) if known else "",
+        f"{100 * majority:.1f}%",
+        drawn,
         ", ".join(notes),
     )
 

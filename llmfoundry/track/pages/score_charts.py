@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from llmfoundry.track.pages.chart import COLOURS, WIDTH, Axis
+from llmfoundry.track.pages.frame import COLOURS, Axis, Frame, figure, svg, text
 
 Estimate = tuple[float | None, float | None]  # a score and its standard error; None: not known
 Scores = Sequence[Sequence[Estimate]]  # of every model: of every name
@@ -41,19 +41,17 @@ def bars(title: str, names: Sequence[str], models: Sequence[str], scores: Scores
     """
     if not names:
         return ""
-    axis = _axis(scores)
     group = NAME + len(models) * BAR + GAP
-    bottom = TOP + len(names) * group
-    parts = list(_grid(axis, bottom, _tick))
+    frame = Frame(_axis(scores), TOP + len(names) * group, LEFT, RIGHT, TOP)
+    parts = list(_grid(frame, _tick))
     for row, name in enumerate(names):
         top = TOP + row * group
         parts.append(_name(name, top))
         for i, model in enumerate(models):
             label = f"{model}, {name}" if len(models) > 1 else name
-            parts += _bar(axis, top + NAME + i * BAR, scores[i][row], i, label)
+            parts += _bar(frame, top + NAME + i * BAR, scores[i][row], i, label)
             parts += _number(top + NAME + i * BAR + BAR / 2, i) if len(models) > 1 else ()
-    drawn = _svg(title, bottom + BOTTOM, parts)
-    return _figure(title, "± one standard error; 0: guessing", models, drawn)
+    return _figure(title, "± one standard error; 0: guessing", models, frame, parts)
 
 
 def dots(title: str, asked: Sequence[TaskDots], models: Sequence[str]) -> str:
@@ -63,22 +61,21 @@ def dots(title: str, asked: Sequence[TaskDots], models: Sequence[str]) -> str:
     """
     if not asked:
         return ""
-    axis = Axis(0.0, 1.0)
     group = NAME + len(models) * DOT_ROW + GAP
-    bottom = TOP + len(asked) * group
-    parts = list(_grid(axis, bottom, lambda value: f"{100 * value:.0f}%"))
+    frame = Frame(Axis(0.0, 1.0), TOP + len(asked) * group, LEFT, RIGHT, TOP)
+    parts = list(_grid(frame, lambda value: f"{100 * value:.0f}%"))
     for row, task in enumerate(asked):
         top = TOP + row * group
         parts.append(_name(task.name, top))
-        parts += _guesses(axis, task, top + NAME - 2, len(models) * DOT_ROW + 4)
+        parts += _guesses(frame, task, top + NAME - 2, len(models) * DOT_ROW + 4)
         for i, (model, estimate) in enumerate(zip(models, task.accuracies, strict=True)):
-            parts += _dot(axis, top + NAME + (i + 0.5) * DOT_ROW, estimate, i, model, task)
+            parts += _dot(frame, top + NAME + (i + 0.5) * DOT_ROW, estimate, i, model, task)
     hint = "strokes: chance solid, the likeliest answer dashed; ± one standard error"
-    return _figure(title, hint, models, _svg(title, bottom + BOTTOM, parts))
+    return _figure(title, hint, models, frame, parts)
 
 
 def accuracy_bar(
-    share: float, stderr: float | None, *, chance: float, majority: float, model: int
+    share: float, stderr: float | None, *, chance: float, majority: float, model: int = 0
 ) -> str:
     """A small bar of a share of one: strokes at chance (solid) and majority (dashed), a whisker."""
     width, shown = 120, f"{100 * share:.1f}%"
@@ -115,67 +112,54 @@ def _axis(scores: Scores) -> Axis:
     return Axis(down * step, up * step)
 
 
-def _grid(axis: Axis, bottom: float, form: Callable[[float], str]) -> Iterator[str]:
-    for value in axis.ticks():
-        x = _x(axis, value)
+def _grid(frame: Frame, form: Callable[[float], str]) -> Iterator[str]:
+    for value in frame.x_axis.ticks():
         kind = "base" if abs(value) < 1e-12 else "grid"
-        yield f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>'
-        yield (
-            f'<text class="axis" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">'
-            f"{form(value)}</text>"
-        )
+        yield frame.vertical(kind, value, frame.top, frame.base)
+    yield from frame.x_labels(form)
 
 
 def _name(name: str, top: float) -> str:
     """A group's name, above it: beside it, a phone would have no room."""
-    return (
-        f'<text class="axis name" x="{LEFT}" y="{top + NAME - 6:.1f}">{escape(_short(name))}'
-        f"<title>{escape(name)}</title></text>"
-    )
+    shown = f"{escape(_short(name))}<title>{escape(name)}</title>"
+    return text(LEFT, top + NAME - 6, shown, kind="axis name")
 
 
 def _number(middle: float, model: int) -> Iterator[str]:
-    yield (
-        f'<text class="axis number" x="{LEFT - 6}" y="{middle + 4:.1f}" text-anchor="end">'
-        f"{model + 1}</text>"
-    )
+    yield text(LEFT - 6, middle + 4, str(model + 1), kind="axis number", anchor="end")
 
 
-def _guesses(axis: Axis, task: TaskDots, top: float, height: float) -> Iterator[str]:
-    for share, dash in ((task.chance, ""), (task.majority, ' stroke-dasharray="2 2"')):
-        x = _x(axis, share)
-        yield (
-            f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{top + height:.1f}"'
-            f"{dash}/>"
-        )
+def _guesses(frame: Frame, task: TaskDots, top: float, height: float) -> Iterator[str]:
+    yield frame.vertical("mark", task.chance, top, top + height)
+    yield frame.vertical("mark", task.majority, top, top + height, dashed=True)
 
 
 def _dot(
-    axis: Axis, y: float, estimate: Estimate, model: int, label: str, task: TaskDots
+    frame: Frame, y: float, estimate: Estimate, model: int, label: str, task: TaskDots
 ) -> Iterator[str]:
     value, error = estimate
     if value is None:
         return
     style = f"--c:var(--s{model % COLOURS})"
     if error:
-        low, high = _x(axis, max(0.0, value - error)), _x(axis, min(1.0, value + error))
+        low, high = frame.x(max(0.0, value - error)), frame.x(min(1.0, value + error))
         path = f"M{low:.1f} {y:.1f}H{high:.1f}"
         yield f'<path class="line" style="{style};stroke-opacity:.5" d="{path}"/>'
     shown = f"{100 * value:.1f}%" + (f" ± {100 * error:.1f}" if error is not None else "")
     title = f"{label}, {task.name}: {shown}; chance {100 * task.chance:.1f}%"
     yield (
-        f'<circle class="dot" style="{style}" cx="{_x(axis, value):.1f}" cy="{y:.1f}" r="3.4">'
+        f'<circle class="dot" style="{style}" cx="{frame.x(value):.1f}" cy="{y:.1f}" r="3.4">'
         f"<title>{escape(title)}</title></circle>"
     )
 
 
-def _bar(axis: Axis, top: float, estimate: Estimate, model: int, label: str) -> Iterator[str]:
+def _bar(frame: Frame, top: float, estimate: Estimate, model: int, label: str) -> Iterator[str]:
     value, error = estimate
-    zero, middle = _x(axis, 0.0), top + BAR / 2
+    zero, middle = frame.x(0.0), top + BAR / 2
     if value is None:
-        yield f'<text class="axis" x="{zero + 4:.1f}" y="{middle + 4:.1f}">n/a</text>'
+        yield text(zero + 4, middle + 4, "n/a")
         return
-    end = _x(axis, value)
+    end = frame.x(value)
     reach = end
     yield (
         f'<rect class="value" x="{min(zero, end):.1f}" y="{top + 1:.1f}"'
@@ -183,15 +167,12 @@ def _bar(axis: Axis, top: float, estimate: Estimate, model: int, label: str) -> 
         f"<title>{escape(label)}: {written(estimate)}</title></rect>"
     )
     if error:
-        left, reach = _x(axis, value - error), _x(axis, value + error)
+        left, reach = frame.x(value - error), frame.x(value + error)
         yield (
             f'<path class="whisker" style="{_MARK}" d="M{left:.1f} {middle:.1f}H{reach:.1f}'
             f'M{left:.1f} {middle - 3:.1f}v6M{reach:.1f} {middle - 3:.1f}v6"/>'
         )
-    yield (
-        f'<text class="axis" x="{max(zero, end, reach) + 5:.1f}" y="{middle + 4:.1f}">'
-        f"{value:.3f}</text>"
-    )
+    yield text(max(zero, end, reach) + 5, middle + 4, f"{value:.3f}")
 
 
 def written(estimate: Estimate) -> str:
@@ -202,21 +183,15 @@ def written(estimate: Estimate) -> str:
     return f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 
-def _svg(title: str, height: float, parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-def _figure(title: str, note: str, models: Sequence[str], drawn: str) -> str:
+def _figure(
+    title: str, note: str, models: Sequence[str], frame: Frame, parts: Sequence[str]
+) -> str:
     """With caption and legend; a single model is in the page's title."""
     keys = [
         f"<span>{swatch(i)}<b>{i + 1}</b> {escape(model)}</span>" for i, model in enumerate(models)
     ]
-    legend = f'<div class="legend">{"".join(keys)}</div>' if len(models) > 1 else ""
-    hint = f'<span class="hint">{escape(note)}</span>' if note else ""
-    return f"<figure><figcaption><b>{escape(title)}</b>{hint}</figcaption>{legend}{drawn}</figure>"
+    drawn = svg(title, parts, height=frame.base + BOTTOM)
+    return figure(title, drawn, hints=[("hint", note)], legend=keys if len(models) > 1 else ())
 
 
 def swatch(model: int) -> str:
@@ -228,10 +203,6 @@ def swatch(model: int) -> str:
 def _fill(model: int) -> str:
     """The model's colour, paler where colours begin again."""
     return f"fill:var(--s{model % COLOURS});fill-opacity:{max(0.3, 1 - 0.35 * (model // COLOURS))}"
-
-
-def _x(axis: Axis, value: float) -> float:
-    return LEFT + axis.place(value) * (WIDTH - LEFT - RIGHT)
 
 
 def _tick(value: float) -> str:
