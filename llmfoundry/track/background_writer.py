@@ -277,8 +277,11 @@ class BackgroundWriter:
 
     def _persist(self, action: Callable[[], None], what: str) -> bool:
         """Do `action` until it succeeds; False if `what` is refused, or time runs out."""
+        failed = 0
 
         def again(error: Exception, failures: int) -> float:
+            nonlocal failed
+            failed = failures
             self._problem = describe(error)
             if isinstance(error, _PERMANENT) or self._target.is_permanent(error):
                 self._refuse(what)
@@ -291,7 +294,7 @@ class BackgroundWriter:
             retry(action, again=again, wait=self._pause)
         except _GivenUpError:
             return False
-        if self._is_away:
+        if failed > 1 and self._is_away:
             self._note(f"{self._target.label} works again")
         self._is_away = False
         return True
