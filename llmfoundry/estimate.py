@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 HEAP = 1.5
 """What activations take of a CPU's heap over their own size: tensors of other sizes come and go
 between those that stay, and freed memory is kept (`ops/host_memory.py`). Measured by
-`benchmarks/finetune_memory.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
+`benchmarks/finetune/memory.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
 FRAMEWORK = GIB // 2  # PyTorch and all else that is imported, before there is a model
 WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries

@@ -22,7 +22,7 @@ from tests.tiny import ENV, ROOT
 
 READMES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for pattern in ("*.md", "yamls/**/*.md", "llmfoundry/**/*.md")
+    for pattern in ("*.md", "yamls/**/*.md", "llmfoundry/**/*.md", "benchmarks/**/*.md")
     for path in sorted(ROOT.glob(pattern))
 }
 README = READMES["README.md"]
@@ -243,11 +243,44 @@ ELSEWHERE = {"eval/local_data"}  # fetched, not shipped
 
 @pytest.mark.parametrize("page", READMES)
 def test_paths_that_a_readme_names_exist(page: str) -> None:
-    tops = "llmfoundry|scripts|yamls|eval|tests|constraints|pyproject"
+    tops = "llmfoundry|scripts|yamls|eval|tests|benchmarks|constraints|pyproject"
     text = re.sub(r"```.*?```", "", READMES[page], flags=re.DOTALL)
     for path in re.findall(rf"`((?:{tops})[\w.\-/]*[/.][\w.\-/]*)`", text):
         if path not in ELSEWHERE and not path.startswith("eval."):  # a recipe's key
             assert (ROOT / path).exists(), path
+
+
+OTHERS = {"convert_composer_to_hf.py"}  # LLM Foundry's
+FILES = [
+    path.relative_to(ROOT)
+    for top in ("llmfoundry", "scripts", "yamls", "eval", "tests", "benchmarks")
+    for path in (ROOT / top).rglob("*")
+]
+
+
+def is_here(path: str) -> bool:
+    """Whether a name, or the end of a path, is that of a file."""
+    parts = Path(path).parts
+    return (ROOT / path).exists() or any(file.parts[-len(parts) :] == parts for file in FILES)
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_programs_that_a_readme_names_exist(page: str) -> None:
+    text = READMES[page]
+    modules = re.findall(r"python -m (benchmarks[\w.]*)", text)
+    names = re.findall(r"(?<![\w./:-])[\w./-]*\w\.(?:py|css|js)\b(?!\w)", text)
+    for path in {*names, *(f"{module.replace('.', '/')}.py" for module in modules)}:
+        assert path in OTHERS or re.match("my_", path) or is_here(path), path
+
+
+def test_files_that_the_notice_names_exist() -> None:
+    text = re.sub(r"https?://\S+", "", (ROOT / "NOTICE").read_text())
+    paths = re.findall(r"[\w*./-]+\.(?:py|yaml|jinja|jsonl?)\b|[\w.-]+(?:/[\w.-]+)+/", text)
+    assert len(paths) > 25
+    for path in paths:
+        found = [*ROOT.glob(path)] if "/" in path else []
+        pattern = re.escape(path).replace(r"\*", ".*")
+        assert found or any(re.fullmatch(pattern, file.name) for file in FILES), path
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)", str(READMES)))))
