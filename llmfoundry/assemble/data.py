@@ -133,7 +133,7 @@ def _refuse_filters(config: DataConfig) -> None:
 
 
 def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
-    """The held-out text alone, for who measures a run: its shards to train on are left alone.
+    """The held-out text alone, to measure a run: its training shards are left alone.
 
     Raises:
         UserError: something of it cannot be read.
@@ -147,7 +147,7 @@ def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Da
 
 
 def no_held_out() -> Data:
-    """No text at all, for who measures none."""
+    """No text at all, where none is measured."""
     return Data((), (), 0, Chain([]), math.nan, "")
 
 

@@ -44,7 +44,7 @@ class EvalBudget:
             max_fraction: of the wall time, for the gauntlet.
             run_folder: where the share is kept.
             world: this process.
-            note: told what was decided.
+            note: reports what was decided.
             resumed: what the run decided before holds.
         """
         self._max_fraction, self._file, self._world = max_fraction, run_folder / FILE, world

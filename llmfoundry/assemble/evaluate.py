@@ -178,7 +178,7 @@ def read_tasks(
         generate: what an unset `icl_generate` means.
         validation_texts: the run's held-out documents; None: there is no run.
         cache_folder: the recipe's.
-        note: told what a reader must know.
+        note: reports what a reader must know.
         fetching: how rows at an address are asked for; unset: with the environment's rights.
     """
     if config.gauntlet is None:

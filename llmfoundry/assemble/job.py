@@ -66,7 +66,7 @@ def build_root(recipe: TrainRecipe) -> Root:
 def served_precision(precision: str, device: torch.device, note: Callable[[str], None]) -> str:
     """The precision that is computed in here: fp32 for amp_bf16 on a CPU that would emulate it.
 
-    Both keep fp32 weights, so a run may go on in one from the other. `note` is told.
+    Both keep fp32 weights, so a run may go on in one from the other. `note` reports it.
     """
     if precision != "amp_bf16" or device.type != "cpu" or processor.HAS_BF16:
         return precision

@@ -33,7 +33,7 @@ def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iter
     Args:
         folder: the run's.
         world: this process.
-        note: told if the file system has no locks.
+        note: reports a file system that has no locks.
 
     Raises:
         UserError: another process holds it, or it cannot be written; on every process.

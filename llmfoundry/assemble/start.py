@@ -258,7 +258,7 @@ def open_checkpoint(
     Args:
         path: where to look.
         world: this process.
-        note: told of checkpoints that are passed over.
+        note: reports checkpoints that are passed over.
         precision: of the recipe in place of its own; decides the weights' dtype.
 
     Raises:

@@ -73,7 +73,7 @@ def open_outside(
         recipe: how it is computed.
         world: this process.
         seq_len: longest question in tokens; unset: what the model reads at most.
-        note: told what the model is computed in, if that is not what was asked.
+        note: reports what the model is computed in, if that is not what was asked.
 
     Raises:
         UserError: there is no such model, or it cannot be used.

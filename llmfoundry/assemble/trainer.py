@@ -151,7 +151,7 @@ def _memory_fit(
 def _open_data(
     recipe: TrainRecipe, tokenizer: Tokenizer, world: World, note: Callable[[str], None]
 ) -> Data:
-    """The recipe's rows, of which `note` is told."""
+    """The recipe's rows, of which `note` reports it."""
     data = with_places(open_data(recipe, tokenizer, world), recipe)
     for line in data.summary.splitlines():
         note(line)

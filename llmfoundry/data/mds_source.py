@@ -163,7 +163,7 @@ class MDSTokens(_Samples):
             raise self._wrong(row, f"holds {value.dtype}; ids are whole numbers")
         if len(value) % self._dtype.itemsize:
             raise self._wrong(
-                row, f"holds {len(value)} bytes, no whole number of {self._dtype.name};"
+                row, f"holds {len(value)} bytes, not a whole number of {self._dtype.name};"
                 " write data.token_encoding_type as the data were encoded"
             )  # fmt: skip
         return np.frombuffer(value, self._dtype)

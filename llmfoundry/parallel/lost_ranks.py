@@ -24,7 +24,7 @@ from llmfoundry.errors import RunFailure
 _AFTER_TIMEOUT, _AFTER_LOSS = 10.0, 3.0
 _NAMED = 8  # ranks at most
 _TIMEOUT, _LOSS = "timeout", "loss"
-_SIGNS = ("gloo", "nccl")  # in what PyTorch raises of them where it is no DistError
+_SIGNS = ("gloo", "nccl")  # in what PyTorch raises of them where it is not a DistError
 
 
 def explain(

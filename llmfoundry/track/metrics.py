@@ -46,7 +46,7 @@ class JsonLines:
         """Open for a run that goes on after `batch`; 0 begins anew. Returns the lines dropped.
 
         Raises:
-            UserError: a line that is not the last is no JSON object, or the file cannot be written.
+            UserError: a line before the last is not a JSON object, or the file cannot be written.
         """
         self.close()
         try:
@@ -129,7 +129,7 @@ def trim(path: Path, batch: int) -> int:
     which needs no room on the disk. Returns the number of lines dropped.
 
     Raises:
-        UserError: a line that is not the last is no JSON object.
+        UserError: a line before the last is not a JSON object.
     """
     if not path.exists():
         return 0
@@ -156,7 +156,7 @@ def read_metrics(
     Only names that are `wanted` are kept: norms of every parameter can be hundreds a line.
 
     Raises:
-        UserError: a line that is not the last is no JSON object.
+        UserError: a line before the last is not a JSON object.
     """
     rows = (row for _, row in _lines(path) if row is not None)
     return [{k: _restored(v) for k, v in row.items() if wanted(k)} for row in rows]

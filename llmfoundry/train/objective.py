@@ -17,7 +17,7 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.batch import IGNORE, Batch
 
 Finish = Callable[[Decoder, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""From model and hidden states (B, T, D) to a sum, and sums of what is told, by name."""
+"""From model and hidden states (B, T, D) to a sum, and sums of what is reported, by name."""
 
 Look = Callable[[Batch, Callable[[Batch], Callable[[Decoder, Tensor], Tensor]]], Tensor]
 """What a function gives for each row of a batch, (B, …), without gradients or dropout; it is made
@@ -43,7 +43,7 @@ class Objective(Protocol):
         """The sums of a microbatch, computed within the model's forward pass."""
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """What is logged, by metric name, of what was told in all steps since the last log."""
+        """What is logged, by metric name, of what was reported in all steps since the last log."""
 
 
 class CrossEntropy:

@@ -38,7 +38,7 @@ class StepResult:
         parts: where routers add to it, the summands of `loss`: `loss`, which is the cross-entropy,
             and those of `Routing.losses`; else empty.
         routing: load and probability of every expert over the global batch; None without experts.
-        told: what else the objective tells, for its `metrics`: sums over the global batch.
+        reported: what else the objective reports, for its `metrics`: sums over the batch.
     """
 
     loss: Tensor
@@ -46,7 +46,7 @@ class StepResult:
     count: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
     routing: Routing | None = None
-    told: dict[str, Tensor] = field(default_factory=dict)
+    reported: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Guard:
@@ -110,21 +110,23 @@ def train_step(
     for index, part in enumerate(microbatches):
         with gradient_sync(module, last=index == len(microbatches) - 1):
             with autocast():
-                (total, told), routing = module(
+                (total, reported), routing = module(
                     part.tokens, part.layout, objective.of(part), routing=True
                 )
             shares = [total / divisor]
             shares += [loss / rows for loss in routing.losses.values()] if routing else []
             (sum(shares) * factor).backward()
-        sums.add(shares, told, routing)
-    parts, told, routing = sums.over_processes(data_group)
+        sums.add(shares, reported, routing)
+    parts, reported, routing = sums.over_processes(data_group)
     loss = sum(parts.values(), torch.zeros_like(parts["loss"]))
     parameters = [p for p in module.parameters() if p.grad is not None]
     norm = _total_norm([p.grad for p in parameters if p.grad is not None])
     if on_gradients is not None:
         on_gradients()
     CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
-    result = StepResult(loss, whole(norm), count, parts if len(parts) > 1 else {}, routing, told)
+    result = StepResult(
+        loss, whole(norm), count, parts if len(parts) > 1 else {}, routing, reported
+    )
     guard.observe(number, result)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
     if before_update is not None:
@@ -162,21 +164,23 @@ class Sums:
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
-        self._told: list[str] = []
+        self._reported: list[str] = []
         self._routing: Routing | None = None
 
-    def add(self, shares: list[Tensor], told: dict[str, Tensor], routing: Routing | None) -> None:
+    def add(
+        self, shares: list[Tensor], reported: dict[str, Tensor], routing: Routing | None
+    ) -> None:
         """Add a microbatch: its shares of the losses, the objective's first, and what else."""
-        values = [share.detach() for share in [*told.values(), *shares]]
+        values = [share.detach() for share in [*reported.values(), *shares]]
         values += [routing.load, routing.probability, routing.tokens] if routing else []
         if self._sums:
             values = [a + b for a, b in zip(self._sums, values, strict=True)]
-        self._sums, self._told, self._routing = values, [*told], routing
+        self._sums, self._reported, self._routing = values, [*reported], routing
 
     def over_processes(
         self, group: dist.ProcessGroup | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Routing | None]:
-        """The step's losses by name, the objective's being `loss`, what it told, the routing."""
+        """The losses by name, the objective's being `loss`, what it reported, the routing."""
         flat = torch.cat([value.flatten() for value in self._sums])
         flat = sum_over_processes(flat, group)
         sizes = [value.numel() for value in self._sums]
@@ -184,13 +188,13 @@ class Sums:
             part.view(value.shape)
             for part, value in zip(flat.split(sizes), self._sums, strict=True)
         ]
-        told = dict(zip(self._told, values[: len(self._told)], strict=True))
-        values = values[len(told) :]
+        reported = dict(zip(self._reported, values[: len(self._reported)], strict=True))
+        values = values[len(reported) :]
         if self._routing is None:
-            return {"loss": values[0]}, told, None
+            return {"loss": values[0]}, reported, None
         names = ["loss", *self._routing.losses]
         losses = dict(zip(names, values[: len(names)], strict=True))
-        return losses, told, Routing(losses, *values[len(names) :])
+        return losses, reported, Routing(losses, *values[len(names) :])
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:

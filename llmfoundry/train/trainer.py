@@ -218,7 +218,7 @@ class Trainer:
                 before_update=stop.check,
             )
         self.batch = following
-        values = [result.loss, *result.parts.values(), *result.told.values()]
+        values = [result.loss, *result.parts.values(), *result.reported.values()]
         self._loss_sum = self._loss_sum + torch.stack(values)
         self._loss_count += 1
         if self.world.device.type == "cpu":
@@ -260,7 +260,7 @@ class Trainer:
         self._check_guard()
         names = ["total", *result.parts]
         sums = self._loss_sum.tolist()
-        told = dict(zip(result.told, sums[len(names) :], strict=True))
+        reported = dict(zip(result.reported, sums[len(names) :], strict=True))
         losses = {name: x / self._loss_count for name, x in zip(names, sums, strict=False)}
         data_wait = self._wait_seconds / self._loss_count
         self._loss_sum.zero_()
@@ -272,7 +272,7 @@ class Trainer:
             "l2_norm/grad/global": result.grad_norm.item(),
             "time/epoch": self.batch / self.clock.batches_per_epoch,
             "time/data_wait": data_wait,
-            **self.objective.metrics(told),
+            **self.objective.metrics(reported),
         }
         if self.objective.is_cross_entropy:
             language = losses.get("loss", losses["total"])

@@ -145,7 +145,7 @@ def test_a_binary_form_that_is_not_whole_is_named(tmp_path: Path) -> None:
     damages = (whole[:-30], whole[:100], bytes(flipped), bytes(method), b"", b"text")
     for damaged in (*damages, other.getvalue()):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"index: no binary MDS index: .*; delete it"):
+        with pytest.raises(UserError, match=r"index: not a binary MDS index: .*; delete it"):
             MDSIndex.load(path)
 
 
@@ -281,21 +281,21 @@ def test_what_is_wrong_with_a_shard_is_one_line_with_its_number(changes: Entry, 
         (encode(MIXED)[:-9], "it is not JSON"),
         (b'{"shards": ' + b"[" * 100_000, "it is not JSON"),
         (encode([entry(0)]).replace(b"url", b"\xff"), "shard 0: column_names: 'utf-8' codec can't"),
-        (b"[]", "no MDS index: Expected `object`, got `array`; write it anew"),
+        (b"[]", "not an MDS index: Expected `object`, got `array`; write it again"),
         (b'{"version": 2}', "an index of format unknown, not of MDS"),
         (b'{"chunks": [], "config": {}}', "an index of format unknown, not of MDS"),
         (encode([], format="llmfoundry-tokens"), "format llmfoundry-tokens, not of MDS"),
         (encode([], version=1), "version 1; only MDS of version 2 is read"),
         (
             b'{"version": 2, "shards": {}}',
-            "no MDS index: shards: Expected `array | null`, got `object`",
+            "not an MDS index: shards: Expected `array | null`, got `object`",
         ),
         (encode([entry(0), {"samples": 1}]), "shard 1: Object missing required field `raw_data`"),
         (encode([entry(0), None]), "shard 1: Expected `object`, got `null`"),
         (encode([entry(0), 0], more=entry(1)), "shard 1: Expected `object`, got `int`"),
         (encode([entry(0)], format=None), "an index of format None, not of MDS"),
-        (b"[" * 100_000, "no MDS index: Expected `object`, got `array`"),
-        (b'{"version": ' + b"9" * 5000 + b"}", "no MDS index: version: Integer value out of range"),
+        (b"[" * 100_000, "not an MDS index: Expected `object`, got `array`"),
+        (b'{"version": ' + b"9" * 5000 + b"}", "MDS index: version: Integer value out of range"),
     ],
 )
 def test_a_file_that_is_no_mds_index_is_one_line(data: bytes, line: str) -> None:

@@ -172,7 +172,7 @@ def test_a_missing_column_is_named_and_others_are_left_out(tmp_path: Path) -> No
         ({"columns": {}}, "columns: there are none"),
         ({"columns": {"x": "pkl"}}, "columns: x: pkl is refused"),
         ({"columns": {"x": "png"}}, "columns: x: png holds images"),
-        ({"columns": {"x": "text"}}, "columns: x: text is no MDS encoding"),
+        ({"columns": {"x": "text"}}, "columns: x: text is not an MDS encoding"),
         ({"columns": {"x": "str"}, "compression": "lz4"}, "no such codec"),
         ({"columns": {"x": "str"}, "hashes": ["crc"]}, "hash 'crc': no such algorithm"),
         ({"columns": {"x": "str"}, "size_limit": "64 mib"}, "size_limit: '64 mib'; write bytes"),

@@ -178,7 +178,7 @@ def fetched(queue: Queue[str], n: int) -> set[str]:
     return {queue.get(timeout=10) for _ in range(n)}
 
 
-def wish(names: str) -> list[FileSpec]:
+def specs_of(names: str) -> list[FileSpec]:
     return [FileSpec(name, 10) for name in names]
 
 
@@ -190,28 +190,28 @@ def test_prefetch_is_ahead_by_its_budget_and_no_more() -> None:
         return 10
 
     ahead = Prefetcher(fetch, budget=25)
-    ahead.prefetch(iter(wish("abcdefgh")))
+    ahead.prefetch(iter(specs_of("abcdefgh")))
     assert fetched(queue, 3) == set("abc")  # the third begins within the budget
     with pytest.raises(Empty):
         queue.get(timeout=0.05)
     ahead.use("b")
     assert fetched(queue, 1) == {"d"}
-    ahead.ask("f")  # before the wish came to it: it is left out
+    ahead.ask("f")  # before the queue came to it: it is left out
     ahead.use("f")
     ahead.use("a")
     ahead.use("c")
     assert fetched(queue, 2) == set("eg")
-    ahead.prefetch(iter(wish("xy")))
+    ahead.prefetch(iter(specs_of("xy")))
     assert fetched(queue, 2) == set("xy")
     ahead.close()
 
 
-def test_an_endless_wish_within_the_budget_goes_round_with_its_use() -> None:
+def test_an_endless_queue_within_the_budget_goes_round_with_its_use() -> None:
     queue: Queue[str] = Queue()
 
     def endless() -> object:
         while True:
-            yield from wish("ab")
+            yield from specs_of("ab")
 
     def fetch(spec: FileSpec, cancelled: Event) -> int:
         queue.put(spec.name)
@@ -238,7 +238,7 @@ def test_a_failure_waits_for_who_asks_for_the_file() -> None:
     ahead = Prefetcher(fetch, budget=100)
     for ask in (lambda: ahead.ask("b"), lambda: ahead.prefetch(iter([]))):
         failed.clear()
-        ahead.prefetch(iter(wish("ab")))
+        ahead.prefetch(iter(specs_of("ab")))
         assert failed.wait(10)
         ahead.ask("a")
         with pytest.raises(UserError, match="b: is not there"):
@@ -248,9 +248,9 @@ def test_a_failure_waits_for_who_asks_for_the_file() -> None:
     ahead.close()
 
 
-def test_a_wish_that_fails_is_told_at_the_next_use() -> None:
+def test_a_queue_that_fails_is_told_at_the_next_use() -> None:
     def broken() -> object:
-        yield from wish("a")
+        yield from specs_of("a")
         raise ZeroDivisionError
 
     reached = Event()
@@ -276,7 +276,7 @@ def test_a_folder_that_is_closed_ends_its_threads(monkeypatch: pytest.MonkeyPatc
         entered.put(cancelled)
 
     ahead = Prefetcher(fetch, budget=100)
-    ahead.prefetch(iter(wish("abcdefg")))
+    ahead.prefetch(iter(specs_of("abcdefg")))
     for _ in range(N_THREADS):
         entered.get(timeout=10)
     ahead.close()

@@ -123,7 +123,7 @@ def step(
 
 
 def told(objective: Preference, result: StepResult) -> dict[str, float]:
-    return objective.metrics({name: value.item() for name, value in result.told.items()})
+    return objective.metrics({name: value.item() for name, value in result.reported.items()})
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -70,7 +70,7 @@ def choose_trained(
     Args:
         model: the base.
         recipe: filled.
-        note: told what was wrapped, or frozen.
+        note: reports what was wrapped, or frozen.
         checkpoint: of the same run, which goes on from it; None: it begins.
 
     Raises:
@@ -107,7 +107,7 @@ def hold_frozen(
         model: with its adapter.
         recipe: filled.
         written: the same as written, whose model section says what was asked.
-        note: told what was quantised.
+        note: reports what was quantised.
     """
     if not has_adapter(recipe):
         return

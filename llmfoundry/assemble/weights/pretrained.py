@@ -52,7 +52,7 @@ def resolve(
     Args:
         written: checked, unfilled.
         world: this process.
-        note: told of checkpoints that are passed over.
+        note: reports checkpoints that are passed over.
 
     Raises:
         UserError: there is no such model, or it does not fit the recipe.

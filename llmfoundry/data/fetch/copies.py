@@ -1,9 +1,9 @@
 """Whose copies a folder holds: the remote and its index, written down beside them.
 
 `ShardFolder` asks before it reads or writes a copy. One idea: names and sizes do not tell one data
-set's files from another's, so a folder of copies is of one remote and one index. They stand in
-`.copies.json`, and the index itself beside it, as it came. Who comes with others is refused, but
-where every file has a hash to be compared, the hashes decide.
+set's files from another's, so a folder of copies belongs to one remote and one index. They are
+named in `.copies.json`, and the index itself lies beside it, unchanged. A run with others is
+refused; but where every file has a hash to compare with, the hashes decide.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Copies:
     def _adopt(
         self, index: Index, *, hashes_decide: bool, is_same: Callable[[FileSpec], bool]
     ) -> None:
-        """Look at copies of unknown origin: another program's, or an earlier version's of us."""
+        """Check copies of unknown origin: another program's, or copied by hand."""
         kept = self._folder / INDEX
         if kept.exists():
             try:

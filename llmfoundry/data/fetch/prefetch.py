@@ -1,8 +1,8 @@
 """Threads that fetch the files wanted next, until enough bytes are ahead of their use.
 
-`ShardFolder.prefetch` gives the wish, an iterator that may be endless, and reports each file that
-is used. One idea: a file is ahead from when the wish names it until it is used; while those add up
-to less than the budget, the next is taken from the wish. A failure is raised to the caller that
+`ShardFolder.prefetch` gives the queue, an iterator that may be endless, and reports each file that
+is used. One idea: a file is ahead from when the queue names it until it is used; while those add up
+to less than the budget, the next is taken from the queue. A failure is raised to the caller that
 reads the file, so none is lost and none comes too early.
 """
 
@@ -16,7 +16,7 @@ from llmfoundry.data.fetch.file_spec import FileSpec
 from llmfoundry.data.fetch.remote import CancelledError
 
 N_THREADS = 4  # one connection rarely fills a link; more would take turns on one interpreter
-_REMEMBERED = 1024  # files used before the wish came to them, which it then leaves out
+_REMEMBERED = 1024  # files used before the queue came to them, which it then leaves out
 _RETRY_S = 1.0  # how soon to look again for room in the cache
 
 
@@ -26,7 +26,7 @@ class Prefetcher:
     def __init__(
         self, fetch: Callable[[FileSpec, threading.Event], int | None], *, budget: int
     ) -> None:
-        """Threads begin with the first wish.
+        """Threads begin with the first queue.
 
         Args:
             fetch: gets a file and returns its bytes, or None if there is no room for it now.
@@ -37,25 +37,25 @@ class Prefetcher:
         self._changed = threading.Condition()
         self._cancelled = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._wish: Iterator[FileSpec] | None = None
-        self._next: FileSpec | None = None  # taken from the wish, not wanted yet
+        self._queue: Iterator[FileSpec] | None = None
+        self._next: FileSpec | None = None  # taken from the queue, not needed yet
         self._waiting: list[tuple[int, FileSpec]] = []  # for room, a heap by their place
         self._room = True
         self._taken = 0
         self._ahead: dict[str, int] = {}
-        self._used: dict[str, None] = {}  # lately, before the wish came to them; oldest first
+        self._used: dict[str, None] = {}  # lately, before the queue came to them; oldest first
         self._failures: dict[str, BaseException] = {}
-        self._broken: BaseException | None = None  # the wish itself failed
+        self._broken: BaseException | None = None  # the queue itself failed
 
     def prefetch(self, specs: Iterator[FileSpec]) -> None:
-        """Fetch these from now on, in place of what was wanted before.
+        """Fetch these from now on, in place of the queue before.
 
         Raises:
-            BaseException: what a fetch of the earlier wish failed with, if no one asked for it.
+            BaseException: what a fetch of the earlier queue failed with, if no one asked for it.
         """
         with self._changed:
             self._raise(next(iter(self._failures), None))
-            self._wish, self._next = specs, None
+            self._queue, self._next = specs, None
             self._waiting.clear()
             self._ahead.clear()
             self._used.clear()
@@ -76,13 +76,13 @@ class Prefetcher:
         """
         self.check(name)
         with self._changed:
-            if self._wish is not None and name not in self._ahead:
+            if self._queue is not None and name not in self._ahead:
                 self._used[name] = None
                 if len(self._used) > _REMEMBERED:
                     del self._used[next(iter(self._used))]
 
     def check(self, name: str) -> None:
-        """Whether a file's fetch, or the wish, has failed.
+        """Whether a file's fetch, or the queue, has failed.
 
         Raises:
             BaseException: what it failed with.
@@ -130,14 +130,14 @@ class Prefetcher:
             place, spec = heapq.heappop(self._waiting)
             if spec.name in self._ahead:
                 return place, spec
-        while self._wish is not None and sum(self._ahead.values()) < self._budget:
+        while self._queue is not None and sum(self._ahead.values()) < self._budget:
             try:
-                spec = self._next or next(self._wish)
+                spec = self._next or next(self._queue)
             except StopIteration:
-                self._wish = None
+                self._queue = None
                 break
             except BaseException as error:
-                self._wish, self._broken = None, error
+                self._queue, self._broken = None, error
                 break
             self._next = None
             if spec.name in self._used:
@@ -160,7 +160,7 @@ class Prefetcher:
         except BaseException as error:
             with self._changed:
                 self._failures[spec.name] = error
-                self._wish = None  # the file will be asked for soon, and ends the run
+                self._queue = None  # the file will be asked for soon, and ends the run
                 self._changed.notify_all()
             return True
         with self._changed:

@@ -78,7 +78,7 @@ def resolve(url: str, storage_options: Mapping[str, Any], timeout: float) -> Bac
     Args:
         url: PROTOCOL://PATH, without a slash at its end.
         storage_options: what the file systems take, by protocol.
-        timeout: seconds without progress; it is told to those libraries that take it.
+        timeout: seconds without progress, for those libraries that take it.
 
     Raises:
         UserError: no such protocol, or its package or a setting is missing.

@@ -71,7 +71,7 @@ _OTHER_REGION = ("permanentredirect", "authorizationheadermalformed")
 
 
 def is_past_end(error: BaseException) -> bool:
-    """Whether bytes were asked for that are after the file's end."""
+    """Whether the request was for bytes beyond the file's end."""
     return _status(error) == 416
 
 
@@ -103,7 +103,7 @@ def is_damaged(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether nothing, or too little, came in time."""
+    """Whether nothing, or too little, arrived in time."""
     # By name too: asyncio's and other libraries' are not Python's own.
     return any(isinstance(e, TimeoutError) or "Timeout" in type(e).__name__ for e in _chain(error))
 
@@ -166,14 +166,14 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _refusal(error: BaseException) -> str:
-    """What was refused; to who may not list, S3 calls a missing file a forbidden one."""
+    """What was refused; without the right to list, S3 reports a missing file as forbidden."""
     asked = next((op for e in _chain(error) if (op := getattr(e, "operation_name", None))), "")
     if asked.startswith("List"):
-        return f"{in_one_line(error)}, to {asked}: the permission to list is its own"
+        return f"{in_one_line(error)}, to {asked}: listing is a permission of its own"
     if asked:
         return (
-            f"{in_one_line(error)}, to {asked}; a store answers so also for a file that is not"
-            " there, to who may not list"
+            f"{in_one_line(error)}, to {asked}; without the permission to list, a store answers"
+            " so for a missing file too"
         )
     return in_one_line(error)
 

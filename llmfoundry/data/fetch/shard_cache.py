@@ -67,7 +67,7 @@ class ShardCache:
         self.file_mode = self._permissions & 0o666
 
     def make_folder(self, folder: Path) -> None:
-        """Make a folder for copies, with the permissions of the cache: who may share it, shares it.
+        """Make a folder for copies, with the cache's permissions, so that its users share it.
 
         Raises:
             OSError: it cannot be made.

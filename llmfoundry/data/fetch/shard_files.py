@@ -175,7 +175,7 @@ class ShardFolder:
             yield held.path
 
     def prefetch(self, specs: Iterator[FileSpec]) -> None:
-        """Fetch these files, in this order, before they are asked for; replaces the last wish.
+        """Fetch these files, in this order, before they are asked for; replaces the last queue.
 
         What is here already is left alone, so for a folder that is read in place it does nothing.
 
@@ -183,7 +183,7 @@ class ShardFolder:
             specs: may be endless; another thread takes from it.
 
         Raises:
-            UserError: what a file of the last wish failed with, if it was not asked for since.
+            UserError: what a file of the last queue failed with, if it was not asked for since.
         """
         if self._options.prefetch > 0 and self._place is None:
             self._here().prefetcher.prefetch(specs)

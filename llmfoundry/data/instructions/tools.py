@@ -48,7 +48,7 @@ def tool_call(rng: random.Random) -> Exchange:
 
 
 def schema(name: str) -> Mapping[str, Any]:
-    """A function as models are told of it."""
+    """A function as models are shown it."""
     parameters, _ = _FUNCTIONS[name]
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     described = {"type": "object", "properties": properties, "required": list(parameters)}

@@ -47,7 +47,7 @@ def find_encoding(name: str) -> Encoding:
     if name in _ENCODINGS:
         return _ENCODINGS[name]
     if name in _IMAGES:
-        raise ValueError(f"{name} holds images, no text; leave the column out")
+        raise ValueError(f"{name} holds images, not text; leave the column out")
     if name == "pkl":
         raise ValueError(
             "pkl is refused: to read it is to run whatever code its writer put there;"
@@ -57,7 +57,7 @@ def find_encoding(name: str) -> Encoding:
     if kind == "ndarray":
         return _find_ndarray(name, form)
     known = ", ".join([*_ENCODINGS, "ndarray[:dtype[:d0,d1…]]"])
-    raise ValueError(f"{name} is no MDS encoding of text; known are {known}")
+    raise ValueError(f"{name} is not an MDS encoding of text; known are {known}")
 
 
 def encoded_size(name: str) -> int | None:

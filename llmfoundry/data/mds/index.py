@@ -104,7 +104,7 @@ class MDSIndex:
         """Parse `index.json`; `source` is what errors call it.
 
         Raises:
-            UserError: it is no MDS index, or says something that cannot be; with the shard.
+            UserError: it is not an MDS index, or says something impossible; names the shard.
         """
         return _Parser(source).parse(data)
 
@@ -208,7 +208,7 @@ class MDSIndex:
                 raise ValueError(f"it is of {facts[0]!r}, not {_BINARY!r}")
         except _DAMAGE as error:
             raise UserError(
-                f"{source}: no binary MDS index: {error}; delete it, it is made again from"
+                f"{source}: not a binary MDS index: {error}; delete it, it is made again from"
                 " index.json"
             ) from error
         sets = tuple(Columns(*(tuple(part) for part in one)) for one in facts[1])
@@ -324,7 +324,7 @@ class _Parser:
         try:
             found = _decode_index(data)
         except msgspec.ValidationError as error:
-            raise self._wrong(f"no MDS index: {_line(error)}; write it anew") from error
+            raise self._wrong(f"not an MDS index: {_line(error)}; write it again") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._wrong(f"it is not JSON ({error}); copy it again") from error
         if found.format is not msgspec.UNSET or found.shards is None:

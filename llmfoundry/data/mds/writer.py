@@ -187,7 +187,7 @@ def merge_index(folder: Path, parts: Iterable[Path]) -> None:
     """Make `folder` one dataset of its subfolders `parts`, each a dataset, in the order given.
 
     Raises:
-        UserError: a part is no MDS dataset, or not within the folder.
+        UserError: a part is not an MDS dataset, or not within the folder.
     """
     with whole_file(folder / INDEX) as file:
         separator = ""

@@ -206,7 +206,7 @@ def _turns(
         if not asked.last_only or asked.prompts or len(places) == 1:
             raise ValueError(
                 f"the chat template renders the conversation to messages[{error.place}] otherwise"
-                " when more follows, so what is learned of it cannot be told; write"
+                " when more follows, so what is learned of it cannot be determined; write"
                 " data.supervised.target_responses: last, or another tokenizer.chat_template"
             ) from None
         try:
@@ -214,7 +214,7 @@ def _turns(
         except _NotPrefix:
             raise ValueError(
                 "the chat template does not begin the last answer as it renders it, so what is"
-                " learned cannot be told; write another tokenizer.chat_template"
+                " learned cannot be determined; write another tokenizer.chat_template"
             ) from None
 
 

@@ -48,7 +48,7 @@ def find_checkpoint(path: Path, *, note: Callable[[str], None]) -> Path | None:
 
     Args:
         path: where to look.
-        note: told of every checkpoint that is passed over, and why.
+        note: reports every checkpoint that is passed over, and why.
 
     Returns:
         The checkpoint's folder; None where a run's folder has none.

@@ -1,8 +1,8 @@
 """Writes a run's checkpoints, in the background where asked.
 
 The idea: a save is a row of steps that all processes end before one of them begins the next, so
-that what goes wrong on one is known to all, at the same step. A save that fails is told at once,
-and tried again when the next is due; a full disk may be emptied meanwhile.
+that what goes wrong on one is known to all, at the same step. A save that fails is reported at
+once, and tried again when the next is due; a full disk may be emptied meanwhile.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Checkpointer:
             keep: how many newest checkpoints stay; -1: all.
             background: return from `save` once weights are copied, not once they are written.
             max_failures: so many failed saves in a row end the run.
-            warn: told of a save that failed, at once.
-            note: told of each that is whole.
+            warn: reports a save that failed, at once.
+            note: reports each that is whole.
             saved: the batch whose checkpoint in this folder the run goes on from; None: none.
         """
         self._folder, self._world, self._extras = run_folder, world, extras

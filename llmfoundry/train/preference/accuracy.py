@@ -159,8 +159,8 @@ def _rewards(found: _Answers, objective: Preference) -> dict[str, float]:
         found.reference.nan_to_num(),
         baseline.expand(len(found.side)),
     )
-    total, told = objective.sums(compared)
-    sums = {name: value.item() for name, value in told.items()}
+    total, reported = objective.sums(compared)
+    sums = {name: value.item() for name, value in reported.items()}
     metrics = objective.metrics(sums, "eval")
     count = sums.get("pairs", sums.get("answers", 0))
     if count:

@@ -189,14 +189,14 @@ class Pairs:
         return lambda model, hidden: self.sums(compare(model, hidden, batch))
 
     def sums(self, compared: Compared) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss over all pairs, and what is told of them."""
+        """The loss over all pairs, and what is reported of them."""
         pair = is_pair(compared.side)
         chosen, rejected = (
             _part(compared, slice(None, -1), pair),
             _part(compared, slice(1, None), pair),
         )
         losses = self._loss(chosen, rejected)
-        told = {
+        reported = {
             "pairs": pair,
             "chosen": self.reward(chosen),
             "rejected": self.reward(rejected),
@@ -206,8 +206,8 @@ class Pairs:
         }
         if self.sft_weight:
             losses = losses - self.sft_weight * chosen.mean
-            told["sft"] = -chosen.mean
-        sums = {name: (value.detach() * pair).float().sum() for name, value in told.items()}
+            reported["sft"] = -chosen.mean
+        sums = {name: (value.detach() * pair).float().sum() for name, value in reported.items()}
         return torch.where(pair, losses, 0).sum(), sums
 
     def reward(self, side: Compared) -> Tensor:
@@ -293,7 +293,7 @@ class KTO:
         return lambda model, hidden: self.sums(compare(model, hidden, batch))
 
     def sums(self, compared: Compared) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss over all answers, and what is told of them."""
+        """The loss over all answers, and what is reported of them."""
         side, ratio, baseline = compared.side, compared.ratio, compared.baseline
         assert baseline is not None, "prepare finds it"
         desirable, undesirable = self.weights
@@ -301,12 +301,12 @@ class KTO:
         weight = torch.where(side > 0, desirable, undesirable)
         losses = weight * torch.sigmoid(-side * self.beta * (ratio - baseline[:, None]))
         total = torch.where(side == 0, 0, losses).sum()
-        told = {"answers": (side != 0).sum(), "kl": (baseline[:, None] * (side != 0)).sum()}
+        reported = {"answers": (side != 0).sum(), "kl": (baseline[:, None] * (side != 0)).sum()}
         for name, sign in (("chosen", 1), ("rejected", -1)):
-            told[f"n_{name}"] = (side == sign).sum()
-            told[name] = torch.where(side == sign, self.beta * ratio, 0).sum()
-            told[f"log_probs_{name}"] = torch.where(side == sign, compared.log_probs, 0).sum()
-        return total, {name: value.detach().float() for name, value in told.items()}
+            reported[f"n_{name}"] = (side == sign).sum()
+            reported[name] = torch.where(side == sign, self.beta * ratio, 0).sum()
+            reported[f"log_probs_{name}"] = torch.where(side == sign, compared.log_probs, 0).sum()
+        return total, {name: value.detach().float() for name, value in reported.items()}
 
     def metrics(self, sums: dict[str, float], split: str = "train") -> dict[str, float]:
         """Means over the answers of each side, and the estimated divergence."""

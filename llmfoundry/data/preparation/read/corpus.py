@@ -52,7 +52,7 @@ class Document:
 
 
 def _unseen(n_bytes: int) -> None:
-    """Nobody wants to know how far reading is."""
+    """Report no progress."""
 
 
 class Corpus:
@@ -100,7 +100,7 @@ class Corpus:
         return self._texts.spans(longest)
 
     def read(self, span: Span, seen: Callable[[int], None] = _unseen) -> Iterator[Document]:
-        """The documents of a part, blank ones too; `seen` is told the bytes of input on the way.
+        """The documents of a part, blank ones too; `seen` gets the bytes of input on the way.
 
         Raises:
             UserError: something cannot be read.

@@ -67,7 +67,7 @@ class Input:
         stop: where it ends; None: with the file.
         n_bytes: how much of the file that is.
         longest: bytes of a row of it, unpacked; `data.max_row_size`.
-        seen: told how many of these bytes were read, for a progress bar.
+        seen: called with how many of these bytes were read, for a progress bar.
         options: how a URL is read.
     """
 

@@ -21,7 +21,7 @@ from llmfoundry.data.preparation.read.open_files import NEEDS_EXTRA, PACKED, Inp
 from llmfoundry.data.preparation.read.wet import read_wet
 from llmfoundry.errors import UserError, one_line
 
-_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field that Python can be told; it has 128 Ki
+_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
 _SHOWN = 500  # characters of a file's column names
 ROW = "*"
 """As `text_column`: a document is the JSON object of all columns of a row, whichever they are."""

@@ -44,4 +44,4 @@ class TextSource(Protocol):
         """All of it in parts, in order, of about `longest` bytes at most where that is possible."""
 
     def read(self, span: Span, seen: Callable[[int], None]) -> Iterator[tuple[str, Any, str]]:
-        """Yield (source, row or None, text); `seen` is told the bytes of input on the way."""
+        """Yield (source, row or None, text); `seen` gets the bytes of input on the way."""

@@ -93,7 +93,7 @@ class Part:
 
 
 def ignore(n_bytes: int) -> None:
-    """Nobody watches."""
+    """Report no progress."""
 
 
 def _forget(text: str) -> None:
@@ -106,7 +106,7 @@ def make_part(job: PartSettings, task: Task, seen: Callable[[int], None] = ignor
     Args:
         job: what all tasks share.
         task: what to read.
-        seen: told the bytes of input on the way.
+        seen: called with the bytes of input on the way.
 
     Raises:
         UserError: something cannot be read or written.
