@@ -1,8 +1,9 @@
 """Where a command's words go: a terminal, a log file, or a pipe whose reader may leave.
 
 `recipe/front/load.py` calls `outlast_readers` first of all; `progress` is the one bar of the
-project. The idea: only a terminal gets what moves. A log file gets lines, and a pipe that nobody
-reads any more (`| head`) gets nothing, without an error: the command goes on to its end.
+project, `columns` its one table. The idea: only a terminal gets what moves. A log file gets lines,
+and a pipe that nobody reads any more (`| head`) gets nothing, without an error: the command goes on
+to its end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import os
 import stat
 import sys
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -129,3 +131,22 @@ def progress(
         dynamic_ncols=True,
         leave=False,
     )
+
+
+def columns(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
+) -> list[str]:
+    """The lines of a table, each column as wide as it must be.
+
+    Args:
+        head: names of the columns.
+        rows: their texts.
+        left: columns whose texts begin at one place; those of the others, numbers, end at one.
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        places = enumerate(zip(row, widths, strict=True))
+        cells = (f"{c:<{width}}" if n in left else f"{c:>{width}}" for n, (c, width) in places)
+        lines.append("  ".join(cells).rstrip())
+    return lines

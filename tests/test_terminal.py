@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.parallel.mesh import _OWN_BUFFERS
 from llmfoundry.recipe.front.paths import ROOT
-from llmfoundry.terminal import progress, quiet_libraries
+from llmfoundry.terminal import columns, progress, quiet_libraries
 
 BAR = """
 from llmfoundry.terminal import *
@@ -109,3 +109,13 @@ def test_replicas_are_made_without_a_warning() -> None:
         assert not module.broadcast_buffers
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_columns_are_as_wide_as_their_texts_and_numbers_end_at_one_place() -> None:
+    lines = columns(("task", "n", "notes"), [("copa", "1,000", ""), ("a", "7", "x")], left=(0, 2))
+    assert lines == [
+        "task      n  notes",
+        "copa  1,000",
+        "a         7  x",
+    ]
+    assert columns(("task", "n"), []) == ["task  n"]

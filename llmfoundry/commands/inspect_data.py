@@ -32,6 +32,7 @@ from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.inspect import InspectRecipe
 from llmfoundry.recipe.values.duration import Clock
+from llmfoundry.terminal import columns
 from llmfoundry.track.console import printable
 from llmfoundry.train.checkpoints.checkpoint import find_damage, list_checkpoints, read_state
 
@@ -286,13 +287,13 @@ def _page(
             [f"{r.slot}", r.stream, f"{r.epoch}", r.where, f"{len(r.documents)}", _shown(r.text)]
             for r in rows
         ]
-        lines += ["", *_table(head, cells, left=(1, 3, 5))]
+        lines += ["", *columns(head, cells, left=(1, 3, 5))]
     head = ["stream", "rows so far", "tokens so far", "share", "epochs", "epochs of the run"]
     cells = []
     for s in streams:
         counts = [f"{s.rows:,}", f"{s.tokens:,}", f"{s.share:.1%}"]
         cells.append([s.stream, *counts, f"{s.epochs:.2f}", f"{s.epochs_of_run:.2f}"])
-    lines += ["", *_table(head, cells, left=(0,))]
+    lines += ["", *columns(head, cells)]
     if len(streams) > 1:
         head = ["", "phase at", "first step", *phases[0].proportions]
         cells = [
@@ -301,7 +302,7 @@ def _page(
             for p in phases
         ]
         cells.append(["", "end", f"{clock.total:,}", *[""] * len(streams)])
-        lines += ["", *_table(head, cells, left=(0, 1))]
+        lines += ["", *columns(head, cells, left=(0, 1))]
     return lines
 
 
@@ -343,16 +344,3 @@ def _marked(part: PartFacts, *, colour: bool) -> str:
 def _shown(text: str) -> str:
     """The beginning of a text, on one line."""
     return printable(text[:_SHOWN].replace("\n", "\\n"))
-
-
-def _table(
-    head: Sequence[str], cells: Sequence[Sequence[str]], *, left: Sequence[int]
-) -> list[str]:
-    """Columns as wide as they must be; those of `left` begin at one place, others end at one."""
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    lines = []
-    for row in (head, *cells):
-        places = enumerate(zip(row, widths, strict=True))
-        parts = (f"{c:<{width}}" if n in left else f"{c:>{width}}" for n, (c, width) in places)
-        lines.append("  ".join(parts).rstrip())
-    return lines

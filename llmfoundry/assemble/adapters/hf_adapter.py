@@ -24,6 +24,7 @@ from llmfoundry.hf_models.adapters import (
 )
 from llmfoundry.models.adapters.adapt import fill_adapter_from, is_added
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.terminal import columns
 
 
 def add_to_class(
@@ -88,9 +89,8 @@ def class_table(model: nn.Module) -> list[str]:
         kind = re.sub(r"^.*?\.\d+\.", "", layer)
         layers, size = kinds.get(kind, (set(), 0))
         kinds[kind] = (layers | {layer}, size + parameter.numel())
-    width = max(map(len, kinds))
-    lines = [f"{'adapter on':{width}}  layers  parameters"]
-    lines += [f"{kind:{width}}  {len(n):6,}  {size:10,}" for kind, (n, size) in kinds.items()]
+    rows = [(kind, f"{len(layers):,}", f"{size:,}") for kind, (layers, size) in kinds.items()]
+    lines = columns(("adapter on", "layers", "parameters"), rows)
     total = sum(p.numel() for p in model.parameters())
     mine = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [*lines, f"trained: {mine:,} of {total:,} parameters ({100 * mine / total:.2g} %)"]

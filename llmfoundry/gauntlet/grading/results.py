@@ -18,6 +18,7 @@ from llmfoundry.gauntlet.grading.metrics import NOT_GENERATED, UNITS, Answer, an
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.task_types import judge
 from llmfoundry.masking import public
+from llmfoundry.terminal import columns
 
 GAUNTLET = "icl/metrics/eval_gauntlet/"
 
@@ -168,9 +169,8 @@ class GauntletResult:
     def table(self) -> str:
         """Tasks, categories and averages, how was asked, then problems, for a terminal."""
         head = ("task", "shots", "n", "accuracy %", "chance %", "majority %", "notes")
-        rows = [head, *(_task_cells(task) for task in self.tasks)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [_align(row, widths) for row in rows]
+        rows = [_task_cells(task) for task in self.tasks]
+        lines = columns(head, rows, left=(0, len(head) - 1))
         for scores in (self.categories, self.averages):
             width = max((len(name) for name in (*self.categories, *self.averages)), default=0)
             lines += [""] * bool(scores)
@@ -247,16 +247,6 @@ def notes_of(task: TaskResult) -> list[str]:
     notes += ["not generated"] * (task.metric == NOT_GENERATED)
     notes += [f"{task.mode} prompts"] * (task.mode != "native")
     return notes + ["failed"] * bool(task.failure)
-
-
-def _align(cells: tuple[str, ...], widths: list[int]) -> str:
-    """First and last column to the left, numbers to the right."""
-    last = len(cells) - 1
-    padded = [
-        f"{cell:<{width}}" if i in (0, last) else f"{cell:>{width}}"
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(padded).rstrip()
 
 
 def _number(score: float | None, stderr: float | None) -> str:

@@ -33,6 +33,7 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import Distribution, assign, draw
 from llmfoundry.models.linear import whole
 from llmfoundry.models.moe import ExpertWeights
+from llmfoundry.terminal import columns
 
 _ADDED = re.compile(
     r"(^|[._])lora_(A|B|A_init|B_init|magnitude)$"  # ours
@@ -255,13 +256,14 @@ def adapter_table(model: nn.Module) -> list[str]:
         experts = module.n if isinstance(module, ExpertWeights) else 1
         row = kinds.setdefault((kind, lora.r), [0, 0, 0])
         row[0], row[1], row[2] = row[0] + 1, row[1] + experts, row[2] + size
-    width = max(len(kind) for kind, _ in kinds)
-    lines = [f"{'adapter on':{width}}  layers  matrices  rank  parameters"]
-    for (kind, rank), (layers, matrices, size) in kinds.items():
-        lines.append(f"{kind:{width}}  {layers:6,}  {matrices:8,}  {rank:4}  {size:10,}")
+    rows = [
+        (kind, f"{layers:,}", f"{matrices:,}", str(rank), f"{size:,}")
+        for (kind, rank), (layers, matrices, size) in kinds.items()
+    ]
+    lines = columns(("adapter on", "layers", "matrices", "rank", "parameters"), rows)
     trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     others = {n: size for n, size in trained.items() if not is_added(n)}
-    lines += [f"{n:{width}}  trains whole: {size:,} parameters" for n, size in others.items()]
+    lines += [f"{n}  trains whole: {size:,} parameters" for n, size in others.items()]
     total = sum(p.numel() for p in model.parameters())
     mine = sum(trained.values())
     lines.append(f"trained: {mine:,} of {total:,} parameters ({100 * mine / total:.2g} %)")
