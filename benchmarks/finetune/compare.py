@@ -73,14 +73,8 @@ def main() -> None:
 
 def prepare(folder: Path, n_rows: int) -> int:
     """Weights, tokenizer, rows and recipe in `folder`; tokens of all answers, ends included."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     texts = [document.text for document in Corpus(DataConfig()) if len(document.text) > 4000]
-    tokenizer = Tokenizer(train_backend(texts[:200], VOCAB, progress=False), END_OF_TEXT)
-    tokenizer.save(folder / "model")
-    ends: dict[str, Any] = {"bos_token_id": tokenizer.eos_id, "eos_token_id": tokenizer.eos_id}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **SHAPE, **ends))
-    model.save_pretrained(folder / "model")
+    tokenizer = write_llama(folder / "model", texts[:200], VOCAB, SHAPE)
     draw, learned = random.Random(17), 0
     with (folder / "rows.jsonl").open("w") as file:
         for _ in range(n_rows):
@@ -89,6 +83,17 @@ def prepare(folder: Path, n_rows: int) -> int:
             file.write(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
     (folder / "sft.yaml").write_text(RECIPE)
     return learned
+
+
+def write_llama(folder: Path, texts: list[str], vocab: int, shape: dict[str, Any]) -> Tokenizer:
+    """A random model with a tokenizer of these texts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = Tokenizer(train_backend(texts, vocab, progress=False), END_OF_TEXT)
+    tokenizer.save(folder)
+    ends: dict[str, Any] = {"bos_token_id": tokenizer.eos_id, "eos_token_id": tokenizer.eos_id}
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **shape, **ends)).save_pretrained(folder)
+    return tokenizer
 
 
 def _cut(draw: random.Random, texts: list[str], median: int) -> str:

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.finetune.compare import write_llama
 from benchmarks.record import table, write
-from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
-from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.front.paths import ROOT
 
 MODES: dict[str, dict[str, Any]] = {
@@ -49,20 +48,13 @@ class Peak:
 
 def _prepare(folder: Path, width: int, layers: int) -> None:
     """A model's folder and a text."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     texts = [" ".join(f"{i} times {n} is {i * n}" for i in range(400)) for n in range(40)]
-    tokenizer = Tokenizer(train_backend(texts, VOCAB, progress=False), END_OF_TEXT)
-    tokenizer.save(folder / "model")
     (folder / "corpus").mkdir()
     for n, text in enumerate(texts):
         (folder / "corpus" / f"{n}.txt").write_text(text)
     shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 8 * width // 3 // 64 * 64}
     shape |= {"num_hidden_layers": layers, "num_attention_heads": width // 64}
-    ends: dict[str, Any] = {"bos_token_id": tokenizer.eos_id, "eos_token_id": tokenizer.eos_id}
-    LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **ends)).save_pretrained(
-        folder / "model"
-    )
+    write_llama(folder / "model", texts, VOCAB, shape)
 
 
 def _measure(folder: Path, mode: str, precision: str) -> Peak:
