@@ -22,7 +22,7 @@ from llmfoundry.models.counts import expert_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
 from llmfoundry.ops.logits import chunk_tokens
-from llmfoundry.ops.moe.compress import packed_width
+from llmfoundry.ops.moe.steps import packed_width
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.architecture.model import ModelConfig

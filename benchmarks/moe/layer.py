@@ -23,8 +23,7 @@ from torch import Tensor
 
 from benchmarks.record import over_rounds, table, write
 from llmfoundry.ops.moe.backends import mixture, refusal
-from llmfoundry.ops.moe.experts import Experts
-from llmfoundry.ops.moe.routing import route
+from llmfoundry.ops.moe.experts import Experts, route
 
 DENSE = "dense"
 ZIPF = 1.0  # exponent of the skewed load: expert e is wanted in proportion to 1 / (e + 1)

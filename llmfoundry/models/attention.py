@@ -170,21 +170,21 @@ class Attention(nn.Module):
             (B, T, D), and where later blocks take them the keys and values, as attention had them.
         """
         assert (kv is None) == self.owns_kv
-        projected = self.Wqkv(x) if self.owns_kv else self.Wq(x)
+        projected = self.Wqkv(x) if self.owns_kv else self.Wq(x)  # (B, T, sum of widths)
         if self.clip is not None:
             # clamp's backward pass is four steps, hardtanh's one
             projected = F.hardtanh(projected, -self.clip, self.clip)
         parts = projected.split(self.widths, dim=-1)
-        q = self._heads(parts[0], self.q_ln)
+        q = self._heads(parts[0], self.q_ln)  # (B, T, H, hd)
         if kv is None:
-            k, v = self._heads(parts[1], self.k_ln), self._heads(parts[2], None)
-            kv = self._keys_values(k, v, context)
+            k, v = self._heads(parts[1], self.k_ln), self._heads(parts[2], None)  # (B, T, KV, hd)
+            kv = self._keys_values(k, v, context)  # (B, S, KV, hd) each, S = T and cached tokens
         if self.rotary:
             assert context.rotary is not None
             q = rotate(q, context.rotary)
         if context.temperature is not None:
             q = (q * context.temperature).to(q.dtype)
-        mixed = attend(q, *kv, context.plan, training=self.training)
+        mixed = attend(q, *kv, context.plan, training=self.training)  # (B, T, H, hd)
         return self.out_proj(mixed.flatten(-2)), kv if self.is_reused else None
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:

@@ -248,18 +248,18 @@ class MoE(nn.Module):
             real: (N,) int64, flat places b * T + t of tokens that are no padding; the others come
                 back as zeros, and no expert sees them. None: all.
         """
-        ffn, tokens = self.config, x.flatten(0, 1)
+        ffn, tokens = self.config, x.flatten(0, 1)  # (B * T, D)
         if real is not None:
-            tokens = tokens.index_select(0, real)
+            tokens = tokens.index_select(0, real)  # (N, D)
         if has_autocast(x):  # once, so that the router and the experts keep the same copy
             tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
-        logits = self.router(tokens)
+        logits = self.router(tokens)  # (N, E)
         scores = logits.softmax(-1)
-        weights, experts = self._choose(scores)
+        weights, experts = self._choose(scores)  # (N, k) each
         assert ffn.moe_impl is not None, "the recipe was not filled"
         compress = bool(ffn.moe_compress_activations)
-        stacks = self.experts.experts()
-        y = mixture(tokens, weights, experts, stacks, impl=ffn.moe_impl, compress=compress)
+        w = self.experts.experts()  # w1, v1 and w2 (E, f, D)
+        y = mixture(tokens, weights, experts, w, impl=ffn.moe_impl, compress=compress)  # (N, D)
         if self.shared is not None:
             y = y + self.shared(tokens)
         if real is not None:
@@ -271,13 +271,13 @@ class MoE(nn.Module):
         """Weights and experts (N, k) of tokens by their scores (N, E)."""
         ffn = self.config
         assert ffn.moe_top_k is not None
-        preferred = scores.detach()
+        preferred = scores.detach()  # (N, E)
         if ffn.moe_balancing == "bias":
             assert ffn.moe_bias_update_rate is not None
             preferred = preferred + ffn.moe_bias_update_rate * self.router.bias_steps
-        chosen = preferred.topk(ffn.moe_top_k).indices
+        chosen = preferred.topk(ffn.moe_top_k).indices  # (N, k)
         experts = _in_turn(chosen, scores.shape[1]) if ffn.moe_force_balance else chosen
-        weights = scores.gather(1, experts)
+        weights = scores.gather(1, experts)  # (N, k)
         if ffn.moe_normalize_expert_weights is not None:
             p = ffn.moe_normalize_expert_weights
             weights = weights / torch.linalg.vector_norm(weights, ord=p, dim=1, keepdim=True)
@@ -303,7 +303,7 @@ class MoE(nn.Module):
         # compared and summed: one_hot and bincount would wait for the device
         chosen = (experts[:, :, None] == number).sum(1).to(scores.dtype)
         if real is None:
-            load = chosen.view(groups, -1, n_experts).sum(1)
+            load = chosen.view(groups, -1, n_experts).sum(1)  # (groups, E)
             sums = scores.view(groups, -1, n_experts).sum(1)
             tokens = load.new_full((groups, 1), len(scores) / groups)
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmfoundry.ops.moe import steps as moe_steps
 from llmfoundry.ops.moe import triton_steps as moe_triton
-from llmfoundry.ops.moe.routing import route
+from llmfoundry.ops.moe.experts import route
 
 moe_triton.WIDTH = 256  # two laps along a row, cheaply
 moe_triton.WARPS = 1

@@ -158,13 +158,14 @@ def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout:
     assert bias is not None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     with without_autocast(q.device.type):
-        logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide)) * spec.scale
+        logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide))  # (B, H, T, S)
+        logits = logits * spec.scale
         if spec.softcap is not None:
             logits = spec.softcap * torch.tanh(logits / spec.softcap)
         is_mask = bias.dtype == torch.bool
         logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias
         weights = F.dropout(logits.softmax(-1), dropout)
-        return torch.einsum("bhts,bshd->bthd", weights, v.to(wide)).to(dtype)
+        return torch.einsum("bhts,bshd->bthd", weights, v.to(wide)).to(dtype)  # (B, T, H, hd)
 
 
 SERVE_TREES = ("torch", "sdpa", "flex")  # FlashAttention's borders know documents alone

@@ -154,7 +154,7 @@ def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float
     parts = zip(plan.runs, *(x.flatten(0, 1).split(sizes) for x in (q, k, v)), strict=True)
     outputs = []
     for shape, *run in parts:
-        q_run, k_run, v_run = (x.unflatten(0, shape) for x in run)
+        q_run, k_run, v_run = (x.unflatten(0, shape) for x in run)  # (count, length, heads, hd)
         serve = _by_chunk if _is_split(shape[1], plan.spec) else _whole
         out = serve(q_run, k_run, v_run, plan.bias, plan.spec, dropout)
         outputs.append(out.flatten(0, 1))
@@ -171,7 +171,7 @@ def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: flo
         q.flatten(0, 1).split([p.queries for p in plan.pieces]), plan.pieces, strict=True
     ):
         bias = piece.bias if slopes is None else slopes * piece.bias
-        keys, values = flat_k[piece.keys], flat_v[piece.keys]
+        keys, values = flat_k[piece.keys], flat_v[piece.keys]  # (keys, KV, hd)
         outputs.append(_call(part[None], keys[None], values[None], bias, spec.scale, dropout)[0])
     return torch.cat(outputs).view(q.shape)
 
@@ -199,7 +199,7 @@ def _by_chunk(
         part = bias[..., start:stop, first:stop]
         out = _call(q_chunk, k[:, first:stop], v[:, first:stop], part, spec.scale, dropout)
         outputs.append(out)
-    return torch.cat(outputs, dim=1)
+    return torch.cat(outputs, dim=1)  # (B, T, H, hd)
 
 
 def _call(
@@ -215,4 +215,4 @@ def _call(
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return out.transpose(1, 2)
+    return out.transpose(1, 2)  # (B, T, H, hd)

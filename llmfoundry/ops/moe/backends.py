@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.moe.experts import Experts, LowRankExperts
+from llmfoundry.ops.moe.experts import Experts, LowRankExperts, route
 from llmfoundry.ops.moe.grouped import grouped
-from llmfoundry.ops.moe.megablocks import megablocks, missing
-from llmfoundry.ops.moe.routing import route
 
 RANKS = 8  # an adapter's rank on an accelerator is a multiple of it: 16 bytes of bfloat16
+MEGABLOCKS = ("megablocks", "megablocks_ops", "grouped_gemm")  # packages that it is
 ROW_BYTES = 16  # grouped_mm's strides on an accelerator are multiples of it
 
 
@@ -81,7 +81,7 @@ def refusal(impl: str, device: str, dtype: torch.dtype, d: int, f: int) -> str |
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{impl} has no {_name(dtype)} on CUDA; write torch"
     if impl == "megablocks":
-        return missing(dtype)
+        return _missing_megablocks(dtype)
     step = ROW_BYTES // dtype.itemsize
     for name, size in (("d_model", d), ("ffn_hidden_size", f)):
         if size % step:
@@ -90,19 +90,32 @@ def refusal(impl: str, device: str, dtype: torch.dtype, d: int, f: int) -> str |
     return None
 
 
+def _missing_megablocks(dtype: torch.dtype) -> str | None:
+    """Why megablocks cannot serve on CUDA, and what to write instead; None if it can."""
+    if dtype != torch.bfloat16:
+        return "megablocks multiplies in bfloat16 alone; write grouped_mm"
+    absent = [name for name in MEGABLOCKS if find_spec(name) is None]
+    if absent:
+        return (
+            f"megablocks needs {', '.join(absent)}, built as constraints-megablocks.txt says; write"
+            " grouped_mm"
+        )
+    return None
+
+
 def reference(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor:
     """One expert after another over its segment of the sorted rows, by plain autograd."""
     top_k = experts.shape[1]
     order, inverse, ends = route(experts, w.w1.shape[0])
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-    segments = x[order // top_k].split(counts)
+    segments = x[order // top_k].split(counts)  # (rows of e, d) each
     # unbind, not w1[e]: the gradient of an index is as large as the whole stack
     every = (*w.tensors(), *w.low)
     stacks = [[None] * len(counts) if t is None else t.unbind(0) for t in every]
     function = w.act.function
     parts = zip(segments, *stacks, strict=True)
-    rows = torch.cat([_expert(*part, act=function) for part in parts])
-    picked = rows[inverse].view(*weights.shape, -1)
+    rows = torch.cat([_expert(*part, act=function) for part in parts])  # (T * k, d)
+    picked = rows[inverse].view(*weights.shape, -1)  # (T, k, d)
     return (picked * weights[..., None]).sum(1).to(x.dtype)
 
 
@@ -121,10 +134,33 @@ def _expert(
         y, a, b = F.linear(x, weight, bias), *low[place : place + 2]
         return y if a is None or b is None else y + F.linear(F.linear(x, a), b)
 
-    h = act(product(x, w1, b1, 0))
+    h = act(product(x, w1, b1, 0))  # (rows of e, f)
     if v1 is not None:
         h = h * product(x, v1, bv, 2)
-    return product(h, w2.T, b2, 4)
+    return product(h, w2.T, b2, 4)  # (rows of e, d)
+
+
+def megablocks(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor:
+    """The mixture by megablocks' gather and scatter and grouped_gemm's products, to compare with.
+
+    It is never a dependency: megablocks 0.10 is built from source against the torch that it pins,
+    for a GPU, and its kernels ask the host for the row counts.
+    """
+    from grouped_gemm.ops import gmm
+    from megablocks import ops
+
+    assert w.b1 is None and w.bv is None and w.b2 is None, "megablocks' experts have no biases"
+    assert not any(t is not None for t in w.low), "refused before: they have no adapters"
+    top_k = experts.shape[1]
+    order, _, ends = route(experts, w.w1.shape[0])
+    by_expert = experts.flatten().to(torch.int32)[order]
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).cpu().to(torch.int64)
+    rows = ops.gather(x, order, by_expert, ends, top_k)
+    h = w.act.function(gmm(rows, w.w1, counts, trans_b=True))
+    if w.v1 is not None:
+        h = h * gmm(rows, w.v1, counts, trans_b=True)
+    y_rows = gmm(h, w.w2, counts)
+    return ops.scatter(y_rows, order, by_expert, weights.flatten(), ends, top_k)
 
 
 def _whole_strides(low: LowRankExperts) -> LowRankExperts:

@@ -1,6 +1,6 @@
 """The mixture of experts on a CPU: one expert after another, its activations in the cache.
 
-`moe_grouped.py` calls it. Counts are known to the host for nothing here, and a matrix product an
+`grouped.py` calls it. Here the host knows the counts without waiting, and a matrix product an
 expert is as fast as a dense layer's; the time goes elsewhere: fresh memory costs the kernel a page
 fault every 4 KiB, more than the elementwise functions that fill it. So products write straight into
 their place, and elementwise functions go block by block over memory that is used again.
@@ -20,9 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.activations import Activation
-from llmfoundry.ops.moe.compress import pack, packed_width, unpack
-from llmfoundry.ops.moe.experts import Experts, Gradients, LowRankExperts, SavedActivations
-from llmfoundry.ops.moe.routing import SortedRows
+from llmfoundry.ops.moe.experts import (
+    Experts,
+    Gradients,
+    LowRankExperts,
+    SavedActivations,
+    SortedRows,
+)
+from llmfoundry.ops.moe.steps import pack, packed_width, unpack
 
 BLOCK_VALUES = 1 << 18  # of an elementwise step: its operands stay cached, its threads busy
 PACK_VALUES = 1 << 17  # of a step to or from 8 bits, which has more and wider operands
@@ -47,14 +52,14 @@ def forward(
     exact, packed = keep and not compress, keep and compress
     width = f if exact else packed_width(f) if packed else 0
     dtype = torch.int8 if packed else x.dtype
-    gate = torch.empty(n_rows, width, dtype=dtype)
+    gate = torch.empty(n_rows, width, dtype=dtype)  # (N and padding, f), or 8 bits, or no columns
     up = torch.empty(0 if w.v1 is None else n_rows, width, dtype=dtype)
     tokens = _tokens(routing, weights.shape[1], n_rows)
     y_rows = x.new_empty(n_rows, x.shape[1])
     for e, _, rows in _segments(routing, x.dtype):
-        x_e = x.index_select(0, tokens[rows])
+        x_e = x.index_select(0, tokens[rows])  # (M, d), the rows of expert e and their padding
         one = w.one(e, x.shape[1], x.dtype)
-        a = _linear(x_e, one.w1, one.b1, gate[rows] if exact else None)
+        a = _linear(x_e, one.w1, one.b1, gate[rows] if exact else None)  # (M, f), as b and h
         b = None if one.v1 is None else _linear(x_e, one.v1, one.bv, up[rows] if exact else None)
         _add_product(a, x_e, one.low.w1_a, one.low.w1_b)
         _add_product(b, x_e, one.low.v1_a, one.low.v1_b)
@@ -63,7 +68,7 @@ def forward(
             if b is not None:
                 _pack(b, up[rows])
         h = _glu(a, b, w.act)
-        y = torch.mm(h, one.w2, out=y_rows[rows])
+        y = torch.mm(h, one.w2, out=y_rows[rows])  # (M, d)
         _add_product(y, h, one.low.w2_a, one.low.w2_b)
         if one.b2 is not None:
             y += one.b2
@@ -94,17 +99,17 @@ def backward(
     _zero_unused((*grads, *low), routing)
     for e, count, rows in _segments(routing, x.dtype):
         one = w.one(e, x.shape[1], x.dtype)
-        g = grad.index_select(0, tokens[rows])
+        g = grad.index_select(0, tokens[rows])  # (M, d)
         g[count:] = 0
-        a = _restored(kept.gate[rows], f, x.dtype)
+        a = _restored(kept.gate[rows], f, x.dtype)  # (M, f), as b
         b = None if one.v1 is None else _restored(kept.up[rows], f, x.dtype)
-        dh = torch.mm(g, one.w2.T)
+        dh = torch.mm(g, one.w2.T)  # (M, f), as h, da and db
         _add_gradient(dh, g, one.low.w2_a, one.low.w2_b)
         h, da = _glu_backward(dh, a, b, w.act, inner[rows])
         db = dh  # its memory
         if one.b2 is not None:
             inner[rows] += g @ one.b2
-        dx = torch.mm(da, one.w1, out=grad_rows[rows])
+        dx = torch.mm(da, one.w1, out=grad_rows[rows])  # (M, d)
         if one.v1 is not None:
             dx += torch.mm(db, one.v1)
         _add_gradient(dx, da, one.low.w1_a, one.low.w1_b)

@@ -1,11 +1,11 @@
 """The mixture of experts on an accelerator: grouped matrix products over all experts at once.
 
-`moe_grouped.py` calls it. Nothing waits for the device: row counts stay there, as grouped_mm's
-offsets. Between the products stand four memory-bound steps, kernels of `moe_triton.py` on CUDA.
+`grouped.py` calls it. Nothing waits for the device: row counts stay there, as grouped_mm's
+offsets. Between the products stand four memory-bound steps, kernels of `triton_steps.py` on CUDA.
 
 grouped_mm's traps, all met here: offsets in int32; no rows behind the last offset (their results
-would be uninitialised); contiguous operands; no fp64; rows of a multiple of 16 bytes (`moe.refusal`
-names the sizes).
+would be uninitialised); contiguous operands; no fp64; rows of a multiple of 16 bytes
+(`backends.refusal` names the sizes).
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.moe import steps as moe_steps
-from llmfoundry.ops.moe.experts import Experts, Gradients, LowRankExperts, SavedActivations
-from llmfoundry.ops.moe.routing import SortedRows
+from llmfoundry.ops.moe.experts import (
+    Experts,
+    Gradients,
+    LowRankExperts,
+    SavedActivations,
+    SortedRows,
+)
 
 ONES = 8  # columns of ones that sum rows by expert; fewer are not a multiple of 16 bytes
 
@@ -28,25 +33,25 @@ ONES = 8  # columns of ones that sum rows by expert; fewer are not a multiple of
 def forward(
     x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool, compress: bool
 ) -> tuple[Tensor, SavedActivations]:
-    """Output (T, d), and the pre-activations where they are to be kept; as `moe_cpu.forward`."""
+    """Output (T, d), and the pre-activations where they are to be kept; as `cpu.forward`."""
     steps, top_k, ends = _steps(x.device.type), weights.shape[1], routing.ends
-    rows = steps.gather(x, routing.order, top_k)
+    rows = steps.gather(x, routing.order, top_k)  # (N, d), sorted by expert
     # Two products, not one over concatenated weights: copying w1 and v1 each step moves more bytes
     # than reading the rows twice where experts are large, and checkpoints know two names.
     whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)  # of a quantised one, while it is used
-    a = _linear(rows, whole(w.w1), w.b1, ends)
+    a = _linear(rows, whole(w.w1), w.b1, ends)  # (N, f), as b and h
     b = None if w.v1 is None else _linear(rows, whole(w.v1), w.bv, ends)
     low = w.low
     _add_product(a, rows, low.w1_a, low.w1_b, ends)
     _add_product(b, rows, low.v1_a, low.v1_b, ends)
     del rows
     h = steps.glu(a, b, w.activation)
-    y_rows = F.grouped_mm(h, whole(w.w2), offs=ends)
+    y_rows = F.grouped_mm(h, whole(w.w2), offs=ends)  # (N, d)
     _add_product(y_rows, h, low.w2_a, low.w2_b, ends)
     del h
     if w.b2 is not None:
         y_rows += w.b2[_experts(ends, y_rows)]
-    y = steps.combine(y_rows, routing.inverse, weights, top_k)
+    y = steps.combine(y_rows, routing.inverse, weights, top_k)  # (T, d)
     up = a.new_empty(0, a.shape[1]) if b is None else b
     if not keep:
         return y, SavedActivations(a.new_empty(a.shape[0], 0), up.new_empty(up.shape[0], 0))
@@ -63,7 +68,7 @@ def backward(
     *,
     frozen: bool,
 ) -> Gradients:
-    """All gradients from that of the output, grad (T, d); as `moe_cpu.backward`."""
+    """All gradients from that of the output, grad (T, d); as `cpu.backward`."""
     steps, top_k, ends = _steps(x.device.type), weights.shape[1], routing.ends
     packed, f = kept.gate.dtype == torch.int8, w.hidden(x.shape[1])
     whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)
@@ -71,20 +76,20 @@ def backward(
     b = None
     if w.v1 is not None:
         b = unpack(kept.up, f, x.dtype) if packed else kept.up
-    g = steps.gather(grad, routing.order, top_k)
+    g = steps.gather(grad, routing.order, top_k)  # (N, d)
     low = w.low
-    dh = F.grouped_mm(g, whole(w.w2).transpose(1, 2), offs=ends)
+    dh = F.grouped_mm(g, whole(w.w2).transpose(1, 2), offs=ends)  # (N, f), as h, da and db
     _add_gradient(dh, g, low.w2_a, low.w2_b, ends)
     h, da, db, inner = steps.glu_backward(dh, a, b, weights, routing.order, w.activation)
     del dh, a, b
     if w.b2 is not None:
         shares = (g * w.b2[_experts(ends, g)]).sum(-1, dtype=weights.dtype)
         inner = inner + shares[routing.inverse].view_as(inner)
-    dx_rows = F.grouped_mm(da, whole(w.w1), offs=ends)
+    dx_rows = F.grouped_mm(da, whole(w.w1), offs=ends)  # (N, d)
     dx_up = None if w.v1 is None else F.grouped_mm(db, whole(w.v1), offs=ends)
     _add_gradient(dx_rows, da, low.w1_a, low.w1_b, ends)
     _add_gradient(dx_rows, db, low.v1_a, low.v1_b, ends)
-    dx = steps.combine(dx_rows, routing.inverse, None, top_k, dx_up)
+    dx = steps.combine(dx_rows, routing.inverse, None, top_k, dx_up)  # (T, d)
     del dx_rows, dx_up
     has_adapters = any(t is not None for t in low)
     if frozen and not has_adapters:
@@ -93,7 +98,7 @@ def backward(
     of_low = _adapter_gradients(low, rows, g, h, da, db, ends)
     if frozen:
         return Gradients(dx, inner, (None,) * 6, of_low)
-    dw2 = _weight_gradient(h, g, ends)
+    dw2 = _weight_gradient(h, g, ends)  # (E, f, d), as dw1 and dv1
     dw1 = _weight_gradient(da, rows, ends)
     dv1 = None if db is None else _weight_gradient(db, rows, ends)
     db1 = None if w.b1 is None else _sums(da, ends)
@@ -111,12 +116,12 @@ def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
 
 
 def pack(x: Tensor) -> Tensor:
-    """`moe_compress.pack`, by a kernel where there is one."""
+    """`steps.pack`, by a kernel where there is one."""
     return _steps(x.device.type).pack(x)
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """`moe_compress.unpack`, by a kernel where there is one."""
+    """`steps.unpack`, by a kernel where there is one."""
     return _steps(packed.device.type).unpack(packed, width, dtype)
 
 

@@ -1,9 +1,9 @@
 """The default mixture of experts: one differentiable operator, its backward pass written by hand.
 
-`moe.py` calls `grouped`. The operator saves its input, the pre-activations and the routing, and
-nothing else: activations are recomputed, and the gradient of the router's weights comes from the
-experts' own products, <dy w2^T, h>, without the experts' outputs (Guo et al., 2025, SonicMoE). It
-is a custom operator of PyTorch, so that torch.compile takes it whole, in every dtype.
+`backends.py` calls `grouped`. The operator saves its input, the pre-activations and the routing,
+and nothing else: activations are recomputed, and the gradient of the router's weights comes from
+the experts' own products, <dy w2^T, h>, without the experts' outputs (Guo et al., 2025, SonicMoE).
+It is a custom operator of PyTorch, so that torch.compile takes it whole, in every dtype.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llmfoundry.ops.moe import cpu as moe_cpu
 from llmfoundry.ops.moe import device as moe_device
-from llmfoundry.ops.moe.compress import packed_width
-from llmfoundry.ops.moe.experts import Experts, LowRankExperts, SavedActivations
-from llmfoundry.ops.moe.routing import SortedRows, route
+from llmfoundry.ops.moe.experts import Experts, LowRankExperts, SavedActivations, SortedRows, route
+from llmfoundry.ops.moe.steps import packed_width
 from llmfoundry.ops.nf4 import Nf4Layout
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -45,7 +44,7 @@ BACKWARD = (
 def grouped(
     x: Tensor, weights: Tensor, experts: Tensor, w: Experts, *, compress: bool = False
 ) -> Tensor:
-    """The mixture of x (T, d), weights and experts (T, k): (T, d). See `moe.mixture`."""
+    """The mixture of x (T, d), weights and experts (T, k): (T, d). See `backends.mixture`."""
     inputs = [t for t in (x, weights, *w.tensors(), *w.low) if t is not None]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     out = torch.ops.llmfoundry.moe_forward(

@@ -1,18 +1,23 @@
-"""The memory-bound steps between grouped matrix products, in PyTorch.
+"""The memory-bound steps between grouped matrix products, and 8-bit storage, in PyTorch.
 
-`moe_device.py` takes these where Triton does not run; `moe_triton.py` has the same functions as
-kernels of one pass each, and its tests compare them with these. `pack` and `unpack` are
-`moe_compress`'s.
+`device.py` takes these where Triton does not run; `triton_steps.py` has the same functions as
+kernels of one pass each, and its tests compare them with these.
+
+Blockwise 8-bit storage is for activations that wait for the backward pass, where `compress` asks
+for it: a block of 128 neighbouring values shares one scale, its largest magnitude over 127, kept in
+bf16; the error of a value is at most half a scale. Scales lie behind the values of their row, so
+that what is saved stays one tensor.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.activations import from_text
-from llmfoundry.ops.moe.compress import pack as pack
-from llmfoundry.ops.moe.compress import unpack as unpack
+
+BLOCK = 128  # values that share a scale
 
 
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
@@ -74,3 +79,31 @@ def combine(
     if weights is not None:
         picked *= weights[..., None]
     return picked.sum(1).to(rows.dtype)
+
+
+def packed_width(width: int) -> int:
+    """Bytes of a packed row of `width` values: the values and two bytes a block."""
+    return width + 2 * -(-width // BLOCK)
+
+
+def pack(x: Tensor) -> Tensor:
+    """Quantize x (N, C), floating point, to int8 (N, packed_width(C))."""
+    rows, width = x.shape
+    if rows == 0:
+        return x.new_empty(0, packed_width(width), dtype=torch.int8)
+    blocks = F.pad(x.float(), (0, -width % BLOCK)).view(rows, -(-width // BLOCK), BLOCK)
+    # quotients in fp32 by the scale as it is stored: in bf16 the training drifts
+    scale = (blocks.abs().amax(-1) / 127).to(torch.bfloat16)
+    step = scale.float().clamp_min_(torch.finfo(torch.float32).tiny)
+    values = (blocks / step[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([values.flatten(1)[:, :width], scale.view(torch.int8)], dim=1)
+
+
+def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The (N, width) values of what `pack` made, in `dtype`."""
+    if packed.shape[0] == 0:
+        return packed.new_empty(0, width, dtype=dtype)
+    scale = packed[:, width:].contiguous().view(torch.bfloat16).float()
+    values = F.pad(packed[:, :width].float(), (0, -width % BLOCK))
+    blocks = values.unflatten(1, (-1, BLOCK)) * scale[..., None]
+    return blocks.flatten(1)[:, :width].to(dtype)

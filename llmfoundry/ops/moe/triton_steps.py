@@ -1,9 +1,8 @@
 """The memory-bound steps of the mixture of experts as Triton kernels of one pass each.
 
-The functions are those of `moe_steps.py` (and `pack`, `unpack` those of `moe_compress.py`), which
-say what they do; `moe_device.py` takes these on CUDA. All arithmetic is in fp32. A program handles
-one row or one token and walks along it, so that sums along a row need no atomics and every run
-gives the same bits.
+The functions are those of `steps.py`, which say what they do; `device.py` takes these on CUDA. All
+arithmetic is in fp32. A program handles one row or one token and walks along it, so that sums along
+a row need no atomics and every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmfoundry.ops.moe import steps as moe_steps
-from llmfoundry.ops.moe.compress import BLOCK, packed_width
+from llmfoundry.ops.moe.steps import BLOCK, packed_width
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take moe_steps
 WIDTH = 1024  # values of a row that a program holds at a time
@@ -266,7 +265,7 @@ def combine(
 
 
 def pack(x: Tensor) -> Tensor:
-    """`moe_compress.pack`, of an even number of columns."""
+    """`steps.pack`, of an even number of columns."""
     packed = x.new_empty(x.shape[0], packed_width(x.shape[1]), dtype=torch.int8)
     sizes = (x.shape[1], packed.shape[1])
     scales = packed.view(torch.bfloat16)
@@ -275,7 +274,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """`moe_compress.unpack`, of an even number of columns."""
+    """`steps.unpack`, of an even number of columns."""
     out = packed.new_empty(packed.shape[0], width, dtype=dtype)
     sizes = (width, packed.shape[1])
     scales = packed.view(torch.bfloat16)
