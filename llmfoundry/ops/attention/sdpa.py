@@ -1,8 +1,7 @@
 """The backend `sdpa`: PyTorch's scaled_dot_product_attention, on every device.
 
-On a CPU packed documents are attended to one by one, long rows by chunks of queries, and trees by
-pieces (`tree`): all leave out keys that nobody sees, which a mask does not. Elsewhere one call
-serves, causal or with a mask.
+On a CPU packed documents are attended to one by one and trees by pieces (`tree`): both leave out
+keys that nobody sees, which a mask does not. Elsewhere one call serves, causal or with a mask.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from llmfoundry.ops.attention.plan import (
 from llmfoundry.ops.attention.tree import cut
 from llmfoundry.ops.layout import Layout
 
-CHUNK = 128
-"""Queries a call, where they are split."""
 Serve = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
 
 
@@ -51,12 +48,12 @@ def prepare(
     if device.type == "cpu" and layout is not None:
         lengths = [n for row in layout.lengths for n in row]
         runs = tuple((len(list(same)), n) for n, same in groupby(lengths))
-        needing = [n for n in lengths if not _is_plain(n, spec) or _is_split(n, spec)]
+        needing = [n for n in lengths if not _is_plain(n, spec)]
         bias, by_run = _corner(needing, spec, device), _outside_of_graphs(_by_run)
         return AttentionPlan("sdpa", spec, bias=bias, packed=True, runs=runs, by_run=by_run)
     if device.type == "cpu" and past == 0:
-        needs = not _is_plain(queries, spec) or _is_row_split(queries, spec)
-        return AttentionPlan("sdpa", spec, bias=_corner([queries] if needs else [], spec, device))
+        needing = [] if _is_plain(queries, spec) else [queries]
+        return AttentionPlan("sdpa", spec, bias=_corner(needing, spec, device))
     if layout is None and _is_plain(past + queries, spec) and (past == 0 or queries == 1):
         return AttentionPlan("sdpa", spec)
     # With a mask and shared heads no CUDA kernel serves but the one that holds all logits.
@@ -78,8 +75,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
             out = plan.by_run(q, k, v, plan, dropout)
         elif queries != k.shape[1]:  # cached keys
             out = _call(q, k, v, plan.bias, spec.scale, dropout)
-        elif _is_row_split(queries, spec):
-            out = _by_chunk(q, k, v, plan.bias, spec, dropout)
         else:
             out = _whole(q, k, v, plan.bias, spec, dropout)
     return out.to(dtype)
@@ -91,36 +86,17 @@ def _cpu_dtype(dtype: torch.dtype, queries: int, plan: AttentionPlan) -> torch.d
     The CPU's bf16 kernel is compiled for every length that it meets, and each is kept: documents of
     all lengths made it 8 times slower than fp32, and its memory grew without end. Rows of whole
     blocks share a few. Measured (one core, forward and backward, H 4, hd 64): bf16 0.75 of fp32's
-    time at T 2048; 0.88 at 512, where fp32 by chunks has 0.77.
+    time at T 2048, 0.88 at 512.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return dtype
-    single = not plan.packed and not _is_row_split(queries, plan.spec)
-    return dtype if single and queries >= 1024 and queries % 64 == 0 else torch.float32
+    single = not plan.packed and queries >= 1024 and queries % 64 == 0
+    return dtype if single else torch.float32
 
 
 def _is_plain(length: int, spec: AttentionSpec) -> bool:
     """Whether so many tokens need nothing but causality."""
     return spec.slopes is None and not 0 <= spec.window < length - 1
-
-
-def _is_split(length: int, spec: AttentionSpec) -> bool:
-    """Whether so many causal queries are cheaper by chunks.
-
-    The CPU's kernel works in tiles of 512 keys, also where half of a tile is not seen. Measured
-    (one core, forward and backward, hd 64) by chunks: 0.9 of the time of one call at T 256, 0.7 at
-    512, 0.9 at 1024, 1.04 at 2048. A window that leaves out most keys pays at any length.
-    """
-    local = spec.window >= 0 and length >= 2 * (spec.window + CHUNK)
-    return local or 2 * CHUNK <= length < 1024
-
-
-def _is_row_split(length: int, spec: AttentionSpec) -> bool:
-    """As `_is_split`, for rows that a compiled block may hold: whole chunks only.
-
-    Such a block is compiled anew for every number of chunks; other lengths share one program.
-    """
-    return length % CHUNK == 0 and _is_split(length, spec)
 
 
 def _corner(lengths: list[int], spec: AttentionSpec, device: torch.device) -> Tensor | None:
@@ -148,15 +124,14 @@ def _disabled(serve: Serve) -> Serve:
 
 
 def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """One call, or several by chunks, for each run of documents of one length."""
+    """One call for each run of documents of one length."""
     sizes = [count * length for count, length in plan.runs]
     # split and cat, not slices: their backward passes touch each gradient once
     parts = zip(plan.runs, *(x.flatten(0, 1).split(sizes) for x in (q, k, v)), strict=True)
     outputs = []
     for shape, *run in parts:
         q_run, k_run, v_run = (x.unflatten(0, shape) for x in run)  # (count, length, heads, hd)
-        serve = _by_chunk if _is_split(shape[1], plan.spec) else _whole
-        out = serve(q_run, k_run, v_run, plan.bias, plan.spec, dropout)
+        out = _whole(q_run, k_run, v_run, plan.bias, plan.spec, dropout)
         outputs.append(out.flatten(0, 1))
     return torch.cat(outputs).view(q.shape)
 
@@ -184,22 +159,6 @@ def _whole(
     if bias is None or _is_plain(length, spec):
         return _call(q, k, v, None, spec.scale, dropout)
     return _call(q, k, v, bias[..., :length, :length], spec.scale, dropout)
-
-
-def _by_chunk(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec, dropout: float
-) -> Tensor:
-    """Causal attention of rows (B, T, ...), each chunk of queries with the keys it can see."""
-    assert bias is not None
-    outputs = []
-    for index, q_chunk in enumerate(q.split(CHUNK, dim=1)):
-        start = index * CHUNK
-        stop = start + q_chunk.shape[1]
-        first = 0 if spec.window < 0 else max(0, start - spec.window)
-        part = bias[..., start:stop, first:stop]
-        out = _call(q_chunk, k[:, first:stop], v[:, first:stop], part, spec.scale, dropout)
-        outputs.append(out)
-    return torch.cat(outputs, dim=1)  # (B, T, H, hd)
 
 
 def _call(
