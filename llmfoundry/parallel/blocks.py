@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
+from llmfoundry.ops.torch_private import compiler_errors, keep_graphs_whole_under_ddp
 
 Forward = Callable[..., Any]  # of a block and its inputs
 BUILDERS = {"cpu": "g++ and Python's headers", "cuda": "triton and gcc"}  # what inductor runs
@@ -72,13 +73,11 @@ def _checkpointed(forward: Forward) -> Forward:
 
 def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:
     """One function for all blocks: those that are alike share its graphs, compiled once."""
-    import torch._dynamo  # imported here: it takes a second, and most runs do not compile
-
     # Blocks of other windows, or with others' keys, are other graphs; beyond the limit (8) PyTorch
     # would run them uncompiled and only warn.
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 8 * n_blocks)
-    config.optimize_ddp = False  # it would cut graphs where DDP's buckets end; blocks are smaller
+    limits = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, 8 * n_blocks)
+    keep_graphs_whole_under_ddp()  # blocks are smaller than its buckets
     return torch.compile(forward, mode=mode)
 
 
@@ -88,14 +87,13 @@ def check_compiler(device: torch.device) -> None:
     Raises:
         UserError: kernels cannot be built here.
     """
-    from torch._dynamo.exc import TorchDynamoException
 
     def add_one(x: Tensor) -> Tensor:
         return x + 1
 
     try:
         torch.compile(add_one)(torch.ones(8, device=device))
-    except TorchDynamoException as error:
+    except compiler_errors() as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"compile: torch.compile cannot build kernels here ({reason}); install"

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
+from llmfoundry.ops.torch_private import set_timeout
 from llmfoundry.parallel.launch import World, device_timeout
 from llmfoundry.recipe.parallel import ParallelConfig
 
@@ -55,7 +55,7 @@ def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh | None:
         return None
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
     for group in mesh.get_all_groups():
-        _set_pg_timeout(device_timeout(world), group)  # each has PyTorch's own otherwise
+        set_timeout(group, device_timeout(world))  # each has PyTorch's own otherwise
     return mesh
 
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.decoder import Decoder
@@ -56,17 +55,24 @@ def _numbers(parameter: Tensor, rows: int | None) -> Tensor:
     places = torch.linspace(0, size - 1, NUMBERS, device=parameter.device).long()
     if not isinstance(parameter, DTensor):
         return parameter.detach().flatten()[places].double()
-    assert all(not isinstance(p, Shard) or p.dim == 0 for p in parameter.placements)
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
     local = parameter.to_local().detach().flatten()
     width = parameter.numel() // max(1, parameter.shape[0])
-    places = places - offset[0] * width if shape[0] else places - parameter.numel()
+    places = places - _first_row(parameter) * width
     mine = (places >= 0) & (places < local.numel())
     if not local.numel():
         return torch.zeros(NUMBERS, dtype=torch.float64, device=local.device)
     return torch.where(mine, local[places.clamp(0, local.numel() - 1)].double(), 0.0)
+
+
+def _first_row(parameter: DTensor) -> int:
+    """The row of the whole parameter that this process's rows begin with."""
+    axes = [axis for axis, place in enumerate(parameter.placements) if not place.is_replicate()]
+    if not axes:
+        return 0
+    (axis,), mesh, height = axes, parameter.device_mesh, parameter.shape[0]
+    assert parameter.placements[axis].is_shard(0), "only rows are sharded"
+    # as torch.chunk cuts: the last shards may be short or empty
+    return min(mesh.get_local_rank(axis) * -(-height // mesh.size(axis)), height)
 
 
 def _add_up(stacked: Tensor, model: nn.Module) -> None:

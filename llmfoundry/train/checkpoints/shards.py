@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from llmfoundry.ops import torch_private
+
 _NORM_VALUES = 1 << 20  # whose squares are summed at once on a CPU: 4 MiB in fp32
 
 
@@ -63,7 +65,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The L2 norm of each tensor, in fp32 also where it is narrower; of DTensors as they reduce."""
     split = [_parts(tensor) for tensor in tensors]
     parts = [part for tensor in split for part in tensor]
-    found = iter(torch._foreach_norm(parts, 2.0, torch.float32))
+    found = iter(torch_private.norms(parts))
     each = ([next(found) for _ in tensor] for tensor in split)
     return [n[0] if len(n) == 1 else torch.linalg.vector_norm(torch.stack(n)) for n in each]
 

@@ -1,0 +1,65 @@
+"""The parts of PyTorch in use here that it does not promise to keep: this file alone names them.
+
+Each function says which part it is and what happens where a version of PyTorch lacks it. What a
+pickle names (`train/checkpoints/safe_load.py`) is data and not called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def has_avx512_bf16() -> bool:
+    """`torch.cpu._is_avx512_bf16_supported`; without it no, and bf16 products are not used."""
+    return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norm of each tensor, in fp32.
+
+    `torch._foreach_norm`, one call for all; without it a call each.
+    """
+    together = getattr(torch, "_foreach_norm", None)
+    if together is not None:
+        return list(together(list(tensors), 2.0, torch.float32))
+    return [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """How long a collective of `group` may take.
+
+    `distributed_c10d._set_pg_timeout`; without it a group keeps PyTorch's own limit.
+    """
+    from torch.distributed import distributed_c10d
+
+    change = getattr(distributed_c10d, "_set_pg_timeout", None)
+    if change is not None:
+        change(timeout, group)
+
+
+def keep_graphs_whole_under_ddp() -> None:
+    """Compiled graphs are not cut where DDP's buckets end.
+
+    `torch._dynamo.config.optimize_ddp`; without it they may be cut, which is slower. Imported here:
+    the compiler takes a second, and most runs do not compile.
+    """
+    config = importlib.import_module("torch._dynamo").config
+    if hasattr(config, "optimize_ddp"):
+        config.optimize_ddp = False
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises where it cannot build a kernel.
+
+    `torch._dynamo.exc.TorchDynamoException`; without it RuntimeError, of which it is one.
+    """
+    try:
+        return (importlib.import_module("torch._dynamo.exc").TorchDynamoException,)
+    except (ImportError, AttributeError):
+        return (RuntimeError,)
