@@ -27,13 +27,6 @@ def take(monkeypatch: pytest.MonkeyPatch, path: ModuleType) -> None:
     monkeypatch.setattr(moe_grouped, "_path", lambda device: path)
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks an expert, the last one short."""
-    monkeypatch.setattr(moe_cpu, "BLOCK_VALUES", 24 * 3)
-    monkeypatch.setattr(moe_cpu, "PACK_VALUES", 24 * 5)
-
-
 @each_layer
 def test_reference_is_the_formula_token_by_token(layer: Layer) -> None:
     x, weights, w = inputs(layer, torch.float64)
