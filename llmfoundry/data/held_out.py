@@ -171,10 +171,21 @@ def validation_batches(
     share = min(batch_size, -(-n_rows // data_size))
     for start in range(data_rank * share, n_rows + data_rank * share, max(1, share * data_size)):
         rows = [
-            Row(*held_out.row(row, seq_len)) if row < n_rows else _EMPTY
-            for row in range(start, start + share)
+            Row(*held_out.row(row, seq_len)) for row in range(start, min(start + share, n_rows))
         ]
+        if len(rows) < share:
+            kind = rows[0] if rows else Row(*held_out.row(0, seq_len))
+            rows += [_without_tokens(kind)] * (share - len(rows))
         yield Rows.fill(rows, seq_len, eos_id).batch(with_layout=not attend_across_documents)
 
 
-_EMPTY = Row(np.zeros(0, np.int64), [])
+def _without_tokens(row: Row) -> Row:
+    """An empty row that brings what rows of its kind bring: all processes must ask alike."""
+    return row._replace(
+        ids=row.ids[:0],
+        lengths=[],
+        dropped=0,
+        weights=None if row.weights is None else row.weights[:0],
+        sides=None if row.sides is None else [],
+        references=None if row.references is None else row.references[:, :0],
+    )
