@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from llmfoundry.files import write_whole
+from llmfoundry.terminal import columns
 from llmfoundry.track.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -49,12 +50,8 @@ def table(rows: Sequence[Row], shown: Mapping[str, str]) -> list[str]:
         rows: of which those that lack a column have n/a in it.
         shown: columns by key, and how a value is written there, such as `{:.2f}`.
     """
-    cells = [[*shown], *([_cell(row.get(k), form) for k, form in shown.items()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(f"{c:>{w}}" if n else f"{c:<{w}}" for n, (c, w) in enumerate(line)).rstrip()
-        for line in (list(zip(row, widths, strict=True)) for row in cells)
-    ]
+    cells = [[_cell(row.get(key), form) for key, form in shown.items()] for row in rows]
+    return columns([*shown], cells)
 
 
 def _cell(value: Any, form: str) -> str:
