@@ -14,8 +14,8 @@ from pathlib import Path
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.called import mark_console
-from llmfoundry.recipe.front.load import versions
 from llmfoundry.recipe.front.paths import ROOT, YAMLS, nearest_path
+from llmfoundry.recipe.front.script import versions
 from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.terminal import outlast_readers
 

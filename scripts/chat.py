@@ -5,7 +5,7 @@ python scripts/chat.py runs/quickstart-sft temperature=0 system="Remember: key i
 echo "Reverse: d a c" | python scripts/chat.py runs/quickstart-sft temperature=0
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.after_training import ChatRecipe
 
 if __name__ == "__main__":

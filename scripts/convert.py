@@ -5,7 +5,7 @@ python scripts/convert.py runs/mpt-125m to=hf output=exported/mpt-125m dtype=bf1
 python scripts/convert.py from=hf checkpoint=HUB_ID_OR_FOLDER output=runs/imported
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 Results are printed and written to results.json, by default inside the run's folder.
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ not fetched again, so a stopped run can be repeated. Exit status 2 if any file i
 end. Each task's rows keep the licence of their source.
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 
 if __name__ == "__main__":

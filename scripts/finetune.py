@@ -9,7 +9,7 @@ A run writes runs/NAME/, as scripts/train.py does; an adapter stands beside each
 peft's format. `--help adapter`, `--help data` and so on print a section's keys.
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 
 if __name__ == "__main__":

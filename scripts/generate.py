@@ -6,7 +6,7 @@ python scripts/generate.py runs/quickstart prompt="class Reader:" max_new_tokens
 python scripts/generate.py runs/quickstart-sft message="Reverse: d a c" temperature=0
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.after_training import GenerateRecipe
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ supervised rows the whole text follows: what is learned in green, or {+so+} wher
 colour (NO_COLOR, a pipe), and a line between documents that do not see each other.
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.inspect import inspected
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ With it, it is a folder here or at a URL that any run reads: data.name=shards da
 data.split=train. A preparation that was stopped goes on where it was.
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe
 
 if __name__ == "__main__":

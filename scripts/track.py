@@ -8,7 +8,7 @@ metrics.jsonl is compared with each store value by value; what is there is not s
 whose store was locked or away when it ended, that was killed, or whose folder was moved.
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.track import TrackRecipe
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ A run writes runs/NAME/: recipe.yaml (itself a recipe), metrics.jsonl, report.ht
 NAME is the recipe file's unless run_name says otherwise.
 """
 
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`--dry-run` of every script: what the command would do; nothing is written, nothing trained.
 
-`recipe/front/load.py` calls `plan` in the command's place, once the recipe is composed and checked.
-The idea: what a command refuses before it begins is refused here too, with the same words.
+`recipe/front/script.py` calls `plan` in the command's place, once the recipe is checked. The idea:
+what a command refuses before it begins is refused here too, with the same words.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ from llmfoundry.parallel.launch import World, join, relaunch
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file, show
-from llmfoundry.recipe.front.typed import keys, missing, require
+from llmfoundry.recipe.front.typed import missing, require
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.track.console import Console
@@ -309,7 +310,7 @@ def _held_out(
     """
     for line in missing(loaded.recipe, f"data.{OPTIONS}"):
         console.note(f"going on without it: {line}")
-    others = [f"data.{key}" for key in keys(DataConfig) if key != OPTIONS]
+    others = [f"data.{key}" for key in Schema.of(DataConfig).keys if key != OPTIONS]
     if not config.validation and missing(loaded.recipe, *others):
         return no_held_out()
     require(loaded.recipe, *others)

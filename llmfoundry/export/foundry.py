@@ -16,7 +16,8 @@ from llmfoundry.export import hf_experts
 from llmfoundry.export.hf_maps import Rule, WeightMap
 from llmfoundry.recipe.architecture.attention import LLAMA3_KEYS
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import Problem, build, keys
+from llmfoundry.recipe.front.typed import Problem, build
+from llmfoundry.recipe.schema import Schema
 
 FOUNDRY = "MPTForCausalLM"  # transformers' class is called MptForCausalLM
 MIXTURES = ("torch_dmoe", "mb_dmoe")  # the first without a balancing loss
@@ -64,7 +65,8 @@ def is_foundry(written: Mapping[str, Any]) -> bool:
 
 def read_foundry(written: Mapping[str, Any], problems: list[str]) -> ModelConfig:
     """The `model` section; a line to `problems` for each key that we have nothing for."""
-    ours: dict[str, Any] = DEFAULTS | {k: written[k] for k in keys(ModelConfig) if k in written}
+    keys = Schema.of(ModelConfig).keys
+    ours: dict[str, Any] = DEFAULTS | {k: written[k] for k in keys if k in written}
     ours = {key: value for key, value in ours.items() if key not in ELSEWHERE}
     ours["norm_type"] = str(ours["norm_type"]).lower()
     for section in ("attn_config", "ffn_config"):

@@ -10,8 +10,9 @@ import torch
 
 from llmfoundry.commands import dry_run as plans
 from llmfoundry.models.counts import parameter_count
-from llmfoundry.recipe.front.load import checked, run
+from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import ROOT, YAMLS
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe

@@ -20,7 +20,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch import hub as fetch_hub
 from llmfoundry.gauntlet.fetch.fetch import Fetched, FetchError, fetch, from_foundry
 from llmfoundry.gauntlet.fetch.table import DataFile, HubSource, read_table
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 
 Rows = Sequence[dict[str, Any]]

@@ -10,7 +10,7 @@ import pytest
 from recipe_front import Front, Outcome
 
 from llmfoundry import masking
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
 

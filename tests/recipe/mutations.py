@@ -21,7 +21,8 @@ from typing import Any
 
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.front.typed import keys, options, section_of, to_dict
+from llmfoundry.recipe.front.typed import to_dict
+from llmfoundry.recipe.schema import Schema, options
 from llmfoundry.recipe.scripts.after_training import (
     ChatRecipe,
     ConvertRecipe,
@@ -403,16 +404,10 @@ def _setting(rng: random.Random, schema: type) -> str:
     return word if rng.random() < 0.95 else word.replace("=", "", 1)
 
 
-def _leaves(schema: type, key: str = "") -> list[tuple[str, Any]]:
+def _leaves(schema: type) -> list[tuple[str, Any]]:
     """Every value of a schema by its dotted key, and its type."""
-    found = []
-    for name, hint in keys(schema).items():
-        section = section_of(hint)
-        if section is None:
-            found.append((f"{key}{name}", hint))
-        elif section is not schema:
-            found += _leaves(section, f"{key}{name}.")
-    return found
+    keys = Schema.of(schema).walk()
+    return [(dotted, key.hint) for dotted, key in keys if key.section is None]
 
 
 def _fitting(rng: random.Random, hint: Any) -> Any:
@@ -431,7 +426,8 @@ def _fitting(rng: random.Random, hint: Any) -> Any:
     if typing.get_origin(option) is dict:
         return {rng.choice(TEXTS): _fitting(rng, typing.get_args(option)[1]) for _ in range(2)}
     if dataclasses.is_dataclass(option) and isinstance(option, type):
-        return {name: _fitting(rng, inner) for name, inner in list(keys(option).items())[:3]}
+        keys = list(Schema.of(option).keys.items())[:3]
+        return {name: _fitting(rng, key.hint) for name, key in keys}
     return rng.choice(TEXTS)
 
 

@@ -29,8 +29,8 @@ from llmfoundry.assemble.job import attention_refusal, build_root, experts_refus
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
 from llmfoundry.estimate import GIB, choose_microbatch, with_guessed_vocabulary
 from llmfoundry.recipe.front import sweep
-from llmfoundry.recipe.front.load import run
 from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 

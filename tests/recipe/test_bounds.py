@@ -16,7 +16,7 @@ from llmfoundry.recipe.architecture.blocks import BlockOverridesConfig, BlockRun
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.front.typed import hint_of, keys, options, section_of
+from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.bounds import Range, out_of_bounds
 from llmfoundry.recipe.values.checks import divides
@@ -25,15 +25,12 @@ QUICKSTART = YAMLS / "quickstart.yaml"
 LONG = "x" * 300
 
 
-def numbers(schema: type, key: str = "") -> Iterator[tuple[str, type]]:
+def numbers(schema: type) -> Iterator[tuple[str, type]]:
     """Every key of a schema that takes a number, and whether it is an int or a float."""
-    for name, hint in keys(schema).items():
-        section = section_of(hint)
-        if section is not None:
-            yield from numbers(section, f"{key}{name}.")
+    for dotted, key in Schema.of(schema).walk():
         for kind in (int, float):
-            if kind in options(hint):
-                yield f"{key}{name}", kind
+            if kind in key.types:
+                yield dotted, kind
 
 
 @pytest.mark.parametrize("script", ["train", "prepare_data", "eval", "generate"])
@@ -158,7 +155,7 @@ def test_what_no_path_can_be_is_refused_before_a_file_is_asked_for(script: str) 
                 checked(SCRIPTS[script], None, [*SOUND.get(script, ["run_name=x"]), word])
             lines = [line for line in error.value.problems if line.startswith(f"{key}: ")]
             assert lines and lines[0].endswith(why), (key, value)
-            assert hint_of(SCRIPTS[script], name) is not None
+            assert Schema.of(SCRIPTS[script]).find(name) is not None
 
 
 def test_an_address_may_be_longer_than_a_file_name() -> None:

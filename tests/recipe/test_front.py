@@ -451,7 +451,7 @@ def test_scripts_answer_from_any_folder() -> None:
 def test_the_front_needs_no_heavy_library() -> None:
     heavy = ["torch", "numpy", "transformers", "tokenizers", "datasets", "mlflow"]
     code = (
-        "import sys; from llmfoundry.recipe.front.load import run;"
+        "import sys; from llmfoundry.recipe.front.script import run;"
         "from llmfoundry.recipe.scripts.train import TrainRecipe;"
         f"run(TrainRecipe, 'none:none', [{str(QUICKSTART)!r}, 'model=mpt-125m', '--cfg', 'job']);"
         f"sys.exit(str([m for m in {heavy} if m in sys.modules]))"

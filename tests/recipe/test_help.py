@@ -13,7 +13,7 @@ from recipe_front import Front
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.front.typed import hint_of, item_of, keys, options, section_of
+from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -60,13 +60,13 @@ def test_help_on_an_unknown_key_names_the_nearest(front: Front) -> None:
     assert front("--help", "a.b.c").errors == ["unknown key 'a.b.c'"]
 
 
-def sections(schema: type, key: str = "", above: tuple[type, ...] = ()) -> Iterator[str]:
+def sections(schema: Schema, prefix: str = "", above: tuple[Schema, ...] = ()) -> Iterator[str]:
     """Every section of a recipe as `--help` takes it; those in lists and mappings by their key."""
-    for name, hint in keys(schema).items():
-        section = section_of(hint) or item_of(hint)
+    for name, key in schema.keys.items():
+        section = key.section or key.item
         if section is not None and section not in above:
-            yield f"{key}{name}"
-            below = f"{key}{name}." if section_of(hint) else f"{key}{name}.x."
+            yield f"{prefix}{name}"
+            below = f"{prefix}{name}." if key.section else f"{prefix}{name}.x."
             yield from sections(section, below, (*above, section))
 
 
@@ -80,23 +80,26 @@ def entries(out: str) -> dict[str, str]:
 def test_every_key_of_every_section_of_every_script_has_a_meaning(
     front: Front, script: str
 ) -> None:
-    schema = SCRIPTS[script]
+    schema = Schema.of(SCRIPTS[script])
     for topic in sections(schema):
-        hint = hint_of(schema, topic)
-        item = "" if section_of(hint) else "[N]" if str(hint).startswith("list") else ".NAME"
-        section = section_of(hint) or item_of(hint)
+        key = schema.find(topic)
+        assert key is not None
+        item = "" if key.section else "[N]" if str(key.hint).startswith("list") else ".NAME"
+        section = key.section or key.item
         assert section is not None
-        got = front("--help", topic, schema=schema)
+        got = front("--help", topic, schema=schema.cls)
         assert got.status == 0 and got.out.startswith((f"{topic}: ", f"  {topic}"))
         told = entries(got.out)
-        for name in keys(section):
+        for name in section.keys:
             full = f"{topic}{item}.{name}"
-            text = next(told[key] for key in (full, f"{full}[N]", f"{full}.NAME") if key in told)
+            text = next(
+                told[as_told] for as_told in (full, f"{full}[N]", f"{full}.NAME") if as_told in told
+            )
             meaning = re.sub(r"^\S+(: [^=]* = \S+| \(section, \d+ keys\))", "", text)
             assert len(meaning.split()) >= 1 and not meaning.startswith(" choices:"), (topic, text)
-    for name in keys(schema):
-        text = entries(front("--help", name, schema=schema).out).get(name)
-        assert section_of(hint_of(schema, name)) or (text and len(text.split()) > 4), name
+    for name, key in schema.keys.items():
+        text = entries(front("--help", name, schema=schema.cls).out).get(name)
+        assert key.section or (text and len(text.split()) > 4), name
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -120,10 +123,7 @@ def test_a_key_that_refuses_a_text_lists_those_that_it_takes(front: Front, scrip
     assert found >= least.get(script, 0)
 
 
-def text_keys(schema: type, key: str = "") -> Iterator[str]:
-    for name, hint in keys(schema).items():
-        section = section_of(hint)
-        if section is not None:
-            yield from text_keys(section, f"{key}{name}.")
-        elif str in options(hint):
-            yield f"{key}{name}"
+def text_keys(schema: type) -> Iterator[str]:
+    for dotted, key in Schema.of(schema).walk():
+        if key.section is None and str in key.types:
+            yield dotted

@@ -12,12 +12,11 @@ import pytest
 from mutations import SCRIPTS
 from recipe_front import Front
 
-from llmfoundry.recipe.front.help.explain import choice_of
-from llmfoundry.recipe.front.help.hints import all_keys
-from llmfoundry.recipe.front.help.others import OTHERS, VALUES
+from llmfoundry.recipe.front.help.others import OTHERS
 from llmfoundry.recipe.front.paths import ROOT, YAMLS, group_options, search_folders
-from llmfoundry.recipe.front.typed import hint_of, keys, section_of
-from llmfoundry.recipe.values.checks import nearest_option
+from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.values.bounds import Choice
+from llmfoundry.recipe.values.checks import VALUES, nearest_option
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 SFT = YAMLS / "finetune" / "quickstart-sft.yaml"
@@ -140,7 +139,8 @@ def test_what_others_type_gets_the_hint_that_helps(
     named = SETTING.search(line)
     if named is not None:  # a setting that exists, in this script or the one that is named
         other = re.search(r"with scripts/(\w+)\.py", line)
-        assert hint_of(SCRIPTS[other[1] if other else script], named[1]) is not None
+        schema = Schema.of(SCRIPTS[other[1] if other else script])
+        assert schema.find(named[1]) is not None
 
 
 def test_every_setting_of_the_table_exists_and_is_one_that_a_recipe_may_have() -> None:
@@ -148,17 +148,17 @@ def test_every_setting_of_the_table_exists_and_is_one_that_a_recipe_may_have() -
         assert bool(other.write or other.why) and other.words
         if not other.write:
             continue
-        having = [s for s, schema in SCRIPTS.items() if hint_of(schema, other.key) is not None]
+        having = [s for s in SCRIPTS if Schema.of(SCRIPTS[s]).find(other.key) is not None]
         assert having, f"{other.write}: no script has this key"
         assert not other.script or other.script in having
 
 
 def test_groups_that_the_table_names_have_that_choice() -> None:
     for other in OTHERS:
-        script = SCRIPTS[other.script or "train"]
-        groups = group_options(search_folders(None), script)
+        schema = Schema.of(SCRIPTS[other.script or "train"])
+        groups = group_options(search_folders(None), schema)
         option = other.write.partition("=")[2]
-        if other.key in groups and hint_of(script, other.key) is not None:
+        if other.key in groups and schema.find(other.key) is not None:
             assert option in groups[other.key], other.write
 
 
@@ -170,17 +170,14 @@ def test_values_of_others_become_choices_that_exist() -> None:
 
 def all_choices(schema: type) -> set[str]:
     found: set[str] = set()
-    for key in all_keys(schema):
-        parent, _, name = key.rpartition(".")
-        holder = section_of(hint_of(schema, parent)) if parent else schema
-        assert holder is not None
-        choice = choice_of(holder, name)
+    for _, key in Schema.of(schema).walk():
+        choice = key.rule(Choice)
         found |= {*choice.options} if choice is not None else set()
     return found
 
 
 def test_only_what_is_really_near_is_guessed() -> None:
-    own = list(keys(SCRIPTS["train"]))
+    own = list(Schema.of(SCRIPTS["train"]).keys)
     near = {"max_durration": "max_duration", "modle": "model", "sed": "seed", "sede": "seed"}
     near |= {"seq_len": "max_seq_len", "loger": "logger", "eval_intervall": "eval_interval"}
     assert {word: nearest_option(word, own) for word in near} == near

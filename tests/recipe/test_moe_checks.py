@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.architecture import moe
-from llmfoundry.recipe.architecture.ffn import FFNConfig
+from llmfoundry.recipe.architecture.ffn import MOE_KEYS, OTHER_MOE_NAMES, FFNConfig
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -55,7 +54,7 @@ def test_a_mistake_is_one_line_that_names_its_key(values: str) -> None:
     assert len(found) == 1 and found[0].startswith(KEY + LINES[values])
 
 
-@pytest.mark.parametrize("name", moe.OTHER_NAMES)
+@pytest.mark.parametrize("name", OTHER_MOE_NAMES)
 def test_llm_foundrys_names_are_answered_with_ours(name: str) -> None:
     (line,) = problems(f"ffn_type: {name}, moe_num_experts: 4")
     assert line.startswith(f"{KEY}ffn_type: {name} is ") and line.endswith("; write dmoe")
@@ -64,7 +63,7 @@ def test_llm_foundrys_names_are_answered_with_ours(name: str) -> None:
 VALUES = {"mlp_type": "glu", "moe_balancing": "bias", "moe_lbl_scope": "row", "moe_impl": "torch"}
 
 
-@pytest.mark.parametrize("key", moe.KEYS)
+@pytest.mark.parametrize("key", MOE_KEYS)
 def test_a_key_of_experts_has_no_effect_without_them(key: str) -> None:
     types = {field.name: str(field.type) for field in dataclasses.fields(FFNConfig)}
     value = "true" if "bool" in types[key] else VALUES.get(key, "1")
@@ -75,7 +74,7 @@ def test_a_key_of_experts_has_no_effect_without_them(key: str) -> None:
 
 def test_every_key_of_experts_is_listed() -> None:
     fields = {field.name for field in dataclasses.fields(FFNConfig)}
-    assert fields - set(moe.KEYS) == {"ffn_type", "ffn_act_fn", "ffn_hidden_size"}
+    assert fields - set(MOE_KEYS) == {"ffn_type", "ffn_act_fn", "ffn_hidden_size"}
 
 
 def test_defaults_are_written_and_no_mistakes() -> None:
@@ -83,7 +82,7 @@ def test_defaults_are_written_and_no_mistakes() -> None:
         config = FFNConfig(ffn_type="dmoe", moe_num_experts=4, **values)  # type: ignore[arg-type]
         config.fill()
         assert list(config.check(KEY)) == []
-        return {k: v for k, v in vars(config).items() if v is not None and k in moe.KEYS[1:]}
+        return {k: v for k, v in vars(config).items() if v is not None and k in MOE_KEYS[1:]}
 
     always = {
         "moe_top_k": 1,
@@ -105,7 +104,7 @@ def test_defaults_are_written_and_no_mistakes() -> None:
 def test_a_dense_model_has_none_of_the_keys() -> None:
     config = FFNConfig()
     config.fill()
-    assert all(getattr(config, key) is None for key in moe.KEYS)
+    assert all(getattr(config, key) is None for key in MOE_KEYS)
     assert config.active_share == 1
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.typed import keys, section_of
 from llmfoundry.recipe.logger import GenerateConfig
+from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -96,7 +96,9 @@ def test_the_defaults_are_sound() -> None:
 
 
 def test_every_section_is_checked() -> None:
-    sections = {key for key, hint in keys(TrainRecipe).items() if section_of(hint) is not None}
+    sections = {
+        name for name, key in Schema.of(TrainRecipe).keys.items() if key.section is not None
+    }
     assert sections <= {line.split(".")[0] for line in LINES.values()}
 
 

@@ -26,7 +26,7 @@ def remember(recipe):
         raise RuntimeError("unlucky")
 """
 SCRIPT = """
-from llmfoundry.recipe.front.load import run
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 run(TrainRecipe, "sweep_target:remember")
 """

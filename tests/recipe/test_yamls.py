@@ -9,7 +9,7 @@ import yaml
 
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import YAMLS, find_file
-from llmfoundry.recipe.front.typed import keys
+from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -76,7 +76,7 @@ def test_choices_for_text_of_ones_own_ask_for_it() -> None:
 
 def test_groups_are_sections() -> None:
     folders = {path.name for path in YAMLS.iterdir() if path.is_dir()}
-    assert folders - {"finetune"} <= set(keys(FinetuneRecipe))
+    assert folders - {"finetune"} <= set(Schema.of(FinetuneRecipe).keys)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

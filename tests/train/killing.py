@@ -114,7 +114,7 @@ def _become_run(folder: Path, name: str, mode: Mode, rank: int, port: int, blow:
             }
         if rank == blow.rank:
             changes = _arm(blow, folder / "runs" / name)
-        from llmfoundry.recipe.front.load import run
+        from llmfoundry.recipe.front.script import run
         from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
         from llmfoundry.recipe.scripts.train import TrainRecipe
 

@@ -21,7 +21,7 @@ from torch import nn
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.front.load import run as run_script
+from llmfoundry.recipe.front.script import run as run_script
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.checkpoints.checkpoint import find_checkpoint, find_damage
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer

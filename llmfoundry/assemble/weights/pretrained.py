@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,9 @@ from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.front.paths import find_file
-from llmfoundry.recipe.front.typed import Problem, build, dump, hint_of, require, to_dict
+from llmfoundry.recipe.front.typed import Problem, build, dump, flat, require, to_dict
 from llmfoundry.recipe.front.yamlfile import read
+from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.values.checks import nearest, one_of
 from llmfoundry.train.checkpoints.checkpoint import (
@@ -213,7 +213,7 @@ def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mode
         written = load_run(folder / "recipe.yaml")
         require(written, "model", "max_seq_len")
         values, max_seq_len = to_dict(written.model), written.max_seq_len
-    for key, value in _dotted(overrides or {}):
+    for key, value in flat(overrides or {}):
         _override(values, key, value)
     problems: list[Problem] = []
     schema = HFModelConfig if values.get("name") == HF_CAUSAL_LM else ModelConfig
@@ -230,22 +230,12 @@ def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mode
     return config
 
 
-def _dotted(values: Mapping[str, Any], key: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        whole = f"{key}{name}"
-        nested = isinstance(value, dict) and value
-        found += _dotted(value, f"{whole}.") if nested else [(whole, value)]
-    return found
-
-
 def _override(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
-    if hint_of(ModelConfig, key) is None:
-        known = [field.name for field in fields(ModelConfig)]
-        raise UserError(
-            f"model.config_overrides.{key}: the model section has no such key{nearest(key, known)}"
-        )
+    schema = Schema.of(ModelConfig)
+    if schema.find(key) is None:
+        near = nearest(key, schema.keys)
+        raise UserError(f"model.config_overrides.{key}: the model section has no such key{near}")
     for parent in parents:
         values = values.setdefault(parent, {}) or {}
     values[last] = value

@@ -28,7 +28,8 @@ from llmfoundry.export.config.rope import read_rope, write_rope
 from llmfoundry.export.foundry import FOUNDRY, is_foundry, read_foundry
 from llmfoundry.export.hf_maps import MAPS, has_bias, padding
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
-from llmfoundry.recipe.front.typed import Problem, build, convert, hint_of, to_dict
+from llmfoundry.recipe.front.typed import Problem, build, convert, to_dict
+from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.checks import nearest
 
 OWN, OWN_TYPE = "llmfoundry", "llmfoundry"  # the name in recipes, and config.json's model_type
@@ -322,7 +323,8 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
             return None
         found: list[Problem] = []
         key = f"config.json: {field.theirs}"
-        value = convert(hint_of(ModelConfig, field.ours), value, key, found)
+        declared = Schema.of(ModelConfig).find(field.ours)
+        value = convert(declared.hint if declared else None, value, key, found)
         problems += [problem.line for problem in found]
         return value
     if value not in list(field.choices):  # a list, for what cannot be a dictionary's key

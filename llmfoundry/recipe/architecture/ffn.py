@@ -1,6 +1,7 @@
 """The `model.ffn_config` section: the feed-forward layer, its activation, its experts.
 
-What the keys of a mixture of experts may be together stands in `moe.py`.
+The keys of a mixture of experts have LLM Foundry's and megablocks' names where the meaning is
+theirs, and stand flat beside the other keys of the layer, as there.
 """
 
 from __future__ import annotations
@@ -9,11 +10,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from llmfoundry.recipe.architecture import moe
 from llmfoundry.recipe.values.bounds import POSITIVE, WIDTH, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import one_of
+from llmfoundry.recipe.values.checks import fill, inert, one_of
 
 FFN_TYPES = ("mptmlp", "mptglu", "dmoe")
+OTHER_MOE_NAMES = {  # LLM Foundry's, of which each is something else
+    "torch_dmoe": "is LLM Foundry's name of a mixture without a balancing loss; write dmoe",
+    "mb_dmoe": "is LLM Foundry's name of megablocks' mixture; write dmoe",
+    "mb_moe": "is LLM Foundry's name of a mixture that drops tokens, which dmoe never does; write"
+    " dmoe",
+}
+MLP_TYPES = ("mlp", "glu")
+BALANCING = ("loss", "bias", "none")
+LBL_SCOPES = ("row", "microbatch")
+MOE_IMPLS = ("grouped_mm", "torch", "megablocks")
+
+MOE_KEYS = (  # that have no effect without experts
+    "moe_num_experts",
+    "moe_top_k",
+    "mlp_type",
+    "moe_normalize_expert_weights",
+    "moe_jitter_eps",
+    "moe_balancing",
+    "moe_loss_weight",
+    "moe_lbl_scope",
+    "moe_bias_update_rate",
+    "moe_zloss_weight",
+    "shared_expert_hidden_size",
+    "uniform_expert_assignment",
+    "moe_force_balance",
+    "moe_impl",
+    "moe_compress_activations",
+)
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the arguments each takes
     "gelu": ("approximate",),
@@ -46,7 +74,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the argum
 class FFNConfig:
     """The feed-forward layer."""
 
-    ffn_type: Annotated[str, choice(FFN_TYPES, reasons=moe.OTHER_NAMES)] = "mptmlp"
+    ffn_type: Annotated[str, choice(FFN_TYPES, reasons=OTHER_MOE_NAMES)] = "mptmlp"
     """mptmlp: down(act(up x)). mptglu: down(act(gate x) * up x) (Shazeer, 2020). dmoe: a dropless
     mixture of such layers (Gale et al., 2022), of which a router chooses a few for each token."""
     ffn_act_fn: Annotated[str | dict[str, Any], choice(ACTIVATIONS)] = "gelu"
@@ -58,7 +86,7 @@ class FFNConfig:
     """Only for dmoe, which requires it: number of experts of a layer."""
     moe_top_k: Annotated[int | None, Range(1, 2**16)] = None
     """Only for dmoe: experts that a token visits; default 1."""
-    mlp_type: Annotated[str | None, choice(moe.MLP_TYPES)] = None
+    mlp_type: Annotated[str | None, choice(MLP_TYPES)] = None
     """Only for dmoe: the kind of each expert, mlp (as mptmlp; the default) or glu."""
     moe_normalize_expert_weights: Annotated[float | None, POSITIVE] = None
     """Only for dmoe: divide a token's expert weights by their p-norm, for this p; 1 makes their sum
@@ -66,13 +94,13 @@ class FFNConfig:
     moe_jitter_eps: float | None = None
     """Only for dmoe: while training the router's input is multiplied by random numbers from
     1 - this to 1 + this (Fedus et al., 2021); unset: no noise."""
-    moe_balancing: Annotated[str | None, choice(moe.BALANCING)] = None
+    moe_balancing: Annotated[str | None, choice(BALANCING)] = None
     """Only for dmoe: what keeps experts equally loaded. loss: the load-balancing loss (Shazeer et
     al., 2017; the default). bias: a number added to each expert's score where experts are
     chosen, moved after every step (Wang et al., 2024). none: nothing."""
     moe_loss_weight: Annotated[float | None, POSITIVE] = None
     """Only with moe_balancing: loss, its weight (its value at perfect balance); default 0.01."""
-    moe_lbl_scope: Annotated[str | None, choice(moe.SCOPES)] = None
+    moe_lbl_scope: Annotated[str | None, choice(LBL_SCOPES)] = None
     """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the
     default: the same whatever the microbatch) or of each microbatch, as megablocks does."""
     moe_bias_update_rate: Annotated[float | None, POSITIVE] = None
@@ -87,7 +115,7 @@ class FFNConfig:
     """Only for dmoe, to measure speed: experts in turn, with the weights of those chosen."""
     moe_force_balance: bool | None = None
     """Only for dmoe, to measure speed: experts in turn, each with its own weight."""
-    moe_impl: Annotated[str | None, choice(moe.IMPLS)] = None
+    moe_impl: Annotated[str | None, choice(MOE_IMPLS)] = None
     """Only for dmoe: who multiplies. grouped_mm (the default): one operator for all experts.
     torch: one expert after another, the slow reference. megablocks: that package, on CUDA."""
     moe_compress_activations: bool | None = None
@@ -113,8 +141,43 @@ class FFNConfig:
         """Lines for values that cannot be."""
         if (yield from out_of_bounds(key, self)):
             return
-        yield from moe.check(key, self)
+        yield from self._check_moe(key)
         yield from self._check_activation(f"{key}ffn_act_fn")
+
+    def _check_moe(self, key: str) -> Iterator[str]:
+        """Of the mixture's keys."""
+        if self.ffn_type != "dmoe":
+            yield from inert(key, self, MOE_KEYS, "without ffn_type: dmoe")
+            return
+        yield from self._check_router(key)
+        yield from self._check_balancing(key)
+        if self.moe_impl not in (None, "grouped_mm"):
+            why = f"with moe_impl: {self.moe_impl}"
+            yield from inert(key, self, ["moe_compress_activations"], why)
+
+    def _check_router(self, key: str) -> Iterator[str]:
+        if self.moe_num_experts is None:
+            yield f"{key}moe_num_experts: ffn_type: dmoe needs it; write a number of experts"
+        elif self.moe_top_k is not None and self.moe_top_k > self.moe_num_experts:
+            yield (
+                f"{key}moe_top_k: {self.moe_top_k} is more than moe_num_experts"
+                f" ({self.moe_num_experts}); write at most that"
+            )
+        eps = self.moe_jitter_eps
+        if eps is not None and not 0 < eps < 1:
+            yield f"{key}moe_jitter_eps: {eps}; write a number between 0 and 1, or remove it"
+        if self.uniform_expert_assignment and self.moe_force_balance:
+            why = "and uniform_expert_assignment exclude each other; set one of them to false"
+            yield f"{key}moe_force_balance: {why}"
+
+    def _check_balancing(self, key: str) -> Iterator[str]:
+        chosen = self.moe_balancing or "loss"
+        if chosen != "loss":
+            why = f"with moe_balancing: {chosen}"
+            yield from inert(key, self, ["moe_loss_weight", "moe_lbl_scope"], why)
+        if chosen != "bias":
+            why = "without moe_balancing: bias"
+            yield from inert(key, self, ["moe_bias_update_rate"], why)
 
     def _check_activation(self, key: str) -> Iterator[str]:
         name, arguments = self.activation
@@ -133,5 +196,13 @@ class FFNConfig:
 
     def fill(self) -> None:
         """Write derived values in place."""
-        if self.ffn_type == "dmoe":
-            moe.fill_defaults(self)
+        if self.ffn_type != "dmoe":
+            return
+        fill(self, moe_top_k=1, mlp_type="mlp", moe_balancing="loss", moe_impl="grouped_mm")
+        fill(self, uniform_expert_assignment=False, moe_force_balance=False)
+        if self.moe_balancing == "loss":
+            fill(self, moe_loss_weight=0.01, moe_lbl_scope="row")
+        if self.moe_balancing == "bias":
+            fill(self, moe_bias_update_rate=1e-3)
+        if self.moe_impl == "grouped_mm":
+            fill(self, moe_compress_activations=False)

@@ -22,6 +22,7 @@ from llmfoundry.recipe.front.defaults import YamlSource, parts
 from llmfoundry.recipe.front.grammar import DEFAULT, split
 from llmfoundry.recipe.front.paths import group_options, search_folders, show
 from llmfoundry.recipe.front.typed import to_dict
+from llmfoundry.recipe.schema import Schema
 
 _MOST_TEXT = 1 << 20  # characters, as of a recipe's file
 _NAMED = re.compile(r"\$\{(\.*[A-Za-z_][\w.\[\]]*)\}")
@@ -143,7 +144,7 @@ def _at(raw: Any, place: tuple[str, ...]) -> Any:
     return raw
 
 
-def compose(schema: type, recipe: Path | None, overrides: Sequence[str] = ()) -> Composed:
+def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) -> Composed:
     """Merge schema defaults, the files that take part, and `overrides`, in this order.
 
     A group chosen on the command line takes the place of the recipe's choice in its defaults list;
@@ -156,7 +157,7 @@ def compose(schema: type, recipe: Path | None, overrides: Sequence[str] = ()) ->
     options = group_options(folders, schema)
     groups, values = split(overrides, schema, options)
     sources, added = parts(recipe, groups, options, folders)
-    defaults = to_dict(schema())
+    defaults = to_dict(schema.cls())
     merged = copy.deepcopy(defaults)
     for source in sources:
         if source.package in added:

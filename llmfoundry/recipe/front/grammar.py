@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.typed import hint_of, options
+from llmfoundry.recipe.schema import Key, Schema
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -25,7 +25,7 @@ MOST_POINTS = 10_000
 
 
 def split(
-    overrides: Sequence[str], schema: type, groups: dict[str, list[str]]
+    overrides: Sequence[str], schema: Schema, groups: dict[str, list[str]]
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """The groups' options and the keys' values in `overrides`; the last of a key counts.
 
@@ -45,7 +45,7 @@ def split(
             chosen[key] = text
         else:
             try:
-                values[key] = _value(key, text, hint_of(schema, key))
+                values[key] = _value(key, text, schema.find(key))
             except UserError as error:
                 problems += error.problems
     if problems:
@@ -95,8 +95,8 @@ def choices(override: str, groups: dict[str, list[str]]) -> list[str]:
         raise UserError(f"{override}: cannot be listed; write {key}=a,b or a range()") from error
 
 
-def _value(key: str, text: str, hint: Any) -> Any:
-    is_text = set(options(hint)) <= {str, types.NoneType} and hint is not None
+def _value(key: str, text: str, declared: Key | None) -> Any:
+    is_text = declared is not None and {*declared.types} <= {str, types.NoneType}
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     if is_text and text != "null" and not quoted:
         return text

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.typed import keys, section_of
+from llmfoundry.recipe.schema import Schema
 
 _PACKED = Path(__file__).resolve().parents[2] / "shipped"  # setup.py fills it in a wheel
 IS_REPOSITORY = not _PACKED.is_dir()
@@ -121,22 +121,22 @@ def search_folders(recipe: Path | None) -> list[Path]:
     return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
 
 
-def group_options(folders: Iterable[Path], schema: type) -> dict[str, list[str]]:
+def group_options(folders: Iterable[Path], schema: Schema) -> dict[str, list[str]]:
     """Each section of `schema` that is a group, and its choices: `{"model": ["mpt-125m", ...]}`.
 
     A group is a folder of a section's name with YAML files, in one of `folders`.
     """
     found = {
-        key: {file.stem for folder in folders for file in (folder / key).glob("*.yaml")}
-        for key, hint in keys(schema).items()
-        if section_of(hint) is not None and key not in getattr(schema, "NOT_GROUPS", ())
+        name: {file.stem for folder in folders for file in (folder / name).glob("*.yaml")}
+        for name, key in schema.keys.items()
+        if key.section is not None and name not in getattr(schema.cls, "NOT_GROUPS", ())
     }
     return {group: sorted(options) for group, options in found.items() if options}
 
 
-def shipped(schema: type) -> list[Path]:
+def shipped(schema: Schema) -> list[Path]:
     """The recipes under yamls/ that are for `schema`."""
-    return sorted((YAMLS / getattr(schema, "FOLDER", "")).glob("*.yaml"))
+    return sorted((YAMLS / getattr(schema.cls, "FOLDER", "")).glob("*.yaml"))
 
 
 def _siblings(path: Path) -> list[Path]:

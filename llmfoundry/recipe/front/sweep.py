@@ -19,10 +19,11 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public_override
 from llmfoundry.processes import keep_children
-from llmfoundry.recipe.front import load
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.grammar import choices, key_and_text
+from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import find_recipe, group_options, search_folders
+from llmfoundry.recipe.schema import Schema
 
 # Fields that name where a run writes: each point's gets its own last part.
 _PLACES = ("run_name", "save_folder", "output")
@@ -66,7 +67,7 @@ def sweep(recipe_type: type, command: CommandLine) -> int:
 def _points(recipe_type: type, command: CommandLine) -> list[SweepPoint]:
     """The combinations in order, the last key fastest, each checked and given places to write."""
     path = None if command.recipe is None else find_recipe(command.recipe)
-    groups = group_options(search_folders(path), recipe_type)
+    groups = group_options(search_folders(path), Schema.of(recipe_type))
     lists = [dict.fromkeys(choices(word, groups)) for word in command.overrides]
     if all(len(options) < 2 for options in lists):
         raise UserError("-m: nothing to sweep; list values as in optimizer.lr=1e-3,3e-4 or drop -m")
@@ -75,7 +76,7 @@ def _points(recipe_type: type, command: CommandLine) -> list[SweepPoint]:
     for combination in itertools.product(*lists):
         own = [word for word, options in zip(combination, lists, strict=True) if len(options) > 1]
         try:
-            recipe: Any = load.checked(recipe_type, command.recipe, combination)
+            recipe: Any = checked(recipe_type, command.recipe, combination)
         except UserError as error:
             problems |= dict.fromkeys(
                 f"{','.join(map(public_override, own))}: {line}" for line in error.problems

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import re
 import types
 import typing
@@ -19,18 +18,27 @@ import yaml
 
 from llmfoundry.errors import MOST_LINES, UserError
 from llmfoundry.masking import MASK, public_values
+from llmfoundry.recipe.schema import Schema, options, section_of
 from llmfoundry.recipe.values.checks import nearest
 
 T = TypeVar("T")
 
 
 class Problem(NamedTuple):
-    """A mistake in a recipe: the dotted key that it is about, and the line that says so."""
+    """A mistake in a recipe: the dotted key that it is about, and why it is one."""
 
     key: str
-    line: str
+    why: str
+    """What is wrong with it and what to write; of an unknown key a clause with what is near."""
     is_unknown: bool = False
     """Whether there is no such key."""
+
+    @property
+    def line(self) -> str:
+        """The whole, for people."""
+        return (
+            f"unknown key '{self.key}'{self.why}" if self.is_unknown else f"{self.key}: {self.why}"
+        )
 
 
 def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], key: str = "") -> T:
@@ -42,19 +50,18 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
         problems: receives what is wrong; the fields concerned keep their defaults.
         key: dotted prefix of the section, with its last dot.
     """
-    hints = keys(schema)  # type: ignore[arg-type]
-    names = {f.name.rstrip("_"): f.name for f in dataclasses.fields(schema)}  # type: ignore[arg-type]
+    keys = Schema.of(schema).keys
     given: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{key}{name}"
-        if name not in hints:
-            hint = nearest(str(name), hints) if len(problems) < MOST_LINES else ""
-            problems.append(Problem(dotted, f"unknown key '{dotted}'{hint}", is_unknown=True))
+        if name not in keys:
+            near = nearest(str(name), keys) if len(problems) < MOST_LINES else ""
+            problems.append(Problem(dotted, near, is_unknown=True))
             continue
         before = len(problems)
-        converted = convert(hints[name], value, dotted, problems)
+        converted = convert(keys[name].hint, value, dotted, problems)
         if len(problems) == before:
-            given[names[name]] = converted
+            given[keys[name].field] = converted
     return schema(**given)
 
 
@@ -124,10 +131,8 @@ def _put_back(values: Any, loaded: Any, raw: Any) -> Any:
 
 def to_dict(recipe: Any) -> dict[str, Any]:
     """The recipe as plain values under the names that users write, in the schema's order."""
-    plain: dict[str, Any] = {}
-    for field in dataclasses.fields(recipe):
-        plain[field.name.rstrip("_")] = _to_plain(getattr(recipe, field.name))
-    return plain
+    keys = Schema.of(type(recipe)).keys.values()
+    return {key.name: _to_plain(getattr(recipe, key.field)) for key in keys}
 
 
 def _to_plain(value: Any) -> Any:
@@ -161,45 +166,6 @@ def flat(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
             yield dotted, value
 
 
-@functools.cache
-def keys(schema: type) -> dict[str, Any]:
-    """The keys of a section and their types, as users write them."""
-    hints = typing.get_type_hints(schema)
-    return {f.name.rstrip("_"): hints[f.name] for f in dataclasses.fields(schema)}
-
-
-def hint_of(schema: type, key: str) -> Any:
-    """The type of the field at dotted `key`; None where the schema has no such field."""
-    hint: Any = schema
-    for part in key.split("."):
-        name, _, index = part.partition("[")
-        section, item = section_of(hint), item_of(hint)
-        if section is not None:
-            hint = keys(section).get(name)
-            hint = item_of(hint) if index else hint
-        else:
-            hint = item  # of a mapping, whose names are the user's own
-    return hint
-
-
-def section_of(hint: Any) -> type | None:
-    """The dataclass in a type such as `EvalConfig | None`; None for a value's type."""
-    sections = (o for o in options(hint) if isinstance(o, type) and dataclasses.is_dataclass(o))
-    return next(sections, None)
-
-
-def item_of(hint: Any) -> type | None:
-    """The dataclass that a list or a mapping holds, as `data.streams` does; None elsewhere."""
-    items = [args[-1] for option in options(hint) if (args := typing.get_args(option))]
-    return section_of(items[0]) if items else None
-
-
-def options(hint: Any) -> tuple[Any, ...]:
-    """The types that a union allows, or the one type that it is."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
 def _escape(value: Any) -> Any:
     r"""`value` with each `${` in its texts written `\${`, and backslashes before it doubled."""
     if isinstance(value, dict):
@@ -215,15 +181,15 @@ def convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
     if value is None and types.NoneType in allowed:
         return None
     if value == "???":
-        problems.append(Problem(key, f"{key}: is required; write {key}=VALUE"))
+        problems.append(Problem(key, f"is required; write {key}=VALUE"))
         return None
     section = section_of(hint)
     if section is not None:
         if isinstance(value, dict):
-            return build(section, value, problems, f"{key}.")
-        line = f"{key}: {_show(value)} is not a section; write its keys below it"
-        hint = f", or `- {key}: {value}` in the defaults list" if isinstance(value, str) else ""
-        problems.append(Problem(key, line + hint))
+            return build(section.cls, value, problems, f"{key}.")
+        why = f"{_show(value)} is not a section; write its keys below it"
+        near = f", or `- {key}: {value}` in the defaults list" if isinstance(value, str) else ""
+        problems.append(Problem(key, why + near))
         return None
     kinds = {typing.get_origin(option): typing.get_args(option) for option in allowed}
     scalars = [option for option in allowed if option in _SCALARS]
@@ -237,22 +203,20 @@ def convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         except (ValueError, TypeError, OverflowError):
             continue
     nouns = " or ".join(_SCALARS[scalar][1] for scalar in scalars)
-    problems.append(Problem(key, f"{key}: {_show(value)} is not {nouns}"))
+    problems.append(Problem(key, f"{_show(value)} is not {nouns}"))
     return None
 
 
 def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> list[Any] | None:
     if not isinstance(value, list):
-        problems.append(Problem(key, f"{key}: {_show(value)} is not a list; write [{value}]"))
+        problems.append(Problem(key, f"{_show(value)} is not a list; write [{value}]"))
         return None
     return [convert(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
 
 
 def _convert_dict(hint: Any, value: Any, key: str, problems: list[Problem]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        problems.append(
-            Problem(key, f"{key}: {_show(value)} is not a mapping; write {{name: ...}}")
-        )
+        problems.append(Problem(key, f"{_show(value)} is not a mapping; write {{name: ...}}"))
         return {}
     if hint is Any:
         return dict(value)

@@ -8,16 +8,14 @@ overflow or eat a machine.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import os
 import re
-import typing
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.checks import not_a_choice
 from llmfoundry.recipe.values.choices import ChoiceTable, Entry
 
@@ -172,15 +170,15 @@ def out_of_bounds(key: str, section: Any) -> Generator[str, None, bool]:
     computes with them.
     """
     found = False
-    for name, rules in rules_of(section.__class__).items():
-        given = getattr(section, name)
+    for name, field in Schema.of(section.__class__).keys.items():
+        given, rules = getattr(section, field.field), field.rules
         if isinstance(given, dict):  # the long form of a choice, which its section checks
             rules = tuple(rule for rule in rules if not isinstance(rule, Choice))
         for dotted, value in _leaves(name, given):
             problem = _problem(value, rules)
             if problem is not None:
                 found = True
-                yield f"{key}{dotted.rstrip('_')}: {problem}"
+                yield f"{key}{dotted}: {problem}"
     return found
 
 
@@ -206,13 +204,3 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{name}.{part}", item)
     else:
         yield name, value
-
-
-@functools.cache
-def rules_of(schema: type[Any]) -> dict[str, tuple[Any, ...]]:
-    """What the types of a section's fields declare."""
-    hints = typing.get_type_hints(schema, include_extras=True)
-    return {
-        field.name: getattr(hints[field.name], "__metadata__", ())
-        for field in dataclasses.fields(schema)
-    }

@@ -1,7 +1,7 @@
 """What can follow in a command line that is being written: recipes, keys, choices and flags.
 
 The shell asks through the console command, which calls a script with `--complete` and the words so
-far; `load.run` answers with this. Nothing is read but names, so that Tab answers at once.
+far; `script.run` answers with this. Nothing is read but names, so that Tab answers at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.argv import FLAGS, CommandLine, parse
-from llmfoundry.recipe.front.help.explain import choice_of
 from llmfoundry.recipe.front.paths import (
     find_recipe,
     group_options,
@@ -21,7 +20,8 @@ from llmfoundry.recipe.front.paths import (
     search_folders,
     shipped,
 )
-from llmfoundry.recipe.front.typed import hint_of, keys, options, section_of
+from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.values.bounds import Choice
 
 
 def complete(
@@ -31,9 +31,10 @@ def complete(
     *before, current = words or [""]
     command = _understood(before)
     try:
-        schema = recipe_type if isinstance(recipe_type, type) else recipe_type(command)
+        chosen = recipe_type if isinstance(recipe_type, type) else recipe_type(command)
     except UserError:
         return []
+    schema = Schema.of(chosen)
     key, equals, text = current.partition("=")
     if current.startswith("-"):
         found = [flag.split()[0] for flag in FLAGS]
@@ -59,33 +60,34 @@ def _understood(words: Sequence[str]) -> CommandLine:
     return command
 
 
-def _first(schema: type, command: CommandLine, current: str) -> Iterator[str]:
+def _first(schema: Schema, command: CommandLine, current: str) -> Iterator[str]:
     """The word without a key, if there is none yet: a recipe, or the folder of a run."""
     if command.recipe is not None:
         return
-    if "run_name" in keys(schema):
+    if "run_name" in schema.keys:
         yield from (recipe_name(path) for path in shipped(schema))
         yield from _paths(current, (".yaml", ".yml"))
-    elif getattr(schema, "FOLDER_KEY", None) is not None:
+    elif getattr(schema.cls, "FOLDER_KEY", None) is not None:
         yield from (path for path in _paths(current) if path.endswith("/"))
 
 
-def _keys(schema: type, current: str, as_topics: bool) -> Iterator[str]:
+def _keys(schema: Schema, current: str, as_topics: bool) -> Iterator[str]:
     """The keys of the section that `current` is in, as settings or as topics of --help."""
     parent, dot, _ = current.rpartition(".")
-    section = section_of(hint_of(schema, parent)) if dot else schema
+    above = schema.find(parent) if dot else None
+    section = schema if not dot else above.section if above is not None else None
     if section is None:
         return
     groups = () if dot else group_options(search_folders(None), schema)
-    for name, hint in keys(section).items():
-        is_section = section_of(hint) is not None
+    for name, key in section.keys.items():
+        is_section = key.section is not None
         if as_topics or not is_section or name in groups:
             yield f"{parent}{dot}{name}" + "=" * (not as_topics)
         if is_section:
             yield f"{parent}{dot}{name}."
 
 
-def _values(schema: type, command: CommandLine, key: str, text: str) -> Iterator[str]:
+def _values(schema: Schema, command: CommandLine, key: str, text: str) -> Iterator[str]:
     """What `key` may be: choices, true and false, or paths that begin with `text`."""
     try:
         recipe = None if command.recipe is None else find_recipe(command.recipe)
@@ -95,16 +97,15 @@ def _values(schema: type, command: CommandLine, key: str, text: str) -> Iterator
     if key in groups:
         yield from groups[key]
         return
-    parent, _, name = key.rpartition(".")
-    section = section_of(hint_of(schema, parent)) if parent else schema
-    if section is None or name not in keys(section):
+    found = schema.find(key)
+    if found is None or not found.owners:  # or an item of a list or a mapping
         return
-    kinds, choice = options(keys(section)[name]), choice_of(section, name)
+    choice = found.rule(Choice)
     if choice is not None:
         yield from choice.options
-    elif bool in kinds:
+    elif bool in found.types:
         yield from ("true", "false")
-    elif str in kinds:
+    elif str in found.types:
         yield from _paths(text)
 
 

@@ -1,23 +1,17 @@
 """What `--help` prints: the script's docstring, flags, groups; or what a key means.
 
-A key's meaning is the string under its field in the schema, read from the source, of a key that a
-section has from its base class there. Its choices are those that its type declares.
+All of it is the schema's; the flags are `argv.py`'s, the groups what lies in their folders.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import functools
 import inspect
-import itertools
 import shutil
 import sys
 import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.argv import FLAGS, CommandLine
@@ -30,104 +24,78 @@ from llmfoundry.recipe.front.paths import (
     shipped,
     show,
 )
-from llmfoundry.recipe.front.typed import dump, hint_of, item_of, keys, options, section_of, to_dict
-from llmfoundry.recipe.values.bounds import Choice, rules_of
+from llmfoundry.recipe.front.typed import dump
+from llmfoundry.recipe.schema import Key, Schema
+from llmfoundry.recipe.values.bounds import Choice
 
 WIDEST = 98
 
 
-def explain(recipe_type: type, command: CommandLine, help: str) -> str:
+def explain(schema: Schema, command: CommandLine, help: str) -> str:
     """The text for `--help`, `RECIPE --help` or `--help KEY`."""
     if command.topic is not None:
-        return "\n".join(_topic(recipe_type, command.topic))
+        return "\n".join(_topic(schema, command.topic))
     recipe = None if command.recipe is None else find_recipe(command.recipe)
     parts = [help.strip()]
     if recipe is not None:
         parts.append(f"{command.recipe}:\n{textwrap.indent(_header(recipe), '  ')}")
     parts.append(_table("Flags", FLAGS))
-    groups = group_options(search_folders(recipe), recipe_type)
+    groups = group_options(search_folders(recipe), schema)
     if groups:
         choices = {group: ", ".join(names) for group, names in groups.items()}
         parts.append(_table("Groups (group=option replaces the recipe's choice)", choices))
-    if "run_name" in keys(recipe_type):
-        recipes = [f"  {recipe_name(path)}" for path in shipped(recipe_type)]
+    if "run_name" in schema.keys:
+        recipes = [f"  {recipe_name(path)}" for path in shipped(schema)]
         parts.append("\n".join(["Recipes", *recipes]))
-    source = show(Path(inspect.getfile(recipe_type)))
+    source = show(Path(inspect.getfile(schema.cls)))
     parts.append(
         f"Keys (--help KEY explains one, or all of a section; source: {source})\n"
-        + _indented(", ".join(keys(recipe_type)), "  ")
+        + _indented(", ".join(schema.keys), "  ")
     )
     return "\n\n".join(part for part in parts if part)
 
 
-@functools.cache
-def docstrings(schema: type) -> dict[str, str]:
-    """The string under each field of a dataclass, on one line, by the key that users write.
-
-    A class's own string comes before that of a base class.
-    """
-    found: dict[str, str] = {}
-    for holder in reversed([c for c in inspect.getmro(schema) if dataclasses.is_dataclass(c)]):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(holder)))
-        body = tree.body[0].body  # type: ignore[attr-defined]
-        for field, text in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                name = ast.unparse(field.target).rstrip("_")
-                found[name] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
-
-
-def _topic(recipe_type: type, key: str) -> Iterator[str]:
+def _topic(schema: Schema, dotted: str) -> Iterator[str]:
     """A key and its meaning, or all keys of a section."""
-    hint = hint_of(recipe_type, key)
-    parent, _, name = key.rpartition(".")
-    if hint is None:
-        raise UserError(*(problem.line for problem in unknown_key(recipe_type, key)))
-    section, prefix = section_of(hint), f"{key}."
+    key = schema.find(dotted)
+    if key is None:
+        raise UserError(*(problem.line for problem in unknown_key(schema, dotted)))
+    section, prefix = key.section, f"{dotted}."
     if section is None:
-        holder = section_of(hint_of(recipe_type, parent)) if parent else recipe_type
-        if holder is not None:  # else the name of an item, such as a stream's
-            yield from _field(holder, name, f"{parent}." if parent else "")
-        section, prefix = item_of(hint), f"{key}{_item(hint)}."
+        if key.owners:  # else the name of an item, such as a stream's
+            yield from _key(key, dotted)
+        section, prefix = key.item, f"{dotted}{_item(key)}."
         if section is None:
             return
-    yield f"{key}: {' '.join((inspect.getdoc(section) or '').split())}"
-    for name in keys(section):
-        yield from _field(section, name, prefix)
+    yield f"{dotted}: {section.meaning}"
+    for below in section.keys.values():
+        yield from _key(below, f"{prefix}{below.name}")
 
 
-def _item(hint: Any) -> str:
+def _item(key: Key) -> str:
     """How the items of a list or a mapping of sections are named: [N] or .NAME."""
-    is_list = any(typing.get_origin(option) is list for option in options(hint))
+    is_list = any(typing.get_origin(option) is list for option in key.types)
     return "[N]" if is_list else ".NAME"
 
 
-def _field(schema: type, name: str, prefix: str) -> Iterator[str]:
-    hint = keys(schema)[name]
-    section, item = section_of(hint), item_of(hint)
-    if section is not None:
-        yield f"  {prefix}{name}  (section, {len(keys(section))} keys)"
-    elif item is not None:
-        yield f"  {prefix}{name}{_item(hint)}  (section, {len(keys(item))} keys)"
+def _key(key: Key, dotted: str) -> Iterator[str]:
+    if key.section is not None:
+        yield f"  {dotted}  (section, {len(key.section.keys)} keys)"
+    elif key.item is not None:
+        yield f"  {dotted}{_item(key)}  (section, {len(key.item.keys)} keys)"
     else:
         kinds = " | ".join(
             str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
-            for kind in options(hint)
+            for kind in key.types
         ).replace("typing.", "")
-        default = dump({name: to_dict(schema())[name]}).partition(": ")[2].strip()
-        yield f"  {prefix}{name}: {kinds.replace('NoneType', 'null')} = {default}"
-    yield _indented(docstrings(schema).get(name, ""), " " * 6)
-    choice = choice_of(schema, name)
+        default = dump({key.name: key.default}).partition(": ")[2].strip()
+        yield f"  {dotted}: {kinds.replace('NoneType', 'null')} = {default}"
+    yield _indented(key.meaning, " " * 6)
+    choice = key.rule(Choice)
     if choice is not None:
         for option, meaning in choice.meanings().items():
             yield _indented(f"{option}: {meaning}", " " * 6)
         yield _indented(f"choices: {choice.listed()}", " " * 6)
-
-
-def choice_of(schema: type, name: str) -> Choice | None:
-    """What the text at a key of a section may be; None where any text is one."""
-    rules = {field.rstrip("_"): rules for field, rules in rules_of(schema).items()}
-    return next((rule for rule in rules[name] if isinstance(rule, Choice)), None)
 
 
 def _indented(text: str, indent: str) -> str:

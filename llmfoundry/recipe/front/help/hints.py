@@ -1,26 +1,26 @@
 """What to write in place of a key or a flag that does not exist.
 
-`load.py` and `explain.py` call it. In this order: the key of that name elsewhere in the recipe;
-what the word of another tool means (`others.py`), if that key exists here; a key that is really
-near. None of them: no guess, which would mislead.
+`load.py`, `script.py` and `explain.py` call it. In this order: the key of that name elsewhere in
+the recipe; what the word of another tool means (`others.py`), if that key exists here; a key that
+is really near. None of them: no guess, which would mislead.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from llmfoundry.recipe.front.argv import FLAGS
 from llmfoundry.recipe.front.help.others import OTHERS, Other
-from llmfoundry.recipe.front.typed import Problem, flat, hint_of, item_of, keys, section_of
+from llmfoundry.recipe.front.typed import Problem, flat
+from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.checks import nearest, nearest_option
 
 MOST_PLACES = 3  # of one name, that are told
 LONGEST = 60  # characters of a value that is put into a hint
 
 
-def unknown_key(schema: type, key: str, value: Any = None) -> list[Problem]:
+def unknown_key(schema: Schema, key: str, value: Any = None) -> list[Problem]:
     """What to say of `key`, which a recipe does not have, or of each key below it.
 
     Args:
@@ -35,12 +35,12 @@ def unknown_key(schema: type, key: str, value: Any = None) -> list[Problem]:
     return [_problem(schema, key, value)]
 
 
-def unknown_flag(schema: type, argument: str, following: str | None = None) -> str:
+def unknown_flag(schema: Schema, argument: str, following: str | None = None) -> str:
     """What to say of a flag, `--name` or `--name=value`, and the word that follows it."""
     name, equals, value = argument.lstrip("-").partition("=")
     key, given = name.replace("-", "_"), value if equals else following
     told = _told(schema, key, given)
-    if hint_of(schema, key) is not None:
+    if schema.find(key) is not None:
         told = f"; settings have no dashes: {key}={'VALUE' if given is None else given}"
     elif not told:
         told = nearest(argument, FLAG_WORDS)
@@ -52,17 +52,17 @@ def unknown_flag(schema: type, argument: str, following: str | None = None) -> s
 FLAG_WORDS = [*(flag.split()[0] for flag in FLAGS), "--multirun"]
 
 
-def _problem(schema: type, key: str, value: Any) -> Problem:
-    return Problem(key, f"unknown key '{key}'{_told(schema, key, value)}")
+def _problem(schema: Schema, key: str, value: Any) -> Problem:
+    return Problem(key, _told(schema, key, value), is_unknown=True)
 
 
-def _told(schema: type, key: str, value: Any, *, alone: bool = True) -> str:
+def _told(schema: Schema, key: str, value: Any, *, alone: bool = True) -> str:
     """The clause that says what to write; "" where nothing is near. `alone`: guess it as well."""
     name = key.rpartition(".")[2]
     other = _other(schema, key.lower()) or (_other(schema, name.lower()) if alone else None)
     if not alone:
         return "" if other is None else _say(schema, other, value)
-    places = [k for k in all_keys(schema) if k.endswith(f".{name}")]
+    places = [k for k, _ in schema.walk() if k.endswith(f".{name}")]
     if other is None or (places and other.key not in places and "." not in other.words):
         found = _near(schema, key, places)
         if found:
@@ -70,9 +70,11 @@ def _told(schema: type, key: str, value: Any, *, alone: bool = True) -> str:
     return "" if other is None else _say(schema, other, value)
 
 
-def _near(schema: type, key: str, places: list[str]) -> str:
+def _near(schema: Schema, key: str, places: list[str]) -> str:
     parent, _, name = key.rpartition(".")
-    own = keys(schema) if not parent else _keys_of(schema, parent)
+    above = schema.find(parent) if parent else None
+    section = (above.section or above.item) if above is not None else None
+    own = (section.keys if section is not None else {}) if parent else schema.keys
     if places and nearest_option(name, [n for n in own if n == name]) is None:
         fewest = min(place.count(".") for place in places)
         shown = [place for place in places if place.count(".") == fewest][:MOST_PLACES]
@@ -80,35 +82,19 @@ def _near(schema: type, key: str, places: list[str]) -> str:
     return nearest(name, own)
 
 
-def _keys_of(schema: type, parent: str) -> dict[str, Any]:
-    """The keys of the section at `parent`; none where there is no such section."""
-    hint = hint_of(schema, parent)
-    section = section_of(hint) or item_of(hint)
-    return {} if hint is None or section is None else keys(section)
-
-
-def _other(schema: type, word: str) -> Other | None:
+def _other(schema: Schema, word: str) -> Other | None:
     """What another tool's word means: the first that this recipe has, else for another script."""
     found = [other for other in OTHERS if word in other.words.split()]
-    here = (o for o in found if not o.write or hint_of(schema, o.key) is not None)
+    here = (o for o in found if not o.write or schema.find(o.key) is not None)
     return next(here, next((o for o in found if o.script), None))
 
 
-def _say(schema: type, other: Other, value: Any) -> str:
+def _say(schema: Schema, other: Other, value: Any) -> str:
     if not other.write:
         return f"; {other.why}"
     text = "" if value is None else str(value)
     fits = text and len(text) <= LONGEST and text.isprintable() and not {*text} & set(" '\"[]{}$")
     negative = isinstance(value, bool) or text.startswith("-")
     written = re.sub("<(.*?)>", lambda m: text if fits and not negative else m[1], other.write)
-    where = "" if hint_of(schema, other.key) is not None else f" with scripts/{other.script}.py"
+    where = "" if schema.find(other.key) is not None else f" with scripts/{other.script}.py"
     return f"; write {written}{where}" + (f" ({other.why})" if other.why else "")
-
-
-def all_keys(schema: type, key: str = "") -> Iterator[str]:
-    """Every dotted key of a schema."""
-    for name, hint in keys(schema).items():
-        yield f"{key}{name}"
-        section = section_of(hint)
-        if section is not None:
-            yield from all_keys(section, f"{key}{name}.")

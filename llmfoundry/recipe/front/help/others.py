@@ -9,54 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VALUES = {
-    "bf16-mixed": "amp_bf16",
-    "amp": "amp_bf16",
-    "mixed": "amp_bf16",
-    "bf16-true": "bf16",
-    "bfloat16": "bf16",
-    "32-true": "fp32",
-    "float32": "fp32",
-    "float16": "fp16 amp_bf16",
-    "fp16": "amp_bf16",
-    "16-mixed": "amp_bf16",
-    "adam": "adamw",
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "torch.optim.adamw": "adamw",
-    "lion": "decoupled_lionw",
-    "cosine": "cosine_with_warmup",
-    "linear": "linear_decay_with_warmup",
-    "constant": "constant_with_warmup",
-    "inverse_sqrt": "inv_sqrt_with_warmup",
-    "wsd": "warmup_stable_decay",
-    "flash_attention_2": "flash",
-    "flash_attn": "flash",
-    "flex_attention": "flex",
-    "eager": "torch",
-    "swiglu": "mptglu",
-    "glu": "mptglu",
-    "mlp": "mptmlp",
-    "moe": "dmoe",
-    "layer_norm": "layernorm",
-    "rms_norm": "rmsnorm",
-    "fp4": "nf4",
-    "int4": "nf4",
-    "adaptive_clip": "adaptive",
-    "safetensors": "hf",
-    "huggingface": "hf",
-    "jsonl": "files",
-    "json": "files",
-    "hf": "huggingface",
-    "streaming": "shards",
-    "mds": "shards",
-    "messages": "chat",
-    "instruction": "prompt_response",
-    "sft": "prompt_response",
-}
-"""Values of their keys, and those of ours that mean the same; the first that is a choice counts."""
-
 
 @dataclass(frozen=True)
 class Other:
