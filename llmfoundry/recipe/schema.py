@@ -32,6 +32,7 @@ class Key:
         hint: the type of its value.
         rules: what is declared beside the type: a range, choices, a form of text.
         owners: the classes that declare it, the section's own before those that it inherits from.
+        required: whether it has no default.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Key:
     hint: Any
     rules: tuple[Any, ...] = ()
     owners: tuple[type, ...] = ()
+    required: bool = False
 
     @property
     def types(self) -> tuple[Any, ...]:
@@ -57,7 +59,7 @@ class Key:
 
     @property
     def default(self) -> Any:
-        """Its value where nothing is written; `dataclasses.MISSING` where something must be."""
+        """Its value where nothing is written, of a key that is not required."""
         (field,) = (f for f in dataclasses.fields(self.owners[0]) if f.name == self.field)
         make = field.default_factory
         return field.default if make is dataclasses.MISSING else make()
@@ -98,6 +100,7 @@ class Schema:
                 hint=plain[field.name],
                 rules=getattr(declared[field.name], "__metadata__", ()),
                 owners=tuple(owner for owner, own in classes if field.name in own),
+                required=field.default is field.default_factory is dataclasses.MISSING,
             )
             for field in dataclasses.fields(self.cls)
         )

@@ -411,6 +411,6 @@ def test_mistakes_in_the_table_are_all_told(tmp_path: Path) -> None:
     lines = error.value.problems
     assert len(lines) == 5  # the first entry has two
     assert "unknown key 'row'; did you mean 'rows'?" in lines[0]
-    assert "rows: '2,000' will not do; write a whole number" in lines[2]
+    assert "rows: '2,000' is not an integer" in lines[2]
     assert "'pica' is not a choice; did you mean 'piqa'?" in lines[3]
     assert "c is there before" in lines[4]

@@ -179,6 +179,7 @@ def test_every_gauntlet_of_the_repository_can_be_read() -> None:
 
 def test_a_list_of_one_may_be_written_without_brackets(tmp_path: Path) -> None:
     assert read_task(tmp_path, num_fewshot=3).num_fewshot == [3]
+    assert read_task(tmp_path, num_fewshot="3").num_fewshot == [3]
     stops = read_task(tmp_path, **{**GENERATION, "early_stopping_criteria": "\n"})
     assert stops.early_stopping_criteria == ["\n"]
 
@@ -258,14 +259,14 @@ def test_a_task_of_the_harness_takes_label_and_type_from_its_address(tmp_path: P
     ("change", "message"),
     [
         ({"num_fewshots": [1]}, "icl_tasks[0] (copa): unknown key 'num_fewshots'; did you mean"),
-        ({"num_fewshot": "3"}, "num_fewshot: '3' will not do; write a whole number"),
-        ({"num_fewshot": None}, "num_fewshot: is missing; write a list of one or more whole"),
+        ({"num_fewshot": "a"}, "(copa): num_fewshot[0]: 'a' is not an integer"),
+        ({"num_fewshot": None}, "(copa): num_fewshot: is missing; write a list, [...]"),
         ({"num_fewshot": []}, "(copa): num_fewshot: is empty; write a list"),
         ({"num_fewshot": [-1]}, "(copa): num_fewshot: -1 is too small; write 0 or more"),
         ({"num_fewshot": [2, 2]}, "(copa): num_fewshot: 2 is there more than once"),
         ({"icl_task_type": "multiple_choise"}, "did you mean 'multiple_choice'?"),
         ({"icl_task_type": "code_evaluation"}, "choices: language_modeling, multiple_choice, sch"),
-        ({"strip_dataset": 1}, "strip_dataset: 1 will not do; write true or false"),
+        ({"strip_dataset": 1}, "(copa): strip_dataset: 1 is not true or false"),
         (
             {"example_delimiter": "a\ud800"},
             r"(copa): example_delimiter: 'a\ud800' holds half a surrogate pair",
@@ -277,7 +278,7 @@ def test_a_task_of_the_harness_takes_label_and_type_from_its_address(tmp_path: P
         ({"do_normalization": False}, "do_normalization: has no effect in multiple_choice"),
         ({"max_new_tokens": 5}, "max_new_tokens: has no effect in multiple_choice"),
         ({"hf_loading_vars": {"split": "x"}}, "has no effect without dataset_uri: hf://...;"),
-        ({"hf_loading_vars": "x"}, "hf_loading_vars: 'x' will not do; write a mapping"),
+        ({"hf_loading_vars": "x"}, "hf_loading_vars: 'x' is not a mapping; write {name:"),
         ({"prelimiter": "", "question_prelimiter": ""}, "prelimiter: is question_prelimiter; rem"),
         ({"metric_names": ["Accuracy"]}, "choices: InContextLearningMultipleChoiceAccuracy, InCo"),
         (
@@ -332,7 +333,7 @@ def test_generation_that_is_not_greedy_is_refused_with_the_reason(
             "baseline: has no effect without subtract_random_baseline: true",
         ),
         ({"categories": [{"name": "x"}]}, "categories[0] (x): benchmarks: is missing"),
-        ({"categories": "x"}, "categories: 'x' will not do; write a list of entries"),
+        ({"categories": "x"}, "categories: 'x' is not a list; write [x]"),
         ({"categories": [{"name": "x", "benchmarks": []}]}, "x: benchmarks: is empty; write a"),
         ({"categories": [{**CATEGORY, "name": "average"}]}, "'average' is there more than once"),
         (

@@ -6,10 +6,9 @@ LLM Foundry: `world_knowledge/arc_easy.jsonl`. Tasks may share one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch.maps import MAPS
@@ -30,7 +29,7 @@ class HubSource:
     id: str
     split: str
     mapping: str
-    """A name in `fetch_maps.MAPS`."""
+    """A name in `maps.MAPS`."""
     config: str | None = None
     revision: str | None = None
     """Branch, tag or commit; refs/convert/parquet where the data set is a loading script."""
@@ -65,7 +64,9 @@ def read_table(path: Path) -> dict[str, DataFile]:
     table: dict[str, DataFile] = {}
     for i, raw in enumerate(entries):
         where = f"{show(path)}: files[{i}]"
-        file = _read_file(raw, where, problems)
+        file = read_section(DataFile, raw, where, problems)
+        if file is not None and file.hub is not None:
+            problems.extend(one_of(f"{where}: hub.mapping", file.hub.mapping, MAPS))
         if file is not None and file.file in table:
             problems.append(f"{where}: file: {file.file} is there before; remove one")
         elif file is not None:
@@ -73,19 +74,6 @@ def read_table(path: Path) -> dict[str, DataFile]:
     if problems:
         raise UserError(*problems)
     return table
-
-
-def _read_file(raw: Any, where: str, problems: list[str]) -> DataFile | None:
-    """One entry, or None where `problems` grew."""
-    entry = dict(raw) if isinstance(raw, Mapping) else raw
-    source = entry.pop("hub", None) if isinstance(entry, dict) else None
-    file = read_section(DataFile, entry, where, problems)
-    if source is None or file is None:
-        return file
-    hub = read_section(HubSource, source, f"{where}: hub", problems)
-    if hub is not None:
-        problems.extend(one_of(f"{where}: hub: mapping", hub.mapping, MAPS))
-    return replace(file, hub=hub)
 
 
 def files_of_gauntlet(path: Path) -> tuple[dict[str, list[str]], list[str]]:

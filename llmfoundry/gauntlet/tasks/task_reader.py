@@ -7,7 +7,6 @@ nothing here but is appended to `problems`, so that a user sees all of its mista
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any, TypeVar
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.paths import find_file
-from llmfoundry.recipe.front.typed import options
+from llmfoundry.recipe.front.typed import Problem, build
+from llmfoundry.recipe.schema import Schema, item_of
+from llmfoundry.recipe.values.bounds import leaves
 from llmfoundry.recipe.values.checks import nearest
 
 T = TypeVar("T")
@@ -64,17 +65,6 @@ def find(name: str, *, beside: Path, key: str) -> Path:
     return path
 
 
-def read_list(cls: type[T], raw: Any, where: str, problems: list[str]) -> list[T]:
-    """Every entry that can be read, as `cls`; what cannot be adds its lines to `problems`."""
-    if not isinstance(raw, list):
-        problems.append(f"{where}: {raw!r} will not do; write a list of entries")
-        return []
-    entries = [
-        read_section(cls, raw[i], place(where, i, raw[i]), problems) for i in range(len(raw))
-    ]
-    return [entry for entry in entries if entry is not None]
-
-
 def place(where: str, i: int, entry: Any) -> str:
     """How messages name the entry i of a list: its number, and its label or name in brackets."""
     name = entry.get("label", entry.get("name")) if isinstance(entry, Mapping) else None
@@ -84,53 +74,53 @@ def place(where: str, i: int, entry: Any) -> str:
 def read_section(cls: type[T], raw: Any, where: str, problems: list[str]) -> T | None:
     """A dataclass from its YAML mapping, or None where `problems` grew.
 
-    A key without a value (null) keeps its default.
+    A key without a value (null) keeps its default, and a list of one needs no brackets.
     """
     if not isinstance(raw, Mapping):
         problems.append(f"{where}: is not a mapping of keys to values")
         return None
-    before = len(problems)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    kinds = typing.get_type_hints(cls)
-    given = {key: value for key, value in raw.items() if value is not None or key not in fields}
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in fields:
-            hint = nearest(str(key), fields)
-            problems.append(f"{where}: unknown key '{key}'{hint} (keys: {', '.join(fields)})")
-        else:
-            values[key] = _read_value(kinds[key], value, f"{where}: {key}", problems)
-    problems.extend(
-        f"{where}: {key}: is missing; write {_describe(kinds[key])}"
-        for key, f in fields.items()
-        if key not in given
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    )
-    return cls(**values) if len(problems) == before else None
+    found: list[Problem] = []
+    section = build(cls, _written_out(Schema.of(cls), raw), found)
+    lines = [_line(Schema.of(cls), problem, raw, where) for problem in found]
+    lines += [
+        f"{where}: {name}: {text!r} {BROKEN}"
+        for key, value in raw.items()
+        for name, text in leaves(str(key), value)
+        if isinstance(text, str) and is_broken(text)
+    ]
+    problems += lines
+    return None if lines else section
 
 
-def _read_value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
-    kind = options(kind)[0]  # null is not given, so `int | None` is an int here
-    inner = typing.get_args(kind)
-    if typing.get_origin(kind) is list:
-        if dataclasses.is_dataclass(inner[0]):
-            return read_list(typing.cast(type, inner[0]), value, where, problems)
-        if not isinstance(value, list):  # a list of one may be written without brackets
-            return [_read_value(inner[0], value, where, problems)]
-        return [_read_value(inner[0], v, f"{where}[{i}]", problems) for i, v in enumerate(value)]
-    if typing.get_origin(kind) is dict and isinstance(value, Mapping):
-        return {
-            str(k): _read_value(inner[1], v, f"{where}.{k}", problems) for k, v in value.items()
-        }
-    if kind is float and type(value) is int:
-        return float(value)
-    if isinstance(value, str) and is_broken(value):
-        problems.append(f"{where}: {value!r} {BROKEN}")
-    if kind is Any or type(value) is kind:
-        return value
-    problems.append(f"{where}: {value!r} will not do; write {_describe(kind)}")
-    return None
+def _written_out(schema: Schema, raw: Mapping[Any, Any]) -> dict[Any, Any]:
+    """An entry without the keys that have no value, and with the brackets around lists of one."""
+    return {
+        name: _bracketed(schema.keys[name].hint, value) if name in schema.keys else value
+        for name, value in raw.items()
+        if value is not None or name not in schema.keys
+    }
+
+
+def _bracketed(hint: Any, value: Any) -> Any:
+    kind, inner, item = typing.get_origin(hint), typing.get_args(hint), item_of(hint)
+    if item is not None and isinstance(value, list):
+        return [_written_out(item, v) if isinstance(v, Mapping) else v for v in value]
+    if kind is dict and isinstance(value, Mapping):
+        return {name: _bracketed(inner[1], v) for name, v in value.items()}
+    return [value] if kind is list and item is None and not isinstance(value, list) else value
+
+
+def _line(schema: Schema, problem: Problem, raw: Any, where: str) -> str:
+    """What a user is told: the entries that the key lies in are named as `place` names them."""
+    entry, inside, key = problem.key.partition("].")
+    if inside:
+        name, _, number = entry.partition("[")
+        item, i = schema.keys[name].item, int(number)
+        assert item is not None, f"{name} lists sections"
+        inner = problem._replace(key=key)
+        return _line(item, inner, raw[name][i], place(f"{where}: {name}", i, raw[name][i]))
+    keys = f" (keys: {', '.join(schema.keys)})" if problem.is_unknown else ""
+    return f"{where}: {problem.line}{keys}"
 
 
 BROKEN = "holds half a surrogate pair, which is no character; write the character, or remove it"
@@ -139,17 +129,6 @@ BROKEN = "holds half a surrogate pair, which is no character; write the characte
 def is_broken(text: str) -> bool:
     """Whether a text has no UTF-8: JSON and YAML can spell half a surrogate pair."""
     return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _describe(kind: Any) -> str:
-    origin = typing.get_origin(kind)
-    if origin is list:
-        return "a list of one or more " + (
-            "whole numbers, such as [0]" if typing.get_args(kind) == (int,) else "entries"
-        )
-    if origin is dict:
-        return "a mapping, {name: value}"
-    return {str: "a text", int: "a whole number", bool: "true or false"}.get(kind, "a number")
 
 
 def translate(

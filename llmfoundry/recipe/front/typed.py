@@ -42,16 +42,16 @@ class Problem(NamedTuple):
 
 
 def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], key: str = "") -> T:
-    """A `schema` object with `values`; what is not given keeps its default.
+    """A `schema` object with `values`; what is not given keeps its default, or must be given.
 
     Args:
         schema: a dataclass, whose fields may be dataclasses again.
         values: plain values, nested as the schema is.
-        problems: receives what is wrong; the fields concerned keep their defaults.
+        problems: receives what is wrong; the fields concerned keep their defaults, or get None.
         key: dotted prefix of the section, with its last dot.
     """
     keys = Schema.of(schema).keys
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {k.field: None for k in keys.values() if k.required}
     for name, value in values.items():
         dotted = f"{key}{name}"
         if name not in keys:
@@ -62,6 +62,9 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
         converted = convert(keys[name].hint, value, dotted, problems)
         if len(problems) == before:
             given[keys[name].field] = converted
+    for name in (k.name for k in keys.values() if k.required and k.name not in values):
+        why = f"is missing; write {_noun(keys[name].hint)}"
+        problems.append(Problem(f"{key}{name}", why))
     return schema(**given)
 
 
@@ -188,7 +191,8 @@ def convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         if isinstance(value, dict):
             return build(section.cls, value, problems, f"{key}.")
         why = f"{_show(value)} is not a section; write its keys below it"
-        near = f", or `- {key}: {value}` in the defaults list" if isinstance(value, str) else ""
+        can_be_group = isinstance(value, str) and "[" not in key
+        near = f", or `- {key}: {value}` in the defaults list" if can_be_group else ""
         problems.append(Problem(key, why + near))
         return None
     kinds = {typing.get_origin(option): typing.get_args(option) for option in allowed}
@@ -202,9 +206,16 @@ def convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
             return _SCALARS[scalar][0](value)
         except (ValueError, TypeError, OverflowError):
             continue
-    nouns = " or ".join(_SCALARS[scalar][1] for scalar in scalars)
-    problems.append(Problem(key, f"{_show(value)} is not {nouns}"))
+    problems.append(Problem(key, f"{_show(value)} is not {_noun(hint)}"))
     return None
+
+
+def _noun(hint: Any) -> str:
+    """What a value of the type `hint` is, for people."""
+    nouns = {kind: noun for kind, (_, noun) in _SCALARS.items()}
+    nouns |= {list: "a list, [...]", dict: "a mapping, {name: ...}"}
+    kinds = [typing.get_origin(option) or option for option in options(hint)]
+    return " or ".join(nouns[kind] for kind in kinds if kind in nouns)
 
 
 def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> list[Any] | None:

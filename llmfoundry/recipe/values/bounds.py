@@ -174,7 +174,7 @@ def out_of_bounds(key: str, section: Any) -> Generator[str, None, bool]:
         given, rules = getattr(section, field.field), field.rules
         if isinstance(given, dict):  # the long form of a choice, which its section checks
             rules = tuple(rule for rule in rules if not isinstance(rule, Choice))
-        for dotted, value in _leaves(name, given):
+        for dotted, value in leaves(name, given):
             problem = _problem(value, rules)
             if problem is not None:
                 found = True
@@ -193,14 +193,14 @@ def _problem(value: Any, rules: tuple[Any, ...]) -> str | None:
     return next((rule for rule in rules if isinstance(rule, Range)), ANY).problem(value)
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """A field's values, those in its lists and mappings each by itself; sections have no say."""
     if isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _leaves(f"{name}[{index}]", item)
+            yield from leaves(f"{name}[{index}]", item)
     elif isinstance(value, dict):
         for part, item in value.items():
             yield name, part
-            yield from _leaves(f"{name}.{part}", item)
+            yield from leaves(f"{name}.{part}", item)
     else:
         yield name, value
