@@ -1,12 +1,13 @@
 """From the mappings of a gauntlet file to dataclasses; each mistake becomes a line with its place.
 
-`tasks` and `definitions` call `read_section`, for each task after `translate`, which takes out what
-LLM Foundry's files may say and we have no field for. The idea: what is wrong in a file raises
-nothing here but is appended to `problems`, so that a user sees all of its mistakes at once.
+`gauntlet_file.py` and the fetch table call `read_section`, of tasks after `translate`, which takes
+out what LLM Foundry's files may say and we have no field for. The idea: the recipe's typed reader
+does the work, and mistakes are appended to `problems`, so that a user sees all of them at once.
 """
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,13 +113,13 @@ def _bracketed(hint: Any, value: Any) -> Any:
 
 def _line(schema: Schema, problem: Problem, raw: Any, where: str) -> str:
     """What a user is told: the entries that the key lies in are named as `place` names them."""
-    entry, inside, key = problem.key.partition("].")
-    if inside:
-        name, _, number = entry.partition("[")
-        item, i = schema.keys[name].item, int(number)
+    inside = re.match(r"(\w+)\[(\d+)\]\.", problem.key)
+    if inside is not None and problem.key not in raw:
+        name, i = inside[1], int(inside[2])
+        item, entry = schema.keys[name].item, raw[name][i]
         assert item is not None, f"{name} lists sections"
-        inner = problem._replace(key=key)
-        return _line(item, inner, raw[name][i], place(f"{where}: {name}", i, raw[name][i]))
+        inner = problem._replace(key=problem.key[inside.end() :])
+        return _line(item, inner, entry, place(f"{where}: {name}", i, entry))
     keys = f" (keys: {', '.join(schema.keys)})" if problem.is_unknown else ""
     return f"{where}: {problem.line}{keys}"
 
