@@ -14,7 +14,7 @@ import pytest
 from llmfoundry.recipe.architecture.attention import ATTN_TYPES, NORMS, ROPE_TYPES
 from llmfoundry.recipe.architecture.ffn import FFN_TYPES
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import options
+from llmfoundry.recipe.schema import options
 from tests.models.test_decoder import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
