@@ -26,7 +26,8 @@ from torch import nn
 from benchmarks import record
 from benchmarks.evaluation.requests import EOS, SHAPES, VOCAB, requests
 from llmfoundry.export.config.settings import write_settings
-from llmfoundry.export.hf_maps import MAPS, to_theirs
+from llmfoundry.export.hf_maps import MAPS
+from llmfoundry.export.weight_map import to_theirs
 from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.models.tree import grow
 from llmfoundry.gauntlet.questions import Request

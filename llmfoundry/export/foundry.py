@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmfoundry.export import hf_experts
-from llmfoundry.export.hf_maps import Rule, WeightMap
+from llmfoundry.export.weight_map import Rule, WeightMap
 from llmfoundry.recipe.architecture.attention import LLAMA3_KEYS
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build

@@ -23,8 +23,9 @@ from llmfoundry.export.card import CardInfo, write_card
 from llmfoundry.export.config.architectures import ARCHITECTURES
 from llmfoundry.export.config.mixture import remarks
 from llmfoundry.export.config.settings import OWN, choose, unkept, write_settings
-from llmfoundry.export.hf_maps import MAPS, to_theirs
+from llmfoundry.export.hf_maps import MAPS
 from llmfoundry.export.read import FLOATS as DTYPES
+from llmfoundry.export.weight_map import to_theirs
 from llmfoundry.files import open_to_all, whole, write_json
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.models.adapters.merge import MergedState

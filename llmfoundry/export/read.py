@@ -21,7 +21,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.export.config.architectures import ARCHITECTURES
 from llmfoundry.export.config.settings import OWN, read_settings, said_biases, unread
 from llmfoundry.export.foundry import FOUNDRY, foundry_map
-from llmfoundry.export.hf_maps import MAPS, WeightMap, bias_names, check_shape, to_ours
+from llmfoundry.export.hf_maps import MAPS
+from llmfoundry.export.weight_map import WeightMap, bias_names, check_shape, to_ours
 from llmfoundry.export.weights import WeightFiles, open_weights, read_json
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.model import ModelConfig

@@ -8,8 +8,9 @@ import pickle
 import pytest
 import transformers
 
+from llmfoundry.data.text.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.chat_template import NAMED, ChatTemplate
-from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

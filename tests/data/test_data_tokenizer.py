@@ -16,7 +16,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from llmfoundry.data.preparation.choose.split import content_hash
 from llmfoundry.data.text.bpe import byte_alphabet, train_backend
-from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer, tokenizer_summary
+from llmfoundry.data.text.build_tokenizer import build_tokenizer, tokenizer_summary
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

@@ -26,7 +26,8 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.rows import Row
 from llmfoundry.data.supervised.pack import best_fit, cut_lengths, pack_examples
-from llmfoundry.data.text.tokenizer import Tokenizer, build_tokenizer
+from llmfoundry.data.text.build_tokenizer import build_tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
 from llmfoundry.parallel.launch import World

@@ -18,7 +18,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.export import read
 from llmfoundry.export.config.architectures import ARCHITECTURES
 from llmfoundry.export.hf import to_hf
-from llmfoundry.export.hf_maps import MAPS, to_theirs
+from llmfoundry.export.hf_maps import MAPS
+from llmfoundry.export.weight_map import to_theirs
 from llmfoundry.models.decoder import Decoder
 from tests.export.random_models import (
     CARD,

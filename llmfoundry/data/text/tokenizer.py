@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to ids and back; `build_tokenizer` makes the one a recipe asks for.
+"""`Tokenizer`: text to ids and back; `build_tokenizer.py` makes the one that a recipe asks for.
 
 Built on the `tokenizers` library alone, because importing transformers takes seconds; every kind
 is saved in Hugging Face's format, which transformers loads.
@@ -8,34 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.preparation.choose.split import make_split, training_sample
-from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.text.bpe import (
-    END_OF_TEXT,
-    WORDS,
-    bytes_backend,
-    tiktoken_backend,
-    train_backend,
-)
 from llmfoundry.data.text.chat_template import NAMED, ChatTemplate, chosen_templates, template_of
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
-
-_VERSION = 1  # of what is learned from a corpus; raised when the sample or the trainer changes
 
 
 class Tokenizer:
@@ -323,141 +308,6 @@ def _added(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(whole.ids[: text[0]]), tuple(whole.ids[text[-1] + 1 :])
 
 
-def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool) -> Tokenizer:
-    """The tokenizer that a recipe asks for; `train` learns it from the corpus, once.
-
-    Args:
-        config: the recipe's tokenizer section.
-        data: where `train` finds its text, and where results are kept.
-        progress: show on stderr how far the training is.
-
-    Raises:
-        UserError: the tokenizer cannot be found or made.
-    """
-    config = _filled(config)
-    tokenizer = _KINDS[config.name](config, data, progress)
-    tokenizer.split_special_tokens = config.split_special_tokens
-    if config.chat_template is not None:
-        tokenizer.use_chat_template(config.chat_template)
-    return tokenizer
-
-
-def tokenizer_summary(tokenizer: Tokenizer, config: TokenizerConfig) -> str:
-    """A line about what was built."""
-    asked = _filled(config).vocab_size
-    line = f"{config.name}, {tokenizer.vocab_size:,} tokens, {tokenizer.eos} is {tokenizer.eos_id}"
-    if asked is not None and tokenizer.vocab_size < asked:
-        line += f"; the text has too few repeated pairs for the {asked:,} asked for"
-    return line
-
-
-def _filled(config: TokenizerConfig) -> TokenizerConfig:
-    config = replace(config)
-    config.fill()
-    return config
-
-
-def _train(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
-    vocab_size, train_bytes = config.vocab_size, config.train_bytes
-    assert vocab_size is not None and train_bytes is not None
-    corpus = Corpus(data)
-
-    def build(folder: Path) -> None:
-        texts = training_sample(corpus, make_split(corpus), train_bytes)
-        backend = train_backend(texts, vocab_size, progress=progress)
-        Tokenizer(backend, END_OF_TEXT).save(folder)
-
-    key = cache_key(
-        version=_VERSION,
-        words=WORDS,
-        corpus=corpus.fingerprint(),
-        validation_fraction=data.validation_fraction,
-        vocab_size=vocab_size,
-        train_bytes=train_bytes,
-    )
-    return _cached(data, key, build)
-
-
-def _bytes(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
-    return Tokenizer(bytes_backend(), END_OF_TEXT)
-
-
-def _huggingface(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
-    folder = Path(config.path or "").expanduser()
-    if (folder / "tokenizer.json").is_file():
-        return Tokenizer.load(folder)
-    import transformers  # seconds; only for hub ids and folders of older formats
-
-    try:
-        # not asked on the terminal either
-        loaded = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # transformers and the hub's client raise many unrelated types
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"tokenizer.path: cannot load {config.path}: {reason}; write a folder with"
-            " tokenizer.json or a hub id that this machine can reach"
-        ) from error
-    if not getattr(loaded, "is_fast", False):
-        raise UserError(f"tokenizer.path: {config.path} has no tokenizer.json; choose one that has")
-    if loaded.eos_token is None:
-        raise UserError(_no_eos(f"tokenizer.path: {config.path}"))
-    names = ("bos_token", "unk_token", "pad_token", "chat_template")
-    kept = {name: getattr(loaded, name, None) for name in names}
-    return Tokenizer(loaded.backend_tokenizer, loaded.eos_token, kept)
-
-
-def _tiktoken(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise UserError(
-            "tokenizer.name: tiktoken is not installed;"
-            " write: pip install 'llmfoundry-recipes[tiktoken]'"
-        ) from error
-    name = str(config.encoding)
-    try:
-        name = tiktoken.encoding_name_for_model(name)
-    except KeyError:
-        if name not in tiktoken.list_encoding_names():
-            known = ", ".join(tiktoken.list_encoding_names())
-            raise UserError(
-                f"tokenizer.encoding: {name!r} is neither a model nor an encoding of tiktoken;"
-                f" encodings: {known}"
-            ) from None
-
-    def build(folder: Path) -> None:
-        encoding = _tiktoken_encoding(name)
-        eos = encoding.decode([encoding.eot_token])
-        Tokenizer(tiktoken_backend(encoding), eos).save(folder)
-
-    return _cached(data, cache_key(version=_VERSION, tiktoken=name), build)
-
-
-def _tiktoken_encoding(name: str) -> Any:
-    import tiktoken
-
-    try:
-        return tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors
-        raise UserError(
-            f"tokenizer.encoding: cannot download {name}: {' '.join(str(error).split())}; on a"
-            " machine without network set TIKTOKEN_CACHE_DIR to a copy of another's cache"
-        ) from error
-
-
-def _cached(data: DataConfig, key: str, build: Callable[[Path], None]) -> Tokenizer:
-    folder = Path(data.cache_folder).expanduser() / "tokenizers" / key
-    build_once(folder, build)
-    return Tokenizer.load(folder)
-
-
-_KINDS: dict[str, Callable[[TokenizerConfig, DataConfig, bool], Tokenizer]] = {
-    "train": _train,
-    "bytes": _bytes,
-    "huggingface": _huggingface,
-    "tiktoken": _tiktoken,
-}
-
 # Entries of another's tokenizer_config.json that would make transformers build another tokenizer.
 _NOT_KEPT = ("tokenizer_class", "auto_map", "eos_token", "tokenizer_file", "name_or_path")
 
@@ -472,7 +322,7 @@ def _eos_in(folder: Path, backend: Backend) -> str:
     else:
         token = _eos_by_id(folder, backend)
     if token is None:
-        raise UserError(_no_eos(str(folder)))
+        raise UserError(no_end_of_text(str(folder)))
     if backend.token_to_id(token) is None:
         raise UserError(f"{folder}: its eos_token {token!r} is not in its vocabulary; correct it")
     return token
@@ -487,7 +337,8 @@ def _eos_by_id(folder: Path, backend: Backend) -> str | None:
     return None
 
 
-def _no_eos(where: str) -> str:
+def no_end_of_text(where: str) -> str:
+    """What is said where no end-of-text token is named."""
     return (
         f"{where}: names no end-of-text token, which separates documents;"
         ' add "eos_token" to its tokenizer_config.json'

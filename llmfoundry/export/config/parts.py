@@ -127,7 +127,7 @@ class Architecture:
 
     Attributes:
         biases: keys that say whether linear layers have biases, each with which of our layers'
-            they follow (`models.hf_maps.has_bias`). The weights that are read must agree.
+            they follow (`weight_map.has_bias`). The weights that are read must agree.
         biased: what these keys are where config.json does not say.
         partial_rotary: share of a head that rotates where config.json does not say; None: the
             architecture has no rotary positions.

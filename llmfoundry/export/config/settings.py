@@ -26,7 +26,8 @@ from llmfoundry.export.config.parts import (
 )
 from llmfoundry.export.config.rope import read_rope, write_rope
 from llmfoundry.export.foundry import FOUNDRY, is_foundry, read_foundry
-from llmfoundry.export.hf_maps import MAPS, has_bias, padding
+from llmfoundry.export.hf_maps import MAPS
+from llmfoundry.export.weight_map import has_bias, padding
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build, convert, to_dict
 from llmfoundry.recipe.schema import Schema
@@ -274,7 +275,7 @@ def _check_kinds(written: Mapping[str, Any]) -> Iterator[str]:
 
 
 def said_biases(written: Mapping[str, Any], name: str, config: ModelConfig) -> dict[str, bool]:
-    """Whether rules of each kind of bias (`models.hf_maps.has_bias`) have one in the file.
+    """Whether rules of each kind of bias (`weight_map.has_bias`) have one in the file.
 
     Args:
         written: config.json.

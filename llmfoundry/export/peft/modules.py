@@ -18,7 +18,8 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.export.config.settings import OWN, choose
 from llmfoundry.export.hf_experts import ExpertNames, is_mixture
-from llmfoundry.export.hf_maps import MAPS, Rule, layers, swap_pairs
+from llmfoundry.export.hf_maps import MAPS
+from llmfoundry.export.weight_map import Rule, layers, swap_pairs
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.export.hf_maps import MAPS, layers
+from llmfoundry.export.hf_maps import MAPS
 from llmfoundry.export.peft.modules import (
     DEFINED,
     OWN_TYPE,
@@ -29,6 +29,7 @@ from llmfoundry.export.peft.modules import (
     peft_modules,
     read_config,
 )
+from llmfoundry.export.weight_map import layers
 from llmfoundry.models.adapters.low_rank import LowRank
 from llmfoundry.models.adapters.plan import find_targets
 from llmfoundry.models.decoder import Decoder

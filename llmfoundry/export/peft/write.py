@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.export.config.settings import OWN
-from llmfoundry.export.hf_maps import MAPS, WeightMap, layers
+from llmfoundry.export.hf_maps import MAPS
 from llmfoundry.export.peft.modules import (
     CONFIG,
     OWN_TYPE,
@@ -37,6 +37,7 @@ from llmfoundry.export.peft.modules import (
     module_name,
     peft_modules,
 )
+from llmfoundry.export.weight_map import WeightMap, layers
 from llmfoundry.files import open_to_all, write_json
 from llmfoundry.models.adapters.low_rank import LowRank
 from llmfoundry.recipe.architecture.model import ModelConfig
