@@ -98,6 +98,24 @@ def test_weights_gradients_and_moments_are_16_bytes_a_parameter() -> None:
     assert estimate(recipe, 8).weights == 4 * need.parameters
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_shard_gathers_a_block_and_the_ends_with_their_gradients(name: str, tied: bool) -> None:
+    recipe = make_recipe(name, "fp32")
+    recipe.model.tie_word_embeddings = tied
+    with torch.device("meta"):
+        model = Decoder(recipe.model)
+    ends = model.wte.weight.numel() * (1 if tied else 2)
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    alone = estimate(recipe, 1).gathered
+    assert alone == 4 * ends  # the head's gradient, which is whole at once
+    recipe.parallel.data_parallel_shard_degree = 4
+    recipe.parallel.fill()
+    need = estimate(recipe, 4)
+    assert need.gathered == pytest.approx(4 * 2 * (ends + block), rel=0.03)
+    assert need.total(1) - need.weights > need.gathered  # on top of what the shard holds
+
+
 def test_auto_takes_the_largest_divisor_that_fits() -> None:
     recipe = make_recipe("mpt", "fp32")
     need = estimate(recipe, 1)
