@@ -49,14 +49,14 @@ def ours(folder: Path, *, apart: bool = False) -> Make:
     from llmfoundry.data.mixture import Mixture, Phase
     from llmfoundry.data.order import Order
     from llmfoundry.data.shard_index import read_index
-    from llmfoundry.data.sources import ONLY, OrderedStream, Reading, open_source
+    from llmfoundry.data.sources import ONLY, OrderedStream, RowOptions, open_source
     from llmfoundry.ops.host_memory import keep_memory
 
     keep_memory()
 
     def make(workers: int, rows: int) -> Batches:
         shards = ShardFolder.open(None, str(folder), FetchOptions())
-        reading = Reading(seq_len=SEQ, tokenizer="", eos_id=EOS, apart=apart)
+        reading = RowOptions(seq_len=SEQ, tokenizer="", eos_id=EOS, apart=apart)
         source = open_source(ONLY, ONLY, shards, read_index(shards), reading)
         assert not isinstance(source, MDSTexts)
         loader = Loader(

@@ -28,7 +28,7 @@ from llmfoundry.data.shard_index import Index, read_index, with_sample
 from llmfoundry.data.sources import (
     ONLY,
     OrderedStream,
-    Reading,
+    RowOptions,
     Stream,
     open_folder,
     open_source,
@@ -390,10 +390,10 @@ class _Opening:
         source.close()
         return max(1, int(token_bytes[known].sum())) / max(1, len(ids))
 
-    def _reading(self, source: SourceConfig) -> Reading:
+    def _reading(self, source: SourceConfig) -> RowOptions:
         config = self._config
         eos_id = self._tokenizer.eos_id if config.eos_token_id is None else config.eos_token_id
-        return Reading(
+        return RowOptions(
             seq_len=self._recipe.max_seq_len,
             tokenizer=self._tokenizer.fingerprint,
             text_column=source.text_column,

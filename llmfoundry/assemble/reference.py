@@ -51,7 +51,7 @@ WEIGHTS = "preference.weights"  # in a run's identity: the weights that its refe
 Fill = Callable[[Decoder], None]
 
 
-class Referred:
+class ReferencedSource:
     """A source whose rows bring the reference's log-probabilities, once they are known.
 
     Attributes:
@@ -70,7 +70,7 @@ class Referred:
         return _with(self.source.row(row), self.values[row])
 
 
-class ReferredHeldOut:
+class ReferencedHeldOut:
     """Held-out rows that bring the reference's log-probabilities, once they are known.
 
     Attributes:
@@ -117,12 +117,12 @@ def with_places(data: Data, recipe: TrainRecipe) -> Data:
     if not needs_reference(recipe):
         return data
     streams = tuple(
-        OrderedStream(Referred(stream.source), stream.order)
+        OrderedStream(ReferencedSource(stream.source), stream.order)
         if isinstance(stream, OrderedStream)
         else stream
         for stream in data.streams
     )
-    return replace(data, streams=streams, validation=ReferredHeldOut(data.validation))
+    return replace(data, streams=streams, validation=ReferencedHeldOut(data.validation))
 
 
 def open_reference(job: Job, data: Data, start: Start, fill: Fill | None) -> Reference:
@@ -189,13 +189,13 @@ class Reference:
         tables = [table for _, table in self._tables()]
         return on_rank0(self.job.world, lambda: any(table.missing() for table in tables))
 
-    def _tables(self) -> Iterator[tuple[Referred | ReferredHeldOut, _Table]]:
+    def _tables(self) -> Iterator[tuple[ReferencedSource | ReferencedHeldOut, _Table]]:
         """Whose values each are."""
         for stream in self.data.streams:
-            assert isinstance(stream, OrderedStream) and isinstance(stream.source, Referred)
+            assert isinstance(stream, OrderedStream) and isinstance(stream.source, ReferencedSource)
             source = stream.source.source
             yield stream.source, self._table(source.fingerprint, source.n_rows, source.row)
-        if isinstance(self.data.validation, ReferredHeldOut):
+        if isinstance(self.data.validation, ReferencedHeldOut):
             yield self.data.validation, self._held_out_table(self.data.validation.held_out)
 
     def _held_out_table(self, held_out: HeldOut) -> _Table:

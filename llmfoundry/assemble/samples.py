@@ -53,7 +53,7 @@ def _asked(job: Job, n: int) -> list[HeldOutPrompt]:
     found: list[HeldOutPrompt] = []
     for part in _parts(job.prepared.validation):
         if isinstance(part, SupervisedHeldOut):
-            found += part.asked(n - len(found))
+            found += part.prompts(n - len(found))
     if not found:
         raise UserError(
             f"callbacks.generate.from_validation: {n}, but no supervised rows are held out; write"

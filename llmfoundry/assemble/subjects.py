@@ -23,7 +23,7 @@ ENDPOINT_BYTES = 1 << 20  # of a prompt: the server knows what it reads at most,
 
 
 @dataclass(frozen=True)
-class Outside:
+class ExternalModel:
     """How a model is asked, and what loads it.
 
     Attributes:
@@ -65,7 +65,7 @@ def open_outside(
     *,
     seq_len: int | None,
     note: Callable[[str], None],
-) -> Outside:
+) -> ExternalModel:
     """The model that a name stands for, but for its weights; see EvalRecipe.models.
 
     Args:
@@ -95,7 +95,7 @@ def open_outside(
         return subject, subject.notes
 
     start = document_start(opened.config)
-    return Outside(PromptSettings.by_training(opened.tokenizer, opened.seq_len, start), load)
+    return ExternalModel(PromptSettings.by_training(opened.tokenizer, opened.seq_len, start), load)
 
 
 def _address(model: str) -> tuple[str, str]:
@@ -109,7 +109,7 @@ def _address(model: str) -> tuple[str, str]:
     return address, name
 
 
-def _endpoint(model: str) -> Outside:
+def _endpoint(model: str) -> ExternalModel:
     address, name = _address(model)
     # it takes text: tokens are bytes here, and only bound the length
     tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
@@ -121,4 +121,4 @@ def _endpoint(model: str) -> Outside:
     asking = PromptSettings.by_training(tokenizer, ENDPOINT_BYTES, None)
     chat = Chat(ChatTemplate(RAW, {})) if subject.chat else None
     asking = replace(asking, unit="bytes", can_score=subject.can_score, chat=chat)
-    return Outside(asking, lambda: (subject, []))
+    return ExternalModel(asking, lambda: (subject, []))

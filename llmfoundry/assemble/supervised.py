@@ -77,7 +77,7 @@ def _open(
     config = replace(config)
     config.fill()
     store = prepare_rows(config, key, tokenizer, seed=recipe.seed)
-    asked = PackOptions(
+    options = PackOptions(
         seq_len=recipe.max_seq_len,
         seed=recipe.seed,
         shuffle=config.shuffle,
@@ -85,5 +85,5 @@ def _open(
         supervised=config.supervised,
         key=key,
     )
-    packed = open_rows(store, asked, tokenizer.token_bytes(), config.cache_folder)
-    return store, packed, summary(key, store.facts, packed, asked)
+    packed = open_rows(store, options, tokenizer.token_bytes(), config.cache_folder)
+    return store, packed, summary(key, store.facts, packed, options)

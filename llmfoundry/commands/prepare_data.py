@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
+from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare, prepare_to
 from llmfoundry.data.preparation.write.manifest import summary
 from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import Output, token_output
@@ -82,7 +82,7 @@ def _write(recipe: PrepareRecipe, config: PrepareConfig, output: str) -> None:
         recipe.data,
         tokenizer,
         output=build_output(config, tokenizer),
-        how=How(recipe.data.num_workers, config.engine, progress=True),
+        execution=ExecutionOptions(recipe.data.num_workers, config.engine, progress=True),
         about={"licence": config.licence or "", "source": config.source or ""},
     )
     print(public(summary(manifest)))

@@ -196,7 +196,7 @@ def _reordered(key: str, before: Any, now: Any) -> UserError:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowOptions:
     """How rows are made of what a dataset holds.
 
     Attributes:
@@ -229,7 +229,7 @@ def _below(folder: str | None, split: str | None) -> str | None:
 
 
 def open_source(
-    name: str, key: str, folder: ShardFolder, index: Index, reading: Reading
+    name: str, key: str, folder: ShardFolder, index: Index, reading: RowOptions
 ) -> TokenSource | MDSTokens | MDSTexts:
     """Rows, or texts, of a folder of shards.
 
@@ -262,7 +262,7 @@ def open_source(
 
 
 def _open_tokens(
-    name: str, key: str, folder: ShardFolder, index: StreamIndex, reading: Reading
+    name: str, key: str, folder: ShardFolder, index: StreamIndex, reading: RowOptions
 ) -> TokenSource:
     if index.tokenizer != reading.tokenizer:
         raise UserError(

@@ -21,7 +21,7 @@ from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTokens
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import read_index, with_sample
-from llmfoundry.data.sources import OrderedStream, Reading, open_source
+from llmfoundry.data.sources import OrderedStream, RowOptions, open_source
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 
@@ -49,7 +49,7 @@ def opened(
     options = FetchOptions(cache_folder=str(cache), **{"retry": 0, "timeout": 5.0, **how})
     folder = ShardFolder.open(str(remote), None if local is None else str(local), options)
     index = with_sample(folder, read_index(folder, str(cache)))
-    source = open_source("data", "data", folder, index, Reading(LENGTH, ""))
+    source = open_source("data", "data", folder, index, RowOptions(LENGTH, ""))
     assert isinstance(source, MDSTokens)
     return folder, source
 

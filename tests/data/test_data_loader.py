@@ -27,7 +27,7 @@ from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import OrderedStream, Reading, open_source
+from llmfoundry.data.sources import OrderedStream, RowOptions, open_source
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.data.tokens import TokenDataset
 from llmfoundry.errors import UserError
@@ -43,7 +43,7 @@ TOKENIZER = bytes_tokenizer()
 
 def opened(folder: Path, name: str = "data", *, seq_len: int = T, **order: Any) -> OrderedStream:
     shards = ShardFolder.open(None, str(folder), FetchOptions())
-    reading = Reading(seq_len, TOKENIZER.fingerprint, eos_id=EOS)
+    reading = RowOptions(seq_len, TOKENIZER.fingerprint, eos_id=EOS)
     source = open_source(name, name, shards, read_index(shards), reading)
     assert not isinstance(source, MDSTexts)
     settings = {"seed": 3, "shuffle": True, "block_size": 1 << 18} | order

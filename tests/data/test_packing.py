@@ -20,7 +20,7 @@ from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
 from llmfoundry.data.packing import PackedStream, PackingRatio, group_rows, pack, probe
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import Reading, open_source
+from llmfoundry.data.sources import RowOptions, open_source
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
 from tests.shards import bytes_tokenizer
@@ -42,7 +42,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> MDSTexts:
         for text in draw(150):
             writer.write({"text": text})
     shards = ShardFolder.open(None, str(folder), FetchOptions())
-    reading = Reading(T, TOKENIZER.fingerprint)
+    reading = RowOptions(T, TOKENIZER.fingerprint)
     source = open_source("data", "data", shards, read_index(shards), reading)
     assert isinstance(source, MDSTexts)
     return source

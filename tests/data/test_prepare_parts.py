@@ -17,7 +17,7 @@ import pytest
 
 from llmfoundry.data.preparation import tasks as tasks_module
 from llmfoundry.data.preparation.choose.split import content_hash
-from llmfoundry.data.preparation.prepare import How, prepare, prepare_to
+from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare, prepare_to
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.read.open_files import Input
 from llmfoundry.data.preparation.tasks import cut_tasks
@@ -78,7 +78,7 @@ def run(folder: Path, data: Path, tokenizer: Tokenizer, *, workers: int = 1) -> 
         config_of(data),
         tokenizer,
         output=token_output(tokenizer),
-        how=How(workers),
+        execution=ExecutionOptions(workers),
         about={},
     )
     return everything(folder)

@@ -21,7 +21,7 @@ from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTokens
 from llmfoundry.data.rows import Rows
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import Reading, open_source
+from llmfoundry.data.sources import RowOptions, open_source
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
@@ -34,7 +34,7 @@ TOKENIZER = bytes_tokenizer()
 
 def opened(folder: Path, **reading: Any) -> Any:
     shards = ShardFolder.open(None, str(folder), FetchOptions())
-    how = replace(Reading(T, TOKENIZER.fingerprint, eos_id=EOS), **reading)
+    how = replace(RowOptions(T, TOKENIZER.fingerprint, eos_id=EOS), **reading)
     return open_source("data", "data", shards, read_index(shards), how)
 
 

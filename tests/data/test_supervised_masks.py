@@ -46,9 +46,11 @@ def tokenizer_with(template: str | None, *, bos: bool = False) -> Tokenizer:
     return tokenizer
 
 
-def pieces_of(row: dict[str, Any], form: str, tokenizer: Tokenizer, **asked: Any) -> list[Segment]:
+def pieces_of(
+    row: dict[str, Any], form: str, tokenizer: Tokenizer, **options: Any
+) -> list[Segment]:
     chat = tokenizer.chat if tokenizer.has_chat else None
-    (document,) = example_of(row, form, ExampleOptions(chat, **asked)).documents
+    (document,) = example_of(row, form, ExampleOptions(chat, **options)).documents
     return list(document.pieces)
 
 
@@ -57,8 +59,8 @@ def encoded(
 ) -> Encoded:
     shortest = SupervisedConfig(target_prompts=prompts).shortest_target_prompt
     chat = tokenizer.chat if tokenizer.has_chat else None
-    asked = ExampleOptions(chat, responses == "last", bool(np.isfinite(shortest)))
-    (found,) = Encoder(tokenizer, shortest)(example_of(row, form, asked).documents)
+    options = ExampleOptions(chat, responses == "last", bool(np.isfinite(shortest)))
+    (found,) = Encoder(tokenizer, shortest)(example_of(row, form, options).documents)
     return found
 
 

@@ -44,7 +44,7 @@ _VERSION = 2  # of the folder's format and of how documents become tokens
 
 
 @dataclass(frozen=True)
-class How:
+class ExecutionOptions:
     """How a preparation is done; nothing of it can be seen in the output.
 
     Attributes:
@@ -89,7 +89,7 @@ class PreparationPlan:
         }
 
 
-def fill(place: OutputFolder, plan: PreparationPlan, how: How) -> Manifest:
+def fill(place: OutputFolder, plan: PreparationPlan, execution: ExecutionOptions) -> Manifest:
     """Make what is missing at a place that nobody else writes to.
 
     Raises:
@@ -103,7 +103,7 @@ def fill(place: OutputFolder, plan: PreparationPlan, how: How) -> Manifest:
     if corpus.config.deduplicate != "none":
         settings["among"] = before
     job = PartSettings(corpus, split, plan.tokenizer, plan.output, place, settings)
-    parts = _make_parts(job, tasks, how)
+    parts = _make_parts(job, tasks, execution)
     manifest = make_manifest(
         corpus, parts, settings=plan.settings, about=plan.about, note=split.note
     )
@@ -118,7 +118,9 @@ def fill(place: OutputFolder, plan: PreparationPlan, how: How) -> Manifest:
     return manifest
 
 
-def _make_parts(job: PartSettings, tasks: Sequence[Task], how: How) -> list[Part]:
+def _make_parts(
+    job: PartSettings, tasks: Sequence[Task], execution: ExecutionOptions
+) -> list[Part]:
     """Every task's part; those of an earlier call where they are there."""
     names = set(job.place.names_below(WORK))
     for name in names:
@@ -128,27 +130,27 @@ def _make_parts(job: PartSettings, tasks: Sequence[Task], how: How) -> list[Part
     parts = {number: part for number, part in old.items() if part is not None}
     missing = [task for task in tasks if task.number not in parts]
     if missing:
-        parts |= _run(job, tasks, missing, how)
+        parts |= _run(job, tasks, missing, execution)
     return [parts[task.number] for task in tasks]
 
 
 def _run(
-    job: PartSettings, tasks: Sequence[Task], missing: Sequence[Task], how: How
+    job: PartSettings, tasks: Sequence[Task], missing: Sequence[Task], execution: ExecutionOptions
 ) -> dict[int, Part]:
     sized = all(task.n_bytes is not None for task in tasks)  # else the bar counts tasks
     amounts = {task.number: (task.n_bytes or 0) if sized else 1 for task in tasks}
     left = sum(amounts[task.number] for task in missing)
-    workers = how.workers or cores()
+    workers = execution.workers or cores()
     with ExitStack() as stack:
         total = sum(amounts.values())
         bar = progress(
             total, "preparing", "B" if sized else " parts", done=total - left, scaled=sized,
-            shown=how.progress,
+            shown=execution.progress,
         )  # fmt: skip
         stack.enter_context(bar)
-        run = stack.enter_context(ENGINES[how.engine](how.workers))
+        run = stack.enter_context(ENGINES[execution.engine](execution.workers))
         job = replace(job, repeats=_find_repeats(job, tasks, run))
-        if how.engine == "local" and min(workers, len(missing)) == 1:
+        if execution.engine == "local" and min(workers, len(missing)) == 1:
             # In this process: its one task is encoded by all cores, and the bar moves within it.
             job = replace(job, threads=workers)
             work = partial(_make, job, seen=bar.update if sized else ignore)

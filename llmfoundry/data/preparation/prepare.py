@@ -17,7 +17,7 @@ from typing import Any
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.preparation.pipeline import How, PreparationPlan, fill
+from llmfoundry.data.preparation.pipeline import ExecutionOptions, PreparationPlan, fill
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.write.manifest import MANIFEST, Manifest, summary
 from llmfoundry.data.preparation.write.output_folder import OutputFolder
@@ -29,7 +29,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.locks import try_lock
 from llmfoundry.recipe.data import DataConfig
 
-__all__ = ["How", "Prepared", "prepare", "prepare_to"]
+__all__ = ["ExecutionOptions", "Prepared", "prepare", "prepare_to"]
 
 _SETTINGS = f"{WORK}/settings.json"
 
@@ -73,9 +73,9 @@ def prepare(
     )
     key = cache_key(corpus=plan.corpus.fingerprint(), **plan.settings)
     folder = Path(config.cache_folder).expanduser() / "tokens" / key
-    how = How(config.num_workers, progress=progress)
+    execution = ExecutionOptions(config.num_workers, progress=progress)
     build_once(
-        folder, lambda partial: _fill_cache(OutputFolder(str(partial)), plan, how), keep=WORK
+        folder, lambda partial: _fill_cache(OutputFolder(str(partial)), plan, execution), keep=WORK
     )
     return _open(folder, config)
 
@@ -86,7 +86,7 @@ def prepare_to(
     tokenizer: Tokenizer,
     *,
     output: Output,
-    how: How,
+    execution: ExecutionOptions,
     about: Mapping[str, str],
 ) -> Manifest:
     """The corpus in shards at a place; goes on with what an interrupted call left there.
@@ -96,7 +96,7 @@ def prepare_to(
         config: the recipe's data section.
         tokenizer: what to encode with; saved beside the shards.
         output: what to write.
-        how: engine and workers.
+        execution: engine and workers.
         about: licence and source of the text, for the manifest.
 
     Raises:
@@ -112,7 +112,7 @@ def prepare_to(
             with place.scratch(WORK) as folder:
                 tokenizer.save(folder / "tokenizer")
                 place.put(folder / "tokenizer", "tokenizer")
-            manifest = fill(place, plan, how)
+            manifest = fill(place, plan, execution)
         else:
             _check_same(place, manifest.settings, plan.settings)
             if manifest.corpus != plan.corpus.fingerprint():
@@ -121,9 +121,9 @@ def prepare_to(
     return manifest
 
 
-def _fill_cache(place: OutputFolder, plan: PreparationPlan, how: How) -> None:
+def _fill_cache(place: OutputFolder, plan: PreparationPlan, execution: ExecutionOptions) -> None:
     try:
-        fill(place, plan, how)
+        fill(place, plan, execution)
     except UserError:
         if not any(name.endswith(".json") for name in place.names_below(WORK)):
             place.remove(WORK)  # not one part to go on with

@@ -87,41 +87,41 @@ class ExampleOptions:
     prompts: bool = False
 
 
-def example_of(row: Mapping[str, Any], form: str, asked: ExampleOptions) -> Example:
+def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Example:
     """The documents of a row.
 
     Args:
         row: with the columns of its format.
         form: prompt_response, chat, preference or unpaired.
-        asked: see there.
+        options: see there.
 
     Raises:
         ValueError: the row is not of the format, or the template does not fit; says why.
     """
-    return _FORMATS[form](row, asked)
+    return _FORMATS[form](row, options)
 
 
-def _prompt_response(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
+def _prompt_response(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     prompt = _column(row, "prompt")
     given = [name for name in ("response", "completion") if row.get(name) is not None]
     if len(given) != 1:
         reason = "has both response and completion" if given else "no column 'response'"
         raise ValueError(f"{reason}; a row has one of response and completion")
     answer = row[given[0]]
-    document = _answered(prompt, answer, given[0], asked, None)
+    document = _answered(prompt, answer, given[0], options, None)
     return Example((document,), _key([prompt, answer]), _contents(prompt, answer))
 
 
-def _chat(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
+def _chat(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     messages, tools = conversation(_column(row, "messages")), tools_of(row.get("tools"))
-    document = SegmentedText(_turns(messages, tools, asked), rendered=True)
+    document = SegmentedText(_turns(messages, tools, options), rendered=True)
     return Example((document,), _key([messages, tools]), _contents(messages))
 
 
-def _preference(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
+def _preference(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     tools = tools_of(row.get("tools"))
     chosen, rejected = _column(row, "chosen"), _column(row, "rejected")
-    sides = [_compared(row, name, tools, asked) for name in ("chosen", "rejected")]
+    sides = [_compared(row, name, tools, options) for name in ("chosen", "rejected")]
     prompts = [[piece for piece in d.pieces[:-1]] for d in sides]
     if prompts[0] != prompts[1]:
         raise ValueError("chosen and rejected differ before their last answer; they share a prompt")
@@ -133,7 +133,7 @@ def _preference(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
     return Example(pair, key, _contents(row.get("prompt"), chosen, rejected))
 
 
-def _unpaired(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
+def _unpaired(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     label = _column(row, "label")
     if isinstance(label, str) and label.lower() in ("true", "false"):
         label = label.lower() == "true"
@@ -142,7 +142,7 @@ def _unpaired(row: Mapping[str, Any], asked: ExampleOptions) -> Example:
     if label not in (True, False):  # 1 and 0 too
         raise ValueError(f"label is {label!r}; write true or false")
     _column(row, "prompt")
-    document = _compared(row, "completion", tools_of(row.get("tools")), asked)
+    document = _compared(row, "completion", tools_of(row.get("tools")), options)
     key = "".join(piece.text for piece in document.pieces[:-1])
     side = SegmentedText(document.pieces, document.rendered, 1 if label else -1)
     return Example((side,), key, _contents(row.get("prompt"), row.get("completion")))
@@ -157,15 +157,15 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any], ExampleOptions], Example]] = {
 
 
 def _compared(
-    row: Mapping[str, Any], name: str, tools: list[dict[str, Any]] | None, asked: ExampleOptions
+    row: Mapping[str, Any], name: str, tools: list[dict[str, Any]] | None, options: ExampleOptions
 ) -> SegmentedText:
     """A prompt with an answer of which the last turn alone is learned."""
-    asked = ExampleOptions(asked.chat, last_only=True)
-    return _answered(row.get("prompt"), _column(row, name), name, asked, tools)
+    options = ExampleOptions(options.chat, last_only=True)
+    return _answered(row.get("prompt"), _column(row, name), name, options, tools)
 
 
 def _answered(
-    prompt: Any, answer: Any, name: str, asked: ExampleOptions, tools: list[dict[str, Any]] | None
+    prompt: Any, answer: Any, name: str, options: ExampleOptions, tools: list[dict[str, Any]] | None
 ) -> SegmentedText:
     """A prompt and its answer: both text, or both messages, or a whole conversation as answer."""
     if not is_messages(answer):
@@ -185,14 +185,14 @@ def _answered(
         messages = [*plain_messages(before, name="prompt"), *messages]
     elif is_messages(prompt) and plain_messages(prompt, name="prompt") != messages[: len(prompt)]:
         raise ValueError(f"{name} is a whole conversation that does not begin with prompt")
-    return SegmentedText(_turns(conversation(messages, name=name), tools, asked), rendered=True)
+    return SegmentedText(_turns(conversation(messages, name=name), tools, options), rendered=True)
 
 
 def _turns(
-    messages: Messages, tools: list[dict[str, Any]] | None, asked: ExampleOptions
+    messages: Messages, tools: list[dict[str, Any]] | None, options: ExampleOptions
 ) -> tuple[Segment, ...]:
     """Prompts and answers by turns, together the rendered conversation."""
-    if asked.chat is None:
+    if options.chat is None:
         raise UserError(
             "tokenizer.chat_template: the tokenizer has none, and rows are conversations; write"
             " zephyr, which fits any tokenizer, chatml, llama3 or mpt, or a Jinja file"
@@ -201,16 +201,16 @@ def _turns(
     shown = [{name: v for name, v in m.items() if name != "weight"} for m in messages]
     places = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
     try:
-        return _rendered(shown, weights, places, tools, asked)
+        return _rendered(shown, weights, places, tools, options)
     except _NotPrefix as error:
-        if not asked.last_only or asked.prompts or len(places) == 1:
+        if not options.last_only or options.prompts or len(places) == 1:
             raise ValueError(
                 f"the chat template renders the conversation to messages[{error.place}] otherwise"
                 " when more follows, so what is learned of it cannot be determined; write"
                 " data.supervised.target_responses: last, or another tokenizer.chat_template"
             ) from None
         try:
-            return _rendered(shown, weights, places[-1:], tools, asked)
+            return _rendered(shown, weights, places[-1:], tools, options)
         except _NotPrefix:
             raise ValueError(
                 "the chat template does not begin the last answer as it renders it, so what is"
@@ -229,17 +229,17 @@ def _rendered(
     weights: Sequence[float],
     places: Sequence[int],
     tools: list[dict[str, Any]] | None,
-    asked: ExampleOptions,
+    options: ExampleOptions,
 ) -> tuple[Segment, ...]:
     """The pieces around the answers at `places`."""
-    assert asked.chat is not None
+    assert options.chat is not None
     pieces, done = [], ""
     for n in places:
-        prompt = asked.chat.render(messages[:n], add_generation_prompt=True, tools=tools)
-        whole = asked.chat.render(messages[: n + 1], tools=tools)
+        prompt = options.chat.render(messages[:n], add_generation_prompt=True, tools=tools)
+        whole = options.chat.render(messages[: n + 1], tools=tools)
         if not (prompt.startswith(done) and whole.startswith(prompt)):
             raise _NotPrefix(n)
-        is_learned = not asked.last_only or n == places[-1]
+        is_learned = not options.last_only or n == places[-1]
         pieces.append(Segment(prompt[len(done) :], False))
         pieces.append(Segment(whole[len(prompt) :], True, weights[n] if is_learned else 0.0))
         done = whole

@@ -19,7 +19,7 @@ import numpy as np
 
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.supervised.store import Facts, Store
+from llmfoundry.data.supervised.store import Store, StoreFacts
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.recipe.supervised import SupervisedConfig
@@ -99,13 +99,13 @@ class PackedExamples:
 
 
 def open_rows(
-    store: Store, asked: PackOptions, token_bytes: np.ndarray, cache_folder: str
+    store: Store, options: PackOptions, token_bytes: np.ndarray, cache_folder: str
 ) -> PackedExamples:
     """The rows of a store, from the cache where they are there.
 
     Args:
         store: the examples.
-        asked: how they become rows.
+        options: how they become rows.
         token_bytes: (vocab_size,) UTF-8 bytes of each token.
         cache_folder: the recipe's.
 
@@ -113,10 +113,10 @@ def open_rows(
         UserError: an example is too long or nothing of it is learned, where the recipe says that
             this is an error; or none is left.
     """
-    settings = asdict(asked) | {"key": None}
+    settings = asdict(options) | {"key": None}
     key = cache_key(version=_VERSION, content=store.facts.content, **settings)
     folder = Path(cache_folder).expanduser() / "supervised" / f"rows-{key}"
-    build_once(folder, lambda partial: _build(partial, store, asked, token_bytes))
+    build_once(folder, lambda partial: _build(partial, store, options, token_bytes))
     try:
         facts = json.loads((folder / "counts.json").read_text())
         members, ends, held_out = (np.load(folder / f"{n}.npy") for n in _ARRAYS)
@@ -184,27 +184,27 @@ def pack_examples(
     return np.array(members, np.int64), np.array(ends, np.int64)
 
 
-def _build(folder: Path, store: Store, asked: PackOptions, token_bytes: np.ndarray) -> None:
+def _build(folder: Path, store: Store, options: PackOptions, token_bytes: np.ndarray) -> None:
     counts, n = ExampleCounts(), store.facts.per_example
     kept = np.ones(len(store.examples), bool)
-    if asked.supervised.drop_duplicates or len(np.unique(store.examples["content"])) < len(kept):
-        _leave_out_repeated(store, asked, kept, counts)
-    cut = cut_lengths(store.lengths, n, asked.seq_len)
-    _handle_too_long(store, asked, cut, kept, counts)
+    if options.supervised.drop_duplicates or len(np.unique(store.examples["content"])) < len(kept):
+        _leave_out_repeated(store, options, kept, counts)
+    cut = cut_lengths(store.lengths, n, options.seq_len)
+    _handle_too_long(store, options, cut, kept, counts)
     learned, n_bytes, lost = _learned(store, cut, token_bytes)
-    _handle_nothing_learned(store, asked, learned, kept, counts)
+    _handle_nothing_learned(store, options, learned, kept, counts)
     numbers = np.flatnonzero(kept)
-    held_out = _held_out(store.examples["key"][numbers], asked, numbers)
+    held_out = _held_out(store.examples["key"][numbers], options, numbers)
     train = np.setdiff1d(numbers, held_out, assume_unique=True)
     if not len(train):
-        raise UserError(f"{asked.key}: no row is left to train on; {_reasons(counts)}")
+        raise UserError(f"{options.key}: no row is left to train on; {_reasons(counts)}")
     counts.lost = int(lost[np.repeat(kept, n)].sum())
-    if asked.shuffle:
-        train = train[Order(len(train), seed=asked.seed, shuffle=True).rows(0, len(train))]
+    if options.shuffle:
+        train = train[Order(len(train), seed=options.seed, shuffle=True).rows(0, len(train))]
     sizes = cut.reshape(-1, n).sum(1)
-    supervised = asked.supervised
+    supervised = options.supervised
     members, ends = pack_examples(
-        sizes[train], asked.seq_len, window=supervised.packing_window,
+        sizes[train], options.seq_len, window=supervised.packing_window,
         packed=supervised.packing == "best_fit",
     )  # fmt: skip
     in_train = np.zeros(len(kept), bool)
@@ -225,28 +225,28 @@ def _note(counts: ExampleCounts, store: Store, what: str, examples: np.ndarray) 
 
 
 def _leave_out_repeated(
-    store: Store, asked: PackOptions, kept: np.ndarray, counts: ExampleCounts
+    store: Store, options: PackOptions, kept: np.ndarray, counts: ExampleCounts
 ) -> None:
     _, first = np.unique(store.examples["content"], return_index=True)
     repeated = np.setdiff1d(np.arange(len(kept)), first)
     _note(counts, store, REPEATS, repeated)
-    if asked.supervised.drop_duplicates:
+    if options.supervised.drop_duplicates:
         kept[repeated] = False
 
 
 def _handle_too_long(
-    store: Store, asked: PackOptions, cut: np.ndarray, kept: np.ndarray, counts: ExampleCounts
+    store: Store, options: PackOptions, cut: np.ndarray, kept: np.ndarray, counts: ExampleCounts
 ) -> None:
     n = store.facts.per_example
     long = np.flatnonzero((cut < store.lengths).reshape(-1, n).any(1) & kept)
-    policy = asked.supervised.too_long
+    policy = options.supervised.too_long
     if len(long) and policy == "error":
         example = int(long[0])
         size = int(store.lengths.reshape(-1, n)[example].sum())
         raise UserError(
             f"{store.where(example)}: has {size:,} tokens"
             + (" in two answers, which share a row, each with the prompt" if n == 2 else "")
-            + f", more than max_seq_len: {asked.seq_len:,}, and so have {len(long) - 1:,} others;"
+            + f", more than max_seq_len: {options.seq_len:,}, and so have {len(long) - 1:,} others;"
             " write a larger max_seq_len, or data.supervised.too_long: truncate or drop"
         )
     _note(counts, store, TRUNCATED if policy == "truncate" else TOO_LONG, long)
@@ -255,14 +255,14 @@ def _handle_too_long(
 
 
 def _handle_nothing_learned(
-    store: Store, asked: PackOptions, learned: np.ndarray, kept: np.ndarray, counts: ExampleCounts
+    store: Store, options: PackOptions, learned: np.ndarray, kept: np.ndarray, counts: ExampleCounts
 ) -> None:
     without = np.flatnonzero((learned == 0).reshape(-1, store.facts.per_example).any(1) & kept)
-    if len(without) and asked.supervised.nothing_learned == "error":
+    if len(without) and options.supervised.nothing_learned == "error":
         more = f", nor of {len(without) - 1:,} others" if len(without) > 1 else ""
         raise UserError(
             f"{store.where(int(without[0]))}: not one token is learned of its first"
-            f" {asked.seq_len:,}{more}; write a larger max_seq_len, correct the row, or write"
+            f" {options.seq_len:,}{more}; write a larger max_seq_len, correct the row, or write"
             " data.supervised.nothing_learned: drop"
         )
     _note(counts, store, NOTHING, without)
@@ -293,9 +293,9 @@ def _learned(
     return found[0], found[1], found[2]
 
 
-def _held_out(keys: np.ndarray, asked: PackOptions, numbers: np.ndarray) -> np.ndarray:
+def _held_out(keys: np.ndarray, options: PackOptions, numbers: np.ndarray) -> np.ndarray:
     """The examples whose hash lies below a bound; of so few that none does, the smallest."""
-    bound = int(asked.held_out * 2**64)
+    bound = int(options.held_out * 2**64)
     if not bound or not len(numbers):
         return np.zeros(0, np.int64)
     below = keys < np.uint64(min(bound, 2**64 - 1))
@@ -303,7 +303,7 @@ def _held_out(keys: np.ndarray, asked: PackOptions, numbers: np.ndarray) -> np.n
         below = keys == keys.min()
     if below.all():
         raise UserError(
-            f"{asked.key}: its only row cannot be held out and trained on; add rows, or set"
+            f"{options.key}: its only row cannot be held out and trained on; add rows, or set"
             " data.validation_fraction=0 eval.validation=false"
         )
     return numbers[below]
@@ -316,20 +316,20 @@ def _reasons(counts: ExampleCounts) -> str:
     )
 
 
-def summary(key: str, facts: Facts, packed: PackedExamples, asked: PackOptions) -> list[str]:
+def summary(key: str, facts: StoreFacts, packed: PackedExamples, options: PackOptions) -> list[str]:
     """Lines for the user: counts, and what was left out or changed."""
     counts, rows = packed.counts, packed.counts.rows
-    padding = 1 - counts.tokens / (rows * asked.seq_len)
+    padding = 1 - counts.tokens / (rows * options.seq_len)
     lines = [
         f"{key}: {_rows(counts.examples)} of {facts.format}, {counts.tokens:,} tokens,"
         f" {counts.learned:,} learned ({counts.learned / max(1, counts.tokens):.1%}); held out:"
         f" {_rows(counts.held_out)}",
-        f"{key}: packed into {_rows(rows)} of {asked.seq_len:,} tokens, {padding:.2%} padding"
-        if asked.supervised.packing == "best_fit"
-        else f"{key}: each padded to {asked.seq_len:,} tokens, {padding:.1%} padding",
+        f"{key}: packed into {_rows(rows)} of {options.seq_len:,} tokens, {padding:.2%} padding"
+        if options.supervised.packing == "best_fit"
+        else f"{key}: each padded to {options.seq_len:,} tokens, {padding:.1%} padding",
     ]
-    dropped = {NOTHING: "dropped", TOO_LONG: "dropped", TRUNCATED: f"to {asked.seq_len:,} tokens"}
-    dropped[REPEATS] = "dropped" if asked.supervised.drop_duplicates else "kept"
+    dropped = {NOTHING: "dropped", TOO_LONG: "dropped", TRUNCATED: f"to {options.seq_len:,} tokens"}
+    dropped[REPEATS] = "dropped" if options.supervised.drop_duplicates else "kept"
     for what, count in counts.changed.items():
         more = f", {counts.lost:,} learned tokens cut off" if what == TRUNCATED else ""
         lines.append(_line(key, count, what, dropped[what] + more, counts.first[what]))

@@ -31,9 +31,9 @@ from llmfoundry.data.supervised.store import (
     DOCUMENT,
     EXAMPLE,
     NO_ROW,
-    Facts,
     PartArrays,
     Store,
+    StoreFacts,
     write_store,
 )
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class _Plan:
         supervised = config.supervised
         shortest = supervised.shortest_target_prompt
         chat = tokenizer.chat if tokenizer.has_chat else None
-        self._asked = ExampleOptions(
+        self._options = ExampleOptions(
             chat, supervised.target_responses == "last", np.isfinite(shortest)
         )
         self._encoder = Encoder(tokenizer, shortest)
@@ -94,7 +94,7 @@ class _Plan:
             source: Any = [config.tasks, config.rows, config.format, self._seed, _generator_hash()]
         else:
             source = self._corpus.fingerprint()
-        chat = self._asked.chat
+        chat = self._options.chat
         return {
             "version": _VERSION,
             "source": source,
@@ -107,7 +107,7 @@ class _Plan:
 
     def build(self, folder: Path) -> None:
         """Read, render and encode all rows."""
-        work = _Work(self._reader, self._asked, self._encoder, self._key, folder)
+        work = _Work(self._reader, self._options, self._encoder, self._key, folder)
         if self._config.name == INSTRUCTIONS:
             config = self._config
             made = [work.make(0, _generated(config, self._key, self._seed), ["instructions"])]
@@ -117,7 +117,7 @@ class _Plan:
             with local_engine(self._config.num_workers) as run:
                 made = sorted(run(work, cut_tasks(self._corpus)), key=lambda part: part[0])
             sources, ignored = work.sources, self._corpus.ignored
-        facts = Facts(self._reader.format, sources, ignored=ignored)
+        facts = StoreFacts(self._reader.format, sources, ignored=ignored)
         facts.per_example = 2 if self._reader.format == "preference" else 1
         for _, part in made:
             facts.add(part)
@@ -140,13 +140,13 @@ class _Work:
     """What a process does with a task; sent to each once."""
 
     reader: RowReader
-    asked: ExampleOptions
+    options: ExampleOptions
     encoder: Encoder
     key: str
     folder: Path
     corpus: Corpus | None = None
 
-    def __call__(self, task: Task) -> tuple[int, Facts]:
+    def __call__(self, task: Task) -> tuple[int, StoreFacts]:
         return self.make(task.number, self._rows(task), self.sources)
 
     @property
@@ -161,13 +161,15 @@ class _Work:
         """Where the rows of a task are kept until all are joined."""
         return self.folder / f"part-{number:05}.npz"
 
-    def make(self, number: int, rows: Iterator[_Read], sources: Sequence[str]) -> tuple[int, Facts]:
+    def make(
+        self, number: int, rows: Iterator[_Read], sources: Sequence[str]
+    ) -> tuple[int, StoreFacts]:
         """Write a part.
 
         Raises:
             UserError: a row cannot be read or is not of its format.
         """
-        facts = Facts(self.reader.format)
+        facts = StoreFacts(self.reader.format)
         self.reader.unread.clear()
         kept: list[tuple[_Read, Example]] = []
         made: list[_Made] = []
@@ -196,13 +198,13 @@ class _Work:
                 values = json.loads(document.text)
                 yield _Read(span.source, number, f"{document.source}:{number}", values)
 
-    def _example(self, read: _Read, facts: Facts) -> Example | None:
+    def _example(self, read: _Read, facts: StoreFacts) -> Example | None:
         values = self.reader(read.where, read.values)
         if values is None:
             facts.note(facts.dropped, LEFT_OUT, str(read.where))
             return None
         try:
-            example = example_of(values, self.reader.format, self.asked)
+            example = example_of(values, self.reader.format, self.options)
         except (ValueError, UserError) as error:
             if isinstance(error, UserError) and str(error).startswith("tokenizer."):
                 raise
@@ -218,7 +220,7 @@ class _Work:
         tokens = self.encoder.special_tokens
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
-    def _encode(self, kept: Sequence[tuple[_Read, Example]], facts: Facts) -> list[_Made]:
+    def _encode(self, kept: Sequence[tuple[_Read, Example]], facts: StoreFacts) -> list[_Made]:
         encoded = iter(self.encoder([d for _, example in kept for d in example.documents]))
         found = []
         for read, example in kept:
@@ -292,6 +294,6 @@ def _generator_hash() -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _why_none(facts: Facts) -> str:
+def _why_none(facts: StoreFacts) -> str:
     reasons = [f"{count:,} {reason}" for reason, count in facts.dropped.items()]
     return f"dropped: {', '.join(reasons)}" if reasons else "the source has no rows"

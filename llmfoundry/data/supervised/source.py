@@ -72,7 +72,7 @@ class SupervisedSource:
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """A held-out example as a model is asked it.
+    """A held-out prompt and its right answer.
 
     Attributes:
         prompt: (n,) ids up to its last answer.
@@ -114,7 +114,7 @@ class SupervisedHeldOut:
         """The documents, as their tokens spell them."""
         return [self._tokenizer.decode(self._ids(n).tolist()) for n in self._documents()]
 
-    def asked(self, n: int) -> list[HeldOutPrompt]:
+    def prompts(self, n: int) -> list[HeldOutPrompt]:
         """The first `n` examples (of a pair the chosen one), cut where the last answer begins."""
         found = []
         for example in self._examples[:n].tolist():

@@ -26,7 +26,7 @@ NO_ROW = -1  # of a source that has no rows
 
 
 @dataclass
-class Facts:
+class StoreFacts:
     """What was read, beside the rows that are kept.
 
     Attributes:
@@ -56,7 +56,7 @@ class Facts:
         counter[what] = counter.get(what, 0) + 1
         self.first.setdefault(what, where)
 
-    def add(self, part: Facts) -> None:
+    def add(self, part: StoreFacts) -> None:
         """Count what a part of the input counted; parts come in order."""
         for name in ("dropped", "told", "unread"):
             counts = Counter(getattr(self, name)) + Counter(getattr(part, name))
@@ -79,7 +79,7 @@ class Store:
         """
         self._folder = folder
         try:
-            self.facts = Facts(**json.loads((folder / "facts.json").read_text()))
+            self.facts = StoreFacts(**json.loads((folder / "facts.json").read_text()))
             if len(self.examples) * self.facts.per_example != len(self.documents):
                 raise ValueError("rows and documents do not agree")
             if len(self.ids) != self._n_ids or len(self.weights) != self._n_ids:
@@ -173,7 +173,7 @@ class PartArrays:
             return cls(**{name: arrays[name] for name in arrays.files})
 
 
-def write_store(folder: Path, parts: Sequence[Path], facts: Facts, vocab_size: int) -> None:
+def write_store(folder: Path, parts: Sequence[Path], facts: StoreFacts, vocab_size: int) -> None:
     """Join parts, in order, to a store; the parts are removed.
 
     Args:

@@ -34,7 +34,7 @@ _CHUNK = 1 << 20  # pairs joined at a time
 
 
 @dataclass(frozen=True)
-class Search:
+class KeyRange:
     """One range of one of the documents' keys, of `n_parts` equal ranges."""
 
     key: int
@@ -95,16 +95,16 @@ def deduplicate(folder: Path, sources: Sequence[Path], run: Run) -> list[Path]:
     return targets
 
 
-def searches(sources: Sequence[Path], *, max_bytes: int = 1 << 30) -> list[Search]:
+def searches(sources: Sequence[Path], *, max_bytes: int = 1 << 30) -> list[KeyRange]:
     """The tasks of `find_repeats` that take about `max_bytes` of memory each."""
     shapes = [_open(source).shape for source in sources]
     n_documents = sum(shape[1] for shape in shapes)
     n_parts = max(1, -(-n_documents * _SEARCH_BYTES // max_bytes))
     n_keys = shapes[0][0] if shapes else 0
-    return [Search(key, part, n_parts) for key in range(n_keys) for part in range(n_parts)]
+    return [KeyRange(key, part, n_parts) for key in range(n_keys) for part in range(n_parts)]
 
 
-def find_repeats(sources: Sequence[Path], target: Path, *, search: Search) -> None:
+def find_repeats(sources: Sequence[Path], target: Path, *, search: KeyRange) -> None:
     """Write pairs (first, other), (n, 2) int64: documents of the corpus that share a key.
 
     Of several with one key, each other is paired with the first.
@@ -155,7 +155,7 @@ def read_drops(file: Path) -> np.ndarray:
     return drops
 
 
-def _find(sources: Sequence[Path], task: tuple[Search, Path]) -> None:
+def _find(sources: Sequence[Path], task: tuple[KeyRange, Path]) -> None:
     search, target = task
     find_repeats(sources, target, search=search)
 
@@ -179,7 +179,7 @@ def _order(records: np.ndarray) -> np.ndarray:
     return np.lexsort([records[word] for word in reversed(_words(records))])
 
 
-def _in_range(records: np.ndarray, search: Search) -> np.ndarray:
+def _in_range(records: np.ndarray, search: KeyRange) -> np.ndarray:
     """The records of the search's range of keys; reads only those, and a few to find them."""
     column = records["key"]
 
