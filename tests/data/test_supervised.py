@@ -358,9 +358,9 @@ def test_held_out_rows_are_measured_on_what_is_learned(tmp_path):
     assert sum(inner.values()) == 100 - len(texts)
     labels: list[int] = []
     for rank in range(2):
-        asked = {"rank": rank, "world_size": 2}
+        share = {"data_rank": rank, "data_size": 2}
         for batch in validation_batches(
-            data.validation, seq_len=256, batch_size=2, eos_id=256, **asked
+            data.validation, seq_len=256, batch_size=2, eos_id=256, **share
         ):
             labels += batch.labels[batch.labels != IGNORE].tolist()
     answers = "".join(text.split("assistant\n")[1] for text in texts)
