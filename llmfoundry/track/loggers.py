@@ -35,7 +35,7 @@ _A_DAY = 86_400.0  # seconds for a record that is sent by a command
 
 
 class Tracker:
-    """A run's record. `recipe` is filled; `console` prints at once and may be used directly.
+    """A run's record. `recipe` has its defaults; `console` prints at once and may be used directly.
 
     `history` is every metric of this process as (batch, value) by name, with logger.in_memory.
 
@@ -215,7 +215,7 @@ def make_writers(
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> list[BackgroundWriter]:
-    """One for each place that a filled `logger` section names.
+    """One for each place that a `logger` section with its defaults names.
 
     Raises:
         UserError: a place's address or package is missing.
@@ -227,7 +227,7 @@ def make_writers(
 
 
 def make_target(name: str, config: LoggerConfig, folder: Path) -> LogTarget:
-    """The place of a name in LOGGERS that a filled section chooses."""
+    """The place of a name in LOGGERS that a section with its defaults chooses."""
     target: LogTarget = LOGGERS[name].load()(config, folder, **(config.plugins.get(name) or {}))
     return target
 
@@ -239,7 +239,7 @@ def send_record(
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> None:
-    """Send to every place of a filled recipe what it lacks of a run that has ended, and wait.
+    """Send to every place of a recipe what it lacks of a run that has ended, and wait.
 
     Raises:
         UserError: nothing is recorded, no place is named, or one did not get everything.

@@ -291,7 +291,7 @@ def _log_params(
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether trying again is in vain: a driver that is not installed, or a refusal."""
+    """Whether trying again is useless: a driver that is not installed, or a refusal."""
     return type(error).__name__ == "NoSuchModuleError" or _error_code(error) in _PERMANENT
 
 

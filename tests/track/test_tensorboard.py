@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llmfoundry.errors import UserError
+from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.track.eval_session import log_evaluation
 from tests.track.hearing import Hears, facts, finish, writer
 
 pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
@@ -139,3 +142,15 @@ def test_a_missing_package_is_a_user_error_before_training(
             f"logger.{package}: needs the package {package};"
             f" pip install 'llmfoundry-recipes[{package}]'"
         )
+
+
+def test_an_evaluation_has_its_metrics_and_its_results_there(tmp_path: Path) -> None:
+    results = {"metrics": {"metrics/copa/0-shot/Accuracy": 0.625}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    found = SimpleNamespace(name="a model", folder=tmp_path, results=results, batch=7)
+    heard = Hears()
+    config = LoggerConfig(mlflow=False, tensorboard=True)
+    log_evaluation(found, config, note=heard.append, warn=heard.append)
+    assert heard == []
+    assert scalars(tmp_path, "metrics/copa/0-shot/Accuracy") == [(7, 0.625)]
+    assert "0.625" in texts(tmp_path, "results")[0][1]

@@ -206,8 +206,8 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     for i in range(len(values)):
         reach = min(window // 2, i, len(values) - 1 - i)
         low, high = i - reach, i + reach + 1
-        held = counts[high] - counts[low]
-        means.append((totals[high] - totals[low]) / held if held else math.nan)
+        n = counts[high] - counts[low]
+        means.append((totals[high] - totals[low]) / n if n else math.nan)
     return means
 
 
