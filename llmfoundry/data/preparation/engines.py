@@ -18,6 +18,7 @@ from typing import Any
 from llmfoundry.data.preparation.ray_engine import ray_engine
 from llmfoundry.errors import UserError
 from llmfoundry.processes import end_with_parent
+from llmfoundry.recipe.plugins import import_plugins, imported
 
 Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
@@ -58,7 +59,7 @@ def _run(work: Callable[[Any], Any], tasks: Sequence[Any], workers: int) -> Iter
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(work,))
+    pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(imported(), work))
     try:
         running = {pool.submit(_call, task) for task in tasks}
         while running:
@@ -81,9 +82,10 @@ def _run(work: Callable[[Any], Any], tasks: Sequence[Any], workers: int) -> Iter
 _work: Callable[[Any], Any] | None = None  # of this process, set once, with the tokenizer in it
 
 
-def _begin(work: Callable[[Any], Any]) -> None:
+def _begin(plugins: list[str], work: Callable[[Any], Any]) -> None:
     global _work
     end_with_parent()
+    import_plugins(plugins)
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process' to answer
 

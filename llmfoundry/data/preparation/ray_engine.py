@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Any
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.recipe.plugins import import_plugins, imported
 
 # Tasks handed to Ray ahead of a free core: an autoscaler sees what is waiting, and one call to
 # ray.wait, which is linear in them, stays at about a millisecond.
@@ -87,7 +88,7 @@ def _knock(address: str) -> None:
 
 def _run(ray: Any, work: _Work, tasks: Sequence[Any], workers: int | None) -> Iterator[Any]:
     call = ray.remote(num_cpus=1)(_call)
-    shared = ray.put(work)  # once for each machine, with the tokenizer in it
+    shared = ray.put((imported(), work))  # once for each machine, with the tokenizer in it
     at_a_time = workers or max(_AHEAD, 2 * int(ray.cluster_resources().get("CPU", 0)))
     left = iter(tasks)
     running = [call.remote(shared, task) for task in islice(left, at_a_time)]
@@ -98,7 +99,9 @@ def _run(ray: Any, work: _Work, tasks: Sequence[Any], workers: int | None) -> It
             yield _result(ray, result)
 
 
-def _call(work: _Work, task: Any) -> Any:
+def _call(shared: tuple[list[str], _Work], task: Any) -> Any:
+    plugins, work = shared
+    import_plugins(plugins)
     return work(task)
 
 

@@ -14,13 +14,14 @@ from llmfoundry.masking import hide, hide_override
 from llmfoundry.recipe.front.help.hints import unknown_key
 from llmfoundry.recipe.front.paths import find_recipe
 from llmfoundry.recipe.front.typed import Problem, build, remember, require
+from llmfoundry.recipe.plugins import import_plugins, leave_out
 from llmfoundry.recipe.schema import Schema
 
 T = TypeVar("T")
 
 
 def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
-    """The typed recipe at `path` with `overrides`; neither checked nor filled.
+    """The typed recipe at `path` with `overrides`; neither checked nor filled, plugins left alone.
 
     What cannot be had here, such as a variable that is not set, keeps its default until `require`
     asks for it: who generates text needs no key to the training data.
@@ -28,7 +29,7 @@ def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str]
     Raises:
         UserError: all unknown keys and wrong types, or the first file that cannot be read.
     """
-    return read(recipe_type, path, overrides)[0]
+    return read(recipe_type, path, overrides, plugins=False)[0]
 
 
 def checked(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
@@ -41,9 +42,13 @@ def checked(recipe_type: type[T], path: str | Path | None, overrides: Sequence[s
 
 
 def read(
-    recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()
+    recipe_type: type[T],
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    plugins: bool = True,
 ) -> tuple[T, list[str]]:
-    """As `load`, and every line that its `check` found."""
+    """As `load`, its plugins imported, and every line that its `check` found."""
     from llmfoundry.recipe.front.compose import compose  # and OmegaConf, which help does not need
 
     schema = Schema.of(recipe_type)
@@ -59,6 +64,11 @@ def read(
     hide(values)
     problems: list[Problem] = []
     recipe = build(recipe_type, values, problems)
+    if plugins:
+        by_file = file if "plugins" not in composed.overridden else None
+        import_plugins(getattr(recipe, "plugins", []), recipe=by_file)
+    elif file is not None:
+        leave_out(getattr(recipe, "plugins", []), file)
     problems = [problem for problem in problems if problem.key not in pending]
     problems = list(_with_hints(schema, problems, values))
     if problems:
@@ -69,6 +79,17 @@ def read(
     remember(recipe, raw, pending)
     found = [composed.where(line.split(":")[0]) + line for line in recipe.check()]  # type: ignore[attr-defined]
     return recipe, found
+
+
+def import_for_help(schema: Schema, path: str | None, overrides: Sequence[str]) -> None:
+    """The plugins that a command line names, whose choices `--help` lists too."""
+    words = [word for word in overrides if word.lstrip("+").startswith("plugins=")]
+    if words or path is not None:
+        from llmfoundry.recipe.front.compose import compose
+
+        file = None if path is None else find_recipe(path)
+        names = compose(schema, file, words).resolved()[0].get("plugins")
+        import_plugins(names if isinstance(names, list) else [], recipe=None if words else file)
 
 
 def _with_hints(

@@ -25,7 +25,7 @@ from llmfoundry.recipe.front.called import as_called
 from llmfoundry.recipe.front.help.complete import complete
 from llmfoundry.recipe.front.help.explain import explain
 from llmfoundry.recipe.front.help.hints import unknown_flag
-from llmfoundry.recipe.front.load import checked, read
+from llmfoundry.recipe.front.load import checked, import_for_help, read
 from llmfoundry.recipe.front.paths import recipe_name, shipped
 from llmfoundry.recipe.front.sweep import sweep
 from llmfoundry.recipe.front.typed import is_named, require, to_yaml
@@ -125,6 +125,7 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
         print(versions())
         return None
     if "--help" in command.flags:
+        import_for_help(schema, command.recipe, command.overrides)
         print(as_called(explain(schema, command, help)))
         return None
     _check_installation()

@@ -62,6 +62,8 @@ class EvalRecipe:
     nowhere."""
     cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
     """For models without a run: where tokenised prompts are kept."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 
     def all_models(self) -> list[str]:
         """`checkpoint` and `models`."""
@@ -109,6 +111,8 @@ class ConvertRecipe:
     adapter_experts: Annotated[str | None, choice(("stacked", "separate"))] = None
     """Only with to=peft: stacked, as peft's target_parameters, or separate, an adapter for each
     expert, since engines disagree on the stacked layout; default stacked."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
@@ -153,6 +157,8 @@ class DrawRecipe:
     """fp32, amp_bf16 or bf16; unset: the run's own."""
     kv_cache: bool = True
     """Keep keys and values of earlier tokens; false computes them anew each time (slow)."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""

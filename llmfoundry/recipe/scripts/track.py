@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from llmfoundry.recipe.logger import LoggerConfig
@@ -20,6 +20,8 @@ class TrackRecipe:
     """The run's folder; the run has ended, as a run that goes on sends its values itself."""
     logger: LoggerConfig | None = None
     """Where to (group logger/); unset: where the run's own recipe says."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""

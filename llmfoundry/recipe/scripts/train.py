@@ -35,7 +35,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 # Fields and sections that do not change what is learnt: where files lie, what is told and measured,
 # how it is computed. Model and tokenizer may not change at all (build.start.run_identity).
 NOT_LEARNT = re.compile(
-    r"(run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
+    r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
     r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|callbacks(?!\.early_stopper)"
     r"|data\.validation|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch"
     r"|prefetch_factor|download_\w+|requests_per_second|validate_hash|allow_changed|num_workers"
@@ -117,6 +117,9 @@ class TrainRecipe:
     """Where it is recorded (group logger/)."""
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     """Observers of the loop."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files, my_file.py, or modules, my_package.module, imported before anything is checked;
+    they add optimizers, schedules, callbacks, loggers, norms, task types and kinds of files."""
 
     def check(self) -> Iterator[str]:
         """Every problem of the recipe, a line each, sections and then what crosses them."""

@@ -13,7 +13,7 @@ import importlib
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.values.checks import fill, nearest, not_a_choice
@@ -21,7 +21,16 @@ from llmfoundry.recipe.values.checks import fill, nearest, not_a_choice
 T = TypeVar("T")
 REQUIRED = "???"
 """In place of a key's default: there is none."""
-now_adding = ["llmfoundry"]
+
+
+class Origin(NamedTuple):
+    """Where entries come from: a name for messages, and what their code is, "" for ours."""
+
+    label: str
+    code: str
+
+
+now_adding = [Origin("llmfoundry itself", "")]
 """Whose entries are added: last, a plugin that is being imported."""
 not_imported: dict[str, str] = {}
 """Plugins that a saved run's recipe names and this command line does not, each with the recipe."""
@@ -38,7 +47,7 @@ class ChoiceTable(UserDict[str, T]):
 
     def __init__(self, key: str, kind: type[T], entries: Mapping[str, T]) -> None:
         self.key, self.kind = key, kind
-        self.origins: dict[str, str] = {}
+        self.origins: dict[str, Origin] = {}
         super().__init__(entries)
 
     __hash__ = object.__hash__
@@ -46,13 +55,13 @@ class ChoiceTable(UserDict[str, T]):
     def __setitem__(self, name: str, entry: T) -> None:
         if not isinstance(name, str) or not isinstance(entry, self.kind):
             raise UserError(
-                f"{self.key}: {name!r} is {type(entry).__name__}; an entry of this table is a"
-                f" {self.kind.__name__}"
+                f"{self.key}: {name!r} is of type {type(entry).__name__}; entries of this table are"
+                f" of type {self.kind.__name__}"
             )
         if name in self.data:
             raise UserError(
-                f"{self.key}: {name!r} is there already, from {self.origins[name]}; write another"
-                f" name in {now_adding[-1]}"
+                f"{self.key}: {name!r} is there already, from {self.origins[name].label}; write"
+                f" another name in {now_adding[-1].label}"
             )
         self.data[name], self.origins[name] = entry, now_adding[-1]
 

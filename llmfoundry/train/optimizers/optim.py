@@ -82,7 +82,7 @@ def new_optimizer(parameters: Groups, config: OptimizerConfig) -> torch.optim.Op
 
 def _skip_if_found_inf(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """A step that is not finite changes nothing: parameters without gradient are passed over."""
-    if getattr(optimizer, "found_inf", 0):
+    if vars(optimizer).pop("found_inf", 0):  # PyTorch's own refuse the attribute where not fused
         optimizer.zero_grad(set_to_none=True)
 
 

@@ -9,7 +9,13 @@ from typing import Any
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.data.preparation.read.open_files import Input, InputFile
-from llmfoundry.data.preparation.read.readers import FileRow, read_file, row_groups, suffix_of
+from llmfoundry.data.preparation.read.readers import (
+    FileRow,
+    code_of,
+    read_file,
+    row_groups,
+    suffix_of,
+)
 from llmfoundry.data.preparation.read.spans import Span
 from llmfoundry.recipe.data import DataConfig, n_bytes
 
@@ -32,8 +38,9 @@ class FileText:
         self._options = FetchOptions.from_config(config)
 
     def facts(self) -> list[Any]:
-        """Paths, sizes and times."""
-        return [[file.name, file.size, file.stamp] for file in self.files]
+        """Paths, sizes and times; and the code of plugins that read them."""
+        codes = {code_of(file.name) for file in self.files} - {""}
+        return [*([file.name, file.size, file.stamp] for file in self.files), *sorted(codes)]
 
     def spans(self, longest: int | None) -> list[Span]:
         """Lines can be cut anywhere, parquet between row groups; compressed files, CSV not."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.open_files import InputFile
-from llmfoundry.data.preparation.read.readers import READS, READS_ROWS, ROW, readers_of, suffix_of
+from llmfoundry.data.preparation.read.readers import is_readable, readable, suffix_of
 from llmfoundry.data.preparation.read.remote_input import list_url
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -63,16 +63,15 @@ def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
     """Files of data.paths, in the order written, each folder's and glob's sorted."""
     places: dict[str, int] = {}  # by what a link stands for
     files: dict[str, InputFile] = {}
-    ignored, readers = 0, readers_of(config.text_column)
-    reads = READS_ROWS if config.text_column == ROW else READS
+    ignored, reads = 0, readable(config.text_column)
     for place, name in enumerate(config.paths):
         for is_folder, below in _matches(config, name):
-            readable = [file for file in below if suffix_of(file.name) in readers]
+            read = [file for file in below if is_readable(file.name, config.text_column)]
             if is_folder:
-                ignored += len(below) - len(readable)
-            elif not readable:
+                ignored += len(below) - len(read)
+            elif not read:
                 raise UserError(f"data.paths: {below[0].name}: {_unreadable(below[0].name, reads)}")
-            for file in readable:
+            for file in read:
                 real = file.name if "://" in file.name else os.path.realpath(file.name)
                 if (first := places.setdefault(real, place)) != place:
                     raise UserError(
@@ -101,9 +100,7 @@ def _known(path: Path, text_column: str | None) -> InputFile:
     """A file by its own name, also where it is a link, in a folder by the folder's one name."""
     path = path.parent.resolve() / path.name
     return (
-        InputFile.here(path)
-        if suffix_of(path.name) in readers_of(text_column)
-        else InputFile(str(path), 0, 0)
+        InputFile.here(path) if is_readable(path.name, text_column) else InputFile(str(path), 0, 0)
     )
 
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import codecs
 import csv
+import functools
 import io
 import json
 import tokenize
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 from llmfoundry.data.preparation.read.open_files import NEEDS_EXTRA, PACKED, Input, decode
 from llmfoundry.data.preparation.read.wet import read_wet
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.recipe.values.choices import ChoiceTable, Entry
 
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
 _SHOWN = 500  # characters of a file's column names
@@ -60,19 +62,42 @@ def read_file(source: Input, text_column: str) -> Rows:
     Raises:
         UserError: the file, or a row of it, cannot be read.
     """
-    yield from readers_of(text_column)[suffix_of(source.name)](source, text_column)
+    yield from FILE_TYPES[_types(tuple(FILE_TYPES))[suffix_of(source.name)]].load()(
+        source, text_column
+    )
 
 
-def readers_of(text_column: str | None) -> dict[str, Callable[[Input, str], Rows]]:
-    """The readers by suffix: of documents, or of rows of any columns."""
-    return ROW_READERS if text_column == ROW else READERS
+def is_readable(name: str, text_column: str | None) -> bool:
+    """Whether there is a reader for a file: of documents, or of rows of any columns."""
+    kind = _types(tuple(FILE_TYPES)).get(suffix_of(name))
+    return kind is not None and FILE_TYPES[kind].serves(text_column)
 
 
 def suffix_of(name: str) -> str:
     """What chooses a reader: the suffix, .gz and .zst with the one before; may be missing in it."""
-    name = name[name.rfind("/") + 1 :].lower()
-    longest = max((s for s in _SUFFIXES if name.endswith(s)), key=len, default=None)
+    name, known = name[name.rfind("/") + 1 :].lower(), _types(tuple(FILE_TYPES))
+    longest = max((suffix for suffix in known if name.endswith(suffix)), key=len, default=None)
     return longest or name[name.rfind(".") :] if "." in name else ""
+
+
+def code_of(name: str) -> str:
+    """What names the code of a plugin that reads a file; "" for ours."""
+    return FILE_TYPES.origins[_types(tuple(FILE_TYPES))[suffix_of(name)]].code
+
+
+@functools.cache
+def _types(names: tuple[str, ...]) -> dict[str, str]:
+    """The kind of file by its suffix, with .gz and .zst and without."""
+    packed = {name: PACKED if FILE_TYPES[name].packed else ("",) for name in names}
+    return {f"{name}{end}": name for name in names for end in packed[name]}
+
+
+def readable(text_column: str | None) -> str:
+    """The kinds of files that are read, for people."""
+    kinds = {name: kind for name, kind in FILE_TYPES.items() if kind.serves(text_column)}
+    packed = " ".join(name for name, kind in kinds.items() if kind.packed)
+    others = " ".join(name for name, kind in kinds.items() if not kind.packed)
+    return f"{packed} (each also .gz or .zst) {others}"
 
 
 def _text(source: Input, text_column: str) -> Rows:
@@ -335,23 +360,33 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"a value of type {type(value).__name__}"
 
 
-_FORMATS: dict[str, Callable[[Input, str], Rows]] = {
-    ".txt": _text,
-    ".md": _text,
-    ".py": _python,
-    ".jsonl": _jsonl,
-    ".csv": _csv,
-    ".warc.wet": _wet,
-}
+@dataclass(frozen=True)
+class FileType(Entry):
+    """A kind of file: `make(source, text_column)` yields (row, text), as `read_file` does."""
 
-READERS = {f"{name}{packed}": read for name, read in _FORMATS.items() for packed in PACKED}
-READERS[".parquet"] = _parquet  # compressed within
-ROW_READERS = {
-    suffix: read
-    for suffix, read in READERS.items()
-    if suffix.startswith((".jsonl", ".csv", ".parquet"))
-} | {f".json{packed}": _json for packed in PACKED}
-_SUFFIXES = (*READERS, *ROW_READERS)
-READS_ROWS = ".jsonl .json .csv (each also .gz or .zst) .parquet"
-READS = ".txt .md .py .jsonl .csv .warc.wet (each also .gz or .zst) .parquet"
-"""What to tell the user."""
+    rows: bool = field(default=False, kw_only=True)
+    """Whether it holds rows of columns, of which `pick` takes the text."""
+    documents: bool = field(default=True, kw_only=True)
+    """Whether it is read as text; false: only as rows of columns."""
+    packed: bool = field(default=True, kw_only=True)
+    """Whether its name may also end with .gz or .zst."""
+
+    def serves(self, text_column: str | None) -> bool:
+        """Whether it gives what is asked for."""
+        return self.rows if text_column == ROW else self.documents
+
+
+FILE_TYPES = ChoiceTable(
+    "data.paths",
+    FileType,
+    {
+        ".txt": FileType(_text),
+        ".md": FileType(_text),
+        ".py": FileType(_python),
+        ".jsonl": FileType(_jsonl, rows=True),
+        ".json": FileType(_json, rows=True, documents=False),
+        ".csv": FileType(_csv, rows=True),
+        ".warc.wet": FileType(_wet),
+        ".parquet": FileType(_parquet, rows=True, packed=False),  # compressed within
+    },
+)
