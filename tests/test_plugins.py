@@ -18,6 +18,7 @@ from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.read.readers import FILE_TYPES, is_readable
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import estimate, with_guessed_vocabulary
+from llmfoundry.gauntlet.task_types import TASK_TYPES
 from llmfoundry.recipe import plugins
 from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.front.load import checked, run
@@ -30,15 +31,26 @@ from llmfoundry.recipe.values import choices
 from llmfoundry.recipe.values.choices import ChoiceTable
 from tests.tiny import write_recipe
 
-TABLES: list[ChoiceTable[Any]] = [OPTIMIZERS, SCHEDULES, CALLBACKS, LOGGERS, NORMS, FILE_TYPES]
+TABLES: list[ChoiceTable[Any]] = [
+    OPTIMIZERS,
+    SCHEDULES,
+    CALLBACKS,
+    LOGGERS,
+    NORMS,
+    FILE_TYPES,
+    TASK_TYPES,
+]
 PLUGIN = """
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from llmfoundry.data.preparation.read.readers import FILE_TYPES, FileType
+from llmfoundry.gauntlet.questions import TaskRow
+from llmfoundry.gauntlet.task_types import TASK_TYPES
 from llmfoundry.recipe.architecture.attention import NORMS, NormType
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS, CallbackType, LoggerType
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerType
@@ -99,6 +111,11 @@ def tsv(source, text_column):
         yield number, line.decode().split("\\t")[1]
 
 
+def last_word(row, place):
+    text, _, word = row["text"].rpartition(" ")
+    return TaskRow((text,), (word,), 0, place)
+
+
 OPTIMIZERS["sgd"] = OptimizerType(
     torch.optim.SGD, keys={"momentum": 0.5, "nesterov": False}, moments=1, meaning="Plain and old."
 )
@@ -107,6 +124,13 @@ CALLBACKS["count"] = CallbackType(Count, keys={"every": 2, "file": "counted"})
 LOGGERS["table"] = LoggerType(table, keys={"name": "table.csv"})
 NORMS["scale_norm"] = NormType(ScaleNorm)
 FILE_TYPES[".tsv"] = FileType(tsv)
+TASK_TYPES["last_word"] = replace(
+    TASK_TYPES["language_modeling"], fields=("text",), read=last_word
+)
+"""
+GAUNTLET = """
+icl_tasks:
+  - {label: words, dataset_uri: words.jsonl, icl_task_type: last_word, num_fewshot: [1]}
 """
 CHOSEN = (
     "plugins=[my_file.py]",
@@ -147,6 +171,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             file.with_suffix(".tsv").write_text("".join(f"{len(x)}\t{x}\n" for x in lines))
             file.unlink()
         (folder / "my_file.py").write_text(PLUGIN)
+        (folder / "words.yaml").write_text(GAUNTLET)
+        texts = [json.dumps({"text": f"this is number {n}"}) for n in range(9)]
+        (folder / "words.jsonl").write_text("\n".join(texts))
         patch.chdir(folder)
         yield folder
 
@@ -167,13 +194,7 @@ def train(*argv: str) -> int:
 def test_a_run_uses_one_of_each_and_goes_on_by_its_own_recipe(
     place: Path, forget: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (
-        "run_name=all",
-        "max_duration=8ba",
-        "data.num_workers=2",
-        "eval=off",
-        "save_interval=4ba",
-    )
+    words = ("run_name=all", "max_duration=8ba", "eval=off", "eval.gauntlet=words.yaml")
     assert train("tiny.yaml", *CHOSEN, *words) == 0, capsys.readouterr().err
     found = [json.loads(line) for line in Path("runs/all/metrics.jsonl").read_text().splitlines()]
     rates = [row["lr-sgd/group0"] for row in found if "lr-sgd/group0" in row]
@@ -182,6 +203,8 @@ def test_a_run_uses_one_of_each_and_goes_on_by_its_own_recipe(
     assert Path("counted").read_text().split() == ["3", "6"]
     sent = Path("runs/all/table.csv").read_text()
     assert all(f"{r['time/batch']},lr-sgd/group0,{r['lr-sgd/group0']}" in sent for r in found[:1])
+    (asked,) = json.loads(Path("runs/all/eval/ba0000008.json").read_text())["tasks"]
+    assert (asked["label"], asked["n"]) == ("words", 9)
     newest = sorted(Path("runs/all/checkpoints").iterdir())[-1]
     assert yaml.safe_load((newest / "recipe.yaml").read_text())["plugins"] == ["my_file.py"]
     forget()
@@ -205,14 +228,20 @@ def test_the_estimate_knows_what_a_plugins_optimizer_keeps(place: Path) -> None:
 def test_processes_that_prepare_have_it_and_a_changed_reader_prepares_anew(
     place: Path, forget: Callable[[], None]
 ) -> None:
-    recipe = checked(TrainRecipe, "tiny.yaml", [*CHOSEN])
+    reader = """
+from llmfoundry.data.preparation.read.readers import FILE_TYPES, FileType
+
+FILE_TYPES[".tsv"] = FileType(lambda source, column: enumerate(source.whole().decode().split()))
+"""
+    Path("reader.py").write_text(reader)
+    recipe = checked(TrainRecipe, "tiny.yaml", ["plugins=[reader.py]"])
     with local_engine(2) as work:
         found = list(work(partial(is_readable, text_column="text"), ["a.tsv", "b.tsv"]))
     assert found == [True, True]
     before = Corpus(recipe.data).fingerprint()
     forget()
-    Path("other.py").write_text(f"{PLUGIN}\n# changed")
-    checked(TrainRecipe, "tiny.yaml", [*CHOSEN, "plugins=[other.py]"])
+    Path("reader.py").write_text(reader.replace("split", "splitlines"))
+    checked(TrainRecipe, "tiny.yaml", ["plugins=[reader.py]"])
     assert Corpus(recipe.data).fingerprint() != before
 
 

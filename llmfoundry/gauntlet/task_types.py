@@ -27,6 +27,7 @@ from llmfoundry.gauntlet.grading.metrics import (
 )
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.values.choices import ChoiceTable
 
 
 @dataclass(frozen=True)
@@ -231,45 +232,49 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-TASK_TYPES: dict[str, TaskType] = {
-    "language_modeling": TaskType(
-        fields=("context", "continuation"),
-        read=read_language_modeling,
-        write=write_continuations,
-        judge=judge_greedy,
-        metrics=greedy_metrics,
-        metric="InContextLearningLMAccuracy",
-        calibration=LM_CALIBRATION,
-    ),
-    "multiple_choice": TaskType(
-        fields=("query", "choices", "gold"),
-        read=read_multiple_choice,
-        write=write_continuations,
-        judge=judge_choice,
-        metrics=choice_metrics,
-        metric="InContextLearningMultipleChoiceAccuracy",
-        calibration=CHOICE_CALIBRATION,
-        chooses=True,
-    ),
-    "schema": TaskType(
-        fields=("context_options", "continuation", "gold"),
-        read=read_schema,
-        write=write_continuations,
-        judge=judge_choice,
-        metrics=choice_metrics,
-        metric="InContextLearningMultipleChoiceAccuracy",
-        calibration=CHOICE_CALIBRATION,
-        chooses=True,
-        options_are_contexts=True,
-    ),
-    "generation_task_with_answers": TaskType(
-        fields=("context", "answer"),
-        read=read_generation,
-        write=write_answer,
-        judge=judge_written,
-        metrics=generation_metrics,
-        metric="InContextLearningGenerationExactMatchAccuracy",
-        generates=True,
-    ),
-}
+TASK_TYPES = ChoiceTable(
+    "icl_task_type",
+    TaskType,
+    {
+        "language_modeling": TaskType(
+            fields=("context", "continuation"),
+            read=read_language_modeling,
+            write=write_continuations,
+            judge=judge_greedy,
+            metrics=greedy_metrics,
+            metric="InContextLearningLMAccuracy",
+            calibration=LM_CALIBRATION,
+        ),
+        "multiple_choice": TaskType(
+            fields=("query", "choices", "gold"),
+            read=read_multiple_choice,
+            write=write_continuations,
+            judge=judge_choice,
+            metrics=choice_metrics,
+            metric="InContextLearningMultipleChoiceAccuracy",
+            calibration=CHOICE_CALIBRATION,
+            chooses=True,
+        ),
+        "schema": TaskType(
+            fields=("context_options", "continuation", "gold"),
+            read=read_schema,
+            write=write_continuations,
+            judge=judge_choice,
+            metrics=choice_metrics,
+            metric="InContextLearningMultipleChoiceAccuracy",
+            calibration=CHOICE_CALIBRATION,
+            chooses=True,
+            options_are_contexts=True,
+        ),
+        "generation_task_with_answers": TaskType(
+            fields=("context", "answer"),
+            read=read_generation,
+            write=write_answer,
+            judge=judge_written,
+            metrics=generation_metrics,
+            metric="InContextLearningGenerationExactMatchAccuracy",
+            generates=True,
+        ),
+    },
+)
 """By `icl_task_type`."""

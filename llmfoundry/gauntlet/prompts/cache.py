@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.models.tree import common_prefix
 from llmfoundry.gauntlet.prompts.native import questions, uses_chat
 from llmfoundry.gauntlet.prompts.settings import Chat, SpecialTokens, special_tokens
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
-from llmfoundry.gauntlet.task_types import type_of
+from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.gauntlet.tasks.rows import rows_hash
 
 if TYPE_CHECKING:
@@ -83,7 +83,11 @@ def cached_questions(
     special = special or special_tokens(tokenizer)
     how: dict[str, Any] = {"mode": mode, "seq_len": seq_len}
     how["generate"] = generate and type_of(task).generates
-    spoken = {"chat": chat.facts()} if chat is not None and uses_chat(rows, chat) else {}
+    spoken: dict[str, Any] = (
+        {"chat": chat.facts()} if chat is not None and uses_chat(rows, chat) else {}
+    )
+    if code := TASK_TYPES.origins[task.icl_task_type].code:  # of a plugin, which may change
+        spoken["code"] = code
     key = cache_key(
         version=_VERSION,
         rows=rows_hash(rows),

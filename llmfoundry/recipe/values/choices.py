@@ -65,6 +65,10 @@ class ChoiceTable(UserDict[str, T]):
             )
         self.data[name], self.origins[name] = entry, now_adding[-1]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """An entry, or what is given in its place."""
+        return self.data.get(name, default)
+
     def __missing__(self, name: str) -> T:
         raise UserError(f"{self.key}: {not_a_choice(name, [*self.data])}{_of_a_plugin()}")
 
