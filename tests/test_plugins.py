@@ -21,7 +21,8 @@ from llmfoundry.estimate import estimate, with_guessed_vocabulary
 from llmfoundry.gauntlet.task_types import TASK_TYPES
 from llmfoundry.recipe import plugins
 from llmfoundry.recipe.architecture.attention import NORMS
-from llmfoundry.recipe.front.load import checked, run
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.schedule import SCHEDULES
