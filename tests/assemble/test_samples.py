@@ -29,7 +29,7 @@ class Prompts(SupervisedHeldOut):
     def __init__(self, *pairs: tuple[str, str]) -> None:
         self._pairs = pairs
 
-    def asked(self, n: int) -> list[HeldOutPrompt]:
+    def prompts(self, n: int) -> list[HeldOutPrompt]:
         encode = TOKENIZER.encode
         return [
             HeldOutPrompt(np.array(encode(prompt)), np.array([*encode(answer), TOKENIZER.eos_id]))
