@@ -129,7 +129,7 @@ def fill_weights(
         raise UserError(
             f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
         )
-    then = {**_unrecorded(folder), **state["identity"]}
+    then = state["identity"]
     kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
     changed = [k for k in kept if then.get(k) != identity[k]]
     if changed:
@@ -161,22 +161,9 @@ def fill_weights(
     return state
 
 
-def _unrecorded(folder: Path) -> dict[str, Any]:
-    """What a checkpoint older than some settings had for them: its recipe, read by today's schema.
-
-    A setting that did not exist then has its default, which is what was trained.
-    """
-    written = load_run(folder / "recipe.yaml")
-    if isinstance(written, FinetuneRecipe):  # of which none is that old
-        return {}
-    model = with_defaults(written).model
-    return {**model_identity(model), "precision": WIDE, "optimizer.disable_grad": []}
-
-
 def _changes(recipe: TrainRecipe, folder: Path, state: dict[str, Any]) -> Iterator[str]:
     """A line for every setting of the training that is no longer the checkpoint's."""
-    written = with_defaults(load_run(folder / "recipe.yaml")).training_settings()
-    then = {**written, **state.get("settings", {})}  # the recipe's values may come from outside
+    then = state["settings"]  # not recipe.yaml's: its values may come from outside
     for key, value in recipe.training_settings().items():
         if then.get(key) != value:
             yield f"{key}: {then.get(key)} until {folder.name}, {value} from here on"
