@@ -116,6 +116,17 @@ def test_a_shard_gathers_a_block_and_the_ends_with_their_gradients(name: str, ti
     assert need.total(1) - need.weights > need.gathered  # on top of what the shard holds
 
 
+def test_a_shard_of_a_frozen_model_gathers_a_block_and_the_ends_too() -> None:
+    recipe = make_recipe("llama", "fp32")
+    recipe.parallel.data_parallel_shard_degree = 4
+    recipe.parallel.fill()
+    with torch.device("meta"):
+        model = Decoder(recipe.model).requires_grad_(False)
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    ends = sum(p.numel() for p in model.parameters()) - len(model.blocks) * block
+    assert estimate(recipe, 4, sketch=model).gathered == 4 * 2 * (ends + block)
+
+
 def test_auto_takes_the_largest_divisor_that_fits() -> None:
     recipe = make_recipe("mpt", "fp32")
     need = estimate(recipe, 1)

@@ -6,6 +6,7 @@ Every process has them, and calls each hook at the same batch, in the order of `
 from __future__ import annotations
 
 import gc
+import math
 import resource
 import sys
 from collections import deque
@@ -107,8 +108,10 @@ class RuntimeEstimator(Callback):
         left = trainer.clock.total - trainer.batch
         remaining = left * trainer.train_seconds / max(done, 1)
         if trainer.evaluations:
-            interval = trainer.clock.batches(trainer.recipe.eval_interval)
-            evaluations = 1 + (left // interval if interval > 0 else 0)
+            evaluations, interval = 1, trainer.clock.batches(trainer.recipe.eval_interval)
+            if interval > 0:  # this step's own, where it is due, is still to come
+                evaluations += math.ceil(trainer.clock.total / interval)
+                evaluations -= math.ceil(trainer.batch / interval)
             remaining += evaluations * trainer.eval_seconds / trainer.evaluations
         metrics["time/remaining_estimate"] = remaining
 

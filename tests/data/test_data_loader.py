@@ -203,6 +203,22 @@ def test_changed_proportions_repeat_and_lose_nothing(folder: Path) -> None:
     assert after.samples(12) == 12 * BATCH
 
 
+def test_a_stream_that_was_away_comes_back_where_it_was_or_is_refused(folder: Path) -> None:
+    """Two checkpoints later: what a stream was is kept while the recipe leaves it out."""
+    web, code, books = three(folder)
+    state = json.loads(json.dumps(loader([web, code, books]).state(5)))
+    for step in (9, 12):
+        without = loader([web, code])
+        without.resume(state, step - 4)
+        state = json.loads(json.dumps(without.state(step)))
+    back = loader([web, code, books])
+    back.resume(state, 12)
+    given = loader([web, code, books]).mixture.consumed(5)[2]
+    assert back.mixture.consumed(12)[2] == given > 0
+    with pytest.raises(UserError, match=r"^data\.streams\.books: its rows "):
+        loader([web, code, opened(folder / "web", "books")]).resume(state, 12)
+
+
 @pytest.mark.parametrize("after", [4, 16])
 def test_resume_goes_on_after_the_last_sample_given(web: OrderedStream, after: int) -> None:
     """Also where the batch size changed with the resume: no sample twice, none left out."""

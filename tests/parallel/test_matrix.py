@@ -201,7 +201,7 @@ def work(rank: int, size: int, folder: Path) -> None:
     if size != 2:
         world = World(rank, size, rank, CPU)
         world = world if size == 1 else on_mesh(world, mesh_beside_data(1, 2, 2))
-        text = json.dumps(measured(world, folder / str(rank)))
+        text = json.dumps(measured(world, folder / f"cache-{size}-{rank}"))
         (folder / f"measured-{size}-{rank}.json").write_text(text)
     if rank == 0:
         (folder / f"{size}.json").write_text(json.dumps(found))

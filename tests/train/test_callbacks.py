@@ -22,7 +22,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.logger import EarlyStopperConfig
 from llmfoundry.recipe.optimizer import OPTIMIZERS
-from llmfoundry.train.callbacks import GarbageCollection, LRMonitor
+from llmfoundry.train.callbacks import GarbageCollection, LRMonitor, RuntimeEstimator
 from llmfoundry.train.early_stopper import EarlyStopper
 from llmfoundry.train.trainer import Callback
 from tests.tiny import losses, write_recipe
@@ -74,6 +74,29 @@ def test_speed_counts_rows_and_tokens_alike(place: Path) -> None:
         assert row["throughput/samples_per_sec"] == pytest.approx(
             4 * row["throughput/batches_per_sec"]
         )
+
+
+@pytest.mark.parametrize("total", [90, 100])
+@pytest.mark.parametrize("interval", [0, 7, 25, 200])
+@pytest.mark.parametrize("batch", [20, 49, 50, 88])
+def test_what_remains_is_steps_and_evaluations_at_their_means(
+    total: int, interval: int, batch: int
+) -> None:
+    """Steps take 2 s; evaluations, of which there were two, took 30 s each."""
+    trainer: Any = SimpleNamespace(
+        batch=batch,
+        first_batch=10,
+        clock=SimpleNamespace(total=total, batches=lambda every: every),
+        recipe=SimpleNamespace(eval_interval=interval),
+        train_seconds=2.0 * (batch - 10),
+        eval_seconds=60.0,
+        evaluations=2,
+    )
+    due = [n for n in range(batch, total + 1) if n == total or (interval and n % interval == 0)]
+    metrics: dict[str, float] = {}
+    RuntimeEstimator().on_log(trainer, metrics)
+    expected = 2 * (total - batch) + 30 * len(due)
+    assert metrics["time/remaining_estimate"] == pytest.approx(expected)
 
 
 def test_norms_are_those_of_the_tensors_and_only_where_a_step_is_logged(

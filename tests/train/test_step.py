@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def test_loss_norm_and_update_do_not_depend_on_the_microbatch(microbatch: int) -
         if name.endswith("Wqkv.bias"):  # keys' have no gradient but rounding: Adam makes it a step
             felt = grad.abs() > 1e-6
         torch.testing.assert_close(ours[felt], theirs[felt], rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_without_a_labelled_token_decays_weights_and_ends_nothing() -> None:
+    root, batch = make_root(), make_batch()
+    before = [p.detach().clone() for p in root.parameters()]
+    result = one_step(root, replace(batch, labels=torch.full_like(batch.labels, IGNORE)), 4)
+    assert (result.loss, result.grad_norm, result.count) == (0, 0, 0)
+    for parameter, was in zip(root.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), was * (1 - 0.01 * 0.1))
+    assert one_step(root, batch, 4).count == 43
 
 
 @pytest.mark.parametrize("kind", ["norm", "value"])

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from llmfoundry.errors import UserError
+from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train.trainer import Trainer
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 
@@ -73,6 +79,24 @@ def test_dropout_differs_from_step_to_step_and_from_none(place: Path) -> None:
     assert all(plain[batch] != dropped[batch] for batch in plain)
     train_here("seeded", *DROPOUT, "eval=off", "seed=18")
     assert losses(Path("runs/seeded")) != dropped
+
+
+def test_dropout_falls_elsewhere_on_every_data_rank_and_alike_beside_them() -> None:
+    """Processes that share rows, such as those of a tensor group, must drop the same elements."""
+    cpu = torch.device("cpu")
+
+    def draws(world: World, batch: int = 3) -> list[float]:
+        with torch.random.fork_rng():
+            run: Any = SimpleNamespace(recipe=TrainRecipe(), batch=batch, world=world)
+            Trainer._seed(run)
+            return torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
+
+    ranks = [draws(World(rank, 4, rank, cpu)) for rank in range(4)]
+    assert all(a != b for a, b in combinations(ranks, 2))
+    assert ranks[0] == draws(World(0, 4, 0, cpu)) != draws(World(0, 4, 0, cpu), batch=4)
+    for rank in range(4):
+        mesh: Any = SimpleNamespace(get_local_rank=lambda rank=rank: rank // 2)
+        assert draws(World(rank, 4, rank, cpu, data_mesh=mesh)) == ranks[rank // 2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its queue is empty once CUDA is up")
