@@ -6,9 +6,11 @@ A `UserError` becomes one line per problem on stderr and exit status 2, never a 
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class UserError(Exception):
@@ -34,6 +36,22 @@ def one_line(error: BaseException) -> str:
             return at.strerror + (f" ({at.filename})" if at.filename else "")
         at = at.__cause__ or at.__context__
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def import_optional(module: str, where: str, *, extra: str = "", package: str = "") -> Any:
+    """A module of a package that need not be installed; its absence is an error at `where`.
+
+    Raises:
+        UserError: it is not installed; names the extra of ours, or the package, that brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        install = f"'llmfoundry-recipes[{extra}]'" if extra else package
+        missing = package or error.name or module
+        raise UserError(
+            f"{where} needs the package {missing}; write: pip install {install}"
+        ) from error
 
 
 class RunFailure(Exception):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.errors import UserError, one_line
+from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.hf_models.causal_lm import HFCausalLM
 from llmfoundry.models.adapters.names import select
 from llmfoundry.models.init import Distribution, assign, draw
@@ -98,14 +98,8 @@ def peft_config(model: HFCausalLM, config: AdapterConfig) -> Any:
 
 def import_peft() -> Any:
     """Peft itself; a UserError where it is not installed."""
-    try:
-        import peft
-    except ImportError:
-        raise UserError(
-            "adapter.name: on a model of transformers' class it needs peft; pip install"
-            " 'llmfoundry-recipes[peft]'"
-        ) from None
-    return peft
+    where = "adapter.name: on a model of transformers' class it"
+    return import_optional("peft", where, extra="peft")
 
 
 def _check(

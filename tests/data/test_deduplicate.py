@@ -176,5 +176,6 @@ def test_keys_stay_the_same_over_versions_and_machines(tmp_path: Path) -> None:
 
 def test_a_missing_library_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(UserError, match=r"minhash needs datasketch.*llmfoundry-recipes\[filters\]"):
+    line = r"minhash needs the package datasketch; .*llmfoundry-recipes\[filters\]"
+    with pytest.raises(UserError, match=line):
         signatures(["text"], tmp_path / "x", method="minhash")

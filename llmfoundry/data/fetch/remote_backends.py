@@ -7,7 +7,6 @@ recipes and machines work as they are. What storage_options say goes before the 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 import fsspec
 
-from llmfoundry.errors import UserError, one_line
+from llmfoundry.errors import UserError, import_optional, one_line
 
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az", "http": "https"}
 _PACKAGES = {
@@ -108,14 +107,8 @@ def resolve(url: str, storage_options: Mapping[str, Any], timeout: float) -> Bac
 
 def _check_package(kind: str, url: str) -> None:
     package = _PACKAGES.get(kind)
-    if package is None:
-        return
-    try:
-        importlib.import_module(package)
-    except ImportError as error:
-        raise UserError(
-            f"{url}: {kind}:// needs the package {package}; write: pip install {package}"
-        ) from error
+    if package is not None:
+        import_optional(package, f"{url}: {kind}://", package=package)
 
 
 def _s3(kind: str, path: str, options: Mapping[str, Any], timeout: float) -> Backend:

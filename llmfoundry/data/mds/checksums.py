@@ -7,11 +7,10 @@ there; xxhash's (`xxh3_64` …), some ten times faster than sha1, need their pac
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, import_optional
 
 # shake_* has no digest of a fixed length, so an index cannot name it.
 HASHLIB = tuple(sorted(n for n in hashlib.algorithms_guaranteed if not n.startswith("shake_")))
@@ -47,9 +46,5 @@ def _new(algorithm: str) -> Any:
         raise UserError(
             f"hash {algorithm!r}: no such algorithm; write one of {', '.join((*HASHLIB, *XXHASH))}"
         )
-    try:
-        return getattr(importlib.import_module("xxhash"), algorithm)()
-    except ImportError as error:
-        raise UserError(
-            f"hash {algorithm}: needs the package xxhash; write: pip install xxhash"
-        ) from error
+    library = import_optional("xxhash", f"hash {algorithm}:", package="xxhash")
+    return getattr(library, algorithm)()

@@ -10,7 +10,6 @@ begins with the length.
 from __future__ import annotations
 
 import bz2
-import importlib
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, import_optional
 
 # Bytes given to a library at a time. One may become 32 kB (zstd), so these become 32 MB at most;
 # more at a time are no faster.
@@ -113,12 +112,7 @@ def _parse(compression: str) -> tuple[_Codec, int]:
 
 
 def _library(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"compression {module}: needs the package {package}; write: pip install {package}"
-        ) from error
+    return import_optional(module, f"compression {module}:", package=package)
 
 
 def _too_long(n_bytes: int) -> PackedError:

@@ -15,11 +15,10 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from llmfoundry.errors import UserError, one_line
+from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.recipe.plugins import import_plugins, imported
 
 # Tasks handed to Ray ahead of a free core: an autoscaler sees what is waiting, and one call to
@@ -47,12 +46,7 @@ def ray_engine(workers: int | None) -> Iterator[_Run]:
         UserError: Ray is missing, the cluster does not answer, a machine of it fails again and
             again; or what a task raised.
     """
-    try:
-        ray = import_module("ray")
-    except ImportError as error:
-        raise UserError(
-            "prepare.engine: ray is not installed; write: pip install 'llmfoundry-recipes[ray]'"
-        ) from error
+    ray = import_optional("ray", "prepare.engine: ray", extra="ray")
     _connect(ray, workers)
     try:
         yield lambda work, tasks: _run(ray, work, tasks, workers)

@@ -21,7 +21,7 @@ from llmfoundry.data.text.bpe import (
     train_backend,
 )
 from llmfoundry.data.text.tokenizer import Tokenizer, no_end_of_text
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 
@@ -112,13 +112,7 @@ def _huggingface(config: TokenizerConfig, data: DataConfig, progress: bool) -> T
 
 
 def _tiktoken(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise UserError(
-            "tokenizer.name: tiktoken is not installed;"
-            " write: pip install 'llmfoundry-recipes[tiktoken]'"
-        ) from error
+    tiktoken = import_optional("tiktoken", "tokenizer.name: tiktoken", extra="tiktoken")
     name = str(config.encoding)
     try:
         name = tiktoken.encoding_name_for_model(name)

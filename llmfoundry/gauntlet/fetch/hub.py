@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import import_optional
 from llmfoundry.gauntlet.fetch.fetch import Fetched, FetchError, Route
 from llmfoundry.gauntlet.fetch.maps import MAPS, Row
 from llmfoundry.gauntlet.fetch.table import DataFile, HubSource
@@ -27,12 +27,7 @@ def from_hub() -> Route:
     Raises:
         UserError: a package is missing.
     """
-    try:
-        import datasets  # noqa: F401  (asked once, before any file is tried)
-    except ImportError as error:
-        raise UserError(
-            "from_hub: needs `datasets`; write: pip install 'llmfoundry-recipes[data]'"
-        ) from error
+    import_optional("datasets", "from_hub:", extra="data")  # once, before any file is tried
     return _write
 
 

@@ -6,14 +6,13 @@ that a model gets the numbers that the harness's own classes give it; only compu
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, import_optional
 from llmfoundry.gauntlet.prompts.chat import prompt_text
 from llmfoundry.gauntlet.prompts.settings import Chat, special_tokens
 from llmfoundry.gauntlet.questions import (
@@ -236,10 +235,4 @@ def import_harness(module: str) -> Any:
     Raises:
         UserError: it is not installed, or something that it needs is not.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"lm_eval: tasks of lm-evaluation-harness need it ({error});"
-            " write: pip install 'llmfoundry-recipes[eval]'"
-        ) from error
+    return import_optional(module, "lm_eval: a task of lm-evaluation-harness", extra="eval")

@@ -25,7 +25,7 @@ import fsspec
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.fetch.remote import MissingError, Remote
 from llmfoundry.data.preparation.read.remote_input import list_url
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, import_optional
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import TaskType, filled_text, shortened, type_of
 from llmfoundry.gauntlet.tasks.generated import chats
@@ -279,12 +279,7 @@ def _hub_rows(
     task: TaskConfig, gauntlet_path: Path, key: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The rows of a data set, its columns renamed by hf_parsing_map."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{key}: hf:// needs `datasets`; write: pip install 'llmfoundry-recipes[data]'"
-        ) from error
+    datasets = import_optional("datasets", f"{key}: hf://", extra="data")
     builder, arguments = _load_arguments(task, gauntlet_path)
     if builder in _UNSAFE:
         raise UserError(

@@ -26,8 +26,6 @@ from llmfoundry.recipe.preference import PreferenceConfig
 from llmfoundry.train.objective import Finish, Look, sum_over_processes
 from llmfoundry.train.preference.mismatched import mismatched
 
-PAIRED = ("dpo", "orpo", "simpo")
-WITH_REFERENCE = ("dpo", "kto")
 Context = Callable[[], AbstractContextManager[None]]
 ALMOST_CERTAIN = -1e-6  # largest mean log-probability that odds are taken of; beyond they overflow
 

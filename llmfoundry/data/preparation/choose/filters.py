@@ -9,10 +9,9 @@ and no network; its decisions are those of a datatrove pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import import_optional
 from llmfoundry.recipe.filter import FilterConfig
 
 Filter = Callable[[str], str | None]
@@ -64,17 +63,12 @@ def _published_rules(config: FilterConfig) -> Iterator[Filter]:
     chosen = [key for key in _PUBLISHED if getattr(config, key)]
     if not chosen:
         return
-    try:
-        import_module("spacy")  # datatrove does so at the first document only
-        filters = import_module("datatrove.pipeline.filters")
-        document = import_module("datatrove.data").Document
-    except ImportError as error:
-        raise UserError(
-            f"data.filter.{chosen[0]}: {error.name} is not installed;"
-            " write: pip install 'llmfoundry-recipes[filters]'"
-        ) from error
+    # datatrove imports spacy at the first document only
+    modules = ("spacy", "datatrove.pipeline.filters", "datatrove.data")
+    where = f"data.filter.{chosen[0]}:"
+    _, filters, data = (import_optional(module, where, extra="filters") for module in modules)
     for key in chosen:
-        yield _published(key, getattr(filters, _PUBLISHED[key])(), document)
+        yield _published(key, getattr(filters, _PUBLISHED[key])(), data.Document)
 
 
 def _published(key: str, rules: Any, document: Any) -> Filter:

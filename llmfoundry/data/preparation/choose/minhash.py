@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import import_optional
 
 N_BANDS = 14
 _ROWS = 8  # hashes in a band
@@ -48,14 +47,9 @@ def minhash_keys() -> Callable[[str], bytes]:
     Raises:
         UserError: a library is missing.
     """
-    try:
-        minhash = import_module("datasketch").MinHash
-        word_hash = import_module("xxhash").xxh3_64_intdigest
-    except ImportError as error:
-        raise UserError(
-            f"data.deduplicate: minhash needs {error.name};"
-            " write: pip install 'llmfoundry-recipes[filters]'"
-        ) from error
+    where = "data.deduplicate: minhash"
+    minhash = import_optional("datasketch", where, extra="filters").MinHash
+    word_hash = import_optional("xxhash", where, extra="filters").xxh3_64_intdigest
     empty = minhash(N_BANDS * _ROWS, seed=_SEED, scheme="affine32", hashfunc=int)
 
     def keys(text: str) -> bytes:

@@ -22,7 +22,7 @@ from llmfoundry.data.preparation.read.readers import (
     read_columns,
 )
 from llmfoundry.data.preparation.read.spans import Span
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.data import DataConfig
 
 _ROWS = 1024  # read at a time
@@ -142,12 +142,7 @@ def _reached(where: str, rows: Iterable[Any]) -> Iterator[Any]:
 
 
 def _load(config: DataConfig, folder: Path | None) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            "data.name: huggingface needs `datasets`; write: pip install 'llmfoundry-recipes[data]'"
-        ) from error
+    datasets = import_optional("datasets", "data.name: huggingface", extra="data")
     split = config.split or "train"
     saved = folder and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists())
     if saved and config.subset is not None:

@@ -19,13 +19,12 @@ from typing import IO, Any
 
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.remote_input import open_url
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, import_optional
 
 CHUNK = 1 << 20  # bytes read at a time
 _LONGEST = 10**9  # bytes of a row; data.max_row_size
 _ZSTD_CHUNK = 1 << 10  # becomes 32 MiB at most: four bytes are a block of 128 KiB, if it is all one
 _ZSTD_WINDOW = 1 << 31  # bytes; of zstd --long=31, the largest
-NEEDS_EXTRA = "is not installed; write: pip install 'llmfoundry-recipes[data]'"
 
 
 @dataclass(frozen=True)
@@ -258,10 +257,7 @@ def _unzstd(source: Input) -> Iterator[bytes]:
 
     And in small steps, because it has no bound for what a step makes.
     """
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UserError(f"{source.name}: zstandard {NEEDS_EXTRA}") from error
+    zstandard = import_optional("zstandard", f"{source.name}:", extra="data")
     library = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     frame, begun = library.decompressobj(), False
     try:

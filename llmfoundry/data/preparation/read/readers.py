@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
-from llmfoundry.data.preparation.read.open_files import NEEDS_EXTRA, PACKED, Input, decode
+from llmfoundry.data.preparation.read.open_files import PACKED, Input, decode
 from llmfoundry.data.preparation.read.wet import read_wet
-from llmfoundry.errors import UserError, one_line
+from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.recipe.values.choices import ChoiceTable, Entry
 
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
@@ -234,13 +234,10 @@ def row_groups(source: Input) -> list[int]:
 
 @contextmanager
 def _parquet_file(source: Input) -> Iterator[Any]:
+    pyarrow = import_optional("pyarrow", f"{source.name}:", extra="data")
+    parquet = import_optional("pyarrow.parquet", f"{source.name}:", extra="data")
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{source.name}: pyarrow {NEEDS_EXTRA}") from error
-    try:
-        with source.open() as opened, pyarrow.parquet.ParquetFile(opened) as file:
+        with source.open() as opened, parquet.ParquetFile(opened) as file:
             yield file
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         why = one_line(error)
