@@ -124,7 +124,7 @@ def timed(command: Sequence[str], folder: Path, *, least: int) -> Timed:
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # all on the CPU, ours too
+        env=environment() | {"CUDA_VISIBLE_DEVICES": ""},  # all on the CPU, ours too
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -142,6 +142,12 @@ def timed(command: Sequence[str], folder: Path, *, least: int) -> Timed:
         raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(said[-30:])}")
     unit = 1 if sys.platform == "darwin" else 1024
     return Timed(times, cpu_times, usage.ru_maxrss * unit, "".join(said))
+
+
+def environment() -> dict[str, str]:
+    """Of a contender, which runs in another folder: with this package, which is not installed."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _median_step(ends: Sequence[float]) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 
 from benchmarks.finetune.compare import write_llama
 from benchmarks.record import table, write
+from benchmarks.turns import environment
 from llmfoundry.recipe.front.paths import ROOT
 
 MODES: dict[str, dict[str, Any]] = {
@@ -87,7 +87,7 @@ def _measure(folder: Path, mode: str, precision: str) -> Peak:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.finetune.memory", "--run", str(file)],
         cwd=folder,
-        env=os.environ | {"TQDM_DISABLE": "1"},
+        env=environment() | {"TQDM_DISABLE": "1"},
         capture_output=True,
         text=True,
     )
