@@ -113,12 +113,17 @@ class Schema:
 
     def find(self, dotted: str) -> Key | None:
         """The key at `model.n_heads`, or what stands at `data.streams.NAME` or `phases[0]`."""
-        name, _, below = dotted.partition(".")
-        name, _, index = name.partition("[")
-        key = self.keys.get(name)
-        if key is not None and index:
-            key = _held(name, key.item)
-        return key if key is None or not below else _below(key, below)
+        key = Key("", "", self.cls)
+        for part in dotted.split("."):
+            name, _, index = part.partition("[")
+            above = key.section
+            found = key if above is None else above.keys.get(name)
+            if found is not None and (above is None or index):  # a mapping's names are the user's
+                found = None if found.item is None else Key(name, name, found.item.cls)
+            if found is None:
+                return None
+            key = found
+        return key
 
     def walk(self, prefix: str = "") -> Iterator[tuple[str, Key]]:
         """Every dotted key in order, a section before what is in it; items have no names yet."""
@@ -129,19 +134,6 @@ class Schema:
 
 
 _made: dict[type, Schema] = {}
-
-
-def _below(key: Key, dotted: str) -> Key | None:
-    """What stands at `dotted` below a section's key, or below one that holds sections."""
-    if key.section is not None:
-        return key.section.find(dotted)
-    name, _, below = dotted.partition(".")
-    held = _held(name, key.item)  # of a mapping, whose names are the user's own
-    return held if held is None or not below else _below(held, below)
-
-
-def _held(name: str, item: Schema | None) -> Key | None:
-    return None if item is None else Key(name, name, item.cls)
 
 
 def section_of(hint: Any) -> Schema | None:

@@ -12,7 +12,7 @@ import pytest
 from mutations import SCRIPTS
 from recipe_front import Front
 
-from llmfoundry.recipe.front.help.others import OTHERS
+from llmfoundry.recipe.front.help.other_tools import OTHERS
 from llmfoundry.recipe.front.paths import ROOT, YAMLS, group_options, search_folders
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.bounds import Choice

@@ -7,7 +7,7 @@ theirs, and stand flat beside the other keys of the layer, as there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from llmfoundry.recipe.values.bounds import POSITIVE, WIDTH, Range, choice, out_of_bounds
@@ -24,24 +24,6 @@ MLP_TYPES = ("mlp", "glu")
 BALANCING = ("loss", "bias", "none")
 LBL_SCOPES = ("row", "microbatch")
 MOE_IMPLS = ("grouped_mm", "torch", "megablocks")
-
-MOE_KEYS = (  # that have no effect without experts
-    "moe_num_experts",
-    "moe_top_k",
-    "mlp_type",
-    "moe_normalize_expert_weights",
-    "moe_jitter_eps",
-    "moe_balancing",
-    "moe_loss_weight",
-    "moe_lbl_scope",
-    "moe_bias_update_rate",
-    "moe_zloss_weight",
-    "shared_expert_hidden_size",
-    "uniform_expert_assignment",
-    "moe_force_balance",
-    "moe_impl",
-    "moe_compress_activations",
-)
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the arguments each takes
     "gelu": ("approximate",),
@@ -206,3 +188,8 @@ class FFNConfig:
             fill(self, moe_bias_update_rate=1e-3)
         if self.moe_impl == "grouped_mm":
             fill(self, moe_compress_activations=False)
+
+
+OF_EVERY_LAYER = ("ffn_type", "ffn_act_fn", "ffn_hidden_size")
+MOE_KEYS = [field.name for field in fields(FFNConfig) if field.name not in OF_EVERY_LAYER]
+"""Those that have no effect without experts."""

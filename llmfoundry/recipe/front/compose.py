@@ -134,6 +134,11 @@ def _named_place(name: str, place: tuple[str, ...]) -> tuple[str, ...]:
     return (*place[:-up], *parts) if up else parts
 
 
+def value_at(raw: Any, key: str) -> Any:
+    """What is at a dotted key of plain values; None where there is nothing."""
+    return _at(raw, tuple(key.split(".")))
+
+
 def _at(raw: Any, place: tuple[str, ...]) -> Any:
     """What is at a place; None where there is nothing."""
     for name in place:

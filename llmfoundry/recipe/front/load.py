@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llmfoundry.errors import MOST_LINES, UserError
 from llmfoundry.masking import hide, hide_override
@@ -49,7 +50,7 @@ def read(
     plugins: bool = True,
 ) -> tuple[T, list[str]]:
     """As `load`, its plugins imported, and every line that its `check` found."""
-    from llmfoundry.recipe.front.compose import compose  # and OmegaConf, which help does not need
+    from llmfoundry.recipe.front.compose import compose, value_at  # OmegaConf takes its time
 
     schema = Schema.of(recipe_type)
     for word in overrides:
@@ -70,8 +71,12 @@ def read(
     elif file is not None:
         leave_out(getattr(recipe, "plugins", []), file)
     problems = [problem for problem in problems if problem.key not in pending]
-    problems = list(_with_hints(schema, problems, values))
     if problems:
+        told = [
+            [p] if not p.is_unknown else unknown_key(schema, p.key, value_at(values, p.key))
+            for p in problems[:MOST_LINES]
+        ]
+        problems = [*itertools.chain(*told), *problems[MOST_LINES:]]
         shown, others = problems[:MOST_LINES], problems[MOST_LINES:]
         places = [composed.where(problem.key) for problem in shown]  # each is looked for in files
         lines = [where + problem.line for where, problem in zip(places, shown, strict=True)]
@@ -90,21 +95,3 @@ def import_for_help(schema: Schema, path: str | None, overrides: Sequence[str]) 
         file = None if path is None else find_recipe(path)
         names = compose(schema, file, words).resolved()[0].get("plugins")
         import_plugins(names if isinstance(names, list) else [], recipe=None if words else file)
-
-
-def _with_hints(
-    schema: Schema, problems: list[Problem], values: dict[str, Any]
-) -> Iterator[Problem]:
-    """Problems, of unknown keys with what to write in their place; of those shown."""
-    for number, problem in enumerate(problems):
-        if problem.is_unknown and number < MOST_LINES:
-            yield from unknown_key(schema, problem.key, _at(values, problem.key))
-        else:
-            yield problem
-
-
-def _at(values: Any, key: str) -> Any:
-    """The value at a dotted key; None where a list lies between."""
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values

@@ -1,4 +1,4 @@
-"""The recipes of the other scripts: what eval.py, convert.py, generate.py and prepare_data.py read.
+"""The recipes of scripts that take a trained model: eval.py, convert.py, generate.py, chat.py.
 
 Each takes a `checkpoint`: a run's folder (its newest whole checkpoint) or one checkpoint's folder.
 """

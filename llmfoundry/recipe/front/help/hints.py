@@ -1,8 +1,8 @@
 """What to write in place of a key or a flag that does not exist.
 
 `load.py`, `script.py` and `explain.py` call it. In this order: the key of that name elsewhere in
-the recipe; what the word of another tool means (`others.py`), if that key exists here; a key that
-is really near. None of them: no guess, which would mislead.
+the recipe; what the word of another tool means (`other_tools.py`), if that key exists here; a key
+that is really near. None of them: no guess, which would mislead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from llmfoundry.recipe.front.argv import FLAGS
-from llmfoundry.recipe.front.help.others import OTHERS, Other
+from llmfoundry.recipe.front.help.other_tools import OTHERS, Other
 from llmfoundry.recipe.front.typed import Problem, flat
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.checks import nearest, nearest_option
