@@ -25,7 +25,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.models.harness_model import HarnessModel
 from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
-from llmfoundry.gauntlet.models.hugging_face_subject import HuggingFaceSubject
+from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
@@ -378,7 +378,7 @@ def test_default_prompts_give_what_the_harness_gives_end_to_end(
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[HuggingFaceSubject, Tokenizer]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[HuggingFaceModel, Tokenizer]:
     folder = save_model(tmp_path_factory.mktemp("model"), "gpt_neox")
     return load_hugging_face(str(folder), device=CPU, precision="fp32", batch_tokens=2000)
 
@@ -393,7 +393,7 @@ def instance(*args: Any) -> SimpleNamespace:
     [("The man turned", " on the water"), ("The man  ", "turned"), ("", "The man"), (" \n", "man")],
 )
 def test_context_and_continuation_are_one_text_and_spaces_between_belong_to_the_second(
-    context: str, continuation: str, loaded: tuple[HuggingFaceSubject, Tokenizer]
+    context: str, continuation: str, loaded: tuple[HuggingFaceModel, Tokenizer]
 ) -> None:
     subject, tokenizer = loaded
     n_context = len(tokenizer.encode(context.rstrip()))
@@ -409,7 +409,7 @@ def test_context_and_continuation_are_one_text_and_spaces_between_belong_to_the_
 
 
 def test_a_text_too_long_loses_its_start_and_is_counted(
-    loaded: tuple[HuggingFaceSubject, Tokenizer],
+    loaded: tuple[HuggingFaceModel, Tokenizer],
 ) -> None:
     subject, tokenizer = loaded
     model = HarnessModel(subject, tokenizer, seq_len=8)
@@ -427,7 +427,7 @@ def test_a_text_too_long_loses_its_start_and_is_counted(
 
 @needs_harness
 def test_a_task_that_writes_more_than_the_model_reads_is_refused(
-    loaded: tuple[HuggingFaceSubject, Tokenizer],
+    loaded: tuple[HuggingFaceModel, Tokenizer],
 ) -> None:
     model = HarnessModel(*loaded, seq_len=8)
     with pytest.raises(UserError, match=r"lm_eval:t: writes up to 256 tokens, .* reads 8"):
@@ -436,7 +436,7 @@ def test_a_task_that_writes_more_than_the_model_reads_is_refused(
 
 @needs_harness
 def test_a_group_gives_its_own_result_and_a_tag_those_of_its_tasks(
-    loaded: tuple[HuggingFaceSubject, Tokenizer], tasks: Path
+    loaded: tuple[HuggingFaceModel, Tokenizer], tasks: Path
 ) -> None:
     def run(*names: str) -> list[HarnessResult]:
         return HarnessTasks(names, limit=7, include_path=tasks).run(*loaded, seq_len=256)

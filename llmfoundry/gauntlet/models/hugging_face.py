@@ -1,4 +1,4 @@
-"""`load_hugging_face`: any causal language model of transformers as a subject of the gauntlet.
+"""`load_hugging_face`: a causal language model of transformers, to be evaluated by its own class.
 
 The evaluation command calls it for a folder or a hub id that is no run of ours. What is loaded is
 checked first: weights that a folder lacks would be random numbers, and their scores look plausible.
@@ -15,7 +15,7 @@ import torch
 
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.hugging_face_subject import HuggingFaceSubject
+from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 
 DEFAULT_SEQ_LEN = 2048
@@ -73,9 +73,7 @@ class OpenedHuggingFace:
     seq_len: int
     trust_remote_code: bool
 
-    def load(
-        self, *, device: torch.device, precision: str, batch_tokens: int
-    ) -> HuggingFaceSubject:
+    def load(self, *, device: torch.device, precision: str, batch_tokens: int) -> HuggingFaceModel:
         """The model with its weights; see `load_hugging_face`.
 
         Raises:
@@ -93,7 +91,7 @@ class OpenedHuggingFace:
             trust_remote_code=self.trust_remote_code,
         )
         _check_weights(self.name, report["missing_keys"])
-        return HuggingFaceSubject(
+        return HuggingFaceModel(
             model.to(device),
             self.tokenizer,
             seq_len=self.seq_len,
@@ -135,7 +133,7 @@ def load_hugging_face(
     batch_tokens: int,
     seq_len: int | None = None,
     trust_remote_code: bool = False,
-) -> tuple[HuggingFaceSubject, HuggingFaceTokenizer]:
+) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
     """A model and its tokenizer.
 
     Args:
@@ -151,8 +149,8 @@ def load_hugging_face(
             or it reads less than seq_len.
     """
     opened = open_hugging_face(name, seq_len=seq_len, trust_remote_code=trust_remote_code)
-    subject = opened.load(device=device, precision=precision, batch_tokens=batch_tokens)
-    return subject, opened.tokenizer
+    model = opened.load(device=device, precision=precision, batch_tokens=batch_tokens)
+    return model, opened.tokenizer
 
 
 def load_config(name: str, seq_len: int | None, *, trust_remote_code: bool = False) -> Any:

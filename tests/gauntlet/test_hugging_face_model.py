@@ -26,7 +26,7 @@ from hugging_face_models import (
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceTokenizer, load_hugging_face
-from llmfoundry.gauntlet.models.hugging_face_subject import HuggingFaceSubject
+from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
 from llmfoundry.gauntlet.prompts.settings import special_tokens
 from llmfoundry.gauntlet.questions import Prompt
 
@@ -40,12 +40,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def subject_of(model: Any, tokenizer: Tokenizer, **changes: Any) -> HuggingFaceSubject:
+def subject_of(model: Any, tokenizer: Tokenizer, **changes: Any) -> HuggingFaceModel:
     settings: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_tokens": 500, **changes}
-    return HuggingFaceSubject(model, tokenizer, **settings)
+    return HuggingFaceModel(model, tokenizer, **settings)
 
 
-def assert_plain(model: Any, subject: HuggingFaceSubject, *, longest: int = 60) -> None:
+def assert_plain(model: Any, subject: HuggingFaceModel, *, longest: int = 60) -> None:
     """Scores are those of each request read on its own."""
     requests = random_requests(longest=longest)
     for request, score in zip(requests, subject.score(requests), strict=True):
@@ -57,46 +57,16 @@ def assert_plain(model: Any, subject: HuggingFaceSubject, *, longest: int = 60) 
         assert not score.tied
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "gpt2", "gemma2"])
-def test_rows_of_branches_give_the_plain_scores(kind: str, tokenizer: Tokenizer) -> None:
-    model = random_model(kind)
-    subject = subject_of(model, tokenizer)
-    assert_plain(model, subject)
-    assert subject.notes == []
+KINDS = ["gpt_neox", "llama", "gpt2", "gemma2", "mpt", "bloom", "mamba", "mistral", "gpt_neo"]
 
 
-@pytest.mark.parametrize("kind", ["mpt", "bloom", "mamba"])
-def test_a_class_that_takes_no_branches_gets_a_row_for_each_text(
-    kind: str, tokenizer: Tokenizer
+@pytest.mark.parametrize("longest", [60, 200])  # and beyond windows of 24 to 64 tokens
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_batches_give_the_plain_scores(
+    kind: str, longest: int, tokenizer: Tokenizer
 ) -> None:
     model = random_model(kind)
-    subject = subject_of(model, tokenizer)
-    assert_plain(model, subject)
-    assert [type(model).__name__ in note for note in subject.notes] == [True]
-    assert "takes no branches" in subject.notes[0]
-
-
-@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
-def test_windows_of_attention_are_kept_in_branches(kind: str, tokenizer: Tokenizer) -> None:
-    model = random_model(kind)  # windows of 40 tokens in all layers, and of 24 in every other
-    subject = subject_of(model, tokenizer)
-    assert_plain(model, subject, longest=200)
-    assert subject.notes == []
-
-
-def test_what_only_long_rows_show_is_noticed_before_it_is_believed(tokenizer: Tokenizer) -> None:
-    model = random_model("gpt_neo")  # its local layers look back 64 places of the row
-    subject = subject_of(model, tokenizer)
-    assert subject.notes == []
-    assert_plain(model, subject)
-    assert "limits attention" in subject.notes[0]
-
-
-def test_logits_that_are_capped_after_the_head_are_not_computed_without_it(
-    tokenizer: Tokenizer,
-) -> None:
-    assert subject_of(random_model("gemma2"), tokenizer)._body is None
-    assert subject_of(random_model("llama"), tokenizer)._body is not None
+    assert_plain(model, subject_of(model, tokenizer), longest=longest)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 64_000])
@@ -120,7 +90,6 @@ def test_bf16_scores_are_near_those_of_fp32_and_do_not_tie(tokenizer: Tokenizer)
         deltas = [abs(a.logprob - b.logprob) for a, b in zip(exact, scores, strict=True)]
         assert 1e-5 < max(deltas) < 0.5, "bf16 rounds, but not more than that"
         assert not any(score.tied for score in scores)
-        assert subject.notes == []
 
 
 def test_a_model_that_outputs_nan_is_neither_greedy_nor_tied(tokenizer: Tokenizer) -> None:
