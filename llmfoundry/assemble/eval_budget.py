@@ -55,12 +55,12 @@ class EvalBudget:
         """Training goes on now."""
         self._since = time.perf_counter()
 
-    def share(self, gauntlet: Gauntlet, subject: EvaluatedModel) -> float:
+    def share(self, gauntlet: Gauntlet, model: EvaluatedModel) -> float:
         """Share of each task's questions; every process calls it, and gets the same."""
         if self._share is None:
             trained = time.perf_counter() - self._since
             allowed = CAUTION * trained * self._max_fraction / (1 - self._max_fraction)
-            whole = _seconds_of_all(gauntlet, subject)
+            whole = _seconds_of_all(gauntlet, model)
             self._share = self._agreed(ladder(allowed / whole))
             assert self._share is not None
             self._tell(self._share, trained, whole)
@@ -92,10 +92,10 @@ class EvalBudget:
         return None if float(shared) < 0 else float(shared)
 
 
-def _seconds_of_all(gauntlet: Gauntlet, subject: EvaluatedModel) -> float:
+def _seconds_of_all(gauntlet: Gauntlet, model: EvaluatedModel) -> float:
     """An estimate, by the tokens of a small part."""
     for _ in range(2):
-        cost = gauntlet.run(subject, share=PROBE)[0].cost
+        cost = gauntlet.run(model, share=PROBE)[0].cost
     assert cost is not None
     return cost.seconds * gauntlet.tokens() / gauntlet.tokens(PROBE)
 

@@ -63,7 +63,7 @@ def build_evaluate(
     """
     _check_positions(job, config)
     gauntlet = build_gauntlet(job, config, generate=generate, is_trained=is_trained)
-    subject, budget = build_subject(job, config, rows), None
+    evaluated, budget = build_evaluated(job, config, rows), None
     if gauntlet is not None and config.icl_max_fraction is not None:
         folder = Path(job.recipe.save_folder or ".")
         budget = EvalBudget(config.icl_max_fraction, folder, job.world, job.note, resumed=resumed)
@@ -76,8 +76,8 @@ def build_evaluate(
     def evaluate(batch: int) -> dict[str, float]:
         metrics: dict[str, float] = measure_text()
         if gauntlet is not None:
-            share = 1.0 if budget is None else budget.share(gauntlet, subject)
-            result, answers = gauntlet.run(subject, share=share)
+            share = 1.0 if budget is None else budget.share(gauntlet, evaluated)
+            result, answers = gauntlet.run(evaluated, share=share)
             metrics |= result.metrics()
             record(batch, result, answers)
         if budget is not None:
@@ -128,7 +128,7 @@ def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], di
     return measure
 
 
-def build_subject(job: Job, config: EvalConfig, rows: int) -> OwnModel:
+def build_evaluated(job: Job, config: EvalConfig, rows: int) -> OwnModel:
     """The run's model, to be asked."""
     return OwnModel(
         job.root,
@@ -148,10 +148,10 @@ def build_gauntlet(
 ) -> Gauntlet | None:
     """The in-context tasks, read and tokenised; None where the recipe names none."""
     start = job.tokenizer.document_start if is_trained else None
-    asking = PromptSettings.by_training(job.tokenizer, job.recipe.max_seq_len, start)
+    settings = PromptSettings.by_training(job.tokenizer, job.recipe.max_seq_len, start)
     return read_tasks(
         config,
-        asking,
+        settings,
         generate=generate,
         validation_texts=job.prepared.validation_texts,
         cache_folder=job.recipe.data.cache_folder,
@@ -162,7 +162,7 @@ def build_gauntlet(
 
 def read_tasks(
     config: EvalConfig,
-    asking: PromptSettings,
+    settings: PromptSettings,
     *,
     generate: bool,
     validation_texts: Callable[[], list[str]] | None,
@@ -174,7 +174,7 @@ def read_tasks(
 
     Args:
         config: what is measured.
-        asking: the model's side of it: tokenizer, longest input, special tokens.
+        settings: the model's side of it: tokenizer, longest input, special tokens.
         generate: what an unset `icl_generate` means.
         validation_texts: the run's held-out documents; None: there is no run.
         cache_folder: the recipe's.
@@ -186,13 +186,13 @@ def read_tasks(
     gauntlet = Gauntlet(
         find_file(config.gauntlet, "eval.gauntlet"),
         dataclasses.replace(
-            asking,
-            seq_len=config.icl_seq_len or asking.seq_len,
-            prompts=config.icl_prompts or asking.prompts,
+            settings,
+            seq_len=config.icl_seq_len or settings.seq_len,
+            prompts=config.icl_prompts or settings.prompts,
             rows=config.icl_rows,
             generate=generate if config.icl_generate is None else config.icl_generate,
             allow_missing=bool(config.icl_allow_missing),
-            chat=choose_chat(config, asking.tokenizer, asking.chat),
+            chat=choose_chat(config, settings.tokenizer, settings.chat),
         ),
         validation_texts=validation_texts,
         cache_folder=Path(cache_folder).expanduser() / "prompts",

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 from llmfoundry.assemble.data import Data, no_held_out, open_held_out
 from llmfoundry.assemble.evaluate import build_evaluate, eval_rows, read_tasks
+from llmfoundry.assemble.external_models import check_outside, is_outside, open_outside
 from llmfoundry.assemble.job import Job
 from llmfoundry.assemble.start import Loaded, open_checkpoint
-from llmfoundry.assemble.subjects import check_outside, is_outside, open_outside
 from llmfoundry.assemble.trainer import memory_of_process
 from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.errors import UserError
@@ -340,7 +340,7 @@ def _outside(
     outside = open_outside(model, recipe, world, seq_len=config.icl_seq_len, note=console.note)
     gauntlet = read_tasks(
         config,
-        outside.asking,
+        outside.settings,
         generate=True,
         validation_texts=None if host is None else host.texts,
         cache_folder=recipe.cache_folder,
@@ -352,9 +352,9 @@ def _outside(
     folder = _folder(recipe, model, Path("runs") / plain / "eval")
 
     def ask() -> Examined:
-        subject, notes = outside.load()
+        evaluated, notes = outside.load()
         started = time.perf_counter()
-        result, answers = gauntlet.run(subject)
+        result, answers = gauntlet.run(evaluated)
         console.table(result.table())
         for note in notes:
             console.note(f"{model}: {note}")

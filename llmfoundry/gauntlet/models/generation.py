@@ -9,7 +9,7 @@ read once and copied into their rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -116,10 +116,10 @@ class _Model:
 class _Answer:
     """One row of a batch, as the host sees it."""
 
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
         assert prompt.tokens and prompt.max_new_tokens > 0, "nothing to read, or to write"
         assert all(prompt.stops), "an empty stop would end every text"
-        self.prompt, self._tokenizer = prompt, tokenizer
+        self.prompt, self._tokenizer, self._end_ids = prompt, tokenizer, end_ids
         self._tokens: list[int] = []
         self._longest_stop = max((len(stop.encode()) for stop in prompt.stops), default=0)
         self.is_done = self.is_broken = False
@@ -137,11 +137,10 @@ class _Answer:
             self.is_done = self.is_broken = True
             return
         new = new[: self.prompt.max_new_tokens - len(self._tokens)]
-        eos_id = self._tokenizer.eos_id
-        ended = eos_id in new
-        self._tokens += new[: new.index(eos_id)] if ended else new
+        end = next((n for n, token in enumerate(new) if token in self._end_ids), None)
+        self._tokens += new[:end]
         is_full = len(self._tokens) == self.prompt.max_new_tokens
-        self.is_done = ended or is_full or self._has_stop(len(new))
+        self.is_done = end is not None or is_full or self._has_stop(len(new))
 
     def _has_stop(self, n_new: int) -> bool:
         """Whether a stop ends in the last n_new tokens.
@@ -161,6 +160,7 @@ def generate_texts(
     prompts: Sequence[Prompt],
     *,
     tokenizer: Tokenizer,
+    end_ids: Collection[int] | None = None,
     device: torch.device,
     batch_tokens: int,
     autocast: Autocast,
@@ -170,12 +170,13 @@ def generate_texts(
 ) -> list[str]:
     """The likeliest continuation of each prompt, token by token; the same list on every rank.
 
-    It ends before the prompt's first stop or the end-of-text token, or after max_new_tokens.
+    It ends before the prompt's first stop or an end-of-text token, or after max_new_tokens.
 
     Args:
         root: `Root`, as it is or wrapped by DDP or FSDP.
         prompts: of any length and order.
         tokenizer: the model's.
+        end_ids: tokens that end a text; None: the tokenizer's end of text.
         device: where the model is.
         batch_tokens: rows of a rank's batch times the longest row, its continuation with it, at
             most; what the key-value cache holds. One row always goes.
@@ -190,6 +191,7 @@ def generate_texts(
     """
     model = _Model(root, tokenizer, device, autocast, data_size, data_group)
     _check_lengths(longest_document(model.model), prompts)
+    ends = {tokenizer.eos_id} if end_ids is None else end_ids
     found: list[tuple[int, str, bool]] = []
     was_training = root.training
     root.eval()
@@ -199,7 +201,7 @@ def generate_texts(
             if batch.prefix != prefix:
                 prefix, held = batch.prefix, _read_prefix(model, batch.prefix)
             mine = batch.members[data_rank::data_size]
-            answers = [_Answer(prompts[i], tokenizer) for i in mine or batch.members[:1]]
+            answers = [_Answer(prompts[i], tokenizer, ends) for i in mine or batch.members[:1]]
             _decode(model, answers, batch, held)
             found += [(i, a.text, a.is_broken) for i, a in zip(mine, answers, strict=False)]
     root.train(was_training)

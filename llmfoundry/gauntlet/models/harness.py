@@ -100,7 +100,7 @@ class HarnessTasks:
 
     def run(
         self,
-        subject: EvaluatedModel,
+        model: EvaluatedModel,
         tokenizer: Tokenizer,
         *,
         seq_len: int,
@@ -109,7 +109,7 @@ class HarnessTasks:
         """Examine a model; all processes call it, and all get all results.
 
         Args:
-            subject: the model.
+            model: the model.
             tokenizer: its tokenizer.
             seq_len: longest input in tokens; longer ones lose their start, as in the harness.
             chat: the template that questions are put by, and how; None: by none.
@@ -117,11 +117,11 @@ class HarnessTasks:
         Raises:
             UserError: an answer cannot fit into seq_len.
         """
-        model = HarnessModel(subject, tokenizer, seq_len=seq_len, chat=chat)
+        wrapped = HarnessModel(model, tokenizer, seq_len=seq_len, chat=chat)
         results: list[HarnessResult] = []
         with _own_seeds():
             for name, loaded in self._loaded.items():
-                results += _evaluate(self._evaluator, model, name, loaded, self._limit)
+                results += _evaluate(self._evaluator, wrapped, name, loaded, self._limit)
         return results
 
 

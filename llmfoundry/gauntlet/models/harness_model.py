@@ -1,4 +1,4 @@
-"""`HarnessModel`: a subject of the gauntlet as lm-evaluation-harness calls its models.
+"""`HarnessModel`: an evaluated model as lm-evaluation-harness calls its models.
 
 `harness` gives it to the harness's evaluator. Texts become tokens exactly as in the harness, so
 that a model gets the numbers that the harness's own classes give it; only computing them is ours.
@@ -34,20 +34,20 @@ _NOTHING = TaskRow(("",), ("",), 0, "")  # a question without tools
 
 
 class HarnessModel:
-    """A subject as the harness's evaluator calls models (`lm_eval.api.model.LM`).
+    """An evaluated model as the harness's evaluator calls models (`lm_eval.api.model.LM`).
 
     Texts become tokens exactly as in the harness's TemplateLM and HFLM: context and continuation
     are encoded as one text, spaces at the context's end belong to the continuation. But what a
     tokenizer puts behind a text is left out: in the harness it displaces the answer's first token.
     """
 
-    rank, world_size = 0, 1  # to the evaluator: ranks share the work below, in the subject
+    rank, world_size = 0, 1  # to the evaluator: ranks share the work below, in the model
     truncated: Counter[str]
     """By task: texts whose start was cut off."""
 
     def __init__(
         self,
-        subject: EvaluatedModel,
+        model: EvaluatedModel,
         tokenizer: Tokenizer,
         *,
         seq_len: int,
@@ -56,13 +56,13 @@ class HarnessModel:
         """Wrap a model.
 
         Args:
-            subject: the model.
+            model: the model.
             tokenizer: its tokenizer.
             seq_len: longest input in tokens.
             chat: the template that questions are put by, and how; None: by none.
         """
         self._chat = chat
-        self._subject, self._tokenizer, self._seq_len = subject, tokenizer, seq_len
+        self._model, self._tokenizer, self._seq_len = model, tokenizer, seq_len
         special = special_tokens(tokenizer)
         self._before, self._prefix_id = special.before, special.prefix
         self._prefix = tokenizer.decode([self._prefix_id])
@@ -153,7 +153,7 @@ class HarnessModel:
             self.truncated[request.task_name] += len(tokens) > room
             kept = tokens[-room:] or [self._prefix_id]
             prompts.append(Prompt(tuple(kept), request.args[0], stops, n_new))
-        return _taken(self._subject.generate(prompts), _places(requests))
+        return _taken(self._model.generate(prompts), _places(requests))
 
     def _eos_text(self) -> str:
         return self._tokenizer.decode([self._tokenizer.eos_id])
@@ -161,7 +161,7 @@ class HarnessModel:
     def _scores(
         self, encoded: Sequence[Request], places: Sequence[str]
     ) -> list[tuple[float, bool]]:
-        scores = _taken(self._subject.score(encoded), places)
+        scores = _taken(self._model.score(encoded), places)
         for score, place in zip(scores, places, strict=True):
             if not math.isfinite(score.logprob):
                 raise FloatingPointError(f"a log-probability of {place} is not a finite number")

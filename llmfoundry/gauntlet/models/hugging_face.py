@@ -15,7 +15,7 @@ import torch
 
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
+from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel, end_ids
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 
 DEFAULT_SEQ_LEN = 2048
@@ -72,6 +72,16 @@ class OpenedHuggingFace:
     tokenizer: HuggingFaceTokenizer
     seq_len: int
     trust_remote_code: bool
+
+    def end_ids(self) -> set[int]:
+        """The tokens that end a text."""
+        import transformers  # seconds
+
+        try:
+            settings = transformers.GenerationConfig.from_pretrained(self.name)
+        except OSError:  # it has no generation_config.json
+            settings = self.config.get_text_config()
+        return end_ids(getattr(settings, "eos_token_id", None), self.tokenizer)
 
     def load(self, *, device: torch.device, precision: str, batch_tokens: int) -> HuggingFaceModel:
         """The model with its weights; see `load_hugging_face`.

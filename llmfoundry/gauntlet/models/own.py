@@ -8,7 +8,7 @@ the number of ranks. What is written is `generation`'s.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,7 @@ class OwnModel:
         data_rank: int = 0,
         data_size: int = 1,
         data_group: dist.ProcessGroup | None = None,
+        end_ids: Collection[int] | None = None,
     ) -> None:
         """Take a model over, which may go on being trained.
 
@@ -64,8 +65,10 @@ class OwnModel:
             data_rank: this process among those that are given different rows.
             data_size: their number; all must ask the same.
             data_group: they; None: all processes.
+            end_ids: tokens that end what is written; None: the tokenizer's end of text.
         """
         self.tokens_computed = 0
+        self._end_ids = {tokenizer.eos_id} if end_ids is None else end_ids
         self._root, self._tokenizer, self._seq_len = root, tokenizer, seq_len
         self._device, self._batch_tokens, self._autocast = device, batch_tokens, autocast
         self._data_rank, self._data_size, self._data_group = data_rank, data_size, data_group
@@ -98,6 +101,7 @@ class OwnModel:
             self._root,
             prompts,
             tokenizer=self._tokenizer,
+            end_ids=self._end_ids,
             device=self._device,
             batch_tokens=self._batch_tokens,
             autocast=self._autocast,

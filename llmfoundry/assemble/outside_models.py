@@ -1,4 +1,8 @@
-"""Models from outside of the house as the gauntlet's subjects: Hugging Face's, and endpoints."""
+"""Models from elsewhere for the gauntlet: Hugging Face's, and endpoints.
+
+A Hugging Face model that the decoder expresses exactly is computed by it, with shared beginnings
+computed once; any other by transformers' own class.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmfoundry.assemble.job import served_precision
+import torch
+
+from llmfoundry.assemble.job import build_autocast, served_precision, weight_dtype
+from llmfoundry.assemble.weights.fill import fill_model
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
+from llmfoundry.export.read import hf_folder, open_hf
 from llmfoundry.gauntlet.models.endpoint import Endpoint
+from llmfoundry.gauntlet.models.hugging_face import (
+    OpenedHuggingFace,
+    document_start,
+    load_config,
+    open_hugging_face,
+)
+from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.prompts.settings import RAW, Chat, PromptSettings
 from llmfoundry.gauntlet.questions import EvaluatedModel
+from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 
@@ -27,11 +43,11 @@ class ExternalModel:
     """How a model is asked, and what loads it.
 
     Attributes:
-        asking: its tokenizer and longest input.
-        load: who is asked, and what it has to say about itself after that.
+        settings: its tokenizer and longest input.
+        load: the model with its weights, and what a reader must know of how it is computed.
     """
 
-    asking: PromptSettings
+    settings: PromptSettings
     load: Callable[[], tuple[EvaluatedModel, list[str]]]
 
 
@@ -53,7 +69,6 @@ def check_outside(model: str, seq_len: int | None) -> None:
         _address(model)
         return
     import llmfoundry.hf  # noqa: F401  registers our own class
-    from llmfoundry.gauntlet.models.hugging_face import load_config
 
     load_config(model.removeprefix(HUGGING_FACE), seq_len)
 
@@ -81,21 +96,51 @@ def open_outside(
     if model.startswith((CHAT, *COMPLETIONS)):
         return _endpoint(model)
     import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
-    from llmfoundry.gauntlet.models.hugging_face import document_start, open_hugging_face
 
     rows = recipe.device_eval_batch_size
     opened = open_hugging_face(model.removeprefix(HUGGING_FACE), seq_len=seq_len)
 
     def load() -> tuple[EvaluatedModel, list[str]]:
-        subject = opened.load(
-            device=world.device,
-            precision=served_precision(recipe.precision or "fp32", world.device, note),
-            batch_tokens=rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS,
-        )
-        return subject, subject.notes
+        precision = served_precision(recipe.precision or "fp32", world.device, note)
+        tokens = rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS
+        try:
+            return _by_decoder(opened, world, precision, tokens), []
+        except UserError as error:
+            reason = error.problems[0].partition(" (can be:")[0]
+        theirs = opened.load(device=world.device, precision=precision, batch_tokens=tokens)
+        kind = type(theirs.model).__name__
+        return theirs, [f"{kind} of transformers, each text apart, which is slower: {reason}"]
 
     start = document_start(opened.config)
-    return ExternalModel(PromptSettings.by_training(opened.tokenizer, opened.seq_len, start), load)
+    settings = PromptSettings.by_training(opened.tokenizer, opened.seq_len, start)
+    return ExternalModel(settings, load)
+
+
+def _by_decoder(
+    opened: OpenedHuggingFace, world: World, precision: str, batch_tokens: int
+) -> OwnModel:
+    """A Hugging Face model computed by the decoder.
+
+    Raises:
+        UserError: it does not express the model exactly.
+    """
+    with open_hf(hf_folder(opened.name), note=lambda _: None) as found:
+        with torch.device("meta"):
+            root = Root(Decoder(found.config)).to(weight_dtype(precision))
+        root.to_empty(device=world.device)
+        fill_model(root.model, found.tensors())
+    return OwnModel(
+        root.eval(),
+        opened.tokenizer,
+        seq_len=opened.seq_len,
+        device=world.device,
+        batch_tokens=batch_tokens,
+        autocast=build_autocast(precision, world.device),
+        data_rank=world.data_rank,
+        data_size=world.data_size,
+        data_group=world.data_group,
+        end_ids=opened.end_ids(),
+    )
 
 
 def _address(model: str) -> tuple[str, str]:
@@ -117,8 +162,8 @@ def _endpoint(model: str) -> ExternalModel:
     def spell(ids: Sequence[int]) -> str:
         return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
 
-    subject = Endpoint(address, name, chat=model.startswith(CHAT), spell=spell)
-    asking = PromptSettings.by_training(tokenizer, ENDPOINT_BYTES, None)
-    chat = Chat(ChatTemplate(RAW, {})) if subject.chat else None
-    asking = replace(asking, unit="bytes", can_score=subject.can_score, chat=chat)
-    return ExternalModel(asking, lambda: (subject, []))
+    endpoint = Endpoint(address, name, chat=model.startswith(CHAT), spell=spell)
+    settings = PromptSettings.by_training(tokenizer, ENDPOINT_BYTES, None)
+    chat = Chat(ChatTemplate(RAW, {})) if endpoint.chat else None
+    settings = replace(settings, unit="bytes", can_score=endpoint.can_score, chat=chat)
+    return ExternalModel(settings, lambda: (endpoint, []))
