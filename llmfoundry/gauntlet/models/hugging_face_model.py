@@ -151,7 +151,7 @@ class HuggingFaceModel:
             with torch.autocast(hidden.device.type, enabled=False):
                 return nn.functional.linear(hidden.float(), weight, bias)
 
-        head.forward = forward  # type: ignore[method-assign]
+        head.forward = forward  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
