@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmfoundry.assemble.external_models import check_outside, is_outside, open_outside
 
+from llmfoundry.assemble.external_models import check_outside, is_outside, open_outside
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
 from llmfoundry.gauntlet.models.own import OwnModel
