@@ -217,7 +217,7 @@ def hf_folder(path_or_id: str, *, revision: str | None = None, key: str = "check
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{key}: {path_or_id} is no folder, and as a hub id it cannot be fetched: {reason}"
+            f"{key}: {path_or_id} is not a folder, and as a hub id it cannot be fetched: {reason}"
         ) from error
 
 

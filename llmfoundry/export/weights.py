@@ -116,7 +116,7 @@ class SafeReader(Reader):
     def sketches(self) -> dict[str, Tensor]:
         """Its tensors on the meta device."""
         found = {}
-        for name in self._opened.keys():  # noqa: SIM118  (it is no mapping)
+        for name in self._opened.keys():  # noqa: SIM118  (it is not a mapping)
             part = self._opened.get_slice(name)
             kind = part.get_dtype()
             if kind not in DTYPES:
@@ -143,7 +143,7 @@ class PickleReader(Reader):
         except Exception as error:
             raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
         if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-            raise UserError(f"{file}: is no list of tensors; save the model as safetensors")
+            raise UserError(f"{file}: is not a list of tensors; save the model as safetensors")
         self._state = state
 
     def sketches(self) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ def _shards(index: Path, suffix: str) -> list[Path]:
         raise UserError(f"{index}: has no weight_map; copy or download it again")
     for name in names.values():
         if not isinstance(name, str) or not re.fullmatch(rf"[^/\\\0]+\.{suffix}", name):
-            raise UserError(f"{index}: {name!r} is no file of this folder; correct it")
+            raise UserError(f"{index}: {name!r} is not a file of this folder; correct it")
     files = [index.parent / name for name in sorted({*names.values()})]
     missing = [file for file in files if not file.is_file()]
     if missing:
@@ -219,7 +219,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A folder's config.json, or another of its files.
 
     Raises:
-        UserError: it is missing, or is no JSON.
+        UserError: it is missing, or is not JSON.
     """
     try:
         return json.loads(path.read_text())

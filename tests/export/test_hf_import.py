@@ -369,5 +369,5 @@ def test_a_hub_id_is_fetched_and_a_failure_is_one_line(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert from_hf("someone/small")[0].n_layers == 2
-    with pytest.raises(UserError, match=r"someone/other is no folder.*: 401 Client Error$"):
+    with pytest.raises(UserError, match=r"someone/other is not a folder.*: 401 Client Error$"):
         from_hf("someone/other")

@@ -85,7 +85,7 @@ def test_a_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(UserError, match=r"pytorch_model\.bin: holds more than tensors"):
             from_hf(str(folder))
     torch.save([torch.ones(2)], folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="is no list of tensors"):
+    with pytest.raises(UserError, match="is not a list of tensors"):
         from_hf(str(folder))
     assert not (tmp_path / "ran").exists()
 

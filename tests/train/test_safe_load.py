@@ -233,7 +233,7 @@ def test_an_index_of_weights_names_files_of_its_own_folder(place: Path, name: An
     shutil.copy(folder / "model.safetensors", "outside.safetensors")
     index = {"weight_map": {"transformer.wte.weight": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="is no file of this folder"):
+    with pytest.raises(UserError, match="is not a file of this folder"):
         from_hf(str(folder))
 
 

@@ -54,7 +54,7 @@ class PeftModule:
         parameter: the parameter, where peft has to target it by `target_parameters`; else empty.
         rows: its height.
         sources: what of ours it holds.
-        experts: matrices stacked in it; 1: it is no stack.
+        experts: matrices stacked in it; 1: it is not a stack.
         order: changes the order of rows from ours to theirs, and back.
         factor: theirs is ours times this.
         kind: `linear` or `embedding`.
@@ -193,7 +193,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a folder.
 
     Raises:
-        UserError: it is missing, or is none.
+        UserError: it is missing, or is not one.
     """
     path = folder / CONFIG
     try:
@@ -203,5 +203,5 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: is not JSON: {error}") from None
     if not isinstance(read, dict):
-        raise UserError(f"{path}: is no configuration; write a folder that peft saved")
+        raise UserError(f"{path}: is not a configuration; write a folder that peft saved")
     return read

@@ -76,5 +76,7 @@ def read_virtual(folder: Path, name: str) -> Tensor:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / WEIGHTS}: cannot be read: {error}") from error
     if tensors.keys() != {NAME} or tensors[NAME].ndim != 2:
-        raise UserError(f"{folder / WEIGHTS}: is no tuned prompt or prefix; write another folder")
+        raise UserError(
+            f"{folder / WEIGHTS}: is not a tuned prompt or prefix; write another folder"
+        )
     return tensors[NAME]

@@ -49,7 +49,7 @@ class AdaptedMatrix:
 
     Attributes:
         lora: its adapter.
-        a: (E, P * r, in), E 1 where it is no stack.
+        a: (E, P * r, in), E 1 where it is not a stack.
         b: (E, rows, r).
         start: A and B that PiSSA began with, in the same shapes; None elsewhere.
         magnitude: (rows,) DoRA's.

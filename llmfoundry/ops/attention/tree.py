@@ -1,6 +1,6 @@
 """Rows that hold trees, cut into pieces for kernels that know nothing but a mask, on a CPU.
 
-`attention_sdpa` calls `cut` once a forward pass. What a run of neighbouring queries sees is the
+`sdpa` calls `cut` once a forward pass. What a run of neighbouring queries sees is the
 path to the first of them and the run itself: keys of other branches and trees are not even looked
 at, so that attention in a tree costs little more than that of each path's own new tokens.
 """

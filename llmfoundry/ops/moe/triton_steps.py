@@ -17,7 +17,7 @@ from torch import Tensor
 from llmfoundry.ops.moe import steps as moe_steps
 from llmfoundry.ops.moe.steps import BLOCK, packed_width
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take moe_steps
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take `steps`
 WIDTH = 1024  # values of a row that a program holds at a time
 WARPS = 4
 
