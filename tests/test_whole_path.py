@@ -72,7 +72,7 @@ def test_after_kill_9_the_losses_are_bit_for_bit_those_of_the_whole_run(
     process.wait()
     assert not (folder / "checkpoints" / "ba0000060" / "COMMIT").exists(), "killed too late"
     done = run(*arguments, cwd=whole)
-    assert "going on from" in done.stdout
+    assert "resuming from" in done.stdout
     assert losses(folder) == long
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_used(
     done = run("train.py", "tiny.yaml", f"run_name={name}", cwd=whole)
     refused = next(line for line in done.stdout.splitlines() if "is refused" in line)
     assert "ba0000012" in refused and expected in refused
-    assert "going on from" in done.stdout and "ba0000008" in done.stdout
+    assert "resuming from" in done.stdout and "ba0000008" in done.stdout
     assert losses(folder) == losses(whole / "runs" / "whole")
 
 

@@ -88,7 +88,7 @@ def build_evaluate(
 
 
 def _check_positions(job: Job, config: EvalConfig) -> None:
-    """ALiBi and rotary positions go on beyond max_seq_len, learned ones do not."""
+    """ALiBi and rotary positions continue beyond max_seq_len, learned ones do not."""
     longest = longest_document(job.root.model)
     if longest is not None and (config.icl_seq_len or 0) > longest:
         raise UserError(

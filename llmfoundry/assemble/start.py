@@ -62,7 +62,7 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
     """The run's own newest checkpoint, else load_path's, else nothing; the same on every process.
 
     Raises:
-        UserError: the folder holds a run that the recipe does not want to go on with.
+        UserError: the folder holds a run that the recipe does not allow to resume.
     """
     return on_rank0(world, lambda: _find_start(recipe, note))
 
@@ -73,7 +73,7 @@ def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
     if existing and not (recipe.autoresume or recipe.save_overwrite):
         raise UserError(
             f"save_folder: {folder} holds checkpoints of an earlier run; write autoresume=true to"
-            " go on with it, save_overwrite=true to delete it, or another run_name"
+            " resume it, save_overwrite=true to delete it, or another run_name"
         )
     if existing and not recipe.save_overwrite:
         found = find_checkpoint(folder, note=note)
@@ -85,7 +85,7 @@ def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
                 f" {find_damage(existing[0])}); write save_overwrite=true to delete them and begin"
                 " anew, or another run_name"
             )
-        note("its first save was cut short: there is nothing to go on from")
+        note("its first save was cut short: there is nothing to resume from")
     if recipe.load_path is None:
         return Start()
     path = find_file(recipe.load_path, "load_path")
@@ -157,7 +157,7 @@ def fill_weights(
     load_training_state(folder, model, optimizer, distributed=distributed)
     for line in _changes(job.recipe, folder, state):
         job.note(line)
-    job.note(f"going on from {folder}")
+    job.note(f"resuming from {folder}")
     return state
 
 

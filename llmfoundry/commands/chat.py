@@ -17,8 +17,8 @@ from llmfoundry.recipe.scripts.after_training import ChatRecipe
 from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.serve.chat import Conversation
 
-HELP = """/reset        begin anew, with the same system message
-/system TEXT  begin anew with this system message; without TEXT with none
+HELP = """/reset        start over, with the same system message
+/system TEXT  start over with this system message; without TEXT with none
 /history      what was said so far
 /help         these lines
 /exit         end; so does Ctrl-D, and Ctrl-C between two answers"""

@@ -90,7 +90,7 @@ def plan_training(written: TrainRecipe) -> Rows:
     )
     need = estimate(guessed, world.size, sketch=model, device=world.device)
     start = find_start(recipe, _alone(), lambda line: None).checkpoint
-    begins = "anew" if start is None else f"from {show(start)}"
+    begins = "at batch 0" if start is None else f"from {show(start)}"
     yield "run", f"{recipe.save_folder}, begins {begins}"
     yield "model", _size(guessed, need)
     yield from _data(recipe)

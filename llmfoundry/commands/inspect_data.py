@@ -187,7 +187,7 @@ def _go_on(recipe: InspectRecipe, loader: Loader, step: int) -> list[str]:
     for folder in list_checkpoints(Path(recipe.save_folder)):
         if find_damage(folder) is None and (state := read_state(folder))["batch"] <= step:
             loader.resume(state["order"], state["batch"])
-            return [f"going on from {folder}"]
+            return [f"resuming from {folder}"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""`scripts/train.py` and `scripts/finetune.py`: train a recipe, or go on with it."""
+"""`scripts/train.py` and `scripts/finetune.py`: train a recipe, or resume it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _train(written: TrainRecipe, world: World) -> None:
         tracker.close(status, final)
     if stopped_by:
         tracker.note(f"stopped by {stopped_by} after batch {trainer.batch}, and saved")
-        tracker.note("the same command goes on from there")
+        tracker.note("the same command resumes from there")
     elif world.is_main:
         tracker.console.finish(_results(trainer, job, folder))
 

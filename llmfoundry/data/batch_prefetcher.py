@@ -5,7 +5,7 @@ next few batches ready for the device; a batch that is asked for before the thre
 is made by the caller, which takes less than to wait for another thread. Rows are made where the
 batch is, or by the processes of a PyTorch DataLoader, which are given step numbers and hand back
 `Rows`. Steps come in order, and whatever goes wrong with one comes in its place: it is raised by
-`next`, then and ever after.
+`next`, from then on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BatchPrefetcher(Iterator[Batch]):
         self._made: deque[_Made] = deque()
         self._taken = 0
         self._making = threading.Lock()  # held by the thread that makes a batch, or takes one
-        self._making.acquire()  # by the new thread, as it were: it lets go when it can make some
+        self._making.acquire()  # by the new thread, held until it can make some
         self._room = threading.Event()
         self._closed = False
         self._error: BaseException | None = None
@@ -95,7 +95,7 @@ class BatchPrefetcher(Iterator[Batch]):
         self._thread.join(_PATIENCE)
 
     def _prefetch(self) -> None:
-        """Make batches while nobody asks for one."""
+        """Make batches while none is asked for."""
         failed = False
         try:
             # In the main thread PyTorch would answer a worker's end there, in the middle of a step.

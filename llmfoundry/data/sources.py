@@ -154,7 +154,7 @@ def order_state(order: Order) -> dict[str, Any]:
 
 
 def check_order(order: Order, state: dict[str, Any]) -> None:
-    """Refuse to go on in another order.
+    """Refuse to continue in another order.
 
     Raises:
         UserError: the recipe asks for another one.
@@ -171,17 +171,17 @@ def check_order(order: Order, state: dict[str, Any]) -> None:
 def check_fingerprint(
     name: str, state: dict[str, Any], fingerprint: str, *, allow_changed: bool
 ) -> None:
-    """Refuse to go on with other data.
+    """Refuse to continue with other data.
 
     Raises:
-        UserError: they changed, and nobody said that they may.
+        UserError: they changed, and the recipe does not allow it.
     """
     if state["fingerprint"] == fingerprint or allow_changed:
         return
     raise UserError(
         f"{stream_key(name)}: its rows are not those of the checkpoint: the shards, the corpus, its"
-        f" split or the tokenizer changed; restore them, write data.allow_changed=[{name}] to go on"
-        " with other rows, or start from the checkpoint's weights alone"
+        f" split or the tokenizer changed; restore them, write data.allow_changed=[{name}] to use"
+        " other rows, or start from the checkpoint's weights alone"
     )
 
 

@@ -30,7 +30,7 @@ _SIGNS = ("gloo", "nccl")  # in what PyTorch raises of them where it is not a Di
 def explain(
     error: BaseException, store: dist.Store, *, rank: int, size: int, timeout: timedelta
 ) -> RunFailure | None:
-    """A line about the processes that others waited for in vain; None: that was not the error.
+    """A line about the processes that never came; None: that was not the error.
 
     Args:
         error: what ends this process.

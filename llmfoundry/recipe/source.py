@@ -70,7 +70,7 @@ class SourceConfig:
     here. Unset with remote: a folder below data.cache_folder."""
 
     format: Annotated[str, choice((*FORMATS, *MAPPINGS))] = TEXT
-    """What a row is. text: a document to go on with. prompt_response: prompt, and response or
+    """What a row is. text: a document to continue. prompt_response: prompt, and response or
     completion. chat: messages. preference: prompt, chosen, rejected. unpaired: prompt, completion,
     label. Or a published set's: alpaca, dolly, p3, flan, openhermes, sharegpt, stackmathqa,
     numina."""

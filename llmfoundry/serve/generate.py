@@ -54,7 +54,7 @@ def stream_tokens(
         seed: of the draws.
         device: where the model is.
         autocast: gives the context of the forward pass.
-        kv_cache: keep keys and values; False computes them anew for every token.
+        kv_cache: keep keys and values; False computes them again for every token.
         n_tokens: the tokenizer's size; rows of the embedding beyond it are never drawn.
 
     Raises:
@@ -77,7 +77,7 @@ def stream_tokens(
 
 
 def check_length(longest: int | None, prompt: int, max_new_tokens: int) -> None:
-    """ALiBi and rotary positions go on beyond max_seq_len, learned ones end at `longest`.
+    """ALiBi and rotary positions continue beyond max_seq_len, learned ones end at `longest`.
 
     Raises:
         UserError: naming the key and the longest that is possible.

@@ -307,7 +307,7 @@ class BackgroundWriter:
             self._deadline = min(self._deadline, soon) if self._status else self._deadline
         if self._status is None:
             self._warn(
-                f"{self._target.label} fails: {self._problem}; training goes on, sending is tried"
+                f"{self._target.label} fails: {self._problem}; training continues, sending is tried"
                 " again"
             )
 
@@ -316,7 +316,8 @@ class BackgroundWriter:
         self._refusals += 1
         if self._refusals == 1:
             self._warn(
-                f"{self._target.label} refuses {what}: {self._problem}; training goes on without it"
+                f"{self._target.label} refuses {what}: {self._problem}; training continues"
+                " without it"
             )
 
     def _pause(self, seconds: float) -> None:

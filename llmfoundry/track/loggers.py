@@ -69,7 +69,7 @@ class Tracker:
         self._writers = make_writers(recipe.logger, run_folder, **say) if is_main else []
 
     def start(self, first_batch: int, *, total: int, facts: Iterable[tuple[str, str]] = ()) -> None:
-        """Open the record of a run of `total` batches that goes on after `first_batch`.
+        """Open the record of a run of `total` batches that resumes after `first_batch`.
 
         What an earlier process wrote beyond `first_batch` is dropped; with 0 all of it. `facts` are
         the banner's rows: they are printed, and kept for the report and the loggers.

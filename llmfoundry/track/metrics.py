@@ -43,7 +43,7 @@ class JsonLines:
         self._lost = 0
 
     def start(self, batch: int) -> int:
-        """Open for a run that goes on after `batch`; 0 begins anew. Returns the lines dropped.
+        """Open for a run that resumes after `batch`; 0 starts over. Returns the lines dropped.
 
         Raises:
             UserError: a line before the last is not a JSON object, or the file cannot be written.
@@ -91,7 +91,7 @@ class JsonLines:
         except OSError as error:
             if not self._problem:
                 self._warn(
-                    f"{self.path} cannot be written: {error.strerror}; training goes on, and its"
+                    f"{self.path} cannot be written: {error.strerror}; training continues, and its"
                     " lines wait in memory"
                 )
             self._problem = str(error.strerror)

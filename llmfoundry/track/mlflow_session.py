@@ -2,7 +2,7 @@
 
 The tracker calls `mlflow_target` when a run is set up; a `BackgroundWriter` calls the rest from its
 thread, because importing MLflow takes seconds. The idea: a folder's MLflow run is found again by
-the id kept in the folder, so a resumed run goes on in the same one.
+the id kept in the folder, so a resumed run continues the same one.
 
 Steps up to the checkpoint that MLflow lacks come from metrics.jsonl (`steps`). A resume repeats the
 steps after its checkpoint, and MLflow cannot delete what it has. With the same

@@ -3,7 +3,7 @@
 The tracker calls `wandb_target`, a `BackgroundWriter` the rest. The idea: the package is kept to
 its one task. It never asks, prints or watches the machine, leaves `sys.exit` alone, and what it
 does when the process ends takes FINISH_SECONDS at most. A folder's W&B run is found again by the id
-kept in the folder, so a resumed run goes on in the same one.
+kept in the folder, so a resumed run continues the same one.
 
 The package's own process keeps what it could not send yet on the disk and tries on, so a server
 that goes away loses nothing; all that is left to do here is to say so. Online, a resumed run sends
@@ -103,8 +103,8 @@ class WandbSession:
         problem = _problem(self._server)
         if problem is not None and not self._is_away:
             self._say(
-                f"{self._label} does not answer: {problem}; training goes on, W&B keeps the values"
-                " on the disk and tries again"
+                f"{self._label} does not answer: {problem}; training continues, W&B keeps the"
+                " values on the disk and tries again"
             )
         elif problem is None and self._is_away:
             self._say(f"{self._label} answers again")

@@ -51,7 +51,7 @@ class EarlyStopper(Callback):
         return {"early_stopper": {**best, "since": self._since}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on; with another metric or mode the count begins anew."""
+        """Resume; with another metric or mode the count starts over."""
         seen = state.get("early_stopper", {})
         if (seen.get("metric"), seen.get("mode")) == (self._metric, self._config.mode):
             self._best, self._since = seen["best"], seen["since"]

@@ -101,5 +101,5 @@ class StopSignal:
         raise UserError(*(f"{line} (on rank {where})" for line in sorted(lines)))
 
     def agreed(self) -> str:
-        """After a step: the name of the signal that ends the run now; empty while it goes on."""
+        """After a step: the name of the signal that ends the run now; empty while it continues."""
         return self._received if self._group is None else self._agreed

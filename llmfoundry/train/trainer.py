@@ -77,7 +77,7 @@ class Callback:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned; empty where a run begins anew."""
+        """Resume from what `state` returned; empty where a run starts at batch 0."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Trainer:
     tracker: TrainingLog
     checkpointer: Checkpointer
     evaluate: Callable[[int], dict[str, float]]
-    """Measures the model after so many batches; every process takes part."""
+    """Measures the model after this many batches; every process takes part."""
     identity: dict[str, Any]
     """Settings that a continuation of the run may not change, by recipe key."""
     objective: Objective = CROSS_ENTROPY

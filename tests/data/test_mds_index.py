@@ -216,8 +216,8 @@ RAW = entry(1)["raw_data"]
 WRONG: list[tuple[Entry, str]] = [
     ({"format": "csv"}, "format 'csv'; only mds is read"),
     ({"version": 1}, "version 1; only 2 is read"),
-    ({"samples": -1}, "samples: Expected `int` >= 0; write the index anew"),
-    ({"samples": None}, "samples: Expected `int`, got `null`; write the index anew"),
+    ({"samples": -1}, "samples: Expected `int` >= 0; write the index again"),
+    ({"samples": None}, "samples: Expected `int`, got `null`; write the index again"),
     ({"samples": 1.5}, "samples: Expected `int`, got `float`"),
     ({"samples": True}, "samples: Expected `int`, got `bool`"),
     ({"samples": 1 << 32}, "samples: Expected `int` <= 4294967295"),

@@ -203,7 +203,7 @@ REFUSED = [
     ("flash", {}, CUDA, BF16, {"head_dim": 320}, "at most 256 wide, not 320; write auto"),
     ("flash", {}, CUDA, BF16, {"flash": None}, "not installed; pip install flash-attn --no-build"),
     ("flash", {}, CUDA, BF16, {"flash": "2.5.9"}, "flash-attn 2.5.9 is older than 2.6.2; pip inst"),
-    ("flash", {}, CUDA, BF16, {"loads": False}, "does not load (undefined symbol); build it anew"),
+    ("flash", {}, CUDA, BF16, {"loads": False}, "does not load (undefined symbol); build it again"),
 ]
 
 

@@ -117,7 +117,7 @@ def test_torchrun_restarts_after_a_process_died_and_the_losses_are_the_same(alon
     psutil.Process(agent.pid).children()[1].kill()
     said = agent.communicate(timeout=200)[0]
     assert agent.returncode == 0, said[-3000:]
-    assert "going on from" in said
+    assert "resuming from" in said
     assert losses(folder) == losses(alone / "runs" / "unharmed")
 
 

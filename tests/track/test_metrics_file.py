@@ -148,8 +148,8 @@ def test_a_full_disk_stops_nothing_and_lines_are_written_once_there_is_room(tmp_
         said, lines, is_whole, size = results[end]
         assert is_whole and 900 < size <= 1000  # no torn line at the edge
         assert [row["time/batch"] for row in read_metrics(path)] == list(range(1, lines + 1))
-        assert "full.jsonl cannot be written: File too large; training goes on" in said[0] or (
-            "cleared.jsonl cannot be written: File too large; training goes on" in said[0]
+        assert "full.jsonl cannot be written: File too large; training continues" in said[0] or (
+            "cleared.jsonl cannot be written: File too large; training continues" in said[0]
         )
     said, lines, _, _ = results["full"]
     assert len(said) == 2 and f"lacks {50 - lines} lines: File too large" in said[1]

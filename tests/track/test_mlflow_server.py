@@ -139,7 +139,7 @@ def test_a_server_that_is_killed_and_comes_back_has_every_value(
     wait_until(lambda: not sender._waiting)
     server.kill()
     train(sender, 10, 20)
-    wait_for(heard, "training goes on", lines=1)
+    wait_for(heard, "training continues", lines=1)
     train(sender, 20, 30)
     server.start()
     wait_for(heard, "works again", lines=2)
@@ -156,7 +156,7 @@ def test_a_server_that_stays_away_is_given_up_with_a_count(server: Server, tmp_p
     wait_until(lambda: not sender._waiting)
     server.kill()
     train(sender, 10, 25)
-    wait_for(heard, "training goes on", lines=1)
+    wait_for(heard, "training continues", lines=1)
     began = time.monotonic()
     finish(sender)
     assert time.monotonic() - began < 25

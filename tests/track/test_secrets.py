@@ -176,7 +176,7 @@ def test_nothing_that_a_run_writes_or_prints_holds_a_secret(
 def test_no_secret_is_in_a_resume_a_sweep_or_an_error(trained: tuple[Path, list[str]]) -> None:
     folder, _ = trained
     more = start("train.py", "tiny.yaml", "max_duration=5ba", cwd=folder, canary=VARIABLE)
-    assert "going on from" in more and more.endswith("status 0")
+    assert "resuming from" in more and more.endswith("status 0")
     remote = f"data.remote=https://me:{LITERAL}@127.0.0.1:9/x"
     bad = ("data.name=shards", "data.paths=[]", "data.download_retry=0", remote, "run_name=bad")
     printed = [more, start("train.py", *WORDS, *bad, cwd=folder, canary=VARIABLE)]

@@ -170,7 +170,7 @@ def test_a_server_that_goes_away_is_said_once_and_the_folder_keeps_the_rest(
     heard, seconds, exit_seconds = run(
         folder, 0, 5, "online", server.address, between=between, **quick
     )
-    assert "does not answer" in heard[0] and "training goes on" in heard[0] and "W&B" in heard[0]
+    assert "does not answer" in heard[0] and "training continues" in heard[0] and "W&B" in heard[0]
     assert len(heard) == 2 and "`wandb sync --include-online" in heard[1]
     assert seconds < 25 and exit_seconds < 5
     again = WandbServer()
@@ -207,6 +207,6 @@ def test_without_a_login_nothing_is_asked_and_one_line_says_so(
     )
     os.close(main), os.close(terminal)
     assert "W&B (online, project llmfoundry) refuses the run: No API key" in heard[0]
-    assert "training goes on" in heard[0]
+    assert "training continues" in heard[0]
     assert len(heard) == 2 and "lacks 10 metric values" in heard[1]
     assert seconds < 1 and exit_seconds < 5

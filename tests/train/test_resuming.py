@@ -225,7 +225,7 @@ def test_a_resume_with_the_same_recipe_tells_no_change(
     capsys.readouterr()
     train_here(run.name, *BRIEF, *OF_NO_EFFECT)
     said = capsys.readouterr().out
-    assert "going on from" in said and "until ba" not in said
+    assert "resuming from" in said and "until ba" not in said
 
 
 def test_an_environment_variable_that_has_changed_is_told(

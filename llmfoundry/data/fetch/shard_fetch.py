@@ -220,7 +220,7 @@ class ShardFetcher:
                     if last:
                         raise UserError(
                             f"{url}: {error}, also when it was fetched again; the file there is"
-                            " damaged: write it, or its index, anew"
+                            " damaged: write it, or its index, again"
                         ) from error
 
     def _unpack(

@@ -212,7 +212,7 @@ class ShardFolder:
         except OSError as error:
             raise _unreadable(path, error) from error
         if wrong is not None:
-            raise UserError(f"{path}: {wrong}; the file is damaged: copy or write it anew")
+            raise UserError(f"{path}: {wrong}; the file is damaged: copy or write it again")
         self._checked.add(spec.name)
         return path
 

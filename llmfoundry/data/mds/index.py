@@ -299,7 +299,7 @@ class _Parser:
             except _WrongEntryError as error:
                 raise self._wrong(f"shard {n}: {error}") from error
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise self._wrong(f"shard {n}: {_line(error)}; write the index anew") from error
+                raise self._wrong(f"shard {n}: {_line(error)}; write the index again") from error
         self._check_twice()
         numbers = np.array(self._numbers, np.int64).reshape(-1, len(_NUMBERS))
         arrays: dict[str, Any] = {key: numbers[:, n].copy() for n, key in enumerate(_NUMBERS)}
@@ -317,7 +317,7 @@ class _Parser:
                 first, second = found
                 raise self._wrong(
                     f"shard {second}: {key}.basename: {names[first]!r} is that of shard {first},"
-                    " too; write the index anew"
+                    " too; write the index again"
                 )
 
     def _entries(self, data: bytes) -> list[msgspec.Raw]:
@@ -396,7 +396,7 @@ def _decoded(decode: Callable[[bytes], _Values], text: bytes, key: str) -> _Valu
     try:
         return decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _WrongEntryError(f"{_line(error, key)}; write the index anew") from error
+        raise _WrongEntryError(f"{_line(error, key)}; write the index again") from error
 
 
 def _name(file: _File, key: str) -> str:

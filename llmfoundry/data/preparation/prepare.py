@@ -1,4 +1,4 @@
-"""`prepare`: the recipe's corpus to two streams of shards, made once and opened ever after.
+"""`prepare`: the recipe's corpus to two streams of shards, made once, then only opened.
 
 Called before training on every process; one of each machine does the work while the others wait.
 `prepare_to` is the same for a folder of the user's, here or at a URL. The one idea: the corpus is

@@ -218,7 +218,7 @@ def generate_texts(
 
 
 def _check_lengths(longest: int | None, prompts: Sequence[Prompt]) -> None:
-    """ALiBi and rotary positions go on beyond max_seq_len, learned ones end at `longest`."""
+    """ALiBi and rotary positions continue beyond max_seq_len, learned ones end at `longest`."""
     if longest is None:
         return
     too_long = [p for p in prompts if len(p.tokens) + p.max_new_tokens - 1 > longest]

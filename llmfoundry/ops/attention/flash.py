@@ -81,5 +81,5 @@ def _missing() -> str | None:
     try:
         importlib.import_module("flash_attn")
     except ImportError as error:  # built against another torch
-        return f"flash-attn {version} does not load ({error}); build it anew: {INSTALL}"
+        return f"flash-attn {version} does not load ({error}); build it again: {INSTALL}"
     return None

@@ -30,8 +30,8 @@ class AttentionOverride:
     nope: bool | None = None
     """With rope: true this layer does not rotate."""
     reuse_kv_layer_idx: Annotated[int | None, Range(-(2**20))] = None
-    """Take keys and values of the layer so many places up, a negative number: rotated if that layer
-    rotates. The window is this layer's own."""
+    """Take keys and values of the layer this many places up, a negative number: rotated if that
+    layer rotates. The window is this layer's own."""
     attn_temperature_tuning: TemperatureConfig | None = None
     """Queries sharpened with their position."""
 

@@ -15,7 +15,7 @@ QUANTIZATIONS = ("none", "nf4")
 
 @dataclass
 class PretrainedConfig:
-    """A trained model to go on with; its own files say what shape it has."""
+    """A trained model to start from; its own files say what shape it has."""
 
     name: Annotated[str, choice(HOLDERS)] = "auto"
     """mpt_causal_lm: the project's decoder. hf_causal_lm: the class of transformers. auto: the

@@ -156,7 +156,7 @@ class DrawRecipe:
     precision: Annotated[str | None, choice(PRECISIONS)] = None
     """fp32, amp_bf16 or bf16; unset: the run's own."""
     kv_cache: bool = True
-    """Keep keys and values of earlier tokens; false computes them anew each time (slow)."""
+    """Keep keys and values of earlier tokens; false computes them again each time (slow)."""
     plugins: list[str] = field(default_factory=list)
     """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 

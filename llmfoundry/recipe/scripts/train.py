@@ -85,9 +85,9 @@ class TrainRecipe:
     save_num_checkpoints_to_keep: Annotated[int, Range(-1)] = -1
     """Newest checkpoints to keep; -1: all."""
     save_overwrite: bool = False
-    """Start anew in a folder that holds a run already, deleting its checkpoints and metrics."""
+    """Start over in a folder that holds a run already, deleting its checkpoints and metrics."""
     save_async: bool = True
-    """Write a checkpoint in the background while training goes on."""
+    """Write a checkpoint in the background while training continues."""
     save_max_failures: Annotated[int, Range(1)] = 3
     """Saves that may fail in a row, each told at once and tried again at the next, until the run
     ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
@@ -96,7 +96,7 @@ class TrainRecipe:
     load_path: Annotated[str | None, PATH] = None
     """A checkpoint, or a run's folder, to start from where save_folder holds none."""
     load_weights_only: bool | None = None
-    """Only with load_path: take its weights and begin at batch 0, optimizer and order anew."""
+    """Only with load_path: take its weights, and start at batch 0 with new optimizer and order."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The decoder (group model/)."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -69,10 +69,10 @@ class Checkpointer:
             extras: writes recipe and tokenizer into a checkpoint's folder; called on rank 0.
             keep: how many newest checkpoints stay; -1: all.
             background: return from `save` once weights are copied, not once they are written.
-            max_failures: so many failed saves in a row end the run.
+            max_failures: this many failed saves in a row end the run.
             warn: reports a save that failed, at once.
             note: reports each that is whole.
-            saved: the batch whose checkpoint in this folder the run goes on from; None: none.
+            saved: the batch whose checkpoint in this folder the run resumes from; None: none.
         """
         self._folder, self._world, self._extras = run_folder, world, extras
         self._keep, self._background = keep, background
@@ -152,7 +152,7 @@ class Checkpointer:
             self._thread = None
 
     def check(self) -> None:
-        """Say that the run cannot go on, if so; until every process has, they must still step.
+        """Say that the run cannot continue, if so; until every process has, they must still step.
 
         Raises:
             UserError: too many saves in a row failed.
@@ -189,7 +189,7 @@ class Checkpointer:
             f"save_folder: the checkpoint of batch {batch} was not saved: {one_line(error)}"
         )
         if not last and self._failures < self._max_failures:
-            self._warn(f"{self._problem}; training goes on, and the next save tries again")
+            self._warn(f"{self._problem}; training continues, and the next save tries again")
 
     def _advice(self) -> str:
         whole = (f for f in list_checkpoints(self._folder) if find_damage(f, sums=False) is None)

@@ -291,7 +291,7 @@ OTHERS = (
     Other(
         "resume_from_checkpoint resume auto_resume checkpoint.load_step load_checkpoint",
         "load_path=<runs/other>",
-        "of another run; the same command goes on with its own",
+        "of another run; the same command resumes its own",
     ),
     Other("run_id exp_name wandb_run_name run_title job.name", "run_name=<my-run>"),
     Other(
