@@ -19,8 +19,8 @@ from llmfoundry.data.preparation.read.readers import FILE_TYPES, is_readable
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import estimate, with_guessed_vocabulary
 from llmfoundry.gauntlet.task_types import TASK_TYPES
-from llmfoundry.recipe import plugins
 from llmfoundry.recipe.architecture.attention import NORMS
+from llmfoundry.recipe.front import plugins
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS
