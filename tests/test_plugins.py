@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from llmfoundry.recipe.scripts.after_training import EvalRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values import choices
 from llmfoundry.recipe.values.choices import ChoiceTable
-from tests.tiny import write_recipe
+from tests.tiny import ROOT, write_recipe
 
 TABLES: list[ChoiceTable[Any]] = [
     OPTIMIZERS,
@@ -217,6 +218,30 @@ def test_a_run_uses_one_of_each_and_goes_on_by_its_own_recipe(
     assert train("runs/all/recipe.yaml", "max_duration=10ba") == 2
     assert capsys.readouterr().err == "plugins: nothing at my_file.py\n"
     Path("elsewhere.py").rename("my_file.py")
+
+
+def test_the_readmes_file_is_a_plugin(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "llmfoundry" / "README.md").read_text()
+    (file,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (line,) = re.findall(r"```sh\npython scripts/train.py (.*)\n```", readme)
+    Path("readme").mkdir()
+    Path("readme/my_file.py").write_text(file)
+    recipe, *words = line.replace("my_file.py", "readme/my_file.py").split()
+    assert train(recipe, *words, "--cfg", "job") == 0
+    words += ["run_name=readme", "max_duration=2ba", "callbacks.plugins.notify.every=1", "eval=off"]
+    capsys.readouterr()
+    assert train("tiny.yaml", *words, "plugins=[readme/my_file.py, my_file.py]") == 0
+    told = capsys.readouterr().out
+    assert "1 of 2 steps" in told and "2 of 2 steps" in told
+    assert "scripts/eval.py runs/readme plugins=[readme/my_file.py,my_file.py]" in told
+    assert "lr-nadam/group0" in Path("runs/readme/metrics.jsonl").read_text()
+
+
+def test_a_sweep_and_a_dry_run_know_it(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("tiny.yaml", *CHOSEN, "--dry-run", "-m", "optimizer.lr=1e-3,2e-3") == 0
+    assert "2 runs were checked" in capsys.readouterr().out
+    assert train("tiny.yaml", *CHOSEN, "run_name=dry", "--dry-run") == 0
+    assert not Path("runs/dry").exists()
 
 
 def test_the_estimate_knows_what_a_plugins_optimizer_keeps(place: Path) -> None:

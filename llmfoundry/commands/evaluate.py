@@ -36,7 +36,7 @@ from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.front.typed import missing, require
-from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
@@ -323,6 +323,9 @@ def _logger(loaded: Loaded, console: Console) -> LoggerConfig | None:
     for line in lines:
         console.warn(f"the evaluation is not logged: {line}")
     logger = loaded.recipe.logger
+    for name in [name for name in logger.plugins if name not in LOGGERS]:
+        del logger.plugins[name]
+        console.warn(f"the evaluation is not logged by {name}, which is of no plugin named here")
     return logger if logger.mlflow and not lines else None
 
 

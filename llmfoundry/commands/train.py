@@ -85,15 +85,16 @@ def _results(trainer: Trainer, job: Job, folder: Path) -> list[tuple[str, str]]:
     if bits is not None:
         rows.append(("held-out text", f"{bits:.3f} bits per byte{_beside_gzip(job)}"))
     checkpoints = list_checkpoints(folder)
-    name = show(folder)
+    name, named = show(folder), ",".join(job.recipe.plugins)
+    plugins = f" plugins=[{named}]" * bool(named)
     rows += console_lines(changes(read_evaluations(folder), metric_rows(folder)))
     return [
         *rows,
         ("report", f"{name}/report.html"),
         ("checkpoint", show(checkpoints[0]) if checkpoints else "none"),
-        ("next", as_called(_try_it(job, name))),
-        ("", as_called(f"python scripts/eval.py {name}")),
-        ("", as_called(f"python scripts/convert.py {name} to=hf output={name}/hf")),
+        ("next", as_called(_try_it(job, name) + plugins)),
+        ("", as_called(f"python scripts/eval.py {name}{plugins}")),
+        ("", as_called(f"python scripts/convert.py {name} to=hf output={name}/hf{plugins}")),
     ]
 
 

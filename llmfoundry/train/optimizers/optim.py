@@ -116,7 +116,7 @@ def _sections(model: Decoder, config: OptimizerConfig) -> list[tuple[OptimizerCo
                 f"{where}: all that {group.param_str_match!r} matches is frozen or in an earlier"
                 " group; remove the group, or write it first"
             )
-        if OPTIMIZERS[config.name].split:
+        if config.name == "muon":
             _refuse_inert(key, group, taken)
         given = {k: v for k, v in vars(group).items() if v is not None and k != "param_str_match"}
         sections.append((dataclasses.replace(config, **given), taken))
