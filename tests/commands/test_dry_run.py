@@ -41,13 +41,13 @@ def dry(schema: type, target: str, *words: object) -> int:
 def test_a_training_run_is_planned_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("max_duration=100ba", "model.vocab_size=8192")
+    words = ("max_duration=100ba", "model.vocab_size=2048")
     assert dry(TrainRecipe, "train:train", QUICKSTART, *words) == 0
     out = capsys.readouterr().out
     recipe = checked(TrainRecipe, QUICKSTART, words)
     recipe.fill()
     assert f"about {count(parameter_count(recipe.model))} parameters" in out
-    assert "100 steps of 4 rows of 512 tokens (2,048)" in out and "runs/quickstart" in out
+    assert "100 steps of 2 rows of 512 tokens (1,024)" in out and "runs/quickstart" in out
     assert [*tmp_path.iterdir()] == []
 
 
@@ -66,7 +66,7 @@ def test_the_plan_names_the_precision_that_is_computed_in(
     [
         (["global_train_batch_size=1000000", "max_seq_len=100000"], "GiB are free"),
         (["parallel.nproc_per_node=1000"], "parallel.nproc_per_node: 1000 processes"),
-        (["parallel.nproc_per_node=3"], "global_train_batch_size: 4 rows cannot be shared"),
+        (["parallel.nproc_per_node=3"], "global_train_batch_size: 2 rows cannot be shared"),
         (["data=files", "data.paths=[nowhere]"], "nowhere"),
         (["eval.gauntlet=nowhere.yaml"], "eval.gauntlet: nothing at nowhere.yaml"),
         (["parallel.data_parallel_shard_degree=2"], "is not the number of processes"),
