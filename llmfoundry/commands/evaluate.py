@@ -110,9 +110,7 @@ def evaluate(recipe: EvalRecipe) -> None:
             found = waiting.popleft()()  # and its weights are let go
             if world.is_main:
                 found.write()
-                if found.logger is not None:
-                    log_evaluation(found, found.logger, note=console.note, warn=console.warn)
-                _tell(console, found)
+                _tell(console, found, _logged(found, console))
             examined.append(found)
         if world.is_main and len(examined) > 1:
             _compare(recipe, examined, console)
@@ -153,12 +151,20 @@ def check_models(recipe: EvalRecipe) -> None:
         raise UserError(*problems)
 
 
-def _tell(console: Console, found: Examined) -> None:
+def _logged(found: Examined, console: Console) -> list[str]:
+    """The places that have got the scores."""
+    if found.logger is None:
+        return []
+    return log_evaluation(found, found.logger, note=console.note, warn=console.warn)
+
+
+def _tell(console: Console, found: Examined, places: Sequence[str]) -> None:
     metrics: Mapping[str, float] = found.results["metrics"]
     shown = [(key, f"{value:.4f}") for key, value in metrics.items() if "metrics/eval/" in key]
     page = [("page", show(found.folder / PAGE))] * bool(found.answers)
     results = ("results", show(found.folder / "results.json"))
-    console.finish([*shown, ("model", found.name), results, *page])
+    logged = [("logged", ", ".join(places))] * bool(places)
+    console.finish([*shown, ("model", found.name), results, *page, *logged])
 
 
 def _compare(recipe: EvalRecipe, examined: Sequence[Examined], console: Console) -> None:

@@ -144,6 +144,11 @@ class BackgroundWriter:
         self._record = Path()  # metrics.jsonl
         self.has_all = True  # once closed: whether nothing is lacking there
 
+    @property
+    def label(self) -> str:
+        """How messages call the place."""
+        return self._target.label
+
     def start(self, facts: RunFacts) -> None:
         """Begin to send; call after the first training step."""
         assert self._thread is None, "a run starts once"

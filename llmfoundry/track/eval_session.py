@@ -34,8 +34,12 @@ def log_evaluation(
     *,
     note: Callable[[str], None],
     warn: Callable[[str], None],
-) -> None:
-    """Send the metrics, and results.json, to every place that the recipe names, and wait for it."""
+) -> list[str]:
+    """Send the metrics, and results.json, to every place that the recipe names, and wait for it.
+
+    Returns:
+        The places that have got all.
+    """
     config.fill()
     metrics: Mapping[str, float] = found.results["metrics"]
     facts = RunFacts(
@@ -52,3 +56,4 @@ def log_evaluation(
         writer.file(found.folder / "results.json")
         writer.start(facts)
     close_all(writers, "finished")
+    return [writer.label for writer in writers if writer.has_all]

@@ -150,7 +150,7 @@ def test_an_evaluation_has_its_metrics_and_its_results_there(tmp_path: Path) -> 
     found = SimpleNamespace(name="a model", folder=tmp_path, results=results, batch=7)
     heard = Hears()
     config = LoggerConfig(mlflow=False, tensorboard=True)
-    log_evaluation(found, config, note=heard.append, warn=heard.append)
-    assert heard == []
+    places = log_evaluation(found, config, note=heard.append, warn=heard.append)
+    assert heard == [] and places == [f"TensorBoard ({tmp_path / 'tensorboard'})"]
     assert scalars(tmp_path, "metrics/copa/0-shot/Accuracy") == [(7, 0.625)]
     assert "0.625" in texts(tmp_path, "results")[0][1]

@@ -55,7 +55,10 @@ def chat_joints(
     tokenizer: Tokenizer,
     chat: Chat,
 ) -> Iterator[tuple[int, list[Joint]]]:
-    """Each row of `examples` under each of its contexts, in the tokens of the rendered text."""
+    r"""Each row of `examples` under each of its contexts, in the tokens of the rendered text.
+
+    By zephyr: `<|user|>\n3 + 3 is<|endoftext|>\n<|assistant|>|\n6`.
+    """
     reasoned = reasons(rows)
     asked: list[tuple[str, Sequence[str]]] = []
     for i, its in examples.items():

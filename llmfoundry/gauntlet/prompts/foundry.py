@@ -52,7 +52,9 @@ def foundry_questions(
     special: SpecialTokens,
     generate: bool,
 ) -> list[Question]:
-    """`prompts.questions` by LLM Foundry's rules.
+    r"""`prompts.questions` by LLM Foundry's rules.
+
+    `2 + 2 is 4\n3 + 3 is| 6`; `is|6` with a tokenizer that has no token for " a" (R6).
 
     Where a question is empty and nothing precedes it, LLM Foundry reads the first answer token's
     probability at the end of the padding; here `<eos>` comes first. With fewer rows than shots all

@@ -96,7 +96,9 @@ def native_questions(
     generate: bool,
     chat: Chat | None = None,
 ) -> list[Question]:
-    """`questions` with joint tokenisation, examples fixed per task, and none cut in the middle.
+    r"""`questions` with joint tokenisation, examples fixed per task, and none cut in the middle.
+
+    `<|endoftext|>2 + 2 is 4\n3 + 3 is| 6`: what is behind the bar is scored, or to be written.
 
     A question too long for the window loses whole examples from the first, then its start. A chat
     template writes itself what comes before a conversation.
@@ -136,7 +138,9 @@ def harness_questions(
     generate: bool,
     chat: Chat | None = None,
 ) -> list[Question]:
-    """`questions` with native's texts, in the tokens of lm-evaluation-harness's HFLM.
+    r"""`questions` with native's texts, in the tokens of lm-evaluation-harness's HFLM.
+
+    `2 + 2 is 4\n3 + 3 is| 6`, and `<s>` first where the tokenizer puts it.
 
     What the tokenizer puts before a text comes first; where that and the question are nothing, the
     prefix token. The answer is what the whole has more tokens than the question. What is too long
