@@ -174,7 +174,11 @@ def measured(world: World, folder: Path) -> dict[str, Any]:
     found = {
         "rows": build_loader(recipe, run.data, clock, job.tokenizer, world).rows(1).ids.tolist(),
         "references": [x for row in run.rows for x in row.references.ravel().tolist()],
-        "preference": build_validation(job, config, 1)(),
+        "preference": {  # rewards are rounding alone: the model is its reference
+            name: value
+            for name, value in build_validation(job, config, 1)().items()
+            if not name.startswith("rewards/")
+        },
         "scores": [score.logprob for score in subject.score(REQUESTS)],
         "texts": subject.generate([Prompt((n, 7), "", (), 4) for n in range(1, 6)]),
     }
