@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmfoundry.assemble.data import build_loader
-from llmfoundry.assemble.evaluate import build_subject, build_validation
+from llmfoundry.assemble.evaluate import build_evaluated, build_validation
 from llmfoundry.assemble.job import weight_dtype
 from llmfoundry.gauntlet.questions import Prompt, Request
 from llmfoundry.models.decoder import Decoder, Root
@@ -170,7 +170,7 @@ def measured(world: World, folder: Path) -> dict[str, Any]:
     recipe, config = job.recipe, EvalConfig()
     recipe.global_train_batch_size = 4
     clock = Clock(4, 4 * recipe.max_seq_len, 2, Duration.parse("2ba"))
-    subject = build_subject(job, config, 1)
+    subject = build_evaluated(job, config, 1)
     found = {
         "rows": build_loader(recipe, run.data, clock, job.tokenizer, world).rows(1).ids.tolist(),
         "references": [x for row in run.rows for x in row.references.ravel().tolist()],
