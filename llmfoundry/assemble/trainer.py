@@ -100,9 +100,8 @@ def build_trainer(
         recipe, world, mesh, tracker.note, written=written, checkpoint=start.checkpoint
     )
     job = Job(recipe, world, tokenizer, data, root, microbatch, tracker.note)
-    optimizer = build_optimizer(
-        root.model, recipe.optimizer, lora_plus_ratio=lora_plus_ratio(recipe)
-    )
+    ratio = lora_plus_ratio(recipe)
+    optimizer = build_optimizer(root.model, recipe.optimizer, lora_plus_ratio=ratio)
     identity = run_identity(job)
     clock = build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
