@@ -63,7 +63,7 @@ def write_finetune(folder: Path, train_base: Callable[..., object]) -> Path:
     return finetune_recipe(folder, model=model, adapter={"name": "lora", "r": 4})
 
 
-def finetune_recipe(folder: Path, name: str = "finetune.yaml", **changes: object) -> Path:
+def finetune_recipe(folder: Path, *, name: str = "finetune.yaml", **changes: object) -> Path:
     """A recipe of scripts/finetune.py in `folder`: tiny.yaml's sections, but for `changes`."""
     trained = yaml.safe_load((folder / "tiny.yaml").read_text())
     kept = {key: value for key, value in trained.items() if key not in ("model", "tokenizer")}

@@ -136,7 +136,8 @@ class Bomb:
 
 def test_folders_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
     """By the script, whose exit status is 2 and which leaves nothing."""
-    recipe = finetune_recipe_of(tmp_path)
+    write_recipe(tmp_path)
+    recipe = finetune_recipe(tmp_path, model={"pretrained": "nothing"})
     for number, (kind, (spoil, said)) in enumerate(
         (kind, case) for kind in ("llama", "gpt_neox") for case in SPOILT.items()
     ):
@@ -151,11 +152,6 @@ def test_folders_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
     result = run("finetune.py", recipe, *words, cwd=tmp_path, status=2)
     assert len(result.stderr.splitlines()) == 1 and said in result.stderr
     assert not (tmp_path / "runs").exists() and not (tmp_path / "ran").exists()
-
-
-def finetune_recipe_of(folder: Path) -> Path:
-    write_recipe(folder)
-    return finetune_recipe(folder, "nothing")
 
 
 def without_weights(folder: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_copied_recipe_uses_shipped_groups_and_those_beside_it(front: Front) -
     recipe = front(copy, "model=nano", "optimizer=adamw").recipe
     assert (recipe.model.d_model, recipe.model.n_layers) == (64, 1)
     assert recipe.optimizer.weight_decay == 0.5, "the recipe's own folder comes first"
-    assert recipe.eval.gauntlet == "eval/gauntlets/generated.yaml", "yamls/ comes second"
+    assert recipe.eval.gauntlet == "eval/gauntlets/generated_easy.yaml", "yamls/ comes second"
 
 
 def test_a_recipe_builds_on_another(front: Front) -> None:
@@ -204,8 +204,8 @@ MISTAKES = {
     "optimizer=adamv": "could not find 'optimizer/adamv'; options: adamw, decoupled_adamw,"
     " decoupled_lionw, muon; did you mean 'adamw'?",
     "eval=true": "could not find 'eval/true'; options: core_v1, core_v2, extended_v1,"
-    " extended_v2, generated, generated_hard, generated_long_context, instructions, light,"
-    " lm_tasks, off, v0.1, v0.2, v0.3, validation",
+    " extended_v2, generated, generated_easy, generated_hard, generated_long_context,"
+    " instructions, light, lm_tasks, off, v0.1, v0.2, v0.3, validation",
     "model.n_layers=four": "model.n_layers: 'four' is not an integer",
     "model.n_layers=2.5": "model.n_layers: 2.5 is not an integer",
     "model.n_layers=true": "model.n_layers: true is not an integer",

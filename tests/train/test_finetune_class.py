@@ -41,7 +41,7 @@ def test_a_class_is_trained_resumed_asked_and_written_back(tmp_path: Path) -> No
     run("train.py", write_recipe(tmp_path), "max_duration=1ba", "run_name=base", cwd=tmp_path)
     tokenizer = next((tmp_path / "runs/base/checkpoints").iterdir()) / "tokenizer"
     write_class(tmp_path / "neox", tokenizer, "gpt_neox", tie_word_embeddings=True)
-    recipe = finetune_recipe(tmp_path, "neox", max_duration="6ba")
+    recipe = finetune_recipe(tmp_path, model={"pretrained": "neox"}, max_duration="6ba")
     done = run("finetune.py", recipe, "run_name=whole", cwd=tmp_path)
     assert "GPTNeoXForCausalLM held by transformers' class" in done.stdout + done.stderr
     shutil.copytree(tmp_path / "runs/whole/checkpoints/ba0000004", tmp_path / RUN / "ba0000004")
@@ -84,7 +84,7 @@ def test_two_processes_train_a_class_as_one_does(tmp_path: Path) -> None:
     run("train.py", write_recipe(tmp_path), "max_duration=1ba", "run_name=base", cwd=tmp_path)
     tokenizer = next((tmp_path / "runs/base/checkpoints").iterdir()) / "tokenizer"
     write_class(tmp_path / "neox", tokenizer, "gpt_neox", tie_word_embeddings=True)
-    recipe = finetune_recipe(tmp_path, "neox", max_duration="4ba")
+    recipe = finetune_recipe(tmp_path, model={"pretrained": "neox"}, max_duration="4ba")
     run("finetune.py", recipe, "run_name=one", cwd=tmp_path)
     expected = losses(tmp_path / "runs/one")
     for name, words in {
