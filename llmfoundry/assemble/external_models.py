@@ -140,6 +140,7 @@ def _by_decoder(
         data_size=world.data_size,
         data_group=world.data_group,
         end_ids=opened.end_ids(),
+        n_tokens=found.config.vocab_size,  # as transformers draws: all that the head has
     )
 
 

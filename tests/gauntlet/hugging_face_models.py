@@ -131,14 +131,12 @@ def plain_logprobs(model: Any, request: Request) -> Tensor:
     return logits.double().log_softmax(-1)[-len(request.targets) :]
 
 
-def plain_continuation(
-    model: Any, tokens: tuple[int, ...], n: int, eos_ids: set[int], n_tokens: int = N_TOKENS
-) -> list[int]:
-    """Greedy tokens one by one, of the first n_tokens, each time reading everything anew."""
+def plain_continuation(model: Any, tokens: tuple[int, ...], n: int, eos_ids: set[int]) -> list[int]:
+    """Greedy tokens one by one, each time reading everything anew."""
     ids = list(tokens)
     for _ in range(n):
         with torch.no_grad():
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1, :n_tokens]
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
         likeliest = int(logits.argmax())
         if likeliest in eos_ids:
             break

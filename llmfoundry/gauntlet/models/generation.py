@@ -66,6 +66,7 @@ class _Model:
 
     root: nn.Module
     tokenizer: Tokenizer
+    n_tokens: int
     device: torch.device
     autocast: Autocast
     data_size: int
@@ -92,10 +93,9 @@ class _Model:
             (B,) the likeliest next tokens, and whether that means anything: among logits that are
             not finite none is the likeliest.
         """
-        n_tokens = self.tokenizer.vocab_size  # the embedding's rows beyond it are padding
 
         def greedy(model: Decoder, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            logits = model.head(hidden[:, -1])[:, :n_tokens].float()
+            logits = model.head(hidden[:, -1])[:, : self.n_tokens].float()
             return logits.argmax(-1), logits.isfinite().all(-1)
 
         parts = tokens.split(CHUNK if cache.length else tokens.shape[1], dim=1)
@@ -161,6 +161,7 @@ def generate_texts(
     *,
     tokenizer: Tokenizer,
     end_ids: Collection[int] | None = None,
+    n_tokens: int | None = None,
     device: torch.device,
     batch_tokens: int,
     autocast: Autocast,
@@ -177,6 +178,8 @@ def generate_texts(
         prompts: of any length and order.
         tokenizer: the model's.
         end_ids: tokens that end a text; None: the tokenizer's end of text.
+        n_tokens: ids below it are drawn; None: those of the tokenizer, for the embedding's rows
+            beyond them are padding.
         device: where the model is.
         batch_tokens: rows of a rank's batch times the longest row, its continuation with it, at
             most; what the key-value cache holds. One row always goes.
@@ -189,7 +192,8 @@ def generate_texts(
         UserError: a row would be longer than the model's learned positions.
         FloatingPointError: logits were not finite, so that nothing is the likeliest; on every rank.
     """
-    model = _Model(root, tokenizer, device, autocast, data_size, data_group)
+    limit = tokenizer.vocab_size if n_tokens is None else n_tokens
+    model = _Model(root, tokenizer, limit, device, autocast, data_size, data_group)
     _check_lengths(longest_document(model.model), prompts)
     ends = {tokenizer.eos_id} if end_ids is None else end_ids
     found: list[tuple[int, str, bool]] = []

@@ -52,6 +52,7 @@ class OwnModel:
         data_size: int = 1,
         data_group: dist.ProcessGroup | None = None,
         end_ids: Collection[int] | None = None,
+        n_tokens: int | None = None,
     ) -> None:
         """Take a model over, which may go on being trained.
 
@@ -66,9 +67,11 @@ class OwnModel:
             data_size: their number; all must ask the same.
             data_group: they; None: all processes.
             end_ids: tokens that end what is written; None: the tokenizer's end of text.
+            n_tokens: ids below it may be written; None: those of the tokenizer.
         """
         self.tokens_computed = 0
         self._end_ids = {tokenizer.eos_id} if end_ids is None else end_ids
+        self._n_tokens = n_tokens
         self._root, self._tokenizer, self._seq_len = root, tokenizer, seq_len
         self._device, self._batch_tokens, self._autocast = device, batch_tokens, autocast
         self._data_rank, self._data_size, self._data_group = data_rank, data_size, data_group
@@ -102,6 +105,7 @@ class OwnModel:
             prompts,
             tokenizer=self._tokenizer,
             end_ids=self._end_ids,
+            n_tokens=self._n_tokens,
             device=self._device,
             batch_tokens=self._batch_tokens,
             autocast=self._autocast,
