@@ -69,7 +69,7 @@ def test_rows_of_a_store_are_those_of_its_folder(
     ("fault", "line"),
     [
         ("missing", r"shard\.00001\.mds: is not there; check data\.remote"),
-        ("forbidden", r"refused .*; a store .* AWS_ACCESS_KEY_ID"),
+        ("forbidden", r"refused .* a store .* AWS_ACCESS_KEY_ID"),
         ("slow down", r"asks for fewer requests .* after 4 attempts"),
     ],
 )
