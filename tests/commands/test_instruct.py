@@ -60,7 +60,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data |= {"cache_folder": str(folder / "cache"), "validation_fraction": 0.1}
     finetune_recipe(
         folder,
-        "sft.yaml",
+        name="sft.yaml",
         model={"pretrained": "runs/base"},
         tokenizer={"chat_template": "zephyr"},
         data=data,
