@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.models.adapters.adapt import is_added
-from llmfoundry.models.adapters.low_rank import LowRank
-from llmfoundry.models.adapters.virtual import NAME as PROMPT
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import quantized_shapes, value_count
+from llmfoundry.models.virtual_tokens import NAME as PROMPT
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.write.token_writer import TokenWriter
-from llmfoundry.data.text.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.tokens import StreamIndex
 from llmfoundry.files import write_json

@@ -1,7 +1,7 @@
 """No module imports, by whatever way, one that imports it: not in a function, not for types alone.
 
-The floors of the rooms are import-linter's (pyproject.toml), which knows circles between packages
-but not between modules.
+The floors of the rooms, and that there are no circles between packages of `llmfoundry`, are
+import-linter's (pyproject.toml); benchmarks and scripts are looked at here alone.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import over_rounds, table, write
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.prepare import prepare
 from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.text.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

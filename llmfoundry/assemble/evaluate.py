@@ -12,7 +12,7 @@ import torch
 from llmfoundry.assemble.eval_budget import EvalBudget
 from llmfoundry.assemble.job import Job
 from llmfoundry.assemble.objective import build_objective
-from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.prompts.settings import Chat, PromptSettings
-from llmfoundry.models.adapters.virtual import longest_document
+from llmfoundry.models.virtual_tokens import longest_document
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.scripts.train import TrainRecipe

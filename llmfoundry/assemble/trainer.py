@@ -32,7 +32,7 @@ from llmfoundry.assemble.reference import open_reference, with_places
 from llmfoundry.assemble.start import Start, fill_weights, find_start, run_identity
 from llmfoundry.assemble.weights.pretrained import Pretrained, fit_vocabulary, write_model
 from llmfoundry.data.loader import Loader
-from llmfoundry.data.text.build_tokenizer import build_tokenizer, tokenizer_summary
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.estimate import (

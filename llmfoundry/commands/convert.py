@@ -20,8 +20,8 @@ from llmfoundry.export.read import HFFolder, hf_folder, open_hf
 from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.masking import public
-from llmfoundry.models.adapters.virtual import virtual_of
 from llmfoundry.models.quantized import is_quantized
+from llmfoundry.models.virtual_tokens import virtual_of
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import show

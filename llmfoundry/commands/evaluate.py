@@ -24,7 +24,7 @@ from llmfoundry.assemble.external_models import check_outside, is_outside, open_
 from llmfoundry.assemble.job import Job
 from llmfoundry.assemble.start import Loaded, open_checkpoint
 from llmfoundry.assemble.trainer import memory_of_process
-from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.estimate import choose_microbatch
 from llmfoundry.files import whole_file, write_json

@@ -7,11 +7,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare, prepare_to
 from llmfoundry.data.preparation.write.manifest import summary
 from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import Output, token_output
-from llmfoundry.data.text.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.masking import public
 from llmfoundry.recipe.data import DataConfig

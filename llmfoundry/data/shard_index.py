@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 
 from llmfoundry.data.fetch.copies import some_of
-from llmfoundry.data.fetch.file_spec import INDEX
 from llmfoundry.data.fetch.shard_files import ShardFolder
+from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.tokens import FORMAT, StreamIndex
 from llmfoundry.errors import UserError

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmfoundry.data.fetch.file_spec import INDEX
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds_source import MDSColumn, MDSTexts, MDSTokens
 from llmfoundry.data.order import Order

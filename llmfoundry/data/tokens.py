@@ -22,8 +22,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from llmfoundry.data.fetch.file_spec import INDEX, named_twice, wrong_name
 from llmfoundry.data.fetch.shard_files import FileSpec, ShardFolder
+from llmfoundry.data.file_spec import INDEX, named_twice, wrong_name
 from llmfoundry.data.mds.checksums import digest
 from llmfoundry.errors import UserError, one_line
 

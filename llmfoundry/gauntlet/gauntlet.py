@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.grading.categories import (
     combine,
@@ -20,8 +20,8 @@ from llmfoundry.gauntlet.grading.categories import (
     missing_benchmarks,
     wrong_baselines,
 )
-from llmfoundry.gauntlet.grading.metrics import empty_aliases
 from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
+from llmfoundry.gauntlet.metrics import empty_aliases
 from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.prompts.cache import cached_questions
 from llmfoundry.gauntlet.prompts.settings import PromptSettings

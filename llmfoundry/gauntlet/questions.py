@@ -1,7 +1,7 @@
 """The words that all parts of the gauntlet share: rows, what is asked of a model, what it answers.
 
 A task's file becomes rows (`rows`), rows become questions (`prompts`), an `EvaluatedModel` answers
-them (`models`), and `grading` judges the answers.
+them (`models`), `metrics` judges the answers, and `grading` sums up.
 """
 
 from __future__ import annotations
@@ -155,6 +155,18 @@ class Question:
     prompt: Prompt | None = None
     dropped: int = 0
     truncated: bool = False
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first tokens two texts share, by halving: often hundreds, or all."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @dataclass(frozen=True)

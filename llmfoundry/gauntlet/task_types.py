@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry.data.instructions import checks
-from llmfoundry.gauntlet.grading.metrics import (
+from llmfoundry.gauntlet.metrics import (
     CHOICE_CALIBRATION,
     LM_CALIBRATION,
     Answer,

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmfoundry.models.adapters.virtual import NAME as PROMPT
 from llmfoundry.models.decoder import Block, Decoder
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantized_shapes
+from llmfoundry.models.virtual_tokens import NAME as PROMPT
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry.models import init
-from llmfoundry.models.adapters.low_rank import head_operands
-from llmfoundry.models.adapters.virtual import VirtualTokens
 from llmfoundry.models.attention import (
     Attention,
     Context,
@@ -25,6 +23,7 @@ from llmfoundry.models.attention import (
 )
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.models.linear import Embedding, Linear
+from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE, Routed, Routing, over_layers
 from llmfoundry.models.positions import (
     Table,
@@ -33,6 +32,7 @@ from llmfoundry.models.positions import (
     rotary_frequencies,
     rotary_table,
 )
+from llmfoundry.models.virtual_tokens import VirtualTokens
 from llmfoundry.ops.attention.backends import plan
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.ops.layout import Layout

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llmfoundry.models.adapters.low_rank import LowRank, adapted, embedded
+from llmfoundry.models.low_rank import LowRank, adapted, embedded
 from llmfoundry.ops import nf4
 
 

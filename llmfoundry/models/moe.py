@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmfoundry.models.adapters.low_rank import LowRank, adapted
 from llmfoundry.models.ffn import FFN
 from llmfoundry.models.linear import Linear, whole
+from llmfoundry.models.low_rank import LowRank, adapted
 from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.autocast import has_autocast, without_autocast
 from llmfoundry.ops.moe.backends import mixture

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.models.adapters.virtual import longest_document
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.virtual_tokens import longest_document
 from llmfoundry.ops.attention.plan import autocast_dtype
 
 _CUT = "\ufffd"  # what decoders write for an incomplete character

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import transformers
 
-from llmfoundry.data.text.build_tokenizer import build_tokenizer
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.chat_template import NAMED, ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmfoundry.data.preparation.choose.split import (
+from llmfoundry.data.preparation.prepare import Prepared, prepare
+from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.split import (
     content_hash,
     make_split,
     tail_start,
     training_sample,
 )
-from llmfoundry.data.preparation.prepare import Prepared, prepare
-from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.write import encode
 from llmfoundry.data.preparation.write.encode import cut, cuts_at_lines
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend, train_backend

@@ -14,9 +14,9 @@ import tiktoken_ext.openai_public
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from llmfoundry.data.preparation.choose.split import content_hash
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
+from llmfoundry.data.preparation.split import content_hash
 from llmfoundry.data.text.bpe import byte_alphabet, train_backend
-from llmfoundry.data.text.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.fetch.file_spec import CompressedFile, FileSpec
+from llmfoundry.data.file_spec import CompressedFile, FileSpec
 from llmfoundry.data.mds.shard import MDSIndex
 from llmfoundry.errors import UserError
 

@@ -21,8 +21,8 @@ import pytest
 import zstandard
 
 from llmfoundry.commands.prepare_data import prepare_data
-from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.fetch.shard_files import ShardFolder
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.mds_source import MDSColumn
 from llmfoundry.data.preparation import tasks
 from llmfoundry.data.preparation.read.corpus import Corpus

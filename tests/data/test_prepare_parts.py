@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmfoundry.data.preparation import tasks as tasks_module
-from llmfoundry.data.preparation.choose.split import content_hash
 from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare, prepare_to
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.read.open_files import Input
+from llmfoundry.data.preparation.split import content_hash
 from llmfoundry.data.preparation.tasks import cut_tasks
 from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import token_output

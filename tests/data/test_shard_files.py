@@ -15,9 +15,9 @@ from threading import Event
 import pytest
 
 from llmfoundry.data.fetch import prefetch
-from llmfoundry.data.fetch.file_spec import in_words
 from llmfoundry.data.fetch.prefetch import N_THREADS, Prefetcher
 from llmfoundry.data.fetch.shard_files import CompressedFile, FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.file_spec import in_words
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig, n_bytes
 

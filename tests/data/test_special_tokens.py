@@ -16,9 +16,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from llmfoundry.commands.prepare_data import prepare_data
 from llmfoundry.data.held_out import TokenShards
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.prepare import prepare
 from llmfoundry.data.preparation.write.encode import cut
-from llmfoundry.data.text.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig

@@ -24,9 +24,9 @@ from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.rows import Row
 from llmfoundry.data.supervised.pack import best_fit, cut_lengths, pack_examples
-from llmfoundry.data.text.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.grading.metrics import (
+from llmfoundry.gauntlet.metrics import (
     cut,
     empty_aliases,
     final_answer,

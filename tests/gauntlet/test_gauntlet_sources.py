@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.tasks.rows import RowsNotFound, load_rows, read_source

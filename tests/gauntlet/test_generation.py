@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from llmfoundry.data.text.build_tokenizer import build_tokenizer
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.hf import to_hf

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.gauntlet.grading.categories import measure
-from llmfoundry.gauntlet.grading.metrics import (
+from llmfoundry.gauntlet.metrics import (
     Answer,
     answers_of,
     bits_per_byte,

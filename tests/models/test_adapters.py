@@ -20,11 +20,11 @@ from llmfoundry.models.adapters.adapt import (
     saved_names,
     switched_off,
 )
-from llmfoundry.models.adapters.low_rank import LowRank, merged
 from llmfoundry.models.adapters.merge import MergedState, merge_into
 from llmfoundry.models.adapters.plan import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.linear import Linear
+from llmfoundry.models.low_rank import LowRank, merged
 from llmfoundry.parallel.blocks import wrap_blocks
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from tests.models.test_decoder import make_config

@@ -16,8 +16,8 @@ from llmfoundry.export.peft.virtual import write_virtual
 from llmfoundry.hf_models.layouts import visible
 from llmfoundry.hf_models.prefix import check_prefix
 from llmfoundry.models.adapters.adapt import switched_off
-from llmfoundry.models.adapters.virtual import VirtualTokens, add_virtual
 from llmfoundry.models.decoder import Root
+from llmfoundry.models.virtual_tokens import VirtualTokens, add_virtual
 from llmfoundry.ops.layout import Layout
 from llmfoundry.ops.virtual import in_front
 from llmfoundry.parallel.blocks import wrap_blocks

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from llmfoundry.assemble.start import load_checkpoint
-from llmfoundry.data.text.build_tokenizer import build_tokenizer
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.read import from_hf
 from llmfoundry.gauntlet.models.hugging_face import load_hugging_face

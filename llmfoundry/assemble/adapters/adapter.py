@@ -35,10 +35,10 @@ from llmfoundry.models.adapters.adapt import (
 )
 from llmfoundry.models.adapters.base import base_difference, base_sample
 from llmfoundry.models.adapters.plan import plan_adapter
-from llmfoundry.models.adapters.virtual import NAME as PROMPT
-from llmfoundry.models.adapters.virtual import virtual_of
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
+from llmfoundry.models.virtual_tokens import NAME as PROMPT
+from llmfoundry.models.virtual_tokens import virtual_of
 from llmfoundry.recipe.architecture.adapter import VIRTUAL
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import find_file

@@ -9,7 +9,9 @@ from llmfoundry.assemble.job import weight_dtype
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.peft.virtual import read_virtual
-from llmfoundry.models.adapters.virtual import (
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.init import assign
+from llmfoundry.models.virtual_tokens import (
     NAME,
     VirtualTokens,
     add_virtual,
@@ -17,8 +19,6 @@ from llmfoundry.models.adapters.virtual import (
     longest_document,
     virtual_table,
 )
-from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import assign
 from llmfoundry.recipe.architecture.adapter import PREFIX_TUNING
 from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe

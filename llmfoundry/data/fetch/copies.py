@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from llmfoundry.data.fetch.file_spec import COPIES, INDEX, FileSpec
+from llmfoundry.data.file_spec import COPIES, INDEX, FileSpec
 from llmfoundry.errors import UserError
 from llmfoundry.files import whole_file
 from llmfoundry.locks import LockedFile, lock

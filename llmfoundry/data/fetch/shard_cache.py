@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from llmfoundry.data.fetch.file_spec import PACKED, PART, in_words
+from llmfoundry.data.file_spec import PACKED, PART, in_words
 from llmfoundry.errors import UserError
 from llmfoundry.files import publish
 from llmfoundry.locks import LockedFile, lock, try_lock

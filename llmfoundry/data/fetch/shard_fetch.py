@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from llmfoundry.data.fetch.file_spec import (
+from llmfoundry.data.fetch.remote import DamagedError, Remote
+from llmfoundry.data.fetch.shard_cache import ShardCache, Shortage, reports_cache_folder
+from llmfoundry.data.file_spec import (
     PACKED,
     PART,
     CompressedFile,
@@ -27,8 +29,6 @@ from llmfoundry.data.fetch.file_spec import (
     FileSpec,
     in_words,
 )
-from llmfoundry.data.fetch.remote import DamagedError, Remote
-from llmfoundry.data.fetch.shard_cache import ShardCache, Shortage, reports_cache_folder
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.checksums import digest
 from llmfoundry.errors import UserError

@@ -22,7 +22,7 @@ from typing import IO, Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from llmfoundry.data.fetch.file_spec import CompressedFile, FileSpec, named_twice, wrong_name
+from llmfoundry.data.file_spec import CompressedFile, FileSpec, named_twice, wrong_name
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.encodings import encoded_size
 from llmfoundry.errors import UserError

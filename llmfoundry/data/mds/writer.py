@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry.data.fetch.file_spec import INDEX
+from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.checksums import check_algorithm, digest
 from llmfoundry.data.mds.encodings import CODING_ERRORS, Encoding, find_encoding

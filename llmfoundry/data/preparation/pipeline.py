@@ -18,9 +18,9 @@ from typing import Any
 
 from llmfoundry.data.mds.writer import INDEX
 from llmfoundry.data.preparation.choose.deduplicate import deduplicate
-from llmfoundry.data.preparation.choose.split import make_split
 from llmfoundry.data.preparation.engines import ENGINES, Run, cores
 from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.split import make_split
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
 from llmfoundry.data.preparation.write.manifest import Manifest, make_manifest
 from llmfoundry.data.preparation.write.output_folder import SCRATCH, OutputFolder

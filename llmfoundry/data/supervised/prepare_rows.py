@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.preparation.choose.split import content_hash
 from llmfoundry.data.preparation.engines import local_engine
 from llmfoundry.data.preparation.read.corpus import Corpus, Document
 from llmfoundry.data.preparation.read.readers import ROW, FileRow
+from llmfoundry.data.preparation.split import content_hash
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
 from llmfoundry.data.supervised.encode import Encoded, Encoder
 from llmfoundry.data.supervised.formats import Example, ExampleOptions, example_of

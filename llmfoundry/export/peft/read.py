@@ -30,9 +30,9 @@ from llmfoundry.export.peft.modules import (
     read_config,
 )
 from llmfoundry.export.weight_map import layers
-from llmfoundry.models.adapters.low_rank import LowRank
 from llmfoundry.models.adapters.plan import find_targets
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.low_rank import LowRank
 
 REFUSED: dict[
     str, tuple[Any, ...]

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.export.peft.modules import CONFIG, WEIGHTS, read_config
 from llmfoundry.files import write_json
-from llmfoundry.models.adapters.virtual import NAME, VirtualTokens
+from llmfoundry.models.virtual_tokens import NAME, VirtualTokens
 from llmfoundry.recipe.architecture.adapter import PREFIX_TUNING, VIRTUAL
 from llmfoundry.recipe.architecture.model import ModelConfig
 

@@ -39,7 +39,7 @@ from llmfoundry.export.peft.modules import (
 )
 from llmfoundry.export.weight_map import WeightMap, layers
 from llmfoundry.files import open_to_all, write_json
-from llmfoundry.models.adapters.low_rank import LowRank
+from llmfoundry.models.low_rank import LowRank
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 

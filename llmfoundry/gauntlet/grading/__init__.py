@@ -1,1 +1,1 @@
-"""From answers to scores: judging, metrics, categories, the result."""
+"""From judged answers to scores: categories, the result."""

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmfoundry.gauntlet.grading.metrics import (
+from llmfoundry.gauntlet.grading.results import CategoryOfTask, Cost, GauntletResult, TaskResult
+from llmfoundry.gauntlet.metrics import (
     BITS,
     NOT_GENERATED,
     WHOLE_WORDS,
@@ -24,7 +25,6 @@ from llmfoundry.gauntlet.grading.metrics import (
     is_whole,
     share,
 )
-from llmfoundry.gauntlet.grading.results import CategoryOfTask, Cost, GauntletResult, TaskResult
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.task_types import judge, type_of
 from llmfoundry.gauntlet.tasks.gauntlet_file import BenchmarkConfig, CategoryConfig, EvalGauntlet

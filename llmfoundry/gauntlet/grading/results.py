@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmfoundry.gauntlet.grading.metrics import NOT_GENERATED, UNITS, Answer, answers_of
+from llmfoundry.gauntlet.metrics import NOT_GENERATED, UNITS, Answer, answers_of
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.task_types import judge
 from llmfoundry.masking import public

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.grading.metrics import cut
+from llmfoundry.gauntlet.metrics import cut
 from llmfoundry.gauntlet.models.echo import ECHO, read_score
 from llmfoundry.gauntlet.questions import Prompt, Refusal, Request, Score
 from llmfoundry.retry import backoff, retry

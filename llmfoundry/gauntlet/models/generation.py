@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.grading.metrics import cut
-from llmfoundry.gauntlet.models.tree import common_prefix
-from llmfoundry.gauntlet.questions import Prompt
-from llmfoundry.models.adapters.virtual import longest_document
+from llmfoundry.gauntlet.metrics import cut
+from llmfoundry.gauntlet.questions import Prompt, common_prefix
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.virtual_tokens import longest_document
 from llmfoundry.ops.attention.plan import autocast_dtype
 from llmfoundry.recipe.architecture.model import ModelConfig
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet.grading.metrics import cut
+from llmfoundry.gauntlet.metrics import cut
 from llmfoundry.gauntlet.models.own import HEAD_CHUNK, judge
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
 

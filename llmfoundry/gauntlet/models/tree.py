@@ -190,18 +190,6 @@ def _common(a: bytes, b: bytes) -> int:
     return int(differ.argmax()) if differ.any() else n
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens two texts share, by halving: often hundreds, or all."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
     """Pairs of tokens, each with itself and those before it, in a text of n tokens."""
     return n * (n + 1) // 2

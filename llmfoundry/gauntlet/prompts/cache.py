@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmfoundry.data.preparation.cache import build_once, cache_key, lock_build
-from llmfoundry.gauntlet.models.tree import common_prefix
 from llmfoundry.gauntlet.prompts.native import questions, uses_chat
 from llmfoundry.gauntlet.prompts.settings import Chat, SpecialTokens, special_tokens
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import (
+    Prompt,
+    Question,
+    Request,
+    TaskConfig,
+    TaskRow,
+    common_prefix,
+)
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.gauntlet.tasks.rows import rows_hash
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.tree import common_prefix
 from llmfoundry.gauntlet.prompts.encode import Joint, encode_joint, reasons, right_answer
 from llmfoundry.gauntlet.prompts.encode import right_context as right
 from llmfoundry.gauntlet.prompts.settings import Chat
-from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow, common_prefix
 from llmfoundry.gauntlet.task_types import type_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.tree import common_prefix
-from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow, common_prefix
 from llmfoundry.gauntlet.task_types import type_of, with_reasoning
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from typing import Any
 
 import fsspec
 
-from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.fetch.remote import MissingError, Remote
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.remote_input import list_url
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.models.adapters.low_rank import (
+from llmfoundry.models.adapters.names import select
+from llmfoundry.models.adapters.plan import AdapterTarget, find_targets
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.init import Distribution, assign, draw
+from llmfoundry.models.linear import whole
+from llmfoundry.models.low_rank import (
     A_INIT,
     B_INIT,
     MAGNITUDE,
@@ -24,15 +29,10 @@ from llmfoundry.models.adapters.low_rank import (
     LowRank,
     row_norms,
 )
-from llmfoundry.models.adapters.names import select
-from llmfoundry.models.adapters.plan import AdapterTarget, find_targets
-from llmfoundry.models.adapters.virtual import NAME as PROMPT
-from llmfoundry.models.adapters.virtual import switched_off as without_virtual
-from llmfoundry.models.adapters.virtual import virtual_of
-from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import Distribution, assign, draw
-from llmfoundry.models.linear import whole
 from llmfoundry.models.moe import ExpertWeights
+from llmfoundry.models.virtual_tokens import NAME as PROMPT
+from llmfoundry.models.virtual_tokens import switched_off as without_virtual
+from llmfoundry.models.virtual_tokens import virtual_of
 from llmfoundry.terminal import columns
 
 _ADDED = re.compile(

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.models.adapters.low_rank import LowRank, merged
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import assign, grown
 from llmfoundry.models.linear import Linear, whole
+from llmfoundry.models.low_rank import LowRank, merged
 from llmfoundry.models.moe import ExpertWeights
 
 

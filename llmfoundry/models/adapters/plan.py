@@ -15,11 +15,11 @@ from itertools import accumulate
 from torch import nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.models.adapters.low_rank import LowRank
 from llmfoundry.models.adapters.names import select
 from llmfoundry.models.attention import Attention
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.linear import Embedding, Linear
+from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.moe import ExpertWeights, Router
 from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
 

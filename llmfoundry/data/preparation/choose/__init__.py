@@ -1,1 +1,1 @@
-"""Which documents stay: held out, filtered, repeated."""
+"""Which documents stay: filtered, repeated."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
-from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.data.preparation.read.open_files import Input, InputFile
 from llmfoundry.data.preparation.read.readers import (

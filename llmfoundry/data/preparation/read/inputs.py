@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.open_files import InputFile
 from llmfoundry.data.preparation.read.readers import is_readable, readable, suffix_of
 from llmfoundry.data.preparation.read.remote_input import list_url

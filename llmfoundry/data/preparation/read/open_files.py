@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from llmfoundry.data.fetch.file_spec import FetchOptions
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.remote_input import open_url
 from llmfoundry.errors import UserError, import_optional
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmfoundry.data.fetch import remote_errors
-from llmfoundry.data.fetch.file_spec import FetchOptions
 from llmfoundry.data.fetch.remote import MissingError, Remote
 from llmfoundry.data.fetch.remote_backends import Backend, resolve
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 
 _BUFFER = 8 << 20  # bytes of a request

@@ -16,9 +16,9 @@ from typing import IO, Any
 
 from llmfoundry.data.mds.checksums import digest
 from llmfoundry.data.preparation.choose.deduplicate import read_drops, signatures
-from llmfoundry.data.preparation.choose.split import Split
 from llmfoundry.data.preparation.read.corpus import Corpus, Document
 from llmfoundry.data.preparation.read.open_files import Input
+from llmfoundry.data.preparation.split import Split
 from llmfoundry.data.preparation.tasks import Task
 from llmfoundry.data.preparation.write.encode import DocumentPart, cut, cuts_at_lines, encode_all
 from llmfoundry.data.preparation.write.output_folder import OutputFolder
