@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import or_
 from types import SimpleNamespace
 
 import pytest
@@ -22,11 +25,13 @@ from llmfoundry.ops.attention.backends import (
     AttentionPlan,
     AttentionSpec,
     attend,
+    choose,
     plan,
     refusal,
 )
 from llmfoundry.ops.layout import Layout
-from llmfoundry.recipe.architecture.attention import CANNOT
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.ops.plain_attention import (
     CPU,
     DTYPES,
@@ -157,8 +162,15 @@ def test_a_plan_asks_the_device_for_no_number(impl: str) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A machine with a GPU, Triton and flash-attn, as far as `refusal` asks; fields may change."""
-    machine = SimpleNamespace(capability=(9, 0), triton=True, flash="2.8.3.post2", loads=True)
+    machine = SimpleNamespace(
+        capability=(9, 0), triton=True, flash="2.8.3.post2", loads=True, memory=227
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine.capability)
+
+    def properties(device: torch.device) -> object:
+        return SimpleNamespace(shared_memory_per_block_optin=machine.memory * 1024)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
     def find_spec(name: str) -> object:
         return object() if machine.triton else None
@@ -184,19 +196,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 CAP, DROP, BIAS, LOCAL = {"softcap": 5.0}, {"dropout": 0.1}, {"slopes": SLOPES}, {"window": 9}
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 REFUSED = [
-    ("sdpa", CAP, CUDA, BF16, {}, "has no softcap; write flex or torch"),
-    ("flex", DROP, CUDA, BF16, {}, "has no dropout; write sdpa, flash or torch"),
+    ("sdpa", CAP, CUDA, BF16, {}, "has no softcap; write auto, flex, flash or torch"),
+    ("flex", DROP, CUDA, BF16, {}, "has no dropout; write auto, sdpa, flash or torch"),
     ("flex", {}, CPU, FP32, {}, "has no backward pass on a CPU; write auto"),
     ("flex", {}, torch.device("mps"), FP32, {}, "on CUDA alone, not on mps; write auto"),
     ("flex", {}, CUDA, FP64, {}, "no double precision; write auto"),
     ("flex", {}, CUDA, BF16, {"triton": False}, "Triton, which is not installed; write auto"),
-    ("varlen", BIAS, CUDA, BF16, {}, "adds no bias; write flex or flash"),
-    ("varlen", CAP, CUDA, BF16, {}, "has no softcap; write flex or flash"),
-    ("varlen", DROP, CUDA, BF16, {}, "has no dropout; write sdpa, flash or torch"),
+    ("varlen", BIAS, CUDA, BF16, {}, "adds no bias; write auto, sdpa, flex, flash or torch"),
+    ("varlen", CAP, CUDA, BF16, {}, "has no softcap; write auto, flex, flash or torch"),
+    ("varlen", DROP, CUDA, BF16, {}, "has no dropout; write auto, sdpa, flash or torch"),
     ("varlen", {}, CPU, BF16, {}, "runs on CUDA alone, not on cpu; write auto"),
     ("varlen", {}, CUDA, FP32, {}, "bf16 and fp16, not float32; write auto, or precision: amp_bf"),
     ("varlen", {}, CUDA, BF16, {"capability": (7, 5)}, "8.0 (A100) or newer, this one has 7.5;"),
     ("varlen", {}, CUDA, BF16, {"head_dim": 320}, "at most 256 wide, not 320; write auto"),
+    ("flash", CAP | DROP, CUDA, BF16, {}, "no dropout under a softcap; write auto or torch"),
+    ("flash", DROP, CUDA, BF16, {"head_dim": 224, "memory": 99}, "wider than 192, which these are"),
     ("flash", {}, CPU, BF16, {}, "runs on CUDA alone, not on cpu; write auto"),
     ("flash", {}, CUDA, FP32, {}, "bf16 and fp16, not float32; write auto, or precision: amp_bf"),
     ("flash", {}, CUDA, BF16, {"capability": (7, 0)}, "8.0 (A100) or newer, this one has 7.0;"),
@@ -240,16 +254,40 @@ def test_an_old_torch_without_windows_in_varlen_is_refused(
     assert "install 2.11 or newer" in found
 
 
-@pytest.mark.parametrize("impl", CANNOT)
+SETTINGS = {
+    "alibi: true": BIAS,
+    "attn_logit_softcapping: 5": CAP,
+    "attn_pdrop: 0.1": DROP,
+    "sliding_window_size: 9": LOCAL,
+}
+COMBINED = [names for n in range(5) for names in itertools.combinations(SETTINGS, n)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 256, 264])
+@pytest.mark.parametrize("impl", ["sdpa", "flex", "varlen", "flash", "torch"])
 def test_the_recipe_and_the_backends_refuse_the_same_options(
-    impl: str, gpu: SimpleNamespace
+    impl: str, head_dim: int, gpu: SimpleNamespace
 ) -> None:
-    settings = {"alibi": BIAS, "attn_logit_softcapping": CAP, "attn_pdrop": DROP}
-    settings["sliding_window_size"] = LOCAL
-    for setting, options in settings.items():
-        found = refusal(impl, AttentionSpec(0.1, **options), CUDA, BF16)
-        why = CANNOT[impl].get(setting)
-        assert found == (None if why is None else f"{impl}: {why}")
+    for names in COMBINED:
+        spec = AttentionSpec(0.1, **functools.reduce(or_, (SETTINGS[n] for n in names), {}))
+        found = refusal(impl, spec, CUDA, BF16, head_dim=head_dim)
+        attn = ", ".join([f"attn_impl: {impl}", *names])
+        model = f"model={{head_dim: {head_dim}, attn_config: {{{attn}}}}}"
+        try:
+            checked(TrainRecipe, None, ["run_name=x", model])
+            line = None
+        except UserError as error:
+            (line,) = error.problems
+        key = "model.attn_config.attn_impl: "
+        assert line == (None if found is None else key + found.replace(":", "", 1))
+
+
+def test_wide_heads_with_dropout_need_the_memory_of_a_large_gpu(gpu: SimpleNamespace) -> None:
+    spec = AttentionSpec(0.1, dropout=0.1, window=9)
+    for width, memory, impl in ((256, 227, "flash"), (256, 163, "flash"), (256, 99, "sdpa")):
+        gpu.memory = memory
+        assert choose(spec, True, CUDA, BF16, width) == impl
+    assert choose(spec, True, CUDA, BF16, 192) == "flash"
 
 
 ALL = BIAS | CAP | DROP | LOCAL
@@ -270,7 +308,9 @@ CHOICES = [  # device, dtype, packed, spec, machine -> backend
     (CUDA, BF16, True, BIAS | CAP | LOCAL, {}, "flex"),
     (CUDA, BF16, True, {}, {"capability": (7, 5)}, "flex"),
     (CUDA, BF16, True, DROP, {}, "flash"),
-    (CUDA, BF16, False, CAP | DROP, {}, "flash"),
+    (CUDA, BF16, False, BIAS | DROP, {}, "flash"),
+    (CUDA, BF16, False, CAP | DROP, {}, "torch"),
+    (CUDA, BF16, True, ALL, {}, "torch"),
     (CUDA, BF16, True, ALL, {"flash": None}, "torch"),
     (CUDA, BF16, True, BIAS | DROP, {"flash": None}, "sdpa"),
     (CUDA, FP64, True, BIAS, {}, "sdpa"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.architecture.attention import CANNOT
 from llmfoundry.recipe.architecture.blocks import LayerConfig
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -101,16 +100,46 @@ def test_a_mistake_is_one_line_that_names_its_key(words: str) -> None:
     assert len(found) == 1 and found[0].startswith(LINES[words])
 
 
-VALUES = {"alibi": "true", "attn_logit_softcapping": "30.0", "attn_pdrop": "0.1"}
+BIAS, CAP, DROP = "alibi: true", "attn_logit_softcapping: 30.0", "attn_pdrop: 0.1"
+UNSERVED = [  # backend, options, what the line says
+    ("sdpa", CAP, "attn_logit_softcapping: PyTorch's fused attention has no softcap; write auto,"
+    " flex, flash or torch"),
+    ("sdpa", f"{CAP}, {DROP}", "attn_logit_softcapping: PyTorch's fused attention has no softcap;"
+    " write auto or torch"),
+    ("flex", DROP, "attn_pdrop: FlexAttention has no dropout; write auto, sdpa, flash or torch"),
+    ("varlen", BIAS, "alibi: PyTorch's varlen attention adds no bias; write auto, sdpa, flex, flash"
+    " or torch"),
+    ("varlen", CAP, "attn_logit_softcapping: PyTorch's varlen attention has no softcap; write auto,"
+    " flex, flash or torch"),
+    ("varlen", DROP, "attn_pdrop: PyTorch's varlen attention has no dropout; write auto, sdpa,"
+    " flash or torch"),
+    ("flash", f"{CAP}, {DROP}", "attn_logit_softcapping with attn_pdrop: flash-attn has no dropout"
+    " under a softcap; write auto or torch"),
+    ("flash", f"{BIAS}, {CAP}, {DROP}", "attn_logit_softcapping with attn_pdrop: flash-attn has no"
+    " dropout under a softcap; write auto or torch"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("impl", "name"), [(i, name) for i in CANNOT for name in CANNOT[i]])
-def test_a_backend_refuses_what_it_cannot_serve(impl: str, name: str) -> None:
-    found = problems(f"model.attn_config={{attn_impl: {impl}, {name}: {VALUES[name]}}}")
-    assert len(found) == 1
-    assert found[0].startswith(f"model.attn_config.attn_impl: {impl} cannot serve {name}: ")
-    assert "; write " in found[0]
-    assert problems(f"model.attn_config={{attn_impl: torch, {name}: {VALUES[name]}}}") == ()
+@pytest.mark.parametrize(("impl", "options", "line"), UNSERVED)
+def test_a_backend_refuses_what_it_cannot_serve(impl: str, options: str, line: str) -> None:
+    found = problems(f"model.attn_config={{attn_impl: {impl}, {options}}}")
+    assert found == (f"model.attn_config.attn_impl: {impl} cannot serve {line}",)
+    for other in line.partition("; write ")[2].replace(" or ", ", ").split(", "):
+        assert problems(f"model.attn_config={{attn_impl: {other}, {options}}}") == ()
+
+
+@pytest.mark.parametrize("options", [BIAS, CAP, DROP, f"{BIAS}, {CAP}", f"{BIAS}, {DROP}"])
+def test_flash_serves_every_option_but_dropout_under_a_softcap(options: str) -> None:
+    assert problems(f"model.attn_config={{attn_impl: flash, {options}}}") == ()
+
+
+@pytest.mark.parametrize("impl", ["varlen", "flash"])
+def test_a_head_that_is_wider_than_the_kernels_is_refused(impl: str) -> None:
+    found = problems(f"model={{head_dim: 320, attn_config: {{attn_impl: {impl}}}}}")
+    assert found == (
+        f"model.attn_config.attn_impl: {impl} serves heads at most 256 wide, not 320;"
+        " write auto, sdpa, flex or torch",
+    )
 
 
 def overridden(order: str, **more: object) -> TrainRecipe:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmfoundry.attention_limits import limit
 from llmfoundry.errors import UserError
 from llmfoundry.ops.attention import flash as attention_flash
 from llmfoundry.ops.attention import flex as attention_flex
@@ -109,8 +110,8 @@ def choose(
     """The backend that `auto` stands for: the first that can serve, the cheapest first.
 
     On CUDA plain rows are SDPA's own case; then varlen (no mask, nothing to compile), flex (every
-    option but dropout), flash (every option, where it is installed). What is left is sdpa with a
-    dense mask, and torch, which has the softcap.
+    option but dropout), flash (every option but dropout under a softcap, where it is installed).
+    What is left is sdpa with a dense mask, and torch, which has all.
     """
     order = ["sdpa", "torch"]
     plain = spec.slopes is None and spec.softcap is None and spec.window < 0 and not packed
@@ -141,7 +142,7 @@ def refusal(
     """
     if impl == "auto":
         return None
-    reason = REFUSALS[impl](spec, device, dtype, head_dim)
+    reason = limit(impl, spec.options, head_dim) or REFUSALS[impl](spec, device, dtype, head_dim)
     return None if reason is None else f"{impl}: {reason}"
 
 

@@ -1,6 +1,6 @@
 """The backend `flash`: the package flash-attn (Dao, 2023), where it is installed.
 
-The only kernel that has every option, dropout with a softcap or with ALiBi among them.
+The only kernel beside the plain one that has dropout with ALiBi or a window in packed rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from llmfoundry.ops.layout import Layout
 
 OLDEST = (2, 6, 2)
 """ALiBi came with 2.4.2, the softcap with 2.6.2."""
+DROPOUT_HEAD_DIM, DROPOUT_MEMORY = 192, 144 * 1024
+"""Wider heads with dropout need so many bytes of shared memory a block (A100, H100); with less
+(RTX 30, 40 and 50, L40) 2.7 and later return gradients that were never written
+(`run_mha_bwd_hdim256` in csrc/flash_attn/src/flash_bwd_launch_template.h), 2.6 refuses."""
 INSTALL = "pip install flash-attn --no-build-isolation, or write auto"
 
 
@@ -30,7 +34,15 @@ def refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    return flash_refusal(device, dtype, head_dim) or _missing()
+    reason = flash_refusal(device, dtype)
+    if reason is None and spec.dropout and head_dim is not None and head_dim > DROPOUT_HEAD_DIM:
+        properties = torch.cuda.get_device_properties(device)  # AMD's lack this one
+        if getattr(properties, "shared_memory_per_block_optin", DROPOUT_MEMORY) < DROPOUT_MEMORY:
+            reason = (
+                f"on this GPU its kernel has no dropout for heads wider than {DROPOUT_HEAD_DIM},"
+                f" which these are ({head_dim}); write auto, or attn_pdrop: 0"
+            )
+    return reason or _missing()
 
 
 def prepare(

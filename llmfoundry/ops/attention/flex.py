@@ -34,8 +34,6 @@ def refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    if spec.dropout:
-        return "FlexAttention has no dropout; write sdpa, flash or torch"
     if device.type == "cpu":
         return "FlexAttention has no backward pass on a CPU; write auto"
     if device.type != "cuda":

@@ -1,7 +1,7 @@
 """What every attention backend reads: the spec of a layer, the plan of a forward pass.
 
 The backends are `sdpa`, `flex`, `varlen`, `flash`, and the plain one in `backends`, which is also
-what other rooms call. Each has three functions: `refusal` (what it cannot serve, and why),
+what other rooms call. Each has three functions: `refusal` (where it does not run, and why),
 `prepare` (an `AttentionPlan`, once a forward pass) and `attend` (once a layer).
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llmfoundry.attention_limits import ALIBI, DROPOUT, SOFTCAP
 from llmfoundry.ops.layout import Layout
 
 if TYPE_CHECKING:
@@ -39,6 +40,16 @@ class AttentionSpec:
     slopes: Tensor | None = None
     window: int = -1
     dropout: float = 0.0
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What is asked, in the words of `attention_limits`."""
+        asked = {
+            ALIBI: self.slopes is not None,
+            SOFTCAP: self.softcap is not None,
+            DROPOUT: self.dropout > 0,
+        }
+        return tuple(option for option, is_set in asked.items() if is_set)
 
 
 @dataclass(frozen=True)
@@ -189,8 +200,8 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
 
 
-def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
-    """What FlashAttention 2 cannot serve, PyTorch's build (varlen) or its own (flash)."""
+def flash_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Where FlashAttention 2 does not run, PyTorch's build (varlen) or its own (flash)."""
     if device.type != "cuda":
         return f"its kernel runs on CUDA alone, not on {device.type}; write auto"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -202,6 +213,4 @@ def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int | None
             "its kernel needs a GPU of compute capability 8.0 (A100) or newer, this one has"
             f" {major}.{minor}; write auto"
         )
-    if head_dim is not None and head_dim > 256:
-        return f"its kernel's heads are at most 256 wide, not {head_dim}; write auto"
     return None

@@ -32,9 +32,7 @@ Serve = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
 def refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
-    """Why it cannot serve; None: it can."""
-    if spec.softcap is not None:
-        return "PyTorch's fused attention has no softcap; write flex or torch"
+    """Why it cannot serve; None: it can, on every device."""
     return None
 
 

@@ -29,13 +29,7 @@ def refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    if spec.slopes is not None:
-        return "PyTorch's varlen attention adds no bias; write flex or flash"
-    if spec.softcap is not None:
-        return "PyTorch's varlen attention has no softcap; write flex or flash"
-    if spec.dropout:
-        return "PyTorch's varlen attention has no dropout; write sdpa, flash or torch"
-    reason = flash_refusal(device, dtype, head_dim)
+    reason = flash_refusal(device, dtype)
     if reason is None and "window_size" not in _parameters():
         reason = f"it is too old in torch {torch.__version__}; install 2.11 or newer, or write auto"
     return reason

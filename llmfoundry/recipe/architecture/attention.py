@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from llmfoundry.attention_limits import ALIBI, DROPOUT, LIMITS, SOFTCAP, limit
 from llmfoundry.recipe.values.bounds import FRACTION, POSITIVE, TOKENS, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import divides, fill, inert
 from llmfoundry.recipe.values.choices import ChoiceTable, Entry
@@ -29,23 +30,11 @@ NORMS = ChoiceTable(
         "low_precision_rmsnorm": NormType(f"{_NORMS}:low_precision_rmsnorm"),
     },
 )
-ATTN_IMPLS = ("auto", "sdpa", "flex", "varlen", "flash", "torch")
+ATTN_IMPLS = ("auto", *LIMITS)
 ROPE_TYPES = ("no_scaling", "linear", "dynamic", "llama3")
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 WINDOW = Range(-1, 2**31 - 1)
-
-CANNOT = {  # what a backend cannot do, whatever the device: setting -> why, and what to write
-    "sdpa": {
-        "attn_logit_softcapping": "PyTorch's fused attention has no softcap; write flex or torch",
-    },
-    "flex": {"attn_pdrop": "FlexAttention has no dropout; write sdpa, flash or torch"},
-    "varlen": {
-        "alibi": "PyTorch's varlen attention adds no bias; write flex or flash",
-        "attn_logit_softcapping": "PyTorch's varlen attention has no softcap; write flex or flash",
-        "attn_pdrop": "PyTorch's varlen attention has no dropout; write sdpa, flash or torch",
-    },
-}
 
 
 @dataclass
@@ -158,9 +147,6 @@ class AttentionConfig:
         """Lines for values that cannot be, or have no effect."""
         if (yield from out_of_bounds(key, self)):
             return
-        for name, why in CANNOT.get(self.attn_impl, {}).items():
-            if getattr(self, name):
-                yield f"{key}attn_impl: {self.attn_impl} cannot serve {name}: {why}"
         if self.attn_type == "grouped_query_attention":
             if self.kv_n_heads is None:
                 yield f"{key}kv_n_heads: {self.attn_type} needs it; write a divisor of n_heads"
@@ -175,6 +161,14 @@ class AttentionConfig:
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
         yield from self.attn_temperature_tuning.check(f"{key}attn_temperature_tuning.")
         yield from self._check_positions(key)
+
+    def check_impl(self, key: str, head_dim: int) -> Iterator[str]:
+        """A line where the backend that is named cannot serve these options."""
+        if self.attn_impl in LIMITS:
+            options = [name for name in (ALIBI, SOFTCAP, DROPOUT) if getattr(self, name)]
+            reason = limit(self.attn_impl, options, head_dim)
+            if reason is not None:
+                yield f"{key}attn_impl: {self.attn_impl} {reason}"
 
     def _check_positions(self, key: str) -> Iterator[str]:
         chosen = [name for name in ("alibi", "rope", "nope") if getattr(self, name)]

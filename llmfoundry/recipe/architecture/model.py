@@ -84,6 +84,8 @@ class ModelConfig:
             yield from divides(f"{key}n_heads", self.n_heads, f"{key}d_model", self.d_model)
         yield from self._check_positions(key)
         yield from self.attn_config.check(f"{key}attn_config.", self.n_heads)
+        head_dim = self.head_dim or self.d_model // self.n_heads
+        yield from self.attn_config.check_impl(f"{key}attn_config.", head_dim)
         yield from self.ffn_config.check(f"{key}ffn_config.")
         yield from self.init_config.check(f"{key}init_config.")
         if self.ffn_config.ffn_type != "dmoe":
