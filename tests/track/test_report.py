@@ -317,9 +317,22 @@ def test_the_learning_rate_of_every_group_is_a_line(tmp_path: Path) -> None:
     drawn = figure(write_report(tmp_path).read_text(), "Learning rate")
     assert drawn.count('<path class="line" style') >= 6  # three lines, and three in the legend
     lines = numbers(drawn)["lines"]
-    assert [line["label"] for line in lines] == [f"DecoupledAdamW/group{i}" for i in range(3)]
+    assert [line["label"] for line in lines] == [f"DecoupledAdamW, group {i}" for i in range(3)]
     assert [line["y"][-1] for line in lines] == [0.002, 0.004, 0.006]
     assert 'title="lr-DecoupledAdamW/group2"' in drawn
+
+
+def test_learning_rates_that_are_the_same_are_one_line(tmp_path: Path) -> None:
+    metrics = JsonLines(tmp_path / "metrics.jsonl", pytest.fail)
+    metrics.start(0)
+    for batch in (1, 2, 3):
+        rates = {f"lr-Muon/group{i}": 0.0008 * batch for i in range(3)}
+        metrics.write({"time/batch": batch, "time/token": batch * 8, **rates})
+    metrics.close()
+    drawn = figure(write_report(tmp_path).read_text(), "Learning rate")
+    assert len(numbers(drawn)["lines"]) == 1 and "Muon, group" not in drawn
+    ticks = re.findall(r'text-anchor="end">([\d.e-]+)</text>', drawn)
+    assert ticks == [f"{n / 10000:.4f}" for n in range(0, 30, 5)]  # not 5e-04 beside 0.001
 
 
 def test_a_password_in_the_recipe_is_hidden(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def _style(i: int) -> str:
 def _tick_label(value: float, ticks: list[float], *, log: bool) -> str:
     """The value with as many decimals as its neighbours need."""
     top = max(abs(t) for t in ticks)
-    if log or top < 1e-2:
+    if log or top < 1e-3:
         return number(value, digits=3) if top < 1e4 else short(count(value))
     if top >= 1e4:
         return short(count(value))

@@ -57,7 +57,7 @@
   function tickLabel(value, ticks, log) {
     const top = Math.max(...ticks.map(Math.abs));
     if (top >= 1e4) return round(count(value));
-    if (log || top < 1e-2) return number(value, 3);
+    if (log || top < 1e-3) return number(value, 3);
     const step = ticks.length > 1 ? ticks[1] - ticks[0] : top;
     return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
   }

@@ -47,7 +47,8 @@ _OPEN = (LOSS, ANSWERS, OPTIMIZER, SPEED)  # groups that a reader sees at once
 class Chart:
     """A picture: metrics (label → name), unit, how values read (FORMS), whether noise is smoothed.
 
-    `steep`: the first twentieth of the run does not decide the frame.
+    `steep`: the first twentieth of the run does not decide the frame. `is_one_if_equal`: lines that
+    all are the same are drawn as one, without a name.
     """
 
     title: str
@@ -58,6 +59,7 @@ class Chart:
     from_zero: bool = False
     steep: bool = False
     scale: float = 1.0
+    is_one_if_equal: bool = False
 
 
 def training_charts(rows: Rows) -> str:
@@ -91,7 +93,7 @@ def training_charts(rows: Rows) -> str:
 def _standard(names: Sequence[str]) -> dict[str, list[Chart]]:
     """What everyone asks of a run, by group."""
     language = LANGUAGE_LOSS if LANGUAGE_LOSS in names else TRAIN_LOSS
-    rates = {name.removeprefix("lr-"): name for name in names if name.startswith("lr-")}
+    rates = {name[3:].replace("/group", ", group "): name for name in names if name[:3] == "lr-"}
     by_answer = any(name.startswith("rewards/") for name in names)
     losses = {"training": language, "validation": EVAL_OBJECTIVE if by_answer else EVAL_LOSS}
     bits = {"training": TRAIN_BPB, "validation": EVAL_BPB}
@@ -101,7 +103,7 @@ def _standard(names: Sequence[str]) -> dict[str, list[Chart]]:
         LOSS: [Chart("Loss", losses, unit, **falling), Chart("Bits per byte", bits, **falling)],
         ANSWERS: preference_charts() if by_answer else [],
         OPTIMIZER: [
-            Chart("Learning rate", rates, from_zero=True),
+            Chart("Learning rate", rates, from_zero=True, is_one_if_equal=True),
             Chart("Gradient norm", {"": NORM}, "global L2, before clipping", smooth=True),
         ],
         SPEED: [
@@ -182,6 +184,8 @@ def draw(chart: Chart, rows: Rows) -> str:
         points = [(float(r[TOKEN]), float(r[name]) * chart.scale) for r in logged]
         if points:
             lines.append(replace(_series(label, points, smooth=chart.smooth), key=name))
+    if chart.is_one_if_equal and all(line.points == lines[0].points for line in lines):
+        lines = [replace(line, label="") for line in lines[:1]]
     return line_chart(
         chart.title,
         lines,
