@@ -57,10 +57,12 @@ def build_root(recipe: TrainRecipe) -> Root:
     if isinstance(recipe.model, HFModelConfig):
         from llmfoundry.hf_models.causal_lm import HFCausalLM  # transformers takes seconds
 
-        held = cast(Decoder, HFCausalLM(recipe.model))  # of which it keeps the contract
-        return Root(held).to(weight_dtype(recipe.precision))
-    with torch.device("meta"):
-        return Root(Decoder(recipe.model)).to(weight_dtype(recipe.precision))
+        model = cast(Decoder, HFCausalLM(recipe.model))  # of which it keeps the contract
+    else:
+        with torch.device("meta"):
+            model = Decoder(recipe.model)
+    model.loss_chunk = recipe.device_loss_chunk_tokens
+    return Root(model).to(weight_dtype(recipe.precision))
 
 
 def served_precision(precision: str, device: torch.device, note: Callable[[str], None]) -> str:

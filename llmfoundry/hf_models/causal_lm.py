@@ -47,9 +47,11 @@ class HFCausalLM(nn.Module):
         blocks: its layers.
         peft_config: peft's, of its adapter; None: it has none.
         virtual: what its adapter puts in front of every document; None: nothing.
+        loss_chunk: tokens whose logits the loss holds at a time; None: as many as suit the device.
     """
 
     virtual: VirtualTokens | None = None
+    loss_chunk: int | None = None
     prompt_embeddings: nn.Parameter
 
     def __init__(self, config: HFModelConfig) -> None:
@@ -224,11 +226,17 @@ class HFCausalLM(nn.Module):
         if self._head != "own":
             scale, softcap = cast(tuple[float, float | None], self._head)
             return linear_cross_entropy(
-                hidden, self.head_weight, labels, scale=scale, softcap=softcap, weights=weights
+                hidden,
+                self.head_weight,
+                labels,
+                scale=scale,
+                softcap=softcap,
+                weights=weights,
+                chunk=self.loss_chunk,
             )
         flat, targets = hidden.flatten(0, -2), labels.flatten()
         each = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights
-        size = chunk_tokens(self.config.vocab_size or 1)
+        size = chunk_tokens(self.config.vocab_size or 1, hidden.device, self.loss_chunk)
         parts = zip(flat.split(size), targets.split(size), each.flatten().split(size), strict=True)
         total = hidden.new_zeros((), dtype=torch.float32)
         for part in parts:  # logits of a chunk are made again in the backward pass

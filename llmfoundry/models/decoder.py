@@ -112,9 +112,11 @@ class Decoder(nn.Module):
 
     Attributes:
         virtual: what its adapter puts in front of every document; None: nothing.
+        loss_chunk: tokens whose logits the loss holds at a time; None: as many as suit the device.
     """
 
     virtual: VirtualTokens | None = None
+    loss_chunk: int | None = None
     prompt_embeddings: nn.Parameter
 
     def __init__(self, config: ModelConfig) -> None:
@@ -234,6 +236,7 @@ class Decoder(nn.Module):
             scale=self.logit_scale,
             softcap=self.config.final_logit_softcapping,
             weights=weights,
+            chunk=self.loss_chunk,
         )
 
     def log_probs(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -248,6 +251,7 @@ class Decoder(nn.Module):
             labels,
             scale=self.logit_scale,
             softcap=self.config.final_logit_softcapping,
+            chunk=self.loss_chunk,
         )
 
     def new_cache(

@@ -25,6 +25,7 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     weights: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Sum of -log softmax(cap(hidden @ weight.T))[label] over labelled tokens, an fp32 scalar.
 
@@ -37,6 +38,7 @@ def linear_cross_entropy(
         scale: factor on the logits.
         softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
         weights: (...), what each token's summand is multiplied by; None: 1.
+        chunk: tokens whose logits are held at a time; None: as many as suit the device.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     weights = None if weights is None else weights.flatten()
@@ -46,7 +48,9 @@ def linear_cross_entropy(
         weights = None if weights is None else weights[kept]
     dtype = product_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, labels, dtype, scale, softcap, weights)
+        return _LinearCrossEntropy.apply(
+            hidden, weight, labels, dtype, scale, softcap, weights, chunk
+        )
 
 
 def reference_cross_entropy(
@@ -77,11 +81,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: float,
         softcap: float | None,
         weights: Tensor | None,
+        chunk: int | None,
     ) -> Tensor:
-        wants = ctx.needs_input_grad[:2]
-        run = HeadPass(
-            hidden, weight, labels, dtype=dtype, scale=scale, softcap=softcap, wants=wants
-        )
+        wants, settings = ctx.needs_input_grad[:2], {"scale": scale, "softcap": softcap}
+        run = HeadPass(hidden, weight, labels, dtype=dtype, wants=wants, chunk=chunk, **settings)
         total = hidden.new_zeros((), dtype=run.wide)
         for part in run.parts():
             nats = run.nats(part)
@@ -101,4 +104,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None

@@ -25,6 +25,7 @@ def linear_log_probs(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """(...): log softmax(cap(hidden @ weight.T))[label] of each token, fp32, 0 without a label.
 
@@ -36,14 +37,16 @@ def linear_log_probs(
         labels: (...), int64; IGNORE: none is asked.
         scale: factor on the logits.
         softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
+        chunk: tokens whose logits are held at a time; None: as many as suit the device.
     """
     shape, dtype = labels.shape, product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     kept = labelled_places(labels)
     with torch.autocast(hidden.device.type, enabled=False):
+        how = (dtype, scale, softcap, chunk)
         if kept is None:
-            return _LinearLogProbs.apply(hidden, weight, labels, dtype, scale, softcap).view(shape)
-        found = _LinearLogProbs.apply(hidden[kept], weight, labels[kept], dtype, scale, softcap)
+            return _LinearLogProbs.apply(hidden, weight, labels, *how).view(shape)
+        found = _LinearLogProbs.apply(hidden[kept], weight, labels[kept], *how)
         return found.new_zeros(labels.shape).index_put((kept,), found).view(shape)
 
 
@@ -73,9 +76,10 @@ class _LinearLogProbs(torch.autograd.Function):
         dtype: torch.dtype,
         scale: float,
         softcap: float | None,
+        chunk: int | None,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.settings = {"dtype": dtype, "scale": scale, "softcap": softcap}
+        ctx.settings = {"dtype": dtype, "scale": scale, "softcap": softcap, "chunk": chunk}
         run = HeadPass(hidden, weight, labels, wants=(False, False), **ctx.settings)
         found = hidden.new_empty(len(hidden), dtype=run.wide)
         for part in run.parts():
@@ -92,4 +96,4 @@ class _LinearLogProbs(torch.autograd.Function):
             run.nats(part)
             run.add_gradients(part, factor[part])
         grad_weight = None if run.grad_weight is None else run.grad_weight.to(weight.dtype)
-        return run.grad_hidden, grad_weight, None, None, None, None
+        return run.grad_hidden, grad_weight, None, None, None, None, None

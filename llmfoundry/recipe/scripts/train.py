@@ -74,6 +74,9 @@ class TrainRecipe:
     """Rows a process computes at a time; auto: as many as the estimate says fit."""
     device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
     """Rows a process evaluates at a time; auto: as many as the estimate says fit."""
+    device_loss_chunk_tokens: Annotated[int | None, Range(1, 2**24)] = None
+    """Tokens whose logits the loss holds at a time, at most 12 bytes for each token and row of the
+    vocabulary; unset: 2 GiB of fp32 logits on a GPU, 8,192 tokens at most; 256 or more on a CPU."""
     eval_interval: str = "500ba"
     """How often to evaluate; the end of the run always is. 0ba: only the end."""
     eval_first: bool = False
