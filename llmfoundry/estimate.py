@@ -21,7 +21,7 @@ from llmfoundry.estimate_trained import ALL, SavedInputs, kept_by_blocks, weigh
 from llmfoundry.models.counts import expert_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
-from llmfoundry.ops.logits import chunk_tokens
+from llmfoundry.ops.logits import chunk_tokens, logit_bytes
 from llmfoundry.ops.moe.steps import packed_width
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import degrees
@@ -60,18 +60,26 @@ class MemoryEstimate:
         gathered: weights of one block and of embedding and head, gathered from other shards, and
             of those in 4 bits the matrix that is at work.
         per_row: what the backward pass keeps of one row, and the loss's gradient.
-        fixed: logits of one chunk, and FRAMEWORK.
+        row_logits: what the loss holds of the logits of one row.
+        chunk_logits: the same of a chunk of tokens: it holds no more at once.
+        fixed: FRAMEWORK.
     """
 
     parameters: int
     weights: int
     gathered: int
     per_row: int
-    fixed: int
+    row_logits: int
+    chunk_logits: int
+    fixed: int = FRAMEWORK
+
+    def logits(self, rows: int) -> int:
+        """Bytes that the loss of a microbatch of `rows` holds of logits."""
+        return min(rows * self.row_logits, self.chunk_logits)
 
     def total(self, rows: int) -> int:
         """Bytes at a microbatch of `rows`."""
-        return self.weights + self.gathered + self.fixed + rows * self.per_row
+        return self.weights + self.gathered + self.fixed + self.logits(rows) + rows * self.per_row
 
 
 def estimate(
@@ -105,13 +113,18 @@ def estimate(
         + expert_copies(recipe, shard),
         gathered=8 * (embedding + block) if shard > 1 else 4 * embedding,
         per_row=row_bytes(recipe),
-        fixed=_chunk_bytes(model.vocab_size) + FRAMEWORK,
+        **_logits(recipe, device),
     )
 
 
-def _chunk_bytes(vocab_size: int) -> int:
-    """Of the logits of a chunk of tokens, three times."""
-    return 3 * 4 * chunk_tokens(vocab_size) * vocab_size
+def _logits(recipe: TrainRecipe, device: torch.device) -> dict[str, int]:
+    """What the loss holds of logits: of a row, and of a chunk of tokens."""
+    model = recipe.model
+    assert model.vocab_size is not None
+    capped = model.final_logit_softcapping is not None
+    token = logit_bytes(device, capped=capped) * model.vocab_size
+    chunk = chunk_tokens(model.vocab_size, device, recipe.device_loss_chunk_tokens)
+    return {"row_logits": recipe.max_seq_len * token, "chunk_logits": chunk * token}
 
 
 def _estimate_part(
@@ -124,13 +137,12 @@ def _estimate_part(
     copies = expert_copies(recipe, shard) if held.trains_experts else 0
     gathered = 2 * (held.ends + held.block) if shard > 1 else held.trained_ends
     per_row = row_bytes(recipe, kept_by_blocks(sketch))
-    assert recipe.model.vocab_size is not None
     return MemoryEstimate(
         parameters=held.parameters,
         weights=(held.frozen + (2 + moments) * held.trained) // shard + copies,
         gathered=gathered + low * held.dequantized,
         per_row=round((HEAP if device.type == "cpu" else 1) * per_row),
-        fixed=_chunk_bytes(recipe.model.vocab_size) + FRAMEWORK,
+        **_logits(recipe, device),
     )
 
 
@@ -288,7 +300,7 @@ def choose_microbatch(
             return candidate
     if sketch is not None:
         raise UserError(_does_not_fit_frozen(recipe, need, candidates[-1], available, sketch))
-    raise UserError(_does_not_fit(recipe, need, candidates[-1], world_size, available))
+    raise UserError(_does_not_fit(recipe, need, candidates[-1], world_size, available, device))
 
 
 def rows_per_process(recipe: TrainRecipe, data_size: int) -> int:
@@ -304,9 +316,14 @@ def rows_per_process(recipe: TrainRecipe, data_size: int) -> int:
 
 
 def _does_not_fit(
-    recipe: TrainRecipe, need: MemoryEstimate, rows: int, world_size: int, available: int
+    recipe: TrainRecipe,
+    need: MemoryEstimate,
+    rows: int,
+    world_size: int,
+    available: int,
+    device: torch.device,
 ) -> str:
-    fits = largest_fitting_recipe(world_size, available)
+    fits = largest_fitting_recipe(world_size, available, device)
     hint = f"the largest shipped recipe that fits is {fits}" if fits else "no shipped recipe fits"
     return (
         f"model: {recipe.run_name} ({need.parameters / 1e6:,.0f}M parameters) needs about"
@@ -327,7 +344,7 @@ def _does_not_fit_frozen(
     elif frozen and isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none":
         hint = "write model.quantize: nf4"
     else:
-        small = value_count(sketch) * 4.2 / 8 + need.fixed + rows * need.per_row
+        small = value_count(sketch) * 4.2 / 8 + need.fixed + need.logits(rows) + rows * need.per_row
         fits = " and model.quantize: nf4" if small <= USABLE * available else ""
         hint = f"write adapter.name: lora{fits}"
     return (
@@ -339,14 +356,14 @@ def _does_not_fit_frozen(
     )
 
 
-def largest_fitting_recipe(world_size: int, available: int) -> str | None:
+def largest_fitting_recipe(world_size: int, available: int, device: torch.device) -> str | None:
     """The shipped recipe of most parameters that fits at a microbatch of one row."""
     best: tuple[int, Path] | None = None
     for path in sorted(YAMLS.glob("*.yaml")):
         recipe = load(TrainRecipe, path)
         recipe.fill()
         try:
-            need = estimate(with_guessed_vocabulary(recipe), world_size)
+            need = estimate(with_guessed_vocabulary(recipe), world_size, device=device)
         except UserError:  # a mesh that these processes cannot form
             continue
         if need.total(1) <= USABLE * available and (best is None or need.parameters > best[0]):

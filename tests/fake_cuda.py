@@ -9,6 +9,7 @@ a build with CUDA has one.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -62,8 +63,10 @@ def _library() -> str:
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent
     # kept for the tests of this machine; whoever comes first makes it
-    made = Path(tempfile.gettempdir()) / f"llmfoundry-fake-cuda-{os.getuid()}-{torch.__version__}.so"
-    if not made.exists() or made.stat().st_mtime < SOURCE.stat().st_mtime:
+    which = hashlib.sha256(f"{folder} {torch.__version__} {SOURCE.read_text()}".encode())
+    name = f"llmfoundry-fake-cuda-{os.getuid()}-{which.hexdigest()[:16]}.so"
+    made = Path(tempfile.gettempdir()) / name
+    if not made.exists():
         own = made.with_suffix(f".{os.getpid()}")
         libraries = [f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{folder / 'lib'}"]
         build = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{folder / 'include'}"]

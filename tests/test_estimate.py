@@ -272,3 +272,17 @@ def test_a_model_too_large_to_fine_tune_is_told_what_fits(
         choose_microbatch(recipe, world_size=1, available=room, device=GPU, sketch=model)
     (line,) = raised.value.problems
     assert line.startswith("model.pretrained: 6,6") and said in line
+
+
+def test_logits_are_those_of_a_chunk_at_most_and_the_chunk_is_the_device_s() -> None:
+    recipe = make_recipe("mpt", "amp_bf16")
+    recipe.model.vocab_size, recipe.max_seq_len = 50_304, 2048
+    cuda = torch.device("cuda", 0)
+    on_cpu, on_gpu = estimate(recipe, 1), estimate(recipe, 1, device=cuda)
+    assert on_cpu.logits(1) == on_cpu.logits(9) == 12 * 256 * 50_304
+    assert [on_gpu.logits(rows) // (8 * 50_304) for rows in (1, 3, 9)] == [2048, 6144, 8192]
+    assert on_gpu.total(3) - on_cpu.total(3) == on_gpu.logits(3) - on_cpu.logits(3)
+    recipe.model.final_logit_softcapping = 30.0  # its slope is kept
+    assert estimate(recipe, 1, device=cuda).logits(9) == 12 * 8192 * 50_304
+    recipe.device_loss_chunk_tokens = 1000
+    assert estimate(recipe, 1, device=cuda).logits(9) == 12 * 1000 * 50_304

@@ -83,8 +83,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights: Tensor | None,
         chunk: int | None,
     ) -> Tensor:
-        wants, settings = ctx.needs_input_grad[:2], {"scale": scale, "softcap": softcap}
-        run = HeadPass(hidden, weight, labels, dtype=dtype, wants=wants, chunk=chunk, **settings)
+        wants = ctx.needs_input_grad[:2]
+        run = HeadPass(
+            hidden,
+            weight,
+            labels,
+            dtype=dtype,
+            scale=scale,
+            softcap=softcap,
+            wants=wants,
+            chunk=chunk,
+        )
         total = hidden.new_zeros((), dtype=run.wide)
         for part in run.parts():
             nats = run.nats(part)
