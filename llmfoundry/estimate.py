@@ -63,6 +63,8 @@ class MemoryEstimate:
         row_logits: what the loss holds of the logits of one row.
         chunk_logits: the same of a chunk of tokens: it holds no more at once.
         fixed: FRAMEWORK.
+        accumulated: what gradients take between microbatches over what `weights` has of them.
+        step_rows: rows of a step; with fewer at a time, gradients are accumulated.
     """
 
     parameters: int
@@ -71,15 +73,22 @@ class MemoryEstimate:
     per_row: int
     row_logits: int
     chunk_logits: int
+    accumulated: int
+    step_rows: int
     fixed: int = FRAMEWORK
 
     def logits(self, rows: int) -> int:
         """Bytes that the loss of a microbatch of `rows` holds of logits."""
         return min(rows * self.row_logits, self.chunk_logits)
 
+    def gradients(self, rows: int) -> int:
+        """Bytes of `accumulated` at a microbatch of `rows`: none where it is the step's only one."""
+        return self.accumulated if rows < self.step_rows else 0
+
     def total(self, rows: int) -> int:
         """Bytes at a microbatch of `rows`."""
-        return self.weights + self.gathered + self.fixed + self.logits(rows) + rows * self.per_row
+        always = self.weights + self.gathered + self.fixed
+        return always + self.gradients(rows) + self.logits(rows) + rows * self.per_row
 
 
 def estimate(
@@ -104,7 +113,7 @@ def estimate(
     assert model.vocab_size is not None
     parameters = parameter_count(model)
     width = 2 if recipe.precision == "bf16" else 4
-    shard = degrees(recipe.parallel, world_size)[1]
+    replicas, shard = degrees(recipe.parallel, world_size)
     embedding = model.vocab_size * model.d_model * (1 if model.tie_word_embeddings else 2)
     block = (parameters - embedding) // model.n_layers
     return MemoryEstimate(
@@ -114,6 +123,8 @@ def estimate(
         gathered=8 * (embedding + block) if shard > 1 else 4 * embedding,
         per_row=row_bytes(recipe),
         **_logits(recipe, device),
+        accumulated=accumulated_bytes(recipe, width * parameters, shard),
+        step_rows=recipe.global_train_batch_size // (replicas * shard),
     )
 
 
@@ -131,7 +142,8 @@ def _estimate_part(
     recipe: TrainRecipe, world_size: int, sketch: Decoder, device: torch.device
 ) -> MemoryEstimate:
     """Of a model of which a part trains: gradients and moments of that alone."""
-    held, shard = weigh(sketch, device), degrees(recipe.parallel, world_size)[1]
+    held = weigh(sketch, device)
+    replicas, shard = degrees(recipe.parallel, world_size)
     moments = OPTIMIZERS[recipe.optimizer.name].moments
     low = 4 if recipe.precision == "fp32" else 2
     copies = expert_copies(recipe, shard) if held.trains_experts else 0
@@ -143,7 +155,22 @@ def _estimate_part(
         gathered=gathered + low * held.dequantized,
         per_row=round((HEAP if device.type == "cpu" else 1) * per_row),
         **_logits(recipe, device),
+        accumulated=accumulated_bytes(recipe, held.trained, shard),
+        step_rows=recipe.global_train_batch_size // (replicas * shard),
     )
+
+
+def accumulated_bytes(recipe: TrainRecipe, trained: int, shard: int) -> int:
+    """What gradients take between microbatches over the shard's own; `trained`: bytes of weights.
+
+    FSDP keeps them in fp32 until the last: those of the shard, or, where none are reduce-scattered
+    before, of the whole model. DDP adds them up in place.
+    """
+    if shard == 1:
+        return 0
+    values = trained // (2 if recipe.precision == "bf16" else 4)
+    each = recipe.parallel.reduce_scatter_each_microbatch
+    return 4 * values // (shard if each else 1) - trained // shard
 
 
 def expert_copies(recipe: TrainRecipe, shard: int) -> int:
@@ -298,6 +325,10 @@ def choose_microbatch(
     for candidate in candidates:
         if need.total(candidate) <= USABLE * available:
             return candidate
+    if recipe.parallel.reduce_scatter_each_microbatch is False:
+        others = need.total(candidates[-1]) - need.gradients(candidates[-1])
+        if others <= USABLE * available:
+            raise UserError(_gradients_do_not_fit(need, candidates[-1], available))
     if sketch is not None:
         raise UserError(_does_not_fit_frozen(recipe, need, candidates[-1], available, sketch))
     raise UserError(_does_not_fit(recipe, need, candidates[-1], world_size, available, device))
@@ -313,6 +344,15 @@ def rows_per_process(recipe: TrainRecipe, data_size: int) -> int:
             f" evenly by {data_size} processes; write a multiple, such as {below}"
         )
     return rows
+
+
+def _gradients_do_not_fit(need: MemoryEstimate, rows: int, available: int) -> str:
+    return (
+        f"parallel.reduce_scatter_each_microbatch: false needs about {need.total(rows) / GIB:.1f}"
+        f" GiB a process at a microbatch of {rows} ({need.accumulated / GIB:.1f} of them for"
+        f" gradients of the whole model between microbatches); {available / GIB:.1f} GiB are free;"
+        " write true"
+    )
 
 
 def _does_not_fit(

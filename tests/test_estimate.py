@@ -127,6 +127,38 @@ def test_a_shard_of_a_frozen_model_gathers_a_block_and_the_ends_too() -> None:
     assert estimate(recipe, 4, sketch=model).gathered == 4 * 2 * (ends + block)
 
 
+def test_gradients_that_wait_for_the_last_microbatch_are_counted_whole() -> None:
+    """By hand: 4 bytes a parameter on each of 8, of which the shard's own are counted anyway."""
+    recipe = make_recipe("mpt", "amp_bf16")
+    recipe.parallel.data_parallel_shard_degree = 8
+    recipe.parallel.fill()
+    need = estimate(recipe, 8)
+    assert need.step_rows == 8 and need.accumulated == 0
+    recipe.parallel.reduce_scatter_each_microbatch = False
+    waiting = estimate(recipe, 8)
+    assert waiting.total(8) == need.total(8)
+    more = waiting.total(4) - need.total(4)
+    assert more == pytest.approx((4 - 4 / 8) * need.parameters, abs=8)
+    room = int(need.total(4) / 0.9) + 2
+    for each, rows in {True: 4, False: 2}.items():
+        recipe.parallel.reduce_scatter_each_microbatch = each
+        assert choose_microbatch(recipe, world_size=8, available=room, device=GPU) == rows
+
+
+def test_a_choice_of_gradients_that_does_not_fit_names_its_key() -> None:
+    recipe = make_recipe("mpt", "amp_bf16")
+    recipe.parallel.data_parallel_shard_degree = 8
+    recipe.parallel.reduce_scatter_each_microbatch = False
+    recipe.parallel.fill()
+    need = estimate(recipe, 8)
+    room = int((need.total(1) - 1) / 0.9)
+    said = r"^parallel.reduce_scatter_each_microbatch: false needs .* are free; write true$"
+    with pytest.raises(UserError, match=said):
+        choose_microbatch(recipe, world_size=8, available=room, device=GPU)
+    recipe.parallel.reduce_scatter_each_microbatch = True
+    assert choose_microbatch(recipe, world_size=8, available=room, device=GPU) >= 1
+
+
 def test_auto_takes_the_largest_divisor_that_fits() -> None:
     recipe = make_recipe("mpt", "fp32")
     need = estimate(recipe, 1)

@@ -165,9 +165,11 @@ def _length(recipe: TrainRecipe) -> str:
 
 
 def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
+    accumulated = need.gradients(rows)
+    more = f", accumulated gradients {size(accumulated / GIB)}" if accumulated else ""
     return (
         f"about {size(need.total(rows) / GIB)} a process (weights, gradients and optimizer"
-        f" {size(need.weights / GIB)}, activations {size(rows * need.per_row / GIB)});"
+        f" {size(need.weights / GIB)}{more}, activations {size(rows * need.per_row / GIB)});"
         f" {size(free / GIB)} are free"
     )
 

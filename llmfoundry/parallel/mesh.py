@@ -94,7 +94,11 @@ def _fully_shard(root: Root, mesh: DeviceMesh, config: ParallelConfig, precision
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # amp's residual stream and rotary tables stay fp32
     )
-    used = mesh[REPLICATE, SHARD] if mesh[REPLICATE].size() > 1 else mesh[SHARD]
+    # One replica is a replica too under bf16: what waits for the last microbatch's all-reduce is
+    # added up in reduce_dtype, what does not in the weights' own.
+    keeps_fp32 = precision == "bf16" and config.reduce_scatter_each_microbatch
+    replicated = mesh[REPLICATE].size() > 1 or keeps_fp32
+    used = mesh[REPLICATE, SHARD] if replicated else mesh[SHARD]
     reshard = config.reshard_after_forward
     assert reshard is not None, "the recipe was not filled"
     for block in root.model.blocks:
@@ -147,14 +151,24 @@ def sum_factor(module: nn.Module) -> int:
 
 
 @contextmanager
-def gradient_sync(module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Reduce gradients over processes only in the last microbatch of a step."""
+def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterator[None]:
+    """Around a microbatch: add its gradients up over processes, now or in the step's last one.
+
+    Replicas always wait for the last one. Shards that waited too would each hold the gradients of
+    the whole model until then.
+
+    Args:
+        module: as FSDP or DDP wrapped it, or neither.
+        last: whether this microbatch is the step's last.
+        each: cut gradients into shards after every microbatch.
+    """
     if isinstance(module, DistributedDataParallel) and not last:
         with module.no_sync():
             yield
         return
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last)
+        module.set_requires_gradient_sync(last or each)
+        module.set_requires_all_reduce(last)
     yield
 
 

@@ -27,6 +27,11 @@ class ParallelConfig:
     reshard_after_forward: bool | None = None
     """Only with shards: free a block's weights after its forward pass and gather them again for
     the backward pass; default true. False keeps them: faster, more memory."""
+    reduce_scatter_each_microbatch: bool | None = None
+    """Only with shards: cut the gradients into shards after every microbatch of a step, so that a
+    process keeps its own shard's alone; default true. False does so once a step, after the last
+    microbatch: fewer messages, and until then every process keeps the gradients of the whole model,
+    4 bytes a parameter."""
     activation_checkpointing: bool = False
     """Keep only each block's input for the backward pass and compute the rest again: a third more
     work, a fraction of the memory."""
@@ -45,9 +50,14 @@ class ParallelConfig:
             yield f"{key}{degrees[0]}: and {degrees[1]} cannot both be -1; give one of them"
         if self.data_parallel_shard_degree == 1:
             why = "with data_parallel_shard_degree: 1"
-            yield from inert(key, self, ["reshard_after_forward"], why)
+            shards_only = ["reshard_after_forward", "reduce_scatter_each_microbatch"]
+            yield from inert(key, self, shards_only, why)
 
     def fill(self) -> None:
         """Write derived values in place."""
-        if self.data_parallel_shard_degree != 1 and self.reshard_after_forward is None:
+        if self.data_parallel_shard_degree == 1:
+            return
+        if self.reshard_after_forward is None:
             self.reshard_after_forward = True
+        if self.reduce_scatter_each_microbatch is None:
+            self.reduce_scatter_each_microbatch = True

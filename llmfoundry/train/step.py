@@ -79,6 +79,7 @@ def train_step(
     clipping: GradientClippingConfig,
     guard: Guard,
     data_group: dist.ProcessGroup | None = None,
+    reduce_scatter_each: bool = True,
     objective: Objective = CROSS_ENTROPY,
     on_gradients: Callable[[], None] | None = None,
     before_update: Callable[[], None] | None = None,
@@ -95,6 +96,7 @@ def train_step(
         clipping: bound on the gradient.
         guard: stops updates once a loss or gradient is not finite.
         data_group: the processes whose rows make up the global batch; None: all processes.
+        reduce_scatter_each: FSDP does so after every microbatch, not after the last alone.
         objective: what is minimised.
         on_gradients: called while parameters hold the step's gradients, before clipping.
         before_update: called before the optimizer; what it raises leaves the weights as they were.
@@ -107,8 +109,8 @@ def train_step(
     divisor = torch.where(count > 0, count, 1)
     sums = Sums()
     microbatches, factor = list(batch.split(microbatch)), sum_factor(module)
-    for index, part in enumerate(microbatches):
-        with gradient_sync(module, last=index == len(microbatches) - 1):
+    for part in microbatches:
+        with gradient_sync(module, last=part is microbatches[-1], each=reduce_scatter_each):
             with autocast():
                 (total, reported), routing = module(
                     part.tokens, part.layout, objective.of(part), routing=True

@@ -202,6 +202,7 @@ class Trainer:
         logs = following == self.clock.total or self.clock.is_due(
             self.recipe.log_interval, following
         )
+        reduce_scatter_each = self.recipe.parallel.reduce_scatter_each_microbatch is not False
         with enough_memory(self._smaller()):
             result = train_step(
                 self.module,
@@ -213,6 +214,7 @@ class Trainer:
                 clipping=self.recipe.gradient_clipping,
                 guard=self.guard,
                 data_group=self.world.data_group,
+                reduce_scatter_each=reduce_scatter_each,
                 objective=self.objective,
                 on_gradients=self._on_gradients if logs else None,
                 before_update=stop.check,

@@ -4,6 +4,8 @@ Each number of processes is started once and runs all its layouts. Rows have ver
 of labels, one process has none at all, and no microbatch divides its rows; what they are compared
 with is a plain loop over whole batches that shares nothing with `train_step`.
 
+A mixture of experts takes them too. Bytes of gradients that wait between microbatches are counted.
+
 Some meshes have an axis beside those of data: processes along it, such as those of a tensor group,
 read the same rows and count them once.
 """
@@ -44,12 +46,27 @@ from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.optimizer_monitor import OptimizerMonitor
 from llmfoundry.train.optimizers.optim import build_optimizer
 from llmfoundry.train.step import Guard, train_step
+from tests.live_bytes import LiveBytes
 from tests.models.test_decoder import make_config
 from tests.train.test_preference_reference import Run
 
 CPU = torch.device("cpu")
 STEPS, ROWS, LENGTH, CLIP = 4, 12, 16, 0.5
 MICROBATCH = {1: 5, 2: 4, 4: 2}  # of 12, 6 and 3 rows a process
+EXPERTS: dict[str, Any] = {  # as DBRX has them, with both losses of its routers
+    "no_bias": True,
+    "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
+    "ffn_config": {
+        "ffn_type": "dmoe",
+        "mlp_type": "glu",
+        "ffn_act_fn": "silu",
+        "ffn_hidden_size": 16,
+        "moe_num_experts": 8,
+        "moe_top_k": 2,
+        "moe_loss_weight": 0.05,
+        "moe_zloss_weight": 0.01,
+    },
+}
 REQUESTS = [Request((n, 5, 9, 7), (7, n), "a") for n in range(1, 8)]
 LABELS = (16, 1, 9, 2, 16, 3, 0, 0, 0, 16, 5, 1)  # of each row; on 4 processes the third has none
 
@@ -65,6 +82,13 @@ class Entry:
     checkpointing: bool = False
     compiled: bool = False
     precision: str = "fp32"
+    once: bool = False
+    """Gradients are reduce-scattered once a step, not after every microbatch."""
+    experts: bool = False
+
+    @property
+    def data_size(self) -> int:
+        return self.replicate * self.shard
 
 
 ENTRIES = {
@@ -82,6 +106,11 @@ ENTRIES = {
     "ddp-2-tensor-2": Entry(4, replicate=2, tensor=2),
     "fsdp-2-tensor-2": Entry(4, shard=2, tensor=2),
     "hsdp-2x2-tensor-1": Entry(4, replicate=2, shard=2, tensor=1),
+    "fsdp-2-once": Entry(2, shard=2, once=True),
+    "hsdp-2x2-once": Entry(4, replicate=2, shard=2, once=True),
+    "fsdp-2-experts": Entry(2, shard=2, experts=True),
+    "fsdp-4-experts": Entry(4, shard=4, experts=True),
+    "hsdp-2x2-experts": Entry(4, replicate=2, shard=2, experts=True),
 }
 LOW = {
     "one-bf16": Entry(1, precision="bf16"),
@@ -121,7 +150,10 @@ def make_optimizer_config() -> OptimizerConfig:
 
 
 def take_steps(entry: Entry, world: World) -> dict[str, Any]:
-    """Losses and gradient norms of each step, and all norms after the last."""
+    """Losses and gradient norms of each step, and all norms after the last.
+
+    Of the last step also `held`: bytes that it has made and keeps as each microbatch begins.
+    """
     config = ParallelConfig(
         data_parallel_replicate_degree=entry.replicate, data_parallel_shard_degree=entry.shard
     )
@@ -132,7 +164,7 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
         mesh = mesh_beside_data(entry.replicate, entry.shard, entry.tensor)
     world = on_mesh(world, mesh)
     with torch.device("meta"):
-        root = Root(Decoder(make_config(n_layers=2))).to(weight_dtype(entry.precision))
+        root = Root(make_decoder(entry.experts)).to(weight_dtype(entry.precision))
     mode = "default" if entry.compiled else None
     wrap_blocks(root, checkpointing=entry.checkpointing, compile_mode=mode)
     materialize(root, world, mesh, config, precision=entry.precision)
@@ -140,26 +172,35 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
     module = wrap(root, mesh)
     optimizer = build_optimizer(root.model, make_optimizer_config())
     monitor, trainer = OptimizerMonitor(), SimpleNamespace(root=root, optimizer=optimizer)
-    losses, norms = [], []
+    losses, norms, live, held = [], [], LiveBytes(), list[int]()
     for step in range(STEPS):
-        result = train_step(
-            module,
-            optimizer,
-            share(global_batch(step), world),
-            number=step,
-            microbatch=MICROBATCH[world.data_size],
-            autocast=nullcontext,
-            clipping=GradientClippingConfig("norm", CLIP),
-            guard=Guard(CPU),
-            data_group=world.data_group,
-            on_gradients=partial(monitor.on_gradients, trainer),  # type: ignore[arg-type]
-        )
+        watched = step == STEPS - 1 and entry.shard > 1 and not entry.compiled
+        if watched:
+            root.register_forward_pre_hook(lambda *_: held.append(live.now()), prepend=True)
+        with live if watched else nullcontext():
+            result = train_step(
+                module,
+                optimizer,
+                share(global_batch(step), world),
+                number=step,
+                microbatch=MICROBATCH[world.data_size],
+                autocast=nullcontext,
+                clipping=GradientClippingConfig("norm", CLIP),
+                guard=Guard(CPU),
+                data_group=world.data_group,
+                reduce_scatter_each=not entry.once,
+                on_gradients=partial(monitor.on_gradients, trainer),  # type: ignore[arg-type]
+            )
         assert result.count == sum(LABELS)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     metrics: dict[str, float] = {}
     monitor.on_log(trainer, metrics)  # type: ignore[arg-type]
-    return {"loss": losses, "norm": norms, "metrics": metrics}
+    return {"loss": losses, "norm": norms, "metrics": metrics, "held": held}
+
+
+def make_decoder(experts: bool) -> Decoder:
+    return Decoder(make_config(n_layers=2, **EXPERTS if experts else {}))
 
 
 def measured(world: World, folder: Path) -> dict[str, Any]:
@@ -229,9 +270,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @cache
-def plain() -> tuple[list[float], list[float], dict[str, float]]:
+def plain(experts: bool = False) -> tuple[list[float], list[float], dict[str, float]]:
     """Losses, gradient norms, and the last weights' norms, of a loop as one would write it."""
-    model = Decoder(make_config(n_layers=2))
+    model = make_decoder(experts)
     model.init_weights(5)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), foreach=False
@@ -239,8 +280,11 @@ def plain() -> tuple[list[float], list[float], dict[str, float]]:
     losses, norms = [], []
     for step in range(STEPS):
         batch = global_batch(step)
-        logits = model.head(model(batch.tokens, batch.layout))
+        hidden, routing = model.run(batch.tokens, batch.layout)
+        logits = model.head(hidden)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE)
+        if routing is not None:
+            loss = loss + sum(routing.losses.values()) / ROWS
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
@@ -257,17 +301,32 @@ def plain() -> tuple[list[float], list[float], dict[str, float]]:
 def test_losses_norms_and_weights_are_those_of_a_plain_loop(
     found: dict[str, Any], name: str
 ) -> None:
-    losses, norms, weights = plain()
+    losses, norms, weights = plain(ENTRIES[name].experts)
     assert min(norms) > CLIP, "the bound must bind"
-    assert found[name]["loss"] == pytest.approx(losses, rel=0, abs=1e-6)
-    assert found[name]["norm"] == pytest.approx(norms, rel=1e-5)
+    assert found[name]["loss"] == pytest.approx(losses, rel=1e-6)
+    assert found[name]["norm"] == pytest.approx(norms, rel=1e-6)
     metrics = found[name]["metrics"]
     for parameter, norm in weights.items():
         assert metrics[f"l2_norm/param/{parameter}"] == pytest.approx(norm, rel=2e-3)
     gradients = [value for key, value in metrics.items() if key.startswith("l2_norm/grad/")]
     assert math.hypot(*gradients) == pytest.approx(norms[-1], rel=1e-5)
-    one = found["one"]["metrics"]
-    assert metrics == pytest.approx(one, rel=2e-3, abs=1e-5)
+    if not ENTRIES[name].experts:
+        one = found["one"]["metrics"]
+        assert metrics == pytest.approx(one, rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n, e in ENTRIES.items() if e.shard > 1 and not e.compiled])
+def test_gradients_between_microbatches_are_of_the_shard_alone(
+    found: dict[str, Any], name: str
+) -> None:
+    """4 bytes for each parameter of the shard; of the whole model where they wait for the last."""
+    entry = ENTRIES[name]
+    whole = 4 * sum(p.numel() for p in make_decoder(entry.experts).parameters())
+    before, *held = found[name]["held"]
+    assert len(held) == -(-ROWS // entry.data_size // MICROBATCH[entry.data_size]) - 1 > 0
+    for bytes_held in held:
+        gradients = whole if entry.once else whole / entry.shard
+        assert bytes_held - before == pytest.approx(gradients, rel=0.02)
 
 
 @pytest.mark.parametrize("name", LOW)

@@ -66,6 +66,7 @@ LINES = {
     "parallel.data_parallel_shard_degree=0": "parallel.data_parallel_shard_degree: 0; write -1",
     "parallel.data_parallel_shard_degree=-1": "parallel.data_parallel_replicate_degree: and data",
     "parallel.reshard_after_forward=true": "parallel.reshard_after_forward: has no effect with",
+    "parallel.reduce_scatter_each_microbatch=false": "parallel.reduce_scatter_each_microbatch: h",
     "eval.icl_rows=5": "eval.icl_rows: has no effect without a gauntlet; remove it",
     "eval=off eval.validation_rows=5": "eval.validation_rows: has no effect with validation: fal",
     "logger=none logger.tracking_uri=x": "logger.tracking_uri: has no effect with mlflow: false",

@@ -324,6 +324,11 @@ OTHERS = (
         " fsdp_config.activation_checkpointing activation_checkpoint",
         "parallel.activation_checkpointing=true",
     ),
+    Other(
+        "sync_each_batch gradient_accumulation_kwargs.sync_each_batch",
+        "parallel.reduce_scatter_each_microbatch=<true>",
+        "true unless written, with parallel=fsdp",
+    ),
     Other("ddp_timeout", "parallel.dist_timeout=<600>"),
     Other("local_rank", why="the launcher sets LOCAL_RANK; remove it"),
     Other(
