@@ -82,7 +82,7 @@ class MemoryEstimate:
         return min(rows * self.row_logits, self.chunk_logits)
 
     def gradients(self, rows: int) -> int:
-        """Bytes of `accumulated` at a microbatch of `rows`: none where it is the step's only one."""
+        """Bytes of `accumulated` at a microbatch of `rows`: none where that is the whole step."""
         return self.accumulated if rows < self.step_rows else 0
 
     def total(self, rows: int) -> int:

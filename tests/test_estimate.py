@@ -132,10 +132,10 @@ def test_gradients_that_wait_for_the_last_microbatch_are_counted_whole() -> None
     recipe = make_recipe("mpt", "amp_bf16")
     recipe.parallel.data_parallel_shard_degree = 8
     recipe.parallel.fill()
-    need = estimate(recipe, 8)
+    need = estimate(recipe, 8, device=GPU)
     assert need.step_rows == 8 and need.accumulated == 0
     recipe.parallel.reduce_scatter_each_microbatch = False
-    waiting = estimate(recipe, 8)
+    waiting = estimate(recipe, 8, device=GPU)
     assert waiting.total(8) == need.total(8)
     more = waiting.total(4) - need.total(4)
     assert more == pytest.approx((4 - 4 / 8) * need.parameters, abs=8)
@@ -150,7 +150,7 @@ def test_a_choice_of_gradients_that_does_not_fit_names_its_key() -> None:
     recipe.parallel.data_parallel_shard_degree = 8
     recipe.parallel.reduce_scatter_each_microbatch = False
     recipe.parallel.fill()
-    need = estimate(recipe, 8)
+    need = estimate(recipe, 8, device=GPU)
     room = int((need.total(1) - 1) / 0.9)
     said = r"^parallel.reduce_scatter_each_microbatch: false needs .* are free; write true$"
     with pytest.raises(UserError, match=said):
