@@ -11,8 +11,11 @@ from pathlib import Path
 
 import yaml
 
+from tests.warm_scripts import WarmScripts
+
 ROOT = Path(__file__).resolve().parents[1]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+_warm = WarmScripts(ENV)
 
 RECIPE = {
     "max_seq_len": 64,
@@ -84,14 +87,14 @@ def run(
     script: str, *arguments: object, cwd: Path, processes: int = 1, status: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end; fails unless it exits with `status`."""
-    done = subprocess.run(
-        command(script, *arguments, processes=processes),
-        cwd=cwd,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = [str(argument) for argument in arguments]
+    if processes == 1 or not status:
+        done = _warm.run(script, words, cwd=cwd, processes=processes, timeout=240)
+    else:  # what torchrun makes of it
+        started = command(script, *words, processes=processes)
+        done = subprocess.run(
+            started, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=240
+        )
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
