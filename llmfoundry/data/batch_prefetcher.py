@@ -30,6 +30,7 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.data.rows import Rows
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import Batch
+from llmfoundry.ops.device_threads import device_thread
 from llmfoundry.ops.host_memory import keep_memory
 from llmfoundry.processes import end_with_parent
 
@@ -60,7 +61,7 @@ class BatchPrefetcher(Iterator[Batch]):
         self._closed = False
         self._error: BaseException | None = None
         self._dropped = self._padded = 0
-        self._thread = threading.Thread(target=self._prefetch, name="loader", daemon=True)
+        self._thread = device_thread(self._prefetch, name="loader", daemon=True)
         self._thread.start()
 
     def __next__(self) -> Batch:

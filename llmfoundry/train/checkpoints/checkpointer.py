@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import sync, sync_all, write_json
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.ops.device_threads import device_thread
 from llmfoundry.parallel.launch import World, host_group
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.train.checkpoints.checkpoint import (
@@ -124,9 +125,7 @@ class Checkpointer:
             self._fail(batch, error, last=False)
             self.check()
             return folder
-        self._thread = threading.Thread(
-            target=self._write, args=(batch, folder, tensors, state), name="checkpoint"
-        )
+        self._thread = device_thread(self._write, batch, folder, tensors, state, name="checkpoint")
         self._thread.start()
         return folder
 
