@@ -31,16 +31,28 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
 
 
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """How long a collective of `group` may take.
+def set_timeouts(group: dist.ProcessGroup, *, host: timedelta, device: timedelta) -> None:
+    """How long a collective of `group` may take, between hosts and between devices.
 
-    `distributed_c10d._set_pg_timeout`; without it a group keeps PyTorch's own limit.
+    `ProcessGroup._device_types`, `._get_backend` and `Backend._set_default_timeout`, which
+    `distributed_c10d._set_pg_timeout` calls for all devices alike; without them a group keeps
+    PyTorch's own limits.
+    """
+    for kind in getattr(group, "_device_types", ()):
+        backend = group._get_backend(kind)
+        change = getattr(backend, "_set_default_timeout", None)
+        if change is not None and backend.name() in ("gloo", "nccl"):
+            change(host if kind.type == "cpu" else device)
+
+
+def default_store() -> dist.Store:
+    """The store at which all processes met: `distributed_c10d._get_default_store`.
+
+    PyTorch has it from 1.x on and names no other way; without it a run of several processes fails.
     """
     from torch.distributed import distributed_c10d
 
-    change = getattr(distributed_c10d, "_set_pg_timeout", None)
-    if change is not None:
-        change(timeout, group)
+    return distributed_c10d._get_default_store()
 
 
 def keep_graphs_whole_under_ddp() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +18,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmfoundry.errors import UserError
 from llmfoundry.ops.host_memory import keep_memory
+from llmfoundry.ops.torch_private import default_store, set_timeouts
 from llmfoundry.parallel.lost_ranks import explain
+from llmfoundry.parallel.open_files import raise_limit
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.terminal import is_watched
@@ -129,32 +131,68 @@ def join(config: ParallelConfig) -> Iterator[World]:
     os.environ.update(slurm_environment())
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"parallel.nproc_per_node: local rank {local_rank} has no GPU; this machine has"
-                f" {torch.cuda.device_count()}; start at most as many processes"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
+    device = _choose_device(local_rank)
+    if device.type == "cpu":
         keep_memory()  # a GPU's PyTorch keeps itself
     world = World(rank, size, local_rank, device, timedelta(seconds=config.dist_timeout))
     if size == 1:
         yield world
         return
-    _init_process_group(world)
+    _meet(world)
     try:
+        own_device(world)
         yield world
     except Exception as error:
         # The groups stay as they are: to leave them is to wait for the others.
-        store = distributed_c10d._get_default_store()
-        lost = explain(error, store, rank=rank, size=size, timeout=world.timeout)
+        lost = explain(error, default_store(), rank=rank, size=size, timeout=world.timeout)
         if lost is None:
             raise
         raise lost from error
     dist.destroy_process_group()
+
+
+def _choose_device(local_rank: int) -> torch.device:
+    """The GPU of a process, made current; a CPU where there is none.
+
+    A launcher may show each process its own GPU alone, as Slurm does with --gpus-per-task=1: that
+    is device 0 of every one of them. `own_device` finds those that share one by mistake.
+
+    Raises:
+        UserError: the process has no GPU, though the machine has some.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if local_rank >= visible > 1:
+        raise UserError(
+            f"parallel.nproc_per_node: local rank {local_rank} has no GPU; this machine has"
+            f" {visible}; start at most as many processes"
+        )
+    device = torch.device("cuda", 0 if visible == 1 else local_rank)
+    torch.cuda.set_device(device)
+    torch.cuda.init()  # or a device mesh would set the device once more, to LOCAL_RANK
+    return device
+
+
+def own_device(world: World) -> None:
+    """Every process must have a GPU of its own; NCCL says no more than that one is a duplicate.
+
+    Raises:
+        UserError: two of a machine have the same; on every process.
+    """
+    if world.device.type != "cuda":
+        return
+    gpu = str(torch.cuda.get_device_properties(world.device).uuid)
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, (socket.gethostname(), gpu))
+    first: dict[Any, int] = {}
+    for rank, own in enumerate(found):
+        if first.setdefault(own, rank) != rank:
+            raise UserError(
+                f"parallel.nproc_per_node: ranks {first[own]} and {rank} have the same GPU of"
+                f" {own[0]}; start at most as many processes as GPUs, or show each process another"
+                " (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES)"
+            )
 
 
 def on_rank0(world: World, make: Callable[[], Made]) -> Made:
@@ -178,16 +216,29 @@ def host_group(world: World) -> dist.ProcessGroup | None:
     return None if world.size == 1 else dist.new_group(backend="gloo", timeout=world.timeout)
 
 
-def device_timeout(world: World) -> timedelta:
-    """How long a collective between devices waits.
+def bound_waiting(group: dist.ProcessGroup, world: World) -> None:
+    """Let every collective of a group wait for `parallel.dist_timeout`; each group is given here.
 
     NCCL ends a process without a word that helps; the host's messages are to notice before it.
     """
-    return world.timeout + timedelta(seconds=30 if world.device.type == "cuda" else 0)
+    device = world.timeout + timedelta(seconds=30 if world.device.type == "cuda" else 0)
+    set_timeouts(group, host=world.timeout, device=device)
+
+
+def _meet(world: World) -> None:
+    """Make the default group: the only one of gloo among all processes.
+
+    What the main threads tell each other goes through it, and so do, on a CPU, sums over gradients:
+    every process calls them in the same order. Another thread has `host_messages`.
+    """
+    raise_limit(world.size, holds_store=world.is_main)
+    _init_process_group(world)
+    assert dist.group.WORLD is not None
+    bound_waiting(dist.group.WORLD, world)
 
 
 def _init_process_group(world: World) -> None:
-    rank, size, timeout = world.rank, world.size, device_timeout(world)
+    rank, size, timeout = world.rank, world.size, world.timeout
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if restart in (None, "0"):

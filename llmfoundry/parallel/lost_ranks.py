@@ -48,7 +48,7 @@ def explain(
     missing, timed_out = _missing(store, rank, size, timed_out)
     where = _place(failure)
     if timed_out:
-        who = _names(missing) or "though all are there, a collective"
+        who = names(missing) or "though all are there, a collective"
         return RunFailure(
             f"parallel.dist_timeout: {who} did not come within {timeout.total_seconds():.0f} s"
             f" (waited for in {where}): it hangs, was stopped or is slow; look at that process, or"
@@ -56,7 +56,7 @@ def explain(
         )
     if not missing:
         return None
-    return RunFailure(f"{_names(missing)} ended before the others (seen in {where})")
+    return RunFailure(f"{names(missing)} ended before the others (seen in {where})")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -98,8 +98,8 @@ def _mark(rank: int) -> str:
     return f"llmfoundry/failed/{rank}"
 
 
-def _names(ranks: list[int]) -> str:
-    """`rank 3`, `ranks 3, 4`, or the first of many and their number."""
+def names(ranks: list[int]) -> str:
+    """Processes in a message: `rank 3`, `ranks 3, 4`, or the first of many and their number."""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     listed = ", ".join(map(str, ranks[:_NAMED])) + more
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else ""

@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops.torch_private import set_timeout
-from llmfoundry.parallel.launch import World, device_timeout
+from llmfoundry.parallel.launch import World, bound_waiting
 from llmfoundry.recipe.parallel import ParallelConfig
 
 REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
@@ -53,10 +52,22 @@ def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh | None:
     shape = degrees(config, world.size)
     if world.size == 1:
         return None
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
-    for group in mesh.get_all_groups():
-        set_timeout(group, device_timeout(world))  # each has PyTorch's own otherwise
+    # HSDP's groups, which are smaller than all, would be of NCCL and gloo, as the default group is
+    device_alone = "nccl" in dist.get_backend_config() and 1 not in shape
+    mesh = init_device_mesh(
+        world.device.type,
+        shape,
+        mesh_dim_names=(REPLICATE, SHARD),
+        backend_override={REPLICATE: "nccl", SHARD: "nccl"} if device_alone else None,
+    )
+    _bound_waiting(mesh, world)
     return mesh
+
+
+def _bound_waiting(mesh: DeviceMesh, world: World) -> None:
+    """Each group would wait for PyTorch's own time otherwise."""
+    for group in mesh.get_all_groups():
+        bound_waiting(group, world)
 
 
 def on_mesh(world: World, mesh: DeviceMesh | None) -> World:
@@ -67,6 +78,7 @@ def on_mesh(world: World, mesh: DeviceMesh | None) -> World:
     axes = [mesh.mesh_dim_names.index(axis) for axis in (REPLICATE, SHARD)]
     ranks = mesh.mesh.movedim(axes, (0, 1)).flatten(0, 1).flatten(1)
     rows = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("data", "others"))
+    _bound_waiting(rows, world)
     return replace(world, data_mesh=rows["data"])
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World, host_group
+from llmfoundry.parallel.launch import World
 
 
 class StopSignal:
@@ -30,7 +30,6 @@ class StopSignal:
         self._world = world
         self._failure: BaseException | None = None
         self._failed = False
-        self._group = host_group(world)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def __enter__(self) -> StopSignal:
@@ -48,7 +47,7 @@ class StopSignal:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._failed or (self._group is not None and isinstance(error, UserError)):
+        if self._failed or (self._world.size > 1 and isinstance(error, UserError)):
             # the launcher ends all as soon as one has ended: each says first what was wrong
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -62,13 +61,13 @@ class StopSignal:
         Raises:
             BaseException: `failure`, where there are no others.
         """
-        if self._group is None:
+        if self._world.size == 1:
             if failure is not None:
                 raise failure
             return
         self._failure = failure
         flags = torch.tensor([bool(self._received), failure is not None], dtype=torch.int32)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
         self._pending = (work, flags)
 
@@ -93,7 +92,7 @@ class StopSignal:
         self._failed = True
         reasons: list[str | None] = [None] * self._world.size
         mine = None if self._failure is None else str(self._failure) or repr(self._failure)
-        dist.all_gather_object(reasons, mine, group=self._group)
+        dist.all_gather_object(reasons, mine)
         if self._failure is not None:
             raise self._failure
         lines = {line for reason in reasons if reason for line in reason.splitlines()}
@@ -102,4 +101,4 @@ class StopSignal:
 
     def agreed(self) -> str:
         """After a step: the name of the signal that ends the run now; empty while it continues."""
-        return self._received if self._group is None else self._agreed
+        return self._received if self._world.size == 1 else self._agreed

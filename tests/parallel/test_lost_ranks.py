@@ -22,7 +22,7 @@ import torch, torch.distributed as dist
 from llmfoundry.assemble import run_lock
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.parallel import lost_ranks
-from llmfoundry.parallel.launch import host_group, join
+from llmfoundry.parallel.launch import join
 from llmfoundry.parallel.mesh import build_mesh
 
 def hang(recipe):
@@ -34,15 +34,14 @@ def hang(recipe):
         except UserError as error:
             print(error, flush=True)
         group = build_mesh(recipe.parallel, world).get_group(0)
-        host = host_group(world)
         if world.rank == 1:
             time.sleep(600)
-        dist.all_reduce(torch.ones(1), group=host, async_op=True)
+        dist.all_reduce(torch.ones(1), async_op=True)
         dist.all_reduce(torch.ones(1), group=group)
 
 def run_out_of_memory(recipe):
     with join(recipe.parallel) as world:
-        dist.all_reduce(torch.ones(1), group=host_group(world), async_op=True)
+        dist.all_reduce(torch.ones(1), async_op=True)
         if world.rank == 1:
             with enough_memory("device_train_microbatch_size: ran out of memory at 8; write 4"):
                 torch.empty(2**45)

@@ -1,0 +1,233 @@
+"""Groups of processes: one of gloo among all, how long each waits, what else goes by the store."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import threading
+import time
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from llmfoundry.errors import UserError
+from llmfoundry.parallel import launch, open_files
+from llmfoundry.parallel.host_messages import HostMessages
+from llmfoundry.parallel.launch import World, join
+from llmfoundry.parallel.mesh import REPLICATE, SHARD, build_mesh, on_mesh
+from llmfoundry.parallel.open_files import needed_files, raise_limit
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.signals import StopSignal
+from tests.parallel.forked import ranks
+
+CPU = torch.device("cpu")
+WAIT = 77  # seconds; neither PyTorch's 600 nor its 1,800
+
+
+def groups_of_a_run(rank: int, size: int) -> dict[str, Any]:
+    """What a run with shards makes: its limits, the files it opened, how long its groups wait."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    before = open_now()
+    with join(ParallelConfig(data_parallel_shard_degree=size, dist_timeout=WAIT)) as world:
+        build_mesh(ParallelConfig(data_parallel_shard_degree=size), world)
+        stop = StopSignal(world)
+        Checkpointer(
+            Path(),
+            world,
+            extras=lambda folder: None,
+            keep=-1,
+            background=True,
+            max_failures=1,
+            warn=print,
+        )
+        stop.begin(None)
+        stop.check()
+        dist.all_reduce(torch.ones(1))
+        opened = open_now() - before
+        names = (REPLICATE, "tensor", SHARD)
+        mesh = init_device_mesh("cpu", (1, 1, size), mesh_dim_names=names)
+        on_mesh(world, mesh)
+        waits = {group.group_desc: waits_of(group) for group in our_groups(mesh)}
+        dist.barrier()
+    return {"limits": resource.getrlimit(resource.RLIMIT_NOFILE), "opened": opened, "waits": waits}
+
+
+def open_now() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def our_groups(mesh: Any) -> list[Any]:
+    """Every group there is but those of a mesh that no code of ours made."""
+    theirs = {group.group_name for group in mesh.get_all_groups()}
+    made = distributed_c10d._world.pg_map
+    default = dist.group.WORLD
+    return [group for group in made if group is default or group.group_name not in theirs]
+
+
+def waits_of(group: Any) -> float:
+    return group._get_backend(CPU).options._timeout.total_seconds()
+
+
+@cache
+def a_run(size: int) -> list[dict[str, Any]]:
+    return ranks("tests.parallel.test_groups:groups_of_a_run", size)
+
+
+def test_every_group_waits_for_dist_timeout() -> None:
+    for found in a_run(2):
+        assert len(found["waits"]) >= 3  # the default group, and those of two meshes
+        assert set(found["waits"].values()) == {WAIT}
+
+
+def test_the_soft_limit_of_open_files_is_raised() -> None:
+    for found in a_run(2):
+        soft, hard = found["limits"]
+        assert soft == min(hard, 1 << 20) > 64
+
+
+@pytest.mark.parametrize(("holds_store", "needed"), [(False, 768), (True, 2304)])
+def test_a_limit_that_is_too_low_is_one_line(
+    holds_store: bool, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"set": (1024, 1024)}
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits["set"])
+    monkeypatch.setattr(resource, "setrlimit", lambda what, new: limits.update(set=new))
+    raise_limit(512 if not holds_store else 128, holds_store=holds_store)
+    if holds_store:
+        with pytest.raises(UserError, match=f"^ulimit -n: .* 1,024 .* 512 needs {needed:,}; raise"):
+            raise_limit(512, holds_store=True)
+    limits["set"] = (1024, 4096)
+    raise_limit(512, holds_store=holds_store)
+    assert limits["set"] == (4096, 4096)
+    assert needed_files(512, holds_store=holds_store) == needed
+    assert open_files.needed_files(1, holds_store=True) == 0
+
+
+def messages(rank: int, size: int) -> dict[str, Any]:
+    """A thread's exchanges beside the main thread's collectives; then one rank stays away."""
+    with join(ParallelConfig(dist_timeout=30)) as world:
+        beside = HostMessages(world, "test")
+        wrong: list[Any] = []
+        thread = threading.Thread(target=exchange, args=(beside, rank, size, wrong))
+        thread.start()
+        for step in range(100):
+            flags = torch.tensor([float(step * (rank + 1))])
+            pending = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)
+            gradients = torch.arange(500.0) + rank
+            dist.all_reduce(gradients)
+            pending.wait()
+            total = torch.arange(500.0) * size + sum(range(size))
+            if flags.item() != step * size or not gradients.equal(total):
+                wrong.append(("step", step))
+        thread.join()
+        return {"wrong": wrong, "away": stay_away(world)}
+
+
+def exchange(beside: HostMessages, rank: int, size: int, wrong: list[Any]) -> None:
+    delays = random.Random(rank)
+    for number in range(15):
+        time.sleep(delays.random() * 0.02)
+        mine = {"rank": rank, "bytes": b"x" * (number * 1000)}
+        everyone = [{"rank": other, "bytes": b"x" * (number * 1000)} for other in range(size)]
+        if beside.to_main(mine) != (everyone if rank == 0 else []):
+            wrong.append(("to_main", number))
+        if beside.from_main([[number, other] for other in range(size)]) != [number, rank]:
+            wrong.append(("from_main", number))
+        if beside.all(mine) != everyone:
+            wrong.append(("all", number))
+
+
+def stay_away(world: World) -> list[str]:
+    """What is said where the last rank does not come; and after it, that all still works."""
+    world = World(world.rank, world.size, 0, CPU, timedelta(seconds=1))
+    beside, said = HostMessages(world, "away"), []
+    beside.begin()
+    if world.rank < world.size - 1:
+        try:
+            beside.all("here")
+        except dist.DistStoreError as error:
+            said.append(str(error))
+    dist.barrier()
+    beside.begin()
+    said.append(" ".join(HostMessages(world, "again").all("well")))
+    return said
+
+
+def test_messages_by_the_store_and_the_steps_do_not_mix() -> None:
+    found = ranks("tests.parallel.test_groups:messages", 3)
+    for rank, one in enumerate(found):
+        assert one["wrong"] == []
+        late = "rank 2" if rank == 0 else "rank 0"
+        line = [f"timed out: {late} did not come within 1 s"] if rank < 2 else []
+        assert one["away"] == [*line, "well well well"]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A machine with a number of visible GPUs, as far as `launch` asks."""
+    machine = {"visible": 1}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: machine["visible"])
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: machine.update(current=torch.device(device).index)
+    )
+    return machine
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "device"), [(1, 3, 0), (4, 3, 3), (1, 0, 0)])
+def test_one_visible_gpu_is_device_0_of_every_task(
+    visible: int,
+    local_rank: int,
+    device: int,
+    gpus: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus["visible"] = visible
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    with join(ParallelConfig()) as world:
+        assert (world.device, gpus["current"]) == (torch.device("cuda", device), device)
+        assert world.local_rank == local_rank
+
+
+def test_a_process_beyond_the_visible_gpus_is_refused(
+    gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus["visible"] = 2
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with (
+        pytest.raises(UserError, match=r"^parallel.nproc_per_node: local rank 2 has no GPU; thi"),
+        join(ParallelConfig()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("uuids", [["a", "b", "a"], ["a", "b", "c"]])
+def test_two_processes_with_one_gpu_are_named(
+    uuids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Properties:
+        uuid = uuids[0]
+
+    def gather(found: list[Any], own: tuple[str, str]) -> None:
+        found[:] = [(own[0], uuid) for uuid in uuids]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    world = World(0, 3, 0, torch.device("cuda", 0))
+    if len(set(uuids)) == 3:
+        launch.own_device(world)
+        return
+    with pytest.raises(UserError, match=r"^parallel.nproc_per_node: ranks 0 and 2 have the same G"):
+        launch.own_device(world)
