@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,11 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from tests.warm_scripts import WarmScripts
+from tests.warm_scripts import ENV as ENV
+from tests.warm_scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
-_warm = WarmScripts(ENV)
 
 RECIPE = {
     "max_seq_len": 64,
@@ -89,7 +87,7 @@ def run(
     """Run a script to its end; fails unless it exits with `status`."""
     words = [str(argument) for argument in arguments]
     if processes == 1 or not status:
-        done = _warm.run(script, words, cwd=cwd, processes=processes, timeout=240)
+        done = run_script(script, words, cwd=cwd, processes=processes)
     else:  # what torchrun makes of it
         started = command(script, *words, processes=processes)
         done = subprocess.run(

@@ -1,9 +1,9 @@
-"""Scripts in forks of one process that has imported what they import: 4 s of CPU less for each.
+"""Scripts, and functions on ranks, in forks of one process that has imported what they import.
 
-`tests.tiny.run` starts scripts here. Each is a process with its own arguments, folder and streams,
-which ends as an interpreter does; ranks get what torchrun says to them. That a script starts from
-nothing, and by torchrun itself, is what `tests.tiny.command` is for. Run as a program, this file is
-the process that is forked.
+`tests.tiny.run` starts scripts here and tests with ranks their work: 4 s of CPU less for each
+process. It has its own arguments, folder and streams and ends as an interpreter does; ranks get
+what torchrun says to them. That a script starts from nothing, and by torchrun itself, is what
+`tests.tiny.command` is for. Run as a program, this file is the process that is forked.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import runpy
 import select
 import signal
@@ -19,13 +20,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from torch.distributed import TCPStore
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
 IMPORTED = (
     *(f"llmfoundry.commands.{name}" for name in ("train", "evaluate", "convert", "generate")),
     "llmfoundry.recipe.front.script",
@@ -34,48 +36,57 @@ IMPORTED = (
     "torch._dynamo",
     "tqdm.auto",
 )
+_server: subprocess.Popen[str] | None = None  # of this process, from its first script to its end
 
 
-class WarmScripts:
-    """The process that is forked, started with the first script and ended with this one."""
+def run_script(
+    script: str, arguments: Sequence[str], *, cwd: Path, processes: int = 1, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` with captured streams gives; 1 if one of several ranks fails.
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = dict(env)
-        self._server: subprocess.Popen[str] | None = None
+    Raises:
+        TimeoutExpired: it was killed after `timeout` seconds.
+    """
+    words = [str(SCRIPTS / script), *arguments]
+    return _ask({"words": words, "cwd": str(cwd.resolve())}, processes, timeout)
 
-    def run(
-        self, script: str, arguments: Sequence[str], *, cwd: Path, processes: int, timeout: float
-    ) -> subprocess.CompletedProcess[str]:
-        """What `subprocess.run` with captured streams gives; 1 if one of several ranks fails.
 
-        Raises:
-            TimeoutExpired: it was killed after `timeout` seconds.
-        """
-        words = [str(SCRIPTS / script), *arguments]
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            server = self._started()
-            assert server.stdin and server.stdout
-            files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)]
-            request = json.dumps([words, str(cwd.resolve()), *files, processes])
-            print(request, file=server.stdin, flush=True)
-            if not select.select([server.stdout], [], [], timeout)[0]:
-                os.killpg(server.pid, signal.SIGKILL)
-                self._server = None
-                raise subprocess.TimeoutExpired(words, timeout, _text(out), _text(err))
-            status = int(server.stdout.readline())
-            return subprocess.CompletedProcess(words, status, _text(out), _text(err))
+def on_ranks(
+    work: Callable[..., object], arguments: Sequence[Any], processes: int, *, timeout: float = 240
+) -> None:
+    """Call `work(rank, *arguments)` in so many processes; fails where one of them fails."""
+    call = {"module": work.__module__, "function": work.__name__, "path": sys.path}
+    packed = pickle.dumps(tuple(arguments)).hex()
+    request = {**call, "arguments": packed, "cwd": str(Path.cwd())}
+    done = _ask(request, processes, timeout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
-    def _started(self) -> subprocess.Popen[str]:
-        if self._server is None or self._server.poll() is not None:
-            self._server = subprocess.Popen(
+
+def _ask(
+    request: dict[str, Any], processes: int, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    global _server
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        if _server is None or _server.poll() is not None:
+            _server = subprocess.Popen(
                 [sys.executable, __file__],
-                env=self._env,
+                env=ENV,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
             )
-        return self._server
+        assert _server.stdin and _server.stdout
+        streams = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)]
+        line = json.dumps({**request, "streams": streams, "processes": processes})
+        print(line, file=_server.stdin, flush=True)
+        name = request.get("words") or request["function"]
+        if not select.select([_server.stdout], [], [], timeout)[0]:
+            os.killpg(_server.pid, signal.SIGKILL)
+            _server = None
+            raise subprocess.TimeoutExpired(name, timeout, _text(out), _text(err))
+        status = int(_server.stdout.readline())
+        return subprocess.CompletedProcess(name, status, _text(out), _text(err))
 
 
 def _text(file: IO[bytes]) -> str:
@@ -83,52 +94,35 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode()
 
 
-def _serve() -> list[str]:
+def _serve() -> dict[str, Any]:
     """Fork for each line of standard input and write how the fork ended; returns in the fork."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in requests:
-        words, cwd, out, err, processes = json.loads(line)
+        request: dict[str, Any] = json.loads(line)
         pid = os.fork()
         if not pid:
             requests.close()
             answers.close()
-            for number, name in enumerate((os.devnull, out, err)):
+            for number, name in enumerate((os.devnull, *request["streams"])):
                 file = os.open(name, os.O_RDWR | os.O_APPEND)
                 os.dup2(file, number)
                 os.close(file)
-            os.chdir(cwd)
-            if processes > 1:
-                _start_ranks(processes)
-            return list(words)
+            os.chdir(request["cwd"])
+            return request
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
     sys.exit()
 
 
-def _start_ranks(processes: int) -> None:
+def _start_ranks(processes: int, listener: socket.socket | None) -> int:
     """Fork the ranks of a run and be their torchrun, with the store; returns in the ranks."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    os.environ |= {"TORCHELASTIC_RUN_ID": "warm", "TORCHELASTIC_RESTART_COUNT": "0"}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks = set()
+    ranks: set[int] = set()
     for rank in range(processes):
         pid = os.fork()
         if not pid:
-            listener.close()
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            return
+            return rank
         ranks.add(pid)
-    # After the forks: it has a thread. Only the older backend takes a socket that listens.
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=False,
-    )
+    if listener:  # after the forks: a store has a thread
+        _store = _host(listener)
     failed = False
     while ranks:
         pid, status = os.wait()
@@ -137,14 +131,58 @@ def _start_ranks(processes: int) -> None:
             failed = True
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
-    del store
     os._exit(failed)
 
 
-if __name__ == "__main__":
+def _announce(processes: int) -> socket.socket:
+    """Write what torchrun says to all ranks into the environment; the store's socket."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+    os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "warm", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return listener
+
+
+def _host(listener: socket.socket) -> TCPStore:
+    """The agent's store; only the older backend takes a socket that listens."""
+    address, port = listener.getsockname()
+    number = listener.detach()
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=number,
+        use_libuv=False,
+    )
+
+
+def _main() -> None:
     sys.path[0] = str(SCRIPTS)
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()
-    sys.argv = _serve()
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    request = _serve()
+    if "words" in request:
+        _run_script(request["words"], request["processes"])
+    else:
+        rank = _start_ranks(request["processes"], None)
+        sys.path[:] = request["path"]
+        work = getattr(importlib.import_module(request["module"]), request["function"])
+        work(rank, *pickle.loads(bytes.fromhex(request["arguments"])))
+
+
+def _run_script(words: list[str], processes: int) -> None:
+    if processes > 1:
+        listener = _announce(processes)
+        rank = str(_start_ranks(processes, listener))
+        listener.close()
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()

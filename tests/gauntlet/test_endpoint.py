@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from llmfoundry.commands.evaluate import evaluate
 from llmfoundry.errors import UserError
@@ -22,6 +21,7 @@ from llmfoundry.gauntlet.questions import Prompt, Refusal
 from llmfoundry.gauntlet.tasks.generated.chats import chat_rows
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
+from tests.warm_scripts import on_ranks
 
 Reply = tuple[int, Any]  # status, and JSON or text
 
@@ -317,7 +317,7 @@ def test_processes_share_the_prompts_and_all_hear_of_a_refusal(
         return 200, completion(f"text {body['prompt']}")
 
     server = serve(answer)
-    mp.spawn(_ask_on, (server.url, tmp_path), nprocs=2)
+    on_ranks(_ask_on, (server.url, tmp_path), 2)
     for rank in range(2):
         *texts, problem = json.loads((tmp_path / f"{rank}.json").read_text())
         assert texts == [f"text {i}" for i in range(5)]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -20,6 +19,7 @@ from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.architecture.model import ModelConfig
+from tests.warm_scripts import on_ranks
 
 
 def requests() -> list[Request]:
@@ -71,10 +71,10 @@ def work(rank: int, folder: Path) -> None:
 
 def test_two_processes_give_the_scores_of_one(tmp_path: Path) -> None:
     expected = score(tiny_root())
-    mp.spawn(work, args=(tmp_path,), nprocs=2)
-    on_ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert on_ranks[0] == on_ranks[1]
-    for found in on_ranks[0].values():
+    on_ranks(work, (tmp_path,), 2)
+    answers = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert answers[0] == answers[1]
+    for found in answers[0].values():
         for a, b in zip(found, expected, strict=True):
             assert a["logprob"] == pytest.approx(b["logprob"], abs=1e-4)
             assert a["best_logprob"] == pytest.approx(b["best_logprob"], abs=1e-4)

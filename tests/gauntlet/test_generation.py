@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -32,6 +31,7 @@ from llmfoundry.serve.generate import stream_tokens
 from tests.export import random_models
 from tests.models.test_decoder import SETTINGS, make_config, make_model
 from tests.selection import slow_but
+from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -347,7 +347,7 @@ def test_every_rank_gets_the_texts_of_one_process(tmp_path: Path) -> None:
     decoder.init_weights(2)
     expected = [one_by_one(Root(decoder), prompts) for prompts in work_for_ranks()]
     assert [generated(Root(decoder), prompts) for prompts in work_for_ranks()] == expected
-    mp.spawn(_generate_on, (tmp_path,), nprocs=2)
+    on_ranks(_generate_on, (tmp_path,), 2)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found == [expected, expected]

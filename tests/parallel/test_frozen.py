@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -45,6 +44,7 @@ from tests.parallel.test_matrix import (
     make_optimizer_config,
     share,
 )
+from tests.warm_scripts import on_ranks
 
 LAYOUTS = {"one": (1, 1), "ddp": (2, 1), "fsdp": (1, 2)}  # replicas and shards
 
@@ -157,7 +157,7 @@ def work(rank: int, size: int, folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("frozen")
     work(0, 1, folder)
-    mp.spawn(work, args=(2, folder), nprocs=2)
+    on_ranks(work, (2, folder), 2)
     return {
         key: value
         for size in (1, 2)

@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -49,6 +48,7 @@ from llmfoundry.train.step import Guard, train_step
 from tests.live_bytes import LiveBytes
 from tests.models.test_decoder import make_config
 from tests.train.test_preference_reference import Run
+from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 STEPS, ROWS, LENGTH, CLIP = 4, 12, 16, 0.5
@@ -262,7 +262,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if size == 1:
             work(0, 1, folder)
         else:
-            mp.spawn(work, args=(size, folder), nprocs=size)
+            on_ranks(work, (size, folder), size)
         results |= json.loads((folder / f"{size}.json").read_text())
         for file in folder.glob(f"measured-{size}-*.json"):
             results[file.stem] = json.loads(file.read_text())

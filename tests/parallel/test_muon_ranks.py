@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -29,6 +28,7 @@ from llmfoundry.train.step import Guard, clip_adaptive, train_step
 from tests.models.test_decoder import make_config
 from tests.selection import slow_but
 from tests.tiny import losses, run, write_recipe
+from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 GQA = {"attn_type": "grouped_query_attention", "kv_n_heads": 1, "rope": True}
@@ -124,7 +124,7 @@ def test_steps_on_shards_are_those_of_one_process(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_join, (size, degrees, str(tmp_path), port), nprocs=size)
+    on_ranks(_join, (size, degrees, str(tmp_path), port), size)
     for rank in range(size):
         found = torch.load(tmp_path / f"{rank}.pt")
         for name, weight in alone["weights"].items():

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.parallel.launch import World
@@ -18,6 +17,7 @@ from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.serve.generate import stream_tokens
 from tests.export.random_models import EOS, ROPE, settings
+from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 OPTIONS = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4}
@@ -54,7 +54,7 @@ def test_every_process_draws_what_one_alone_would(shard: int, tmp_path: Path) ->
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_continue_on, (shard, port, str(tmp_path)), nprocs=2)
+    on_ranks(_continue_on, (shard, port, str(tmp_path)), 2)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found == [expected, expected]

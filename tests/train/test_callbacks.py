@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from llmfoundry.assemble import callbacks as builders
 from llmfoundry.assemble import trainer as build
@@ -27,6 +26,7 @@ from llmfoundry.train.early_stopper import EarlyStopper
 from llmfoundry.train.trainer import Callback
 from tests.tiny import losses, write_recipe
 from tests.train.here import rows, tensors, train_here
+from tests.warm_scripts import on_ranks
 
 LOSS = "metrics/eval/LanguageCrossEntropy"
 NO_EVALUATION = ("eval=off", "max_duration=3ba")
@@ -218,7 +218,7 @@ def work(rank: int, folder: Path) -> None:
 
 
 def test_all_processes_end_where_process_0_does(tmp_path: Path) -> None:
-    mp.spawn(work, args=(tmp_path,), nprocs=2)
+    on_ranks(work, (tmp_path,), 2)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
     assert said[0].startswith("3 ") and said[1] == said[0]
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder, Root
@@ -33,6 +32,7 @@ from tests.models.test_moe import DMOE, K
 from tests.tiny import run, write_recipe
 from tests.train.test_step import make_batch
 from tests.train.test_step import plain_loss as plain_language_loss
+from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 LBL, Z = 0.3, 0.05
@@ -276,7 +276,7 @@ def work(rank: int, folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every entry gave, and what one process gives."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(folder,), nprocs=2)
+    on_ranks(work, (folder,), 2)
     alone = World(0, 1, 0, CPU)
     one = {kind: take_steps(Entry(), alone, settings) for kind, settings in BALANCING.items()}
     return json.loads((folder / "found.json").read_text()) | one

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from llmfoundry.errors import UserError
@@ -28,6 +27,7 @@ from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from tests.disk import Disk
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
+from tests.warm_scripts import on_ranks
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 BRIEF = ("max_duration=6ba", "save_interval=2ba", "eval=off")
@@ -287,7 +287,7 @@ def work(rank: int, folder: Path) -> None:
 
 
 def test_one_process_that_cannot_write_is_known_to_all(tmp_path: Path) -> None:
-    mp.spawn(work, args=(tmp_path,), nprocs=2)
+    on_ranks(work, (tmp_path,), 2)
     said = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
     assert said[0] == said[1]
     for background, lines in zip((False, True), said[0], strict=True):
