@@ -23,6 +23,7 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
 from llmfoundry.ops.logits import chunk_tokens, logit_bytes
 from llmfoundry.ops.moe.steps import packed_width
+from llmfoundry.parallel.blocks import check_graphs
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -324,6 +325,7 @@ def choose_microbatch(
         candidates = [min(asked, rows)]
     for candidate in candidates:
         if need.total(candidate) <= USABLE * available:
+            check_graphs(recipe.compile_mode, rows=rows, microbatch=candidate)
             return candidate
     if recipe.parallel.reduce_scatter_each_microbatch is False:
         others = need.total(candidates[-1]) - need.gradients(candidates[-1])

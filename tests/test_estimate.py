@@ -168,6 +168,18 @@ def test_auto_takes_the_largest_divisor_that_fits() -> None:
     assert choose_microbatch(recipe, world_size=4, available=2**40, device=GPU) == 16
 
 
+@pytest.mark.parametrize("asked", ["auto", 16])
+def test_cuda_graphs_take_a_step_in_one_microbatch(asked: str | int) -> None:
+    recipe = make_recipe("mpt", "fp32")
+    recipe.compile_mode, recipe.device_train_microbatch_size = "reduce-overhead", asked
+    room = int(estimate(recipe, 1, device=GPU).total(16) / 0.9) + 2**20
+    with pytest.raises(
+        UserError, match=r"^compile_mode: reduce-overhead .* has 4 \(64 rows, 16 at"
+    ):
+        choose_microbatch(recipe, world_size=1, available=room, device=GPU)
+    assert choose_microbatch(recipe, world_size=4, available=room, device=GPU) == 16
+
+
 def test_auto_on_a_cpu_takes_no_more_than_a_thousand_tokens() -> None:
     recipe = make_recipe("mpt", "fp32")
     assert choose_microbatch(recipe, world_size=1, available=2**40, device=CPU) == 4

@@ -248,8 +248,8 @@ def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
     reason = experts_refusal(recipe, device)
     if reason is not None:
         raise UserError(f"model.ffn_config.moe_impl: {reason}")
-    if recipe.compile:
-        check_compiler(device)
+    if recipe.compile_mode is not None:
+        check_compiler(recipe.compile_mode, device)
 
 
 def memory_of_process(world: World) -> int:

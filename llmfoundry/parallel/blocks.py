@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.torch_private import compiler_errors, keep_graphs_whole_under_ddp
+from llmfoundry.recipe.scripts.train import GRAPH_ADVICE, GRAPH_MODES
 
 Forward = Callable[..., Any]  # of a block and its inputs
 BUILDERS = {"cpu": "g++ and Python's headers", "cuda": "triton and gcc"}  # what inductor runs
@@ -81,12 +82,39 @@ def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:
     return torch.compile(forward, mode=mode)
 
 
-def check_compiler(device: torch.device) -> None:
+def check_graphs(mode: str | None, *, rows: int, microbatch: int) -> None:
+    """A mode that records CUDA graphs takes steps of one microbatch.
+
+    A graph writes gradients to the same place each time it is replayed, so that those of one
+    microbatch are gone in the next; PyTorch raises in the middle of the second.
+
+    Args:
+        mode: torch.compile's; None: not compiled.
+        rows: of a step, on this process.
+        microbatch: rows computed at a time.
+
+    Raises:
+        UserError: there are several.
+    """
+    if mode in GRAPH_MODES and rows > microbatch:
+        raise UserError(
+            f"compile_mode: {mode} records CUDA graphs, which overwrite the gradients of one"
+            f" microbatch with the next's, and a step has {-(-rows // microbatch)}"
+            f" ({rows} rows, {microbatch} at a time); {GRAPH_ADVICE}"
+        )
+
+
+def check_compiler(mode: str, device: torch.device) -> None:
     """Compile one addition: seconds now in place of a traceback in the first step.
 
     Raises:
-        UserError: kernels cannot be built here.
+        UserError: kernels cannot be built here, or not as the mode asks.
     """
+    if mode in GRAPH_MODES and device.type != "cuda":
+        raise UserError(
+            f"compile_mode: {mode} records CUDA graphs, and this run computes on a"
+            f" {device.type.upper()}; {GRAPH_ADVICE}"
+        )
 
     def add_one(x: Tensor) -> Tensor:
         return x + 1

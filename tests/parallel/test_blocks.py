@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from llmfoundry.errors import UserError
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.layout import Layout
-from llmfoundry.parallel.blocks import wrap_blocks
+from llmfoundry.parallel.blocks import check_compiler, check_graphs, wrap_blocks
 from tests.models.test_decoder import make_config
 from tests.tiny import ENV, command, write_recipe
 
@@ -95,6 +96,20 @@ def test_checkpointing_keeps_little_more_than_the_inputs_of_blocks() -> None:
 
 def saved_bytes_of_a_block() -> int:
     return saved_bytes(make_root(n_layers=2)) - saved_bytes(make_root(n_layers=1))
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused_where_there_is_no_gpu_and_with_several_microbatches(
+    mode: str,
+) -> None:
+    cpu = f"^compile_mode: {mode} records CUDA graphs, and this run computes on a CPU; write defau"
+    with pytest.raises(UserError, match=cpu):
+        check_compiler(mode, torch.device("cpu"))
+    several = rf"^compile_mode: {mode} .* a step has 3 \(24 rows, 8 at a time\); write default or "
+    with pytest.raises(UserError, match=several):
+        check_graphs(mode, rows=24, microbatch=8)
+    check_graphs(mode, rows=8, microbatch=8)
+    check_graphs("max-autotune-no-cudagraphs", rows=24, microbatch=8)
 
 
 @pytest.fixture

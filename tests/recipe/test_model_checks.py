@@ -70,6 +70,11 @@ LINES = {
     "model.block_overrides={order: [{repeat: 24}]}": "model.block_overrides.order[0]: has both or",
     "precision=fp32 model.attn_config.attn_impl=flash": "model.attn_config.attn_impl: flash comput",
     "compile_mode=default": "compile_mode: has no effect without compile: true; remove it",
+    "compile=true compile_mode=reduce-overhead parallel.data_parallel_shard_degree=8": "compile_mod"
+    "e: reduce-overhead replays CUDA graphs, whose weights may not move, and shards (parallel.data_"
+    "parallel_shard_degree: 8) are gathered anew for every block; write default or max-autotune-no",
+    "compile=true compile_mode=max-autotune parallel.data_parallel_shard_degree=2": "compile_mode:"
+    " max-autotune replays CUDA graphs",
     "compile=true compile_mode=fast": "compile_mode: 'fast' is not a choice",
     "optimizer.momentum=0.9": "optimizer.momentum: has no effect without name: muon; remove it",
     "optimizer={name: muon, momentum: 1}": "optimizer.momentum: 1.0; write a number in [0, 1)",
@@ -98,6 +103,13 @@ def problems(*words: str) -> tuple[str, ...]:
 def test_a_mistake_is_one_line_that_names_its_key(words: str) -> None:
     found = problems(*([words] if "{" in words else words.split(" ")))
     assert len(found) == 1 and found[0].startswith(LINES[words])
+
+
+def test_cuda_graphs_without_shards_and_shards_without_them_are_served() -> None:
+    assert problems("compile=true", "compile_mode=reduce-overhead") == ()
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        words = (f"compile_mode={mode}", "parallel.data_parallel_shard_degree=8")
+        assert problems("compile=true", *words) == ()
 
 
 BIAS, CAP, DROP = "alibi: true", "attn_logit_softcapping: 30.0", "attn_pdrop: 0.1"

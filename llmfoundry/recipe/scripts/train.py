@@ -31,6 +31,8 @@ from llmfoundry.recipe.values.duration import check_duration
 
 PRECISIONS = ("fp32", "amp_bf16", "bf16")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those that record CUDA graphs
+GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 
 # Fields and sections that do not change what is learnt: where files lie, what is told and measured,
 # how it is computed. Model and tokenizer may not change at all (build.start.run_identity).
@@ -63,7 +65,8 @@ class TrainRecipe:
     compile: bool = False
     """torch.compile each block: faster steps after a first one that takes a minute."""
     compile_mode: Annotated[str | None, choice(COMPILE_MODES)] = None
-    """Only with compile: torch.compile's mode; "default" unless given."""
+    """Only with compile: torch.compile's mode; "default" unless given. reduce-overhead and
+    max-autotune record CUDA graphs: on GPUs, without shards, one microbatch in a step."""
     max_duration: str = "1ep"
     """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
     max_seq_len: Annotated[int, Range(2, 2**24, LENGTH)] = 2048
@@ -132,8 +135,7 @@ class TrainRecipe:
         )
         for key in ("eval_interval", "log_interval", "save_interval"):
             yield from check_duration(key, getattr(self, key))
-        if not self.compile and self.compile_mode is not None:
-            yield "compile_mode: has no effect without compile: true; remove it"
+        yield from self._check_compile()
         sections = (
             self.model,
             self.tokenizer,
@@ -149,6 +151,17 @@ class TrainRecipe:
         for section in sections:
             yield from section.check()
         yield from self._check_across()
+
+    def _check_compile(self) -> Iterator[str]:
+        mode, degree = self.compile_mode, self.parallel.data_parallel_shard_degree
+        if mode is not None and not self.compile:
+            yield "compile_mode: has no effect without compile: true; remove it"
+        elif mode in GRAPH_MODES and degree != 1:
+            yield (
+                f"compile_mode: {mode} replays CUDA graphs, whose weights may not move, and shards"
+                f" (parallel.data_parallel_shard_degree: {degree}) are gathered anew for every"
+                f" block; {GRAPH_ADVICE}"
+            )
 
     def _check_model_across(self) -> Iterator[str]:
         """What the model and the rest of the recipe must agree on."""
