@@ -36,13 +36,14 @@ def end_with_starters() -> None:
     pids = {int(pid) for pid in os.environ.get(_STARTERS, "").split()}
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own, who says so by no other means
         pids.add(os.getppid())
-    for pid in pids:
+    for pid in pids - {os.getpid()}:  # who starts scripts runs some of them in its own process
         end_with(pid)
 
 
 def keep_children() -> None:
     """Let scripts that this process starts from now on, or becomes the torchrun of, end with it."""
-    os.environ[_STARTERS] = f"{os.environ.get(_STARTERS, '')} {os.getpid()}".strip()
+    pids = os.environ.get(_STARTERS, "").split()
+    os.environ[_STARTERS] = " ".join(dict.fromkeys([*pids, str(os.getpid())]))
 
 
 def _watch(pid: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llmfoundry.processes import end_with_starters, keep_children
 from tests.tiny import ENV, command, write_recipe
 
 ENDLESS = ("max_duration=1000000ba", "save_interval=0ba", "data.loader_workers=1")
@@ -83,3 +85,14 @@ def test_nothing_of_ranks_outlives_torchrun(tmp_path: Path, after: float | None,
     more, processes = ((OWN,), 1) if own else ((), 2)
     left = survivors(tmp_path, *more, end=signal.SIGKILL, after=after, processes=processes)
     assert left == []
+
+
+def test_a_process_does_not_watch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who calls many scripts in one process would have a thread more with each of them."""
+    monkeypatch.setenv("LLMFOUNDRY_END_WITH", "")
+    keep_children()
+    keep_children()
+    assert os.environ["LLMFOUNDRY_END_WITH"] == str(os.getpid())
+    before = threading.active_count()
+    end_with_starters()
+    assert threading.active_count() == before
