@@ -8,9 +8,12 @@ that does not come ends this exchange alone: gloo closes the connection, for the
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -21,6 +24,7 @@ from llmfoundry.parallel.lost_ranks import names
 
 Value = TypeVar("Value")
 
+_made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # alike on all processes
 _FIRST, _LAST = 0.005, 0.5  # seconds between two looks at the store: the first, and at most
 
 
@@ -35,12 +39,12 @@ class HostMessages:
 
         Args:
             world: this process.
-            subject: what it is about: messages of different subjects never mix.
+            subject: what it is about; messages of two subjects never mix, nor those of two objects.
         """
-        self._world, self._subject = world, subject
+        self._world, self._subject = world, f"{subject}.{next(_made[subject])}"
         self._store = None if world.size == 1 else default_store()
         self._round = self._step = 0
-        self._read: list[str] = []  # by all, once they have told rank 0 something more
+        self._sent: list[str] = []  # by this process; removed once it is known that all have read
 
     def begin(self) -> None:
         """Begin anew, and hear nothing more of an exchange that was cut short on some process."""
@@ -57,12 +61,11 @@ class HostMessages:
             return [value]
         keys = self._keys()
         if not self._world.is_main:
-            self._set(keys[self._world.rank], value)
+            self._send(keys[self._world.rank], value)
             return []
         self._wait(keys[1:])
-        told = [value, *(pickle.loads(self._store.get(key)) for key in keys[1:])]
-        self._forget([*keys[1:], *self._read])
-        self._read = []
+        told = [value, *map(pickle.loads, self._store.multi_get(keys[1:]))]
+        self._forget()  # who told this has read what was told before
         return told
 
     def from_main(self, values: list[Value]) -> Value:
@@ -76,11 +79,9 @@ class HostMessages:
         keys = self._keys()
         if self._world.is_main:
             for key, value in zip(keys[1:], values[1:], strict=True):
-                self._set(key, value)
+                self._send(key, value)
             return values[0]
-        own = keys[self._world.rank]
-        told: Value = self._get(own)
-        self._forget([own])
+        told: Value = self._receive(keys[self._world.rank])
         return told
 
     def all(self, value: Value) -> list[Value]:
@@ -94,10 +95,9 @@ class HostMessages:
             return told
         key = self._keys()[0]
         if not self._world.is_main:
-            found: list[Value] = self._get(key)
+            found: list[Value] = self._receive(key)
             return found
-        self._set(key, told)
-        self._read.append(key)
+        self._send(key, told)
         return told
 
     def _keys(self) -> list[str]:
@@ -106,14 +106,18 @@ class HostMessages:
         where = f"llmfoundry/{self._subject}/{self._round}/{self._step}"
         return [f"{where}/{rank}" for rank in range(self._world.size)]
 
-    def _set(self, key: str, value: Any) -> None:
+    def _send(self, key: str, value: Any) -> None:
         assert self._store is not None
         self._store.set(key, cast(str, pickle.dumps(value)))  # it takes bytes too
+        self._sent.append(key)
 
-    def _get(self, key: str) -> Any:
+    def _receive(self, key: str) -> Any:
+        """What rank 0 says; it has read all that this process has told it before."""
         assert self._store is not None
         self._wait([key])
-        return pickle.loads(self._store.get(key))
+        value = pickle.loads(self._store.get(key))
+        self._forget()
+        return value
 
     def _wait(self, keys: list[str]) -> None:
         """Until all are there. Looks again and again: a store that waits serves no other thread."""
@@ -130,7 +134,8 @@ class HostMessages:
             time.sleep(pause)
             pause = min(2 * pause, _LAST)
 
-    def _forget(self, keys: list[str]) -> None:
+    def _forget(self) -> None:
         assert self._store is not None
-        for key in keys:
+        for key in self._sent:
             self._store.delete_key(key)
+        self._sent = []
