@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
+import socket
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -27,10 +31,26 @@ from llmfoundry.parallel.open_files import needed_files, raise_limit
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.signals import StopSignal
-from tests.parallel.forked import ranks
+from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 WAIT = 77  # seconds; neither PyTorch's 600 nor its 1,800
+
+
+def results(work: Callable[[int, int], Any], size: int) -> list[Any]:
+    """What `work(rank, size)` returns on each gloo rank."""
+    with socket.socket() as free, tempfile.TemporaryDirectory(prefix="groups-") as folder:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        free.close()
+        on_ranks(_rank, (work.__name__, size, folder, port), size)
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
+
+
+def _rank(rank: int, work: str, size: int, folder: str, port: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    (Path(folder) / str(rank)).write_text(json.dumps(globals()[work](rank, size)))
 
 
 def groups_of_a_run(rank: int, size: int) -> dict[str, Any]:
@@ -79,7 +99,7 @@ def waits_of(group: Any) -> float:
 
 @cache
 def a_run(size: int) -> list[dict[str, Any]]:
-    return ranks("tests.parallel.test_groups:groups_of_a_run", size)
+    return results(groups_of_a_run, size)
 
 
 def test_every_group_waits_for_dist_timeout() -> None:
@@ -164,7 +184,7 @@ def stay_away(world: World) -> list[str]:
 
 
 def test_messages_by_the_store_and_the_steps_do_not_mix() -> None:
-    found = ranks("tests.parallel.test_groups:messages", 3)
+    found = results(messages, 3)
     for rank, one in enumerate(found):
         assert one["wrong"] == []
         late = "rank 2" if rank == 0 else "rank 0"
