@@ -101,7 +101,7 @@ def open_outside(
     opened = open_hugging_face(model.removeprefix(HUGGING_FACE), seq_len=seq_len)
 
     def load() -> tuple[EvaluatedModel, list[str]]:
-        precision = served_precision(recipe.precision or "fp32", world.device, note)
+        precision = served_precision(recipe.precision or "fp32", world, note)
         tokens = rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS
         try:
             return _by_decoder(opened, world, precision, tokens), []

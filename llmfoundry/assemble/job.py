@@ -18,6 +18,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops import processor
 from llmfoundry.ops.attention.backends import refusal
 from llmfoundry.ops.moe import backends as moe
+from llmfoundry.parallel.agree import least
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -65,15 +66,16 @@ def build_root(recipe: TrainRecipe) -> Root:
     return Root(model).to(weight_dtype(recipe.precision))
 
 
-def served_precision(precision: str, device: torch.device, note: Callable[[str], None]) -> str:
-    """The precision that is computed in here: fp32 for amp_bf16 on a CPU that would emulate it.
+def served_precision(precision: str, world: World, note: Callable[[str], None]) -> str:
+    """The precision that is computed in: fp32 for amp_bf16 where any CPU of a run would emulate it.
 
     Both keep fp32 weights, so a run may go on in one from the other. `note` reports it.
     """
-    if precision != "amp_bf16" or device.type != "cpu" or processor.HAS_BF16:
+    if precision != "amp_bf16" or world.device.type != "cpu" or least(world, processor.HAS_BF16):
         return precision
+    its = "another machine's" if processor.HAS_BF16 else "this"
     note(
-        "precision: fp32 in place of amp_bf16; this processor has no bfloat16 instructions, and"
+        f"precision: fp32 in place of amp_bf16; {its} processor has no bfloat16 instructions, and"
         " takes up to 100 times as long without"
     )
     return "fp32"

@@ -1,8 +1,15 @@
-"""Where a run begins: anew, from its own newest checkpoint, or from another's."""
+"""Where a run begins: anew, from its own newest checkpoint, or from another's.
+
+And, before it does, whether all its processes have read the same recipe and the same rows, each
+from its own machine.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +34,13 @@ from llmfoundry.assemble.job import (
     with_defaults,
 )
 from llmfoundry.assemble.weights.pretrained import open_pretrained, read_model
+from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import quantization
+from llmfoundry.parallel.agree import check_alike
 from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.paths import find_file
@@ -47,6 +56,12 @@ from llmfoundry.train.checkpoints.checkpoint import (
     load_training_state,
     load_weights,
     read_state,
+)
+
+OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
+    r"(logger|plugins|parallel\.nproc_per_node|data\.(.*\.)?(paths|remote|local|storage_options"
+    r"|cache_\w+|prefetch|prefetch_factor|download_\w+|requests_per_second|num_workers"
+    r"|loader_workers))(\..*)?"
 )
 
 
@@ -206,6 +221,46 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not key.endswith(how)}
 
 
+def check_same_recipe(recipe: TrainRecipe, world: World) -> None:
+    """Compare the settings of all processes, but for paths and what concerns a machine alone.
+
+    Raises:
+        UserError: on every process; names the keys.
+    """
+    settings = flat(dataclasses.asdict(recipe))
+    found = {
+        key: _digest(v) for key, v in settings if not (OF_MACHINE.fullmatch(key) or _is_path(v))
+    }
+    check_alike(world, found, advice="start every process with the same recipe and overrides")
+
+
+def check_same_rows(
+    loader: Loader, validation: HeldOut, tokenizer: Tokenizer, world: World
+) -> None:
+    """Compare the rows that all processes have opened, and their tokenizers.
+
+    Raises:
+        UserError: on every process; names what differs.
+    """
+    found = {
+        "tokenizer": tokenizer.fingerprint,
+        "data": _digest([loader.n_rows, loader.state(0)]),
+        "data.validation": _digest(validation.n_bytes),
+    }
+    check_alike(world, found, advice="every machine must read the same files")
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _is_path(value: Any) -> bool:
+    """A text, or a list of texts, of which one names a place of this machine."""
+    texts = value if isinstance(value, list) else [value]
+    return any(isinstance(text, str) and "/" in text for text in texts)
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint ready to use on this process alone."""
@@ -260,7 +315,7 @@ def open_checkpoint(
     recipe = with_defaults(written)
     if isinstance(recipe, FinetuneRecipe):
         recipe.model = read_model(folder)  # type: ignore[assignment]
-    recipe.precision = served_precision(precision or recipe.precision, world.device, note)
+    recipe.precision = served_precision(precision or recipe.precision, world, note)
     reason = attention_refusal(recipe, world.device)
     if reason is not None:
         recipe.model.attn_config.attn_impl = "auto"

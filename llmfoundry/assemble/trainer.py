@@ -29,7 +29,14 @@ from llmfoundry.assemble.job import (
 )
 from llmfoundry.assemble.objective import build_objective
 from llmfoundry.assemble.reference import open_reference, with_places
-from llmfoundry.assemble.start import Start, fill_weights, find_start, run_identity
+from llmfoundry.assemble.start import (
+    Start,
+    check_same_recipe,
+    check_same_rows,
+    fill_weights,
+    find_start,
+    run_identity,
+)
 from llmfoundry.assemble.weights.pretrained import Pretrained, fit_vocabulary, write_model
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
@@ -47,6 +54,7 @@ from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import value_count
+from llmfoundry.parallel.agree import least, together
 from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, on_mesh, replicate
@@ -84,13 +92,12 @@ def build_trainer(
         UserError: the recipe asks for what cannot be had; nothing has been trained.
     """
     recipe = with_defaults(written) if recipe is None else recipe
-    recipe.precision = served_precision(recipe.precision, world.device, tracker.note)
+    check_same_recipe(recipe, world)  # first: what is asked of all depends on it
+    recipe.precision = served_precision(recipe.precision, world, tracker.note)
     mesh = build_mesh(recipe.parallel, world)
     world = on_mesh(world, mesh)
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
-    fit(with_guessed_vocabulary(recipe))
-    check_workers(recipe.data, world)
-    check_kernels(recipe, world.device)
+    together(world, partial(_check_machine, recipe, world, fit))
     start = find_start(recipe, world, tracker.note)
     tokenizer = make_tokenizer(recipe, world, pretrained)
     data = _open_data(recipe, tokenizer, world, tracker.note)
@@ -105,6 +112,7 @@ def build_trainer(
     identity = run_identity(job)
     clock = build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
+    check_same_rows(loader, data.validation, tokenizer, world)
     fill = None if pretrained is None else pretrained.fill
     reference = open_reference(job, data, start, fill)
     state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
@@ -138,7 +146,7 @@ def build_trainer(
 def _memory_fit(
     recipe: TrainRecipe, world: World, trained: Decoder | None
 ) -> Callable[[TrainRecipe], int]:
-    """What chooses the microbatch by this process's memory; `trained`: of fine-tuning, on meta."""
+    """What chooses the microbatch by free memory; `trained`: of fine-tuning, on meta."""
     return partial(
         choose_microbatch,
         world_size=world.size,
@@ -146,6 +154,13 @@ def _memory_fit(
         device=world.device,
         sketch=trained,
     )
+
+
+def _check_machine(recipe: TrainRecipe, world: World, fit: Callable[[TrainRecipe], int]) -> None:
+    """Before any text is read: what may be missing on this machine alone."""
+    fit(with_guessed_vocabulary(recipe))
+    check_workers(recipe.data, world)
+    check_kernels(recipe, world.device)
 
 
 def _open_data(
@@ -253,9 +268,12 @@ def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
 
 
 def memory_of_process(world: World) -> int:
-    """Bytes that this process may use; on a CPU all processes share one memory."""
+    """Bytes that every process may use: those of the one that has least; all processes ask.
+
+    On a CPU all share one memory.
+    """
     free = available_memory(world.device)
-    return free if world.device.type == "cuda" else free // world.size
+    return least(world, free if world.device.type == "cuda" else free // world.size)
 
 
 def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer) -> None:

@@ -79,7 +79,7 @@ def plan_training(written: TrainRecipe) -> Rows:
         recipe, pretrained = resolve(written, _alone(), note=lambda line: None)
         yield "pretrained", pretrained.summary
         model = sketch(recipe, written)
-    recipe.precision = served_precision(recipe.precision, world.device, lambda line: None)
+    recipe.precision = served_precision(recipe.precision, world, lambda line: None)
     guessed = with_guessed_vocabulary(recipe)
     degrees(recipe.parallel, world.size)
     check_workers(recipe.data, world)

@@ -18,6 +18,7 @@ from llmfoundry.assemble.job import (
     with_defaults,
 )
 from llmfoundry.ops import processor
+from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import write_recipe
@@ -88,7 +89,7 @@ def test_a_processor_that_would_emulate_bfloat16_computes_in_fp32_and_says_so(
 ) -> None:
     monkeypatch.setattr(processor, "HAS_BF16", has_bf16)
     told: list[str] = []
-    assert served_precision(precision, device, told.append) == served
+    assert served_precision(precision, World(0, 1, 0, device), told.append) == served
     assert len(told) == (served != precision)
     assert all(line.startswith("precision: fp32 in place of amp_bf16") for line in told)
 

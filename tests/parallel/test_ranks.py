@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from llmfoundry.errors import UserError
+from llmfoundry.estimate import USABLE, estimate, with_guessed_vocabulary
 from llmfoundry.parallel.launch import first_host, slurm_environment
 from llmfoundry.parallel.mesh import degrees
+from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import ENV, command, losses, run, write_recipe
 
 REPLICATE, SHARD = "data_parallel_replicate_degree", "data_parallel_shard_degree"
@@ -127,6 +130,35 @@ def test_the_script_starts_its_own_processes(alone: Path) -> None:
     assert "2 x CPU" in done.stdout
     expected = losses(alone / "runs" / "alone")
     assert losses(alone / "runs" / "own") == pytest.approx(expected, rel=0, abs=EXACT)
+
+
+@pytest.mark.slow  # tests/parallel/test_agree.py has the decision
+def test_processes_of_different_memory_train_alike(alone: Path) -> None:
+    """Rank 0 has room for four rows at a time, rank 1 for one: on their own they would hang."""
+    words = ("global_train_batch_size=16", "device_train_microbatch_size=auto", "eval=off")
+    shards = (f"parallel.{REPLICATE}=1", f"parallel.{SHARD}=2", "parallel.dist_timeout=30")
+    recipe = checked(TrainRecipe, alone / "tiny.yaml", [*words, *shards])
+    recipe.fill()
+    need = estimate(with_guessed_vocabulary(recipe), 2)
+    free = [2 * int(need.total(rows) / USABLE) + 2**10 for rows in (4, 1)]
+    (alone / "memory.py").write_text(
+        "import os\nfrom llmfoundry.assemble import trainer\n"
+        f"trainer.available_memory = lambda device: {free}[int(os.environ['RANK'])]\n"
+    )
+    short = ("tiny.yaml", "max_duration=3ba", "schedule.t_warmup=1ba", *words)
+    done = run(
+        "train.py",
+        *short,
+        *shards,
+        "run_name=memory",
+        "plugins=[./memory.py]",
+        cwd=alone,
+        processes=2,
+    )
+    assert "2 x CPU, fp32, microbatch 1" in done.stdout
+    run("train.py", *short, "run_name=one-memory", cwd=alone)
+    expected = losses(alone / "runs" / "one-memory")
+    assert losses(alone / "runs" / "memory") == pytest.approx(expected, rel=0, abs=EXACT)
 
 
 def test_degrees_that_do_not_fit_name_their_key() -> None:
