@@ -70,9 +70,7 @@ def check_alike(world: World, found: Mapping[str, str], *, advice: str) -> None:
     if least(world, 0 if others else 1):
         return
     ranks = _ranks_by_line(world, tuple(others))
-    said = (
-        f"{key}: {names(ranks[key])} found another value than rank 0" for key in sorted(ranks)
-    )
+    said = (f"{key}: {names(ranks[key])} found another value than rank 0" for key in sorted(ranks))
     raise UserError(*(f"{line}; {advice}" for line in said))
 
 
