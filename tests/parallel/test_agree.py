@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from llmfoundry.assemble import trainer
 from llmfoundry.assemble.job import served_precision
@@ -23,6 +22,7 @@ from llmfoundry.parallel.agree import check_alike, together
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 SIZE = 3
@@ -90,7 +90,7 @@ def work(rank: int, folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found out."""
     folder = tmp_path_factory.mktemp("agree")
-    mp.start_processes(work, args=(folder,), nprocs=SIZE, start_method="fork")
+    on_ranks(work, (folder,), SIZE)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 
