@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,7 +75,7 @@ def contenders(
     }  # fmt: skip
     if refusal("grouped_mm", device, dtype, d, f) is None:
         layers["F.grouped_mm by autograd"] = (_by_autograd(*even, stacked), stacked)
-    if device == "cpu":
+    if device == "cpu" and find_spec("transformers") is not None:
         layers["transformers' DBRX"] = _transformers(shape, *even, stacked)
     if refusal("megablocks", device, dtype, d, f) is None:
         layers["megablocks"] = (ours(*even, impl="megablocks"), stacked)
@@ -156,7 +157,7 @@ def seconds(
     taken: dict[str, list[Times]] = {name: [] for name in layers}
     for turn in range(rounds + 1):
         for name, (layer, parameters) in layers.items():
-            times = _timed(partial(_step, layer, x, parameters, grad), x.device)
+            times = timed(partial(_step, layer, x, parameters, grad), x.device)
             if turn > 0:  # the first warms up
                 taken[name].append(times)
     return taken
@@ -166,7 +167,8 @@ def _step(layer: Layer, x: Tensor, parameters: list[Tensor], grad: Tensor) -> No
     torch.autograd.grad(layer(x), [x, *parameters], grad)
 
 
-def _timed(step: Callable[[], object], device: torch.device) -> Times:
+def timed(step: Callable[[], object], device: torch.device) -> Times:
+    """Seconds that a call takes, by the clocks of its device."""
     if device.type == "cpu":
         wall, process = time.perf_counter(), time.process_time()
         step()

@@ -2,6 +2,7 @@
 
 Not a test: `test_moe_triton.py` starts it as a process of its own, for the interpreter is chosen by
 TRITON_INTERPRET before Triton is imported. Prints each case's distance from PyTorch's step as JSON.
+On a GPU `benchmarks/gpu_check/exactness.py` calls `cases`.
 """
 
 from __future__ import annotations
@@ -15,34 +16,42 @@ from llmfoundry.ops.moe import steps as moe_steps
 from llmfoundry.ops.moe import triton_steps as moe_triton
 from llmfoundry.ops.moe.experts import route
 
-moe_triton.WIDTH = 256  # two laps along a row, cheaply
-moe_triton.WARPS = 1
-
 TOKENS, TOP_K, D, F = 5, 3, 300, 260
 
 
 def distance(mine: Tensor | None, right: Tensor | None) -> float:
     if mine is None or right is None:
         return 0.0 if mine is right else float("inf")
-    assert mine.dtype == right.dtype and mine.shape == right.shape
+    assert mine.dtype == right.dtype or right.dtype == torch.float64
+    assert mine.shape == right.shape
     return float((mine.double() - right.double()).norm() / right.double().norm().clamp_min(1e-30))
 
 
-def cases(dtype: torch.dtype) -> dict[str, list[tuple[Tensor | None, Tensor | None]]]:
+def cases(
+    dtype: torch.dtype, device: str = "cpu", *, exact: bool = False
+) -> dict[str, list[tuple[Tensor | None, Tensor | None]]]:
+    """Each kernel's results beside PyTorch's steps; `exact`: which compute in float64."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator).to(dtype)
+        return torch.randn(*size, generator=generator).to(device, dtype)
+
+    def wide(argument: object) -> object:
+        if argument is dtype:
+            return torch.float64
+        is_real = isinstance(argument, Tensor) and argument.is_floating_point()
+        return argument.double() if is_real else argument
 
     experts = random(TOKENS, 4).topk(TOP_K).indices
     order, inverse, _ = route(experts, 4)
-    weights = torch.rand(TOKENS, TOP_K, generator=generator)
+    weights = torch.rand(TOKENS, TOP_K, generator=generator).to(device)
     x, rows, more = random(TOKENS, D), *(random(TOKENS * TOP_K, D) for _ in range(2))
     a, b, dh = (random(TOKENS * TOP_K, F) for _ in range(3))
     found: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
 
     def compare(name: str, function: str, *arguments: object) -> None:
-        mine, right = (getattr(room, function)(*arguments) for room in (moe_triton, moe_steps))
+        mine = getattr(moe_triton, function)(*arguments)
+        right = getattr(moe_steps, function)(*(map(wide, arguments) if exact else arguments))
         pairs = [(mine, right)] if isinstance(mine, Tensor) else list(zip(mine, right, strict=True))
         found[name] = pairs
 
@@ -60,6 +69,8 @@ def cases(dtype: torch.dtype) -> dict[str, list[tuple[Tensor | None, Tensor | No
 
 
 if __name__ == "__main__":
+    moe_triton.WIDTH = 256  # two laps along a row, cheaply
+    moe_triton.WARPS = 1
     distances = {
         f"{name} in {str(dtype).removeprefix('torch.')}": max(distance(*pair) for pair in pairs)
         for dtype in (torch.float32, torch.bfloat16)

@@ -1,0 +1,120 @@
+"""Speeds of parts on their own: the layer of experts, the loss by chunks, a bare loop."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check.items.device import GIB, sustained
+from benchmarks.gpu_check.items.measure import Here, Row
+from benchmarks.gpu_check.items.watch import mark, seconds_between, wait_for
+from benchmarks.moe.layer import DENSE, LayerShape, contenders, saved_bytes, seconds
+from benchmarks.training.bare import Sizes, train
+from llmfoundry.estimate import USABLE, available_memory
+from llmfoundry.ops import logits
+from llmfoundry.ops.cross_entropy import linear_cross_entropy
+
+LOW = torch.bfloat16
+CHUNKS = (256, 1024, 2048, 4096, 8192, 16384, 32768)
+WARM_UP = 3  # steps of the bare loop
+
+
+def experts(
+    here: Here, *, tokens: int, d: int, f: int, experts: int, top_k: int, rounds: int
+) -> Iterator[Row]:
+    """Each way to compute the layer by turns with a dense one of as many active FLOPs, in bf16."""
+    shape = LayerShape(_tokens_that_fit(here, tokens, d, f, experts, top_k), d, f, experts, top_k)
+    if not shape.tokens:
+        free = available_memory(here.device) / GIB
+        yield {"contender": "all", "not run": f"{free:.0f} GiB are free, too few for its weights"}
+        return
+    x = torch.randn(shape.tokens, d, device=here.device).to(LOW).requires_grad_()
+    layers = contenders(shape, LOW, here.device.type)
+    flops = 3 * 3 * 2 * shape.tokens * top_k * d * f
+    for name in [name for name in layers if name != DENSE]:
+        row: Row = {"contender": name, "tokens": shape.tokens}
+        try:
+            found = seconds({DENSE: layers[DENSE], name: layers[name]}, x, rounds)
+            saved = saved_bytes(layers[name][0], x) / shape.tokens / d
+        except torch.OutOfMemoryError:
+            yield {**row, "not run": "out of memory"}
+            continue
+        mine, dense = ([next(iter(t.values())) for t in found[n]] for n in (name, DENSE))
+        rate = flops / statistics.median(mine) / 1e12
+        row |= {"ms": 1e3 * statistics.median(mine), "dense ms": 1e3 * statistics.median(dense)}
+        row["of dense"] = statistics.median(a / b for a, b in zip(mine, dense, strict=True))
+        yield {**row, "TFLOP/s": rate, "saved a token, d": round(saved, 1)}
+        gc.collect()
+
+
+def _tokens_that_fit(here: Here, tokens: int, d: int, f: int, experts: int, top_k: int) -> int:
+    """So many tokens, or half, a quarter, ... of them; 0 where the weights alone do not fit."""
+    stacked = 2 * 3 * experts * d * f
+    # weights, their gradients, plain autograd's joined copy of two thirds and its gradient, dense
+    fixed = stacked * 10 // 3 + 2 * 2 * 3 * top_k * d * f
+    usable = USABLE * available_memory(here.device)
+    while tokens and fixed + 2 * tokens * top_k * (12 * f + 8 * d) > usable:
+        tokens = tokens // 2 if tokens > 256 else 0
+    return tokens
+
+
+def loss_chunks(here: Here, *, tokens: int, d: int, vocabulary: int) -> Iterator[Row]:
+    """The loss with its gradients, as a step computes it, by tokens whose logits are held."""
+    hidden = torch.randn(tokens, d, device=here.device, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(vocabulary, d, device=here.device) * d**-0.5)
+    labels = torch.randint(0, vocabulary, (tokens,), device=here.device)
+
+    def step() -> None:
+        with torch.autocast(here.device.type, dtype=LOW):
+            total = linear_cross_entropy(hidden, weight, labels)
+        torch.autograd.grad(total, [hidden, weight])
+
+    for chunk in (None, *(n for n in CHUNKS if n <= tokens)):
+        row: Row = {"chunk": chunk or "as it is"}
+        try:
+            with of_chunks(chunk):
+                row |= _timed_loss(step, here.device)
+        except torch.OutOfMemoryError:
+            yield {**row, "not run": "out of memory"}
+            continue
+        yield {**row, "TFLOP/s": 3 * 2 * tokens * d * vocabulary / row["ms"] / 1e9}
+
+
+def _timed_loss(step: Any, device: torch.device) -> Row:
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    found: Row = {"ms": 1e3 * sustained(step, device, 0.3 if device.type == "cpu" else 1.0)}
+    if device.type == "cuda":
+        found["GiB"] = (torch.cuda.max_memory_allocated(device) - before) / GIB
+    return found
+
+
+@contextmanager
+def of_chunks(tokens: int | None) -> Iterator[None]:
+    """The loss holds the logits of so many tokens at a time; None: as it decides itself."""
+    decides = logits.chunk_tokens
+    if tokens is not None:
+        logits.chunk_tokens = lambda *_, **__: tokens
+    try:
+        yield
+    finally:
+        logits.chunk_tokens = decides
+
+
+def bare(here: Here, *, steps: int, compile: bool, **sizes: int) -> Iterator[Row]:
+    """Steps of the shortest loop that one would write."""
+    shape = Sizes(**sizes)
+    run = train(shape, precision="amp_bf16", steps=steps, compiled=compile, device=here.device.type)
+    marks = [mark(here.device) for _ in run]
+    wait_for(here.device)
+    spans = [seconds_between(a, b) for a, b in itertools.pairwise(marks)]
+    step = statistics.median(spans[min(WARM_UP, len(spans) - 1) :])
+    yield {"rows": shape.rows, "step ms": 1e3 * step, "tokens/s": shape.rows * shape.seq / step}

@@ -1,0 +1,200 @@
+"""The plugin that times a run of `scripts/train.py` for a check, and ends it before it saves.
+
+`process.PLUGIN` adds the callback `gpu_check`. It leaves a row in a file: the time of a step by the
+device's own clock, memory beside its estimate, losses, waits for data and, where it is asked to,
+what saving costs or which kernels a step runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_check.items.kernel_times import kernel_rows
+from benchmarks.gpu_check.items.rows import append
+from llmfoundry.assemble.job import Job, product_dtype
+from llmfoundry.estimate import FRAMEWORK, estimate
+from llmfoundry.models.attention import attention_specs
+from llmfoundry.models.counts import trained_flops_per_token
+from llmfoundry.ops.attention.backends import choose
+from llmfoundry.recipe.logger import CALLBACKS, CallbackType
+from llmfoundry.recipe.values.choices import REQUIRED
+from llmfoundry.train.callbacks import peak_memory
+from llmfoundry.train.trainer import Callback, Trainer
+
+GIB = 2**30
+
+
+class Watch(Callback):
+    """Times steps; after the last of them the process ends at once."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        file: str,
+        model: str,
+        way: str,
+        warm_up: int,
+        steps: int,
+        profile: bool,
+        saves: bool,
+    ) -> None:
+        """Take over what `plan.training` says: where to write, what it is called, how long."""
+        self._job, self._file = job, Path(file)
+        self._named = {"model": model, "way": way}
+        self._warm_up, self._last = warm_up, warm_up + steps
+        self._profiles, self._saves = profile, saves
+        self._profiler: Any = None
+        self._marks: list[Any] = []
+        self._first_step = 0.0
+        self._losses: list[float] = []
+        self._waits: list[float] = []
+
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Keep the loss, and how long the loop waited for rows."""
+        self._losses.append(metrics["loss/train/total"])
+        self._waits.append(metrics["time/data_wait"])
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Take the time; begin or end a profile; end the run."""
+        device = trainer.world.device
+        if not self._marks:
+            wait_for(device)
+            self._first_step = time.time() - psutil.Process().create_time()
+        self._marks.append(mark(device))
+        if self._profiles and len(self._marks) == self._last - 1:
+            wait_for(device)
+            self._profiler = profile(activities=_activities(device))
+            self._profiler.__enter__()
+        if len(self._marks) == self._last:
+            wait_for(device)
+            self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        device = trainer.world.device
+        profiled = []
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+            profiled = kernel_rows(self._profiler, device.type)
+        spans = [seconds_between(a, b) for a, b in itertools.pairwise(self._marks)][
+            self._warm_up - 1 :
+        ]
+        if self._profiler is not None:
+            spans = spans[:-1] or spans  # the profiler makes its step slow
+        row = {**self._named, **self._speed(trainer, spans), **self._memory(device)}
+        row |= {"losses": self._losses, "first step, s": self._first_step}
+        row["data wait, ms"] = 1e3 * statistics.median(self._waits) if self._waits else None
+        if self._saves:
+            row |= self._saving(
+                trainer, [seconds_between(a, b) for a, b in itertools.pairwise(self._marks)]
+            )
+        append(self._file, row)
+        for one in profiled:
+            append(self._file, {**self._named, **one, "step ms": row["step ms"]})
+        sys.stdout.flush()
+        os._exit(0)  # the end of a run is saved, which nobody needs of this one
+
+    def _speed(self, trainer: Trainer, spans: list[float]) -> dict[str, Any]:
+        recipe, job = trainer.recipe, self._job
+        step, tokens = statistics.median(spans), trainer.clock.tokens_per_batch
+        flops = trained_flops_per_token(job.root.model, recipe.max_seq_len)
+        return {
+            "rows": recipe.global_train_batch_size,
+            "row tokens": recipe.max_seq_len,
+            "microbatch": job.microbatch,
+            "precision": recipe.precision,
+            "attention": self._attention(trainer.world.device),
+            "checkpointing": str(recipe.parallel.activation_checkpointing),
+            "step ms": 1e3 * step,
+            "slowest ms": 1e3 * max(spans),
+            "tokens/s": tokens / step,
+            "TFLOP/s": tokens * flops / step / 1e12,
+            "parameters": sum(p.numel() for p in job.root.parameters()),
+        }
+
+    def _attention(self, device: torch.device) -> str:
+        """The backends that serve the layers."""
+        recipe, model = self._job.recipe, self._job.recipe.model
+        impl, packed = model.attn_config.attn_impl, not recipe.data.attend_across_documents
+        if impl != "auto":
+            return impl
+        specs = attention_specs(model, model.layers(), device).values()
+        dtype = product_dtype(recipe.precision)
+        return ", ".join({choose(s, packed, device, dtype, model.head_dim) for s in specs})
+
+    def _memory(self, device: torch.device) -> dict[str, Any]:
+        need = estimate(self._job.recipe, 1, device=device).total(self._job.microbatch)
+        found = {"peak GiB": peak_memory(device) / GIB, "estimate GiB": need / GIB}
+        if device.type == "cuda":
+            found["estimate GiB"] -= FRAMEWORK / GIB  # which is no tensor
+            found["reserved GiB"] = torch.cuda.max_memory_reserved(device) / GIB
+        return found
+
+    def _saving(self, trainer: Trainer, spans: list[float]) -> dict[str, Any]:
+        """What the steps after a save took more than others; the last save is waited for."""
+        interval = trainer.clock.batches(trainer.recipe.save_interval)
+        saved = [n for n in range(1, len(self._marks)) if n % interval == 0]
+        others = [s for n, s in enumerate(spans, 1) if n not in saved and n >= self._warm_up]
+        usual = statistics.median(others)
+        began = time.perf_counter()
+        trainer.checkpointer.wait()
+        files = Path(trainer.recipe.save_folder, "checkpoints").rglob("*")
+        written = sum(file.stat().st_size for file in files if file.is_file())
+        return {
+            "step ms": 1e3 * usual,
+            "blocked s": [spans[n - 1] - usual for n in saved],
+            "waited at the end, s": time.perf_counter() - began,
+            "checkpoint GiB": written / GIB / max(len(saved), 1),
+        }
+
+
+def mark(device: torch.device) -> Any:
+    """A moment on the device's clock; nothing waits for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(before: Any, after: Any) -> float:
+    """Between two moments; on a GPU the later one is over."""
+    if isinstance(before, float):
+        return float(after - before)
+    return float(before.elapsed_time(after)) / 1e3
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done all that it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return [ProfilerActivity.CPU, *on_gpu]
+
+
+CALLBACKS["gpu_check"] = CallbackType(
+    Watch,
+    keys={
+        "file": REQUIRED,
+        "model": "",
+        "way": "",
+        "warm_up": 4,
+        "steps": 12,
+        "profile": False,
+        "saves": False,
+    },
+    meaning="Times steps for `make gpu-check` and ends the run.",
+)
