@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data ui wheel clean
+.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ bench-data: $(VENV)/.dev ## the order's mixing, loaders beside others (RIVALS=th
 	$(BIN)/python -m benchmarks.data.preparation
 	$(BIN)/python -m benchmarks.data.data_wait
 
+gpu-check: $(VENV)/.gpu ## tests, kernels, speed, memory and losses of the GPU at hand, on one page: CHECK="minutes=60 steps=mfu"
+	$(BIN)/python scripts/gpu_check.py $(CHECK)
+
 test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evaluation-harness
 	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/benchmarks/test_evaluators.py
 
@@ -67,6 +70,10 @@ $(VENV)/.train: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.train
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.gpu: $(VENV)/.train
+	$(PIP) pytest pytest-timeout
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.train

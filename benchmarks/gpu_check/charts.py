@@ -11,7 +11,8 @@ from llmfoundry.track.format import percent
 from llmfoundry.track.pages.frame import WIDTH, Axis, Frame, figure, svg, text
 
 BAR, NAME, GAP = 13, 17, 6  # heights: of a bar, of the name above it, of the room below
-TOP, BOTTOM, LEFT, RIGHT = 6, 24, 8, 56
+TOP, BOTTOM, LEFT, RIGHT = 6, 24, 20, 56
+WIDEST = 680  # pixels of the chart: its words are as large as the page's
 
 
 def share_bar(share: float, target: float | None) -> str:
@@ -42,7 +43,7 @@ def share_chart(results: Results) -> str:
     drawn = svg("Training speed", parts, height=frame.base + BOTTOM)
     hint = f"stroke: the target, {percent(TARGET)}"
     chart = figure("Share of the measured rate of matrix products", drawn, hints=[("hint", hint)])
-    return f'<div class="charts apart">{chart}</div><p></p>'
+    return f'<div style="max-width:{WIDEST}px">{chart}</div><p></p>'
 
 
 def _grid(frame: Frame) -> Iterator[str]:

@@ -137,7 +137,8 @@ def check(given: Options) -> int:
         try:
             runner.run_all()
         finally:
-            print(*_end(results, folder), sep="\n")
+            if results.facts:
+                print(*_end(results, folder), sep="\n")
     if runner.unwritten:
         print(f"output: {runner.unwritten}; the last results were not written", file=sys.stderr)
     return 1 if runner.unwritten else status(results)

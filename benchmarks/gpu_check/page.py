@@ -33,7 +33,7 @@ MEANING = {  # of each step, in a sentence
     " attention over whole rows, no recomputation.",
     "memory": "What tensors took at their peak beside what the run had estimated beforehand.",
     "loss": "Output head and cross-entropy with their gradients, by tokens whose logits are held.",
-    "losses": "The same rows and weights on both devices; the largest difference of five steps.",
+    "losses": "The same rows and weights on both devices; the largest difference of some steps.",
     "bare": "mpt-125m's shape without biases on whole rows, beside the shortest loop that one would"
     " write.",
     "data": "How long the loop waited for rows in each run above.",
@@ -303,12 +303,17 @@ def _losses(results: Results, step: StepResult) -> str:
     rows = [row + ("",) * (width - len(row)) for row in rows]
     head = ("loss after", *(f"step {n}" for n in range(1, width)))
     differences = [
-        (f"{model} in {precision}", percent(apart), percent(verdict.LOSSES[precision]))
+        (f"{model} in {precision}", *(_percent(x) for x in (apart, verdict.LOSSES[precision])))
         for precision, model, apart in verdict.loss_differences(results)
     ]
     apart = table(("", "largest difference", "bound"), differences, right=(1, 2))
     listed = table(head, rows, right=range(1, width), is_wide=True)
     return f'<div class="tables">{listed}{apart}</div>' if listed else ""
+
+
+def _percent(share: float) -> str:
+    """Of what is a small part of one per cent, too."""
+    return f"{number(100 * share, digits=2)}%"
 
 
 def _bare(results: Results, step: StepResult) -> str:

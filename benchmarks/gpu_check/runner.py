@@ -84,16 +84,16 @@ class Runner:
             for number, (step, result) in enumerate(
                 zip(self.steps, self.results.steps, strict=True)
             ):
-                left = sum(one.share for one in self.steps[number:] if self._runs(one))
-                now = time.monotonic()
-                share = step.share / left if left else 0.0
-                self._step(step, result, now + share * max(0.0, self._ends - now))
+                now, runs = time.monotonic(), [s for s in self.steps[number:] if self._runs(s)]
+                share = time_of(runs, self._ends - now) if step in runs else 0.0
+                self._step(step, result, now + share)
             self.results.status = "finished"
-        except BaseException:
+        except KeyboardInterrupt:
             self.results.status = "stopped"
             raise
         finally:
-            self.write()
+            if self.results.facts:  # else nothing began, and what is in the folder stays
+                self.write()
             shutil.rmtree(self._work, ignore_errors=True)
 
     def _runs(self, step: Step) -> bool:
@@ -102,11 +102,11 @@ class Runner:
     def _step(self, step: Step, result: StepResult, ends: float) -> None:
         for item, found in zip(step.items, result.items, strict=True):
             self._item(step, item, found, ends)
-            judge(self.results, step.name, found)
-            self.write()
             if item.name == FACTS:
                 self._take_facts(found)
-            if found.state not in (NOT_CHOSEN, NOT_HERE):
+            judge(self.results, step.name, found)
+            self.write()
+            if found.seconds or found.state == NO_TIME:
                 at = duration(time.monotonic() - self._began)
                 print(f"{at:>7}  {step.name} · {headline(self.results, found)}", flush=True)
 
@@ -170,7 +170,7 @@ class Runner:
         """The first item's row; without it nothing else can run."""
         if found.state != OK or not found.rows:
             raise UserError(f"device: {self.results.device} does not work here: {found.reason}")
-        self.results.facts = facts = found.rows[0]
+        facts = found.rows[0]
         if self.kept is not None and (other := differs(self.kept.facts, facts)):
             print(f"resume: the earlier check was of another {other}; nothing of it is kept")
             self.kept = None
@@ -179,6 +179,7 @@ class Runner:
                 f"wheels: {', '.join(lacking)} cannot be imported; put their wheels into a folder"
                 " and write wheels=FOLDER (--help says how)"
             )
+        self.results.facts = facts
 
     def write(self) -> None:
         """JSON and page, each whole; a disk that is full is said once and tried again."""
@@ -196,6 +197,12 @@ class Runner:
     def unwritten(self) -> str:
         """Why the last results are not on the disk; empty: they are."""
         return self._unwritten
+
+
+def time_of(steps: Sequence[Step], left: float) -> float:
+    """Seconds for the first of the steps that are left, of so many in all."""
+    shares = sum(step.share for step in steps)
+    return steps[0].share / shares * max(0.0, left) if shares else 0.0
 
 
 def _first_wrong(found: ItemResult) -> str:

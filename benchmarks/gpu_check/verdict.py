@@ -57,8 +57,8 @@ def _losses_apart(results: Results, model: str) -> Iterator[str]:
     for precision, name, difference in loss_differences(results):
         if name == model and not difference <= LOSSES[precision]:
             yield (
-                f"Losses beside the CPU's: {model} in {precision} is off by {percent(difference)},"
-                f" more than {percent(LOSSES[precision])}"
+                f"Losses beside the CPU's: {model} in {precision} is off by {difference:.1e},"
+                f" more than {LOSSES[precision]:.0e}"
             )
 
 

@@ -39,7 +39,7 @@ def write_corpus(folder: Path, *, tokens: int) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     documents = 0
     with whole(folder) as partial:
-        with TokenWriter(partial, "part-00000", dtype, SHARD_BYTES, ("xxh3_64",)) as writer:
+        with TokenWriter(partial, "part-00000", dtype, SHARD_BYTES, ("sha1",)) as writer:
             while tokens > 0:
                 length = max(1, int(generator.lognormal(np.log(MEDIAN), SPREAD)))
                 ids = generator.integers(0, 256, length).tolist()

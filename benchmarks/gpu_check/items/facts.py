@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu_check.items.measure import Here, Row
 from benchmarks.gpu_check.wheels import NEEDED
+from llmfoundry.recipe.front.paths import ROOT
 
 GIB = 2**30
 OPTIONAL = ("pytest", "triton", "flash_attn", "megablocks", "grouped_gemm")
@@ -35,6 +36,7 @@ def facts(here: Here) -> Iterator[Row]:
     from benchmarks.record import libraries, machine
     from llmfoundry.models.counts import peak_flops
 
+    os.chdir(ROOT)  # whose commit is asked for
     row |= {**machine(), "libraries": libraries()}
     if here.device.type == "cuda":
         found = torch.cuda.get_device_properties(here.device)
