@@ -53,11 +53,13 @@ def test_every_result_that_is_here_was_written_whole() -> None:
 
 def test_every_bench_is_entered_by_a_make_target_or_by_another() -> None:
     texts = {path: path.read_text() for path in ROOT.glob("benchmarks/**/*.py")}
-    texts[ROOT / "Makefile"] = (ROOT / "Makefile").read_text()
-    for path in ROOT.glob("benchmarks/*/*.py"):
+    for path in (ROOT / "Makefile", *ROOT.glob("scripts/*.py")):
+        texts[path] = path.read_text()
+    for path in ROOT.glob("benchmarks/*/**/*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         package, _, name = module.rpartition(".")
-        ways = (f"-m {module}", f'"{module}"', f"from {module} ", f"from {package} import {name}")
+        imports = (f"from {module} ", f"from {package} import {name}")
+        ways = (f"-m {module}", f'"{module}"', f'"{module}:', *imports)
         others = [text for other, text in texts.items() if other != path]
         entered = any(way in text for way in ways for text in others)
         assert entered or name == "__init__", module

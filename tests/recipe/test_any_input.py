@@ -159,4 +159,5 @@ def _children_seconds() -> float:
 
 def test_every_script_is_tried() -> None:
     there = {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    there.remove("gpu_check")  # it takes no recipe: tests/benchmarks/test_gpu_check.py
     assert there == SCRIPTS.keys() == {case(seed).script for seed in range(200)}
