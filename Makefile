@@ -16,7 +16,7 @@ train: $(VENV)/.train ## train yamls/quickstart.yaml on real text: minutes on a 
 	$(BIN)/python scripts/train.py yamls/quickstart.yaml
 
 test: $(VENV)/.dev ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.dev ## run the tests that CI has no time for
 	$(BIN)/python -m pytest -m slow
