@@ -195,7 +195,8 @@ def test_a_store_is_asked_with_the_runs_credentials_and_again_after_a_failure(
 
         s3.faults["rows/a.jsonl"] = ("slow down", 2)
         assert read("a.jsonl") == ["a"]
-        assert read("*.jsonl") == ["a", "b"]
+        s3.faults[""] = ("slow down", 2)  # the listing's
+        assert read("*.jsonl") == ["a", "b"] and s3.faults[""] == ("slow down", 0)
         with pytest.raises(RowsNotFound, match=r"nothing at s3://"):
             read("c.jsonl")
         s3.faults["rows/b.jsonl"] = ("forbidden", -1)

@@ -16,6 +16,7 @@ from llmfoundry.data.fetch.remote import MissingError, Remote
 from llmfoundry.data.fetch.remote_backends import Backend, resolve
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
+from llmfoundry.retry import backoff, retry
 
 _BUFFER = 8 << 20  # bytes of a request
 
@@ -38,12 +39,17 @@ def list_url(
         UserError: it cannot be reached.
     """
     backend = resolve(url.rstrip("/"), options.storage_options, options.timeout)
-    try:
-        found = _find(backend)
-    except Exception as error:  # the libraries behind fsspec agree on no exceptions
-        line = remote_errors.explain(error, kind=backend.kind, attempts=1, timeout=options.timeout)
+
+    def again(error: Exception, failures: int) -> float:
+        if failures <= options.retry and remote_errors.is_passing(error):
+            return backoff(failures)
+        line = remote_errors.explain(
+            error, kind=backend.kind, attempts=failures, timeout=options.timeout
+        )
         kind = MissingError if remote_errors.is_missing(error) else UserError
         raise kind(f"{key}: {url}: {line}") from error
+
+    found = retry(lambda: _find(backend), again=again)
     found = {name: entry for name, entry in found.items() if entry["type"] == "file"}
     if not found:
         raise MissingError(f"{key}: {url}: no file is there; correct the URL")
