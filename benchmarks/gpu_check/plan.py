@@ -19,6 +19,7 @@ ROWS = {"mpt-125m": 32, "mpt-1b": 16, "mpt-3b": 8, "dbrx-mini": 32}  # of 2048 t
 WARM_UP, STEPS = 4, 12  # of a run: not counted, counted
 GPU_MARK = re.compile(r"mark\.gpu\b")
 CUDA = "cuda"
+DEVICE, CORPUS = "device", "corpus"  # the step that all others need, and its item for runs
 PATIENCE = 4  # times the limits of a GPU's items: a CPU's
 
 SMALL = [  # on a CPU: a layer or two, and rows of 64 tokens
@@ -83,7 +84,7 @@ def steps(device: str) -> list[Step]:
     """
     small = device != CUDA
     found = [
-        Step("device", "The device", 1, tuple(_device(small))),
+        Step(DEVICE, "The device", 1, tuple(_device(small))),
         Step("tests", "Tests that need a GPU", 4, tuple(_tests())),
         Step("kernels", "Kernels against float64", 4, tuple(_kernels(small))),
         Step("experts", "Experts beside a dense layer", 2, tuple(_experts(small))),
@@ -107,7 +108,7 @@ def _patient(step: Step) -> Step:
 def _device(small: bool) -> Iterator[Item]:
     yield Item("facts", 120, "facts")
     yield Item("matrix products", 90, "products", {"small": small})
-    yield Item("corpus", 120, "corpus", {"tokens": 1 << 16 if small else 1 << 22})
+    yield Item(CORPUS, 120, "corpus", {"tokens": 1 << 16 if small else 1 << 22})
 
 
 def _tests() -> Iterator[Item]:

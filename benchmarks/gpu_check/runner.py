@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.gpu_check import process
 from benchmarks.gpu_check.items.rows import read
 from benchmarks.gpu_check.page import write_page
-from benchmarks.gpu_check.plan import CUDA, Item, Step
+from benchmarks.gpu_check.plan import CORPUS, CUDA, DEVICE, Item, Step
 from benchmarks.gpu_check.results import (
     DONE,
     JSON_NAME,
@@ -86,7 +86,8 @@ class Runner:
             ):
                 now, runs = time.monotonic(), [s for s in self.steps[number:] if self._runs(s)]
                 share = time_of(runs, self._ends - now) if step in runs else 0.0
-                self._step(step, result, now + share)
+                # what all others need has all of the time
+                self._step(step, result, self._ends if step.name == DEVICE else now + share)
             self.results.status = "finished"
         except KeyboardInterrupt:
             self.results.status = "stopped"
@@ -97,7 +98,7 @@ class Runner:
             shutil.rmtree(self._work, ignore_errors=True)
 
     def _runs(self, step: Step) -> bool:
-        return self.chosen is None or step.name in self.chosen or step.name == "device"
+        return self.chosen is None or step.name in self.chosen or step.name == DEVICE
 
     def _step(self, step: Step, result: StepResult, ends: float) -> None:
         for item, found in zip(step.items, result.items, strict=True):
@@ -151,7 +152,7 @@ class Runner:
 
     def _kept(self, step: Step, item: Item) -> ItemResult | None:
         """What an earlier check found, where it is not to be measured again."""
-        if self.kept is None or step.name == "device" or step.name in (self.chosen or ()):
+        if self.kept is None or step.name == DEVICE or step.name in (self.chosen or ()):
             return None
         items = self.kept.step(step.name).items
         return next((one for one in items if one.name == item.name and one.state in DONE), None)
@@ -159,6 +160,9 @@ class Runner:
     def _lacking(self, item: Item) -> str:
         """What an item needs that is not here."""
         there = self.results.facts.get("modules", [])
+        corpus = [item.state for item in self.results.step(DEVICE).items if item.name == CORPUS]
+        if item.recipe and corpus not in ([], [OK]):
+            return "needs the corpus, which was not written"
         for need in item.needs:
             if need == CUDA and self.results.device != CUDA:
                 return "needs CUDA"

@@ -142,6 +142,18 @@ def test_what_has_no_time_is_listed_and_makes_the_check_incomplete(
     assert verdict.status(check.results) == 1 and len(verdict.not_run(check.results)) == 2
 
 
+def test_runs_without_a_corpus_are_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [Item("corpus", 60), Item("run", 60, recipe="mpt-125m")]
+    check = check_of(items, {"corpus": "sys.exit(1)", "run": "found({})"}, tmp_path, monkeypatch)
+    check.steps = [Step("device", "", 1, (*check.steps[0].items, items[0])), check.steps[2]]
+    check.__post_init__()
+    check.run_all()
+    assert states(check) == {"facts": "ok", "corpus": "failed", "run": "not here"}
+    assert verdict.status(check.results) == 1
+
+
 def test_time_that_a_step_does_not_use_is_for_those_after_it() -> None:
     steps = [Step("a", "a", 1), Step("b", "b", 3), Step("c", "c", 4)]
     assert [time_of(steps[n:], 80.0) for n in range(3)] == [10.0, pytest.approx(80 * 3 / 7), 80.0]
