@@ -100,7 +100,7 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
 COPA_FILE = "commonsense_reasoning/copa.jsonl"
 
 
-def test_a_clone_is_copied_counted_and_entered_with_checksums(
+def test_a_clone_is_read_in_place_counted_and_entered_with_checksums(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clone = write_clone(tmp_path / "clone", {COPA_FILE: COPA})
@@ -114,20 +114,25 @@ def test_a_clone_is_copied_counted_and_entered_with_checksums(
     status, out, err = command(capsys, *argv)
     assert (status, err) == (0, "")
     assert "2 rows from LLM Foundry; licence: BSD" in out and "1 of 1 files" in out
-    copied = tmp_path / "out" / COPA_FILE
-    assert copied.read_text() == jsonl(COPA)
+    linked = tmp_path / "out" / COPA_FILE
+    assert linked.readlink() == clone / "scripts/eval/local_data" / COPA_FILE
+    assert linked.read_text() == jsonl(COPA)
     entry = json.loads((tmp_path / "out/manifest.json").read_text())["files"][COPA_FILE]
     assert entry == {
-        "sha256": hashlib.sha256(copied.read_bytes()).hexdigest(),
-        "bytes": copied.stat().st_size,
+        "sha256": hashlib.sha256(linked.read_bytes()).hexdigest(),
+        "bytes": linked.stat().st_size,
         "rows": 2,
         "source": "LLM Foundry",
         "licence": "BSD",
     }
-    before = copied.stat().st_mtime_ns
+    before = linked.lstat().st_mtime_ns
     status, out, _ = command(capsys, *argv)
     assert status == 0 and "2 rows, already there" in out
-    assert copied.stat().st_mtime_ns == before
+    assert linked.lstat().st_mtime_ns == before
+    clone.rename(tmp_path / "moved")
+    status, out, _ = command(capsys, *argv[:1], f"from_foundry={tmp_path / 'moved'}", *argv[2:])
+    assert status == 0 and "2 rows from LLM Foundry" in out
+    assert linked.read_text() == jsonl(COPA), "linked anew"
 
 
 def test_what_a_clone_lacks_is_told_for_each_task_and_the_rest_is_kept(

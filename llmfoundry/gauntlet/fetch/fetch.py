@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -205,7 +204,7 @@ def _differences(file: DataFile, content: Content) -> Iterator[str]:
 
 
 def from_foundry(clone: Path) -> Route:
-    """The route that copies files of a clone of LLM Foundry's repository.
+    """The route that links to files of a clone of LLM Foundry's repository, which are read there.
 
     Raises:
         UserError: the folder holds no such data.
@@ -213,13 +212,14 @@ def from_foundry(clone: Path) -> Route:
     folder = _data_folder(clone)
     source = "LLM Foundry" + _commit(clone)
 
-    def copy(file: DataFile, target: Path) -> Fetched:
+    def link(file: DataFile, target: Path) -> Fetched:
         path = folder / file.file
         if not path.is_file():
             raise FetchError(f"{file.file} is not in {show(folder)}{_other_route(file)}")
         try:
             content = inspect(path)
-            shutil.copyfile(path, target)
+            target.unlink(missing_ok=True)  # of a run that was killed
+            target.symlink_to(path.resolve())
         except OSError as error:
             raise FetchError(f"{show(path)}: {error.strerror}") from error
         if content.rows != file.rows:
@@ -229,7 +229,7 @@ def from_foundry(clone: Path) -> Route:
             )
         return Fetched(source, file.licence or "its source's; LLM Foundry does not state it")
 
-    return copy
+    return link
 
 
 def _data_folder(clone: Path) -> Path:

@@ -133,7 +133,10 @@ class Endpoint:
     def _share(
         self, items: Sequence[Item], ask: Callable[[Item, threading.Event], Said]
     ) -> list[Said]:
-        """What the server says of each, dealt over the processes; all of them get all."""
+        """What the server says of each, dealt over the processes; all of them get all.
+
+        Over all of them, whatever the mesh, not over data ranks: nothing is asked twice.
+        """
         if not (dist.is_initialized() and dist.get_world_size() > 1):
             return self._ask_all(items, ask, self._concurrency)
         rank, size = dist.get_rank(), dist.get_world_size()

@@ -287,7 +287,10 @@ def end_ids(ids: Any, tokenizer: Tokenizer) -> set[int]:
 
 
 def _dealt(batches: Sequence[T]) -> Sequence[T]:
-    """This rank's part: with batches sorted by cost, every rank has about as much to do."""
+    """This process's part: with batches sorted by cost, each has about as much to do.
+
+    Of all processes, whatever the mesh, not of data ranks: each of them has the whole model.
+    """
     if not dist.is_initialized():
         return batches
     return batches[dist.get_rank() :: dist.get_world_size()]

@@ -18,8 +18,8 @@ class FetchRecipe:
     tasks: list[str] = field(default_factory=list)
     """Instead of a gauntlet: labels of tasks that eval/tasks/ defines."""
     from_foundry: Annotated[str | None, PATH] = None
-    """Copy from here: a clone of https://github.com/mosaicml/llm-foundry. Rows are exactly those
-    of published results."""
+    """Link to the files of a clone of https://github.com/mosaicml/llm-foundry: keep it. Rows are
+    exactly those of published results."""
     from_hub: bool = False
     """Take rows from the Hugging Face hub; some tasks differ there, and these are reported."""
     output: Annotated[str | None, PATH] = None
