@@ -7,6 +7,7 @@ until its time is up. What did not run is in the results with the reason.
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import sys
@@ -194,7 +195,8 @@ class Runner:
             self._unwritten = ""
         except OSError as error:
             if not self._unwritten:
-                print(f"output: {one_line(error)}; make room there", file=sys.stderr)
+                room = "; make room there" * (error.errno == errno.ENOSPC)
+                print(f"output: {one_line(error)}{room}", file=sys.stderr)
             self._unwritten = one_line(error)
 
     @property
