@@ -30,6 +30,8 @@ class SpeedMonitor(Callback):
     Model FLOPs utilisation is their rate over the device's dense bf16 peak, where that is known.
     """
 
+    may_lag = True
+
     def __init__(self, *, window: int, flops_per_token: float, peak_flops: float | None) -> None:
         self._flops, self._peak = flops_per_token, peak_flops
         self._points: deque[tuple[int, float]] = deque(maxlen=window + 1)
@@ -38,7 +40,7 @@ class SpeedMonitor(Callback):
         """Add throughput/*, and seconds so far of steps, time/train, and evaluations, time/val."""
         if not self._points:
             self._points.append((trainer.first_batch, 0.0))
-        self._points.append((trainer.batch, trainer.train_seconds))
+        self._points.append((trainer.logged_batch, trainer.train_seconds))
         (then_batch, then), (batch, now) = self._points[0], self._points[-1]
         rate = (batch - then_batch) / max(now - then, 1e-9)
         tokens = rate * trainer.clock.tokens_per_batch
@@ -57,12 +59,12 @@ class SpeedMonitor(Callback):
 class LRMonitor(Callback):
     """The learning rate of every parameter group, under the optimizer's name in Composer."""
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Add lr-<class>/group<i>."""
+    def measure(self, trainer: Trainer) -> dict[str, float]:
+        """lr-<class>/group<i>."""
         chosen = trainer.recipe.optimizer.name
         name = OPTIMIZERS[chosen].title or chosen
-        for index, group in enumerate(trainer.optimizer.param_groups):
-            metrics[f"lr-{name}/group{index}"] = group["lr"]
+        groups = enumerate(trainer.optimizer.param_groups)
+        return {f"lr-{name}/group{index}": group["lr"] for index, group in groups}
 
 
 CUDA_MEMORY = {  # Composer's names of PyTorch's statistics
@@ -80,15 +82,16 @@ class MemoryMonitor(Callback):
     allocation that had to give cached blocks back first, which waits for the device.
     """
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Add memory/*."""
+    def measure(self, trainer: Trainer) -> dict[str, float]:
+        """memory/*."""
         device = trainer.world.device
-        metrics["memory/peak_allocated_mem"] = peak_memory(device) / GIB
+        metrics = {"memory/peak_allocated_mem": peak_memory(device) / GIB}
         if device.type == "cuda":
             found = torch.cuda.memory_stats(device)
             for name, statistic in CUDA_MEMORY.items():
                 metrics[f"memory/{name}"] = found.get(statistic, 0) / GIB
             metrics["memory/alloc_retries"] = found.get("num_alloc_retries", 0)
+        return metrics
 
 
 def peak_memory(device: torch.device) -> int:
@@ -102,16 +105,18 @@ def peak_memory(device: torch.device) -> int:
 class RuntimeEstimator(Callback):
     """Seconds that remain: steps at their mean time, and evaluations at theirs."""
 
+    may_lag = True
+
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Add time/remaining_estimate."""
-        done = trainer.batch - trainer.first_batch
-        left = trainer.clock.total - trainer.batch
+        done = trainer.logged_batch - trainer.first_batch
+        left = trainer.clock.total - trainer.logged_batch
         remaining = left * trainer.train_seconds / max(done, 1)
         if trainer.evaluations:
             evaluations, interval = 1, trainer.clock.batches(trainer.recipe.eval_interval)
             if interval > 0:  # this step's own, where it is due, is still to come
                 evaluations += math.ceil(trainer.clock.total / interval)
-                evaluations -= math.ceil(trainer.batch / interval)
+                evaluations -= math.ceil(trainer.logged_batch / interval)
             remaining += evaluations * trainer.eval_seconds / trainer.evaluations
         metrics["time/remaining_estimate"] = remaining
 

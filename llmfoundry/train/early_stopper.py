@@ -30,6 +30,8 @@ class EarlyStopper(Callback):
         self._since = 0  # measurements since the best
         self._names: set[str] = set()  # of all metrics seen by this process
         self._logged = self._evaluated = False
+        # what evaluations measure: no logged step ends the run
+        self.may_lag = self._metric.startswith("metrics/") and "/train/" not in self._metric
 
     def on_start(self, trainer: Trainer) -> None:
         """End at once a run that had ended so already."""
@@ -38,12 +40,12 @@ class EarlyStopper(Callback):
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Look at a logged step."""
         self._logged = True
-        self._look(trainer, metrics)
+        self._look(trainer, metrics, evaluated=False)
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Look at an evaluation."""
         self._evaluated = True
-        self._look(trainer, metrics)
+        self._look(trainer, metrics, evaluated=True)
 
     def state(self) -> dict[str, Any]:
         """The best value so far, of which metric, and how long ago it was."""
@@ -56,9 +58,11 @@ class EarlyStopper(Callback):
         if (seen.get("metric"), seen.get("mode")) == (self._metric, self._config.mode):
             self._best, self._since = seen["best"], seen["since"]
 
-    def _look(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def _look(self, trainer: Trainer, metrics: dict[str, float], *, evaluated: bool) -> None:
         self._names |= metrics.keys()
-        value = _of_process_0(metrics.get(self._metric), trainer.world)
+        value = metrics.get(self._metric)
+        if evaluated or value is not None or not self.may_lag:  # else nobody has one
+            value = _of_process_0(value, trainer.world)
         if value is None:
             was_measured = self._best is not None or self._since > 0
             if self._logged and self._evaluated and not was_measured:

@@ -1,12 +1,10 @@
 """Norms of every parameter, of its gradient and of the optimizer's moment; a callback.
 
-The idea: norms stay on the device until all are known, so that a logged step waits for it once,
-and a step that is not logged does nothing.
+The idea: norms stay on the device, from where the trainer reads them with all else that a step has
+measured, and a step that is not logged does nothing.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -30,15 +28,22 @@ class OptimizerMonitor(Callback):
         found = {f"grad/{name}": p.grad for name, p in parameters if p.grad is not None}
         self._names, self._norms = list(found), l2_norms(list(found.values()))
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Add l2_norm/*; the gradient's global norm is there already."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in trainer.root.model.named_parameters():
-            found[f"param/{name}"] = parameter.detach()
-            state = trainer.optimizer.state.get(parameter, {})
-            found |= {f"moment/{name}": state[key] for key in MOMENTS if key in state}
-        values = torch.cat([self._norms, l2_norms(list(found.values()))]).tolist()
-        norms = dict(zip([*self._names, *found], values, strict=True))
-        for kind in ("param", "moment"):
-            norms[f"{kind}/global"] = math.hypot(*(norms[n] for n in found if n.startswith(kind)))
-        metrics.update({f"l2_norm/{name}": value for name, value in norms.items()})
+    def measure(self, trainer: Trainer) -> dict[str, Tensor]:
+        """l2_norm/*; the gradient's global norm is there already."""
+        parameters = [(n, p.detach()) for n, p in trainer.root.model.named_parameters()]
+        state = trainer.optimizer.state
+        moments = [
+            (name, state[p][key])
+            for name, p in trainer.root.model.named_parameters()
+            for key in MOMENTS
+            if key in state.get(p, {})
+        ]
+        found = l2_norms([tensor for _, tensor in parameters + moments])
+        kinds = {"param": found[: len(parameters)], "moment": found[len(parameters) :]}
+        names = [f"param/{name}" for name, _ in parameters]
+        names += [f"moment/{name}" for name, _ in moments]
+        values = [*self._norms.unbind(), *found.unbind()]
+        norms = dict(zip([*self._names, *names], values, strict=True))
+        for kind, each in kinds.items():
+            norms[f"{kind}/global"] = torch.linalg.vector_norm(each.double())
+        return {f"l2_norm/{name}": value for name, value in norms.items()}

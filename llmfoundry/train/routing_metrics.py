@@ -1,6 +1,6 @@
 """What a mixture of experts did with a step's tokens, as metrics and for the report's heat map.
 
-The trainer calls it for steps that it logs: it waits for the device once.
+The trainer calls it for steps that it logs, whose values are on the host by then.
 """
 
 from __future__ import annotations

@@ -50,21 +50,26 @@ class StepResult:
 
 
 class Guard:
-    """Remembers, on the device, the first step whose loss or gradient was not finite."""
+    """Remembers, on the device, the first step whose loss or gradient was not finite.
+
+    Attributes:
+        found_inf: (), 1.0 from that step on, else 0.0: what keeps the optimizer from updating.
+        first: (), int64, that step's number; -1: there was none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.found_inf = torch.zeros((), device=device)
-        self._first = torch.full((), -1, device=device, dtype=torch.int64)
+        self.first = torch.full((), -1, device=device, dtype=torch.int64)
 
     def observe(self, batch: int, result: StepResult) -> None:
         """Look at a step before its update."""
         bad = ~(torch.isfinite(result.loss) & torch.isfinite(result.grad_norm))
-        self._first = torch.where(bad & (self._first < 0), batch, self._first)
-        self.found_inf = (self._first >= 0).float()
+        self.first = torch.where(bad & (self.first < 0), batch, self.first)
+        self.found_inf = (self.first >= 0).float()
 
     def first_bad(self) -> int | None:
         """The first bad step, if there was one; waits for the device."""
-        first = int(self._first)
+        first = int(self.first)
         return None if first < 0 else first
 
 

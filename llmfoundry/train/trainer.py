@@ -7,27 +7,26 @@ weights and optimizer, and a resumed run repeats the uninterrupted one bit for b
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.loader import Loader
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.models.decoder import Root
-from llmfoundry.models.moe import Routing
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.logged_step import LoggedStep, ReadStep
 from llmfoundry.train.objective import Objective
 from llmfoundry.train.optimizers.schedule import lr_factor
 from llmfoundry.train.routing_metrics import routing_metrics
@@ -52,7 +51,14 @@ class TrainingLog(Protocol):
 
 
 class Callback:
-    """Observes the loop. Does nothing; subclasses override what they need."""
+    """Observes the loop. Does nothing; subclasses override what they need.
+
+    Attributes:
+        may_lag: whether `on_log` may be called when the next step has been launched, and the model
+            is a step on. Where one that is called may not, each logged step waits for the GPU.
+    """
+
+    may_lag = False
 
     def on_start(self, trainer: Trainer) -> None:
         """Act before the first step, or the evaluation before it."""
@@ -60,8 +66,12 @@ class Callback:
     def on_gradients(self, trainer: Trainer) -> None:
         """Look at the gradients, whole and not yet clipped, of a step that will be logged."""
 
+    def measure(self, trainer: Trainer) -> Mapping[str, float | Tensor]:
+        """Metrics of a logged step, at its end: numbers, or tensors () that nobody waits for."""
+        return {}
+
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Add to the metrics of a logged step."""
+        """Look at the metrics of a logged step, `trainer.logged_batch`, and add to them."""
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Look at what an evaluation measured."""
@@ -113,7 +123,8 @@ class Trainer:
     """Sums and number of the losses since the last log before it."""
 
     def __post_init__(self) -> None:
-        self.batch = self.first_batch
+        self.batch = self.logged_batch = self.first_batch
+        self._launched: LoggedStep | None = None  # whose values are not read yet
         self.train_seconds = self.eval_seconds = 0.0
         self._wait_seconds = 0.0  # for batches, since the last log
         self._batches: BatchPrefetcher
@@ -155,9 +166,14 @@ class Trainer:
             closing(BatchPrefetcher(self.loader, self.batch)) as batches,
         ):
             self._batches = batches
-            while not (self.done or signal_name):
-                self._step(self._take(stop), stop)
-                signal_name = stop.agreed() if not self.done else ""
+            try:
+                while not (self.done or signal_name):
+                    self._step(self._take(stop), stop)
+                    signal_name = stop.agreed() if not self.done else ""
+            except BaseException:
+                with suppress(Exception):  # the step before the one that failed was sound
+                    self._finish_log()
+                raise
             if signal_name:
                 self.save(last=True)
         return signal_name
@@ -223,10 +239,9 @@ class Trainer:
         values = [result.loss, *result.parts.values(), *result.reported.values()]
         self._loss_sum = self._loss_sum + torch.stack(values)
         self._loss_count += 1
-        if self.world.device.type == "cpu":
+        if not lags(self.world.device):
             self._check_guard()  # nothing to wait for there
-        if logs:
-            self._log(result)
+        self._log(result if logs else None)
         if self.done or self.is_due(self.recipe.eval_interval):
             self._evaluate()
         for callback in self.callbacks:
@@ -258,43 +273,58 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_gradients(self)
 
-    def _log(self, result: StepResult) -> None:
-        self._check_guard()
-        names = ["total", *result.parts]
-        sums = self._loss_sum.tolist()
-        reported = dict(zip(result.reported, sums[len(names) :], strict=True))
-        losses = {name: x / self._loss_count for name, x in zip(names, sums, strict=False)}
-        data_wait = self._wait_seconds / self._loss_count
-        self._loss_sum.zero_()
+    def _log(self, result: StepResult | None) -> None:
+        """Begin to log this step, where there is a result, and log the one before."""
+        step = None if result is None else self._begin_log(result)
+        self._finish_log()
+        self._launched = step
+        waits = [c for c in self.callbacks if not c.may_lag and overrides(c, "on_log")]
+        if waits or not lags(self.world.device):
+            self._finish_log()
+
+    def _begin_log(self, result: StepResult) -> LoggedStep:
+        measured: dict[str, float | Tensor] = {
+            "time/epoch": self.batch / self.clock.batches_per_epoch,
+            "time/data_wait": self._wait_seconds / self._loss_count,
+            **self._batches.metrics(),
+        }
+        for callback in self.callbacks:
+            measured |= callback.measure(self)
+        sums, steps = self._loss_sum, self._loss_count
+        self._loss_sum = torch.zeros_like(sums)
         self._loss_count, self._wait_seconds = 0, 0.0
+        return LoggedStep.begin(self.batch, result, sums, steps, self.guard, measured)
+
+    def _finish_log(self) -> None:
+        """Log the step whose values are on their way; waits for that step alone."""
+        if self._launched is None:
+            return
+        found = self._launched.read()
+        self._launched = None
+        self._refuse(found.first_bad)
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
-        metrics = {
-            **{f"loss/train/{name}": loss for name, loss in losses.items()},
-            "l2_norm/grad/global": result.grad_norm.item(),
-            "time/epoch": self.batch / self.clock.batches_per_epoch,
-            "time/data_wait": data_wait,
-            **self.objective.metrics(reported),
-        }
-        if self.objective.is_cross_entropy:
-            language = losses.get("loss", losses["total"])
-            bits = language / math.log(2) / self.bytes_per_token
-            metrics["metrics/train/bits_per_byte"] = bits
-        metrics |= self._batches.metrics()
-        if result.routing is not None:
-            self._log_routing(result.routing, metrics)
+        self.logged_batch = found.step.batch
+        metrics = found.metrics(self.objective, bytes_per_token=self.bytes_per_token)
+        self._log_routing(found, metrics)
         for callback in self.callbacks:
             callback.on_log(self, metrics)
-        self.tracker.log(self.batch, self.batch * self.clock.tokens_per_batch, metrics)
+        tokens = self.logged_batch * self.clock.tokens_per_batch
+        self.tracker.log(self.logged_batch, tokens, metrics)
 
-    def _log_routing(self, routing: Routing, metrics: dict[str, float]) -> None:
+    def _log_routing(self, found: ReadStep, metrics: dict[str, float]) -> None:
+        routing, batch = found.routing, found.step.batch
+        if routing is None:
+            return
         tokens, top_k = self.clock.tokens_per_batch, self.recipe.model.ffn_config.moe_top_k
         assert top_k is not None
         metrics |= routing_metrics(routing, choices=round(routing.tokens[0].item()) * top_k)
-        self.tracker.routing(self.batch, self.batch * tokens, routing.load.long().tolist())
+        self.tracker.routing(batch, batch * tokens, routing.load.long().tolist())
 
     def _check_guard(self) -> None:
-        bad = self.guard.first_bad()
+        self._refuse(self.guard.first_bad())
+
+    def _refuse(self, bad: int | None) -> None:
         if bad is None:
             return
         raise UserError(
@@ -304,6 +334,7 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
+        self._finish_log()
         self._check_guard()
         started = time.perf_counter()
         with self.training_paused():
@@ -318,6 +349,7 @@ class Trainer:
 
     def save(self, *, last: bool) -> None:
         """Save now; the last checkpoint is whole when this returns. Every process calls it."""
+        self._finish_log()
         self._check_guard()
         state = {
             "batch": self.batch,
@@ -332,9 +364,20 @@ class Trainer:
 
     @contextmanager
     def training_paused(self) -> Iterator[None]:
-        """The model in evaluation mode, and the training clock stopped."""
+        """The model in evaluation mode, the training clock stopped, all steps logged."""
+        self._finish_log()
         self.train_seconds += time.perf_counter() - self._started
         self.root.eval()
         yield
         self.root.train()
         self._started = time.perf_counter()
+
+
+def lags(device: torch.device) -> bool:
+    """Whether a device works on while the host launches what follows."""
+    return device.type != "cpu"
+
+
+def overrides(callback: Callback, hook: str) -> bool:
+    """Whether a callback has a hook of its own."""
+    return getattr(type(callback), hook) is not getattr(Callback, hook)

@@ -194,8 +194,8 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
         assert result.count == sum(LABELS)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
-    metrics: dict[str, float] = {}
-    monitor.on_log(trainer, metrics)  # type: ignore[arg-type]
+    found = monitor.measure(trainer)  # type: ignore[arg-type]
+    metrics = {name: value.item() for name, value in found.items()}
     return {"loss": losses, "norm": norms, "metrics": metrics, "held": held}
 
 

@@ -52,9 +52,7 @@ def test_the_rate_of_every_group_is_logged_under_composers_name() -> None:
         trainer: Any = SimpleNamespace(
             recipe=recipe, optimizer=SimpleNamespace(param_groups=groups)
         )
-        metrics: dict[str, float] = {}
-        LRMonitor().on_log(trainer, metrics)
-        assert metrics == {f"lr-{kind}/group0": 0.5, f"lr-{kind}/group1": 0.25}
+        assert LRMonitor().measure(trainer) == {f"lr-{kind}/group0": 0.5, f"lr-{kind}/group1": 0.25}
 
 
 def test_rates_of_a_runs_groups_follow_one_schedule(place: Path) -> None:
@@ -84,7 +82,7 @@ def test_what_remains_is_steps_and_evaluations_at_their_means(
 ) -> None:
     """Steps take 2 s; evaluations, of which there were two, took 30 s each."""
     trainer: Any = SimpleNamespace(
-        batch=batch,
+        logged_batch=batch,
         first_batch=10,
         clock=SimpleNamespace(total=total, batches=lambda every: every),
         recipe=SimpleNamespace(eval_interval=interval),
