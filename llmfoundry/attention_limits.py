@@ -36,9 +36,14 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     ),
     # csrc/flash_attn/flash_api.cpp, 2.6.2 to 2.8.3: "Softcapping does not support dropout for now"
     "flash": (Limit((SOFTCAP, DROPOUT), "flash-attn has no dropout under a softcap"),),
+    # hopper/flash_attn_interface.py, 3.0.0: its functions take neither
+    "flash3": (
+        Limit((ALIBI,), "FlashAttention 3 adds no bias"),
+        Limit((DROPOUT,), "FlashAttention 3 has no dropout"),
+    ),
     "torch": (),
 }
-MAX_HEAD_DIM = {"varlen": 256, "flash": 256}
+MAX_HEAD_DIM = {"varlen": 256, "flash": 256, "flash3": 256}
 """Width of a head in FlashAttention's kernels, PyTorch's build or its own; others have no limit."""
 
 

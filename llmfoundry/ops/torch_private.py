@@ -75,3 +75,21 @@ def compiler_errors() -> tuple[type[Exception], ...]:
         return (importlib.import_module("torch._dynamo.exc").TorchDynamoException,)
     except (ImportError, AttributeError):
         return (RuntimeError,)
+
+
+def activate_fa3() -> bool:
+    """PyTorch's varlen attention runs FlashAttention 3, which must be installed; whether it does.
+
+    `torch.nn.attention.activate_flash_attention_impl` is public. Its first versions had no backward
+    pass, which `torch.nn.attention._fa3._FA3_CUDA_BWD` tells; without that nothing is activated.
+    """
+    attention = importlib.import_module("torch.nn.attention")
+    activate = getattr(attention, "activate_flash_attention_impl", None)
+    try:
+        kernels = importlib.import_module("torch.nn.attention._fa3")
+    except ImportError:
+        return False
+    if activate is None or not hasattr(kernels, "_FA3_CUDA_BWD"):
+        return False
+    activate("FA3")
+    return True

@@ -21,6 +21,7 @@ from torch.nn.attention import varlen
 
 from llmfoundry.ops.attention import varlen as attention_varlen
 from llmfoundry.ops.attention.backends import PLANS, attend, plan
+from llmfoundry.ops.attention.flash3 import is_hopper
 from tests.ops.plain_attention import (
     CPU,
     DTYPES,
@@ -259,6 +260,11 @@ needs_gpu = [
 needs_flash = pytest.mark.skipif(
     importlib.util.find_spec("flash_attn") is None, reason="needs the package flash-attn"
 )
+needs_flash3 = pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn_interface") is None
+    or not is_hopper(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+    reason="needs the package flash-attn-3 and a Hopper GPU",
+)
 KERNELS = [
     pytest.param("sdpa", "fp32", marks=needs_gpu),
     pytest.param("sdpa", "bf16", marks=needs_gpu),
@@ -266,6 +272,7 @@ KERNELS = [
     pytest.param("flex", "bf16", marks=needs_gpu),
     pytest.param("varlen", "bf16", marks=needs_gpu),
     pytest.param("flash", "bf16", marks=[*needs_gpu, needs_flash]),
+    pytest.param("flash3", "bf16", marks=[*needs_gpu, needs_flash3]),
 ]
 WIDE = {
     name: replace(case, head_dim=64, scale=0.125, lengths=lengths)
@@ -278,6 +285,8 @@ WIDE = {
 def serves(impl: str, case: Case) -> bool:
     if impl == "sdpa":
         return case.softcap is None
+    if impl == "flash3":
+        return not case.alibi
     return impl != "varlen" or (case.softcap is None and not case.alibi)
 
 

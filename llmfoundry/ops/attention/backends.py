@@ -21,6 +21,7 @@ from torch import Tensor
 from llmfoundry.attention_limits import limit
 from llmfoundry.errors import UserError
 from llmfoundry.ops.attention import flash as attention_flash
+from llmfoundry.ops.attention import flash3 as attention_flash3
 from llmfoundry.ops.attention import flex as attention_flex
 from llmfoundry.ops.attention import sdpa as attention_sdpa
 from llmfoundry.ops.attention import varlen as attention_varlen
@@ -109,18 +110,22 @@ def choose(
 ) -> str:
     """The backend that `auto` stands for: the first that can serve, the cheapest first.
 
-    On CUDA plain rows are SDPA's own case; then varlen (no mask, nothing to compile), flex (every
-    option but dropout), flash (every option but dropout under a softcap, where it is installed).
-    What is left is sdpa with a dense mask, and torch, which has all.
+    On CUDA plain rows are SDPA's own case; then varlen (no mask, nothing to compile), flash3 (with
+    a softcap too, on Hopper, where it is installed), flex (every option but dropout), flash (every
+    option but dropout under a softcap, where it is installed). Where PyTorch cannot run varlen on
+    FlashAttention 3, flash3 goes before it. What is left is sdpa with a dense mask, and torch,
+    which has all.
     """
     order = ["sdpa", "torch"]
     plain = spec.slopes is None and spec.softcap is None and spec.window < 0 and not packed
     if device.type == "cuda" and not plain:
-        order = ["varlen", "flex", "flash", *order]
+        order = ["varlen", "flash3", "flex", "flash", *order]
     if trees:
         order = [name for name in order if name in SERVE_TREES]
-    able = (name for name in order if not refusal(name, spec, device, dtype, head_dim=head_dim))
-    return next(able)
+    able = [name for name in order if not refusal(name, spec, device, dtype, head_dim=head_dim)]
+    if able[:2] == ["varlen", "flash3"] and not attention_flash3.serves_varlen(device):
+        return "flash3"
+    return able[0]
 
 
 def refusal(
@@ -178,6 +183,7 @@ REFUSALS: dict[
     "flex": attention_flex.refusal,
     "varlen": attention_varlen.refusal,
     "flash": attention_flash.refusal,
+    "flash3": attention_flash3.refusal,
 }
 PLANS: dict[str, Callable[..., AttentionPlan]] = {
     "torch": _prepare_torch,
@@ -185,6 +191,7 @@ PLANS: dict[str, Callable[..., AttentionPlan]] = {
     "flex": attention_flex.prepare,
     "varlen": attention_varlen.prepare,
     "flash": attention_flash.prepare,
+    "flash3": attention_flash3.prepare,
 }
 IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]] = {
     "torch": _attend_torch,
@@ -192,4 +199,5 @@ IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor
     "flex": attention_flex.attend,
     "varlen": attention_varlen.attend,
     "flash": attention_flash.attend,
+    "flash3": attention_flash3.attend,
 }

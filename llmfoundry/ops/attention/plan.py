@@ -1,7 +1,7 @@
 """What every attention backend reads: the spec of a layer, the plan of a forward pass.
 
-The backends are `sdpa`, `flex`, `varlen`, `flash`, and the plain one in `backends`, which is also
-what other rooms call. Each has three functions: `refusal` (where it does not run, and why),
+The backends are `sdpa`, `flex`, `varlen`, `flash`, `flash3`, and the plain one in `backends`, which
+is also what other rooms call. Each has three functions: `refusal` (where it does not run, and why),
 `prepare` (an `AttentionPlan`, once a forward pass) and `attend` (once a layer).
 """
 
@@ -88,9 +88,9 @@ class AttentionPlan:
         by_run: with `packed`: what attends to runs or pieces.
         block_mask: flex: which blocks of keys a block of queries sees.
         score_mod: flex: what is done to a logit; None: nothing.
-        borders: varlen and flash, packed rows: (N + 1,) int32, where the N documents of all rows,
-            one after the other, begin and end.
-        longest: varlen and flash: tokens of the longest document.
+        borders: varlen, flash and flash3, packed rows: (N + 1,) int32, where the N documents of all
+            rows, one after the other, begin and end.
+        longest: with them: tokens of the longest document.
     """
 
     impl: str
@@ -201,7 +201,7 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def flash_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Where FlashAttention 2 does not run, PyTorch's build (varlen) or its own (flash)."""
+    """Where FlashAttention does not run, PyTorch's build (varlen) or its own (flash, flash3)."""
     if device.type != "cuda":
         return f"its kernel runs on CUDA alone, not on {device.type}; write auto"
     if dtype not in (torch.float16, torch.bfloat16):

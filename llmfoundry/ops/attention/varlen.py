@@ -1,7 +1,8 @@
 """The backend `varlen`: PyTorch's variable-length FlashAttention, on CUDA alone.
 
 All documents of a batch, one after the other, in one call that never looks across a border: cheaper
-than a mask, and nothing to compile. It has neither bias nor softcap nor dropout.
+than a mask, and nothing to compile. It has neither bias nor softcap nor dropout. On Hopper it runs
+FlashAttention 3 where that is installed (`flash3`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmfoundry.ops.attention.flash3 import serves_varlen
 from llmfoundry.ops.attention.plan import (
     AttentionPlan,
     AttentionSpec,
@@ -41,6 +43,7 @@ def prepare(
     """Where documents begin and end."""
     assert past == 0, "cached keys are served by sdpa or torch"
     assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
+    serves_varlen(device)
     shared = "enable_gqa" in _parameters()  # since torch 2.12
     if layout is None:
         return AttentionPlan("varlen", spec, shared_heads=shared, longest=queries)

@@ -107,7 +107,8 @@ class AttentionConfig:
     attn_impl: Annotated[str, choice(ATTN_IMPLS)] = "auto"
     """auto: the fastest that the device and the other settings allow. sdpa: PyTorch's fused
     attention. On CUDA alone: flex (FlexAttention), varlen (PyTorch's variable-length kernel), flash
-    (the flash-attn package). torch: plain matmul and softmax, the slow reference."""
+    (the flash-attn package), flash3 (flash-attn-3, on Hopper). torch: plain matmul and softmax, the
+    slow reference."""
     kv_n_heads: Annotated[int | None, Range(1)] = None
     """Key-value heads; divides n_heads. Only for, and required by, grouped_query_attention."""
     softmax_scale: Annotated[float | None, POSITIVE] = None

@@ -36,7 +36,8 @@ class PretrainedConfig:
     attn_impl: Annotated[
         str | None, choice(ATTN_IMPLS, "transformers' attn_implementation", ANY_TEXT)
     ] = None
-    """How attention is computed: a backend of the decoder (auto, sdpa, flex, varlen, flash, torch),
+    """How attention is computed: a backend of the decoder (auto, sdpa, flex, varlen, flash, flash3,
+    torch),
     or transformers' attn_implementation (eager, sdpa, flash_attention_2, …); unset: the fastest."""
     quantize: Annotated[str, choice(QUANTIZATIONS)] = "none"
     """nf4: keep the frozen matrices in 4 bits (QLoRA, Dettmers et al., 2023); needs an adapter."""

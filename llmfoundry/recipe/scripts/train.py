@@ -183,7 +183,7 @@ class TrainRecipe:
                 f" (max_seq_len: {self.max_seq_len}); remove it"
             )
         impl = self.model.attn_config.attn_impl
-        if self.precision == "fp32" and impl in ("varlen", "flash"):
+        if self.precision == "fp32" and impl in ("varlen", "flash", "flash3"):
             yield (
                 f"model.attn_config.attn_impl: {impl} computes in bf16 alone, but precision is"
                 " fp32; write sdpa, or precision: amp_bf16"

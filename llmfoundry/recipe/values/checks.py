@@ -32,6 +32,8 @@ VALUES = {
     "wsd": "warmup_stable_decay",
     "flash_attention_2": "flash",
     "flash_attn": "flash",
+    "flash_attention_3": "flash3",
+    "fa3": "flash3",
     "flex_attention": "flex",
     "eager": "torch",
     "swiglu": "mptglu",
