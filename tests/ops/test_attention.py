@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention
 
 from llmfoundry.errors import UserError
 from llmfoundry.ops.attention import flash as attention_flash
+from llmfoundry.ops.attention import flash3
 from llmfoundry.ops.attention import flex as attention_flex
 from llmfoundry.ops.attention import varlen as attention_varlen
 from llmfoundry.ops.attention.backends import (
@@ -163,7 +164,7 @@ def test_a_plan_asks_the_device_for_no_number(impl: str) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A machine with a GPU, Triton and flash-attn, as far as `refusal` asks; fields may change."""
     machine = SimpleNamespace(
-        capability=(9, 0), triton=True, flash="2.8.3.post2", loads=True, memory=227
+        capability=(9, 0), triton=True, flash="2.8.3.post2", loads=True, memory=227, flash3=False
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine.capability)
 
@@ -183,27 +184,34 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     def import_module(name: str) -> object:
         if not machine.loads:
             raise ImportError("undefined symbol")
-        return object()
+        if name == "flash_attn_interface" and not machine.flash3:
+            raise ModuleNotFoundError(name)
+        return SimpleNamespace(flash_attn_varlen_func=fa3, CONFIG={"build_flags": {}})
+
+    def fa3(*, softmax_scale, causal, window_size, softcap, deterministic): ...  # type: ignore[no-untyped-def]
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(importlib, "import_module", import_module)
-    attention_flash._missing.cache_clear()
+    cached = (attention_flash._missing, flash3._missing, flash3._build_flags, flash3.serves_varlen)
+    for found in cached:
+        found.cache_clear()
     yield machine
-    attention_flash._missing.cache_clear()
+    for found in cached:
+        found.cache_clear()
 
 
 CAP, DROP, BIAS, LOCAL = {"softcap": 5.0}, {"dropout": 0.1}, {"slopes": SLOPES}, {"window": 9}
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 REFUSED = [
-    ("sdpa", CAP, CUDA, BF16, {}, "has no softcap; write auto, flex, flash or torch"),
+    ("sdpa", CAP, CUDA, BF16, {}, "has no softcap; write auto, flex, flash, flash3 or torch"),
     ("flex", DROP, CUDA, BF16, {}, "has no dropout; write auto, sdpa, flash or torch"),
     ("flex", {}, CPU, FP32, {}, "has no backward pass on a CPU; write auto"),
     ("flex", {}, torch.device("mps"), FP32, {}, "on CUDA alone, not on mps; write auto"),
     ("flex", {}, CUDA, FP64, {}, "no double precision; write auto"),
     ("flex", {}, CUDA, BF16, {"triton": False}, "Triton, which is not installed; write auto"),
     ("varlen", BIAS, CUDA, BF16, {}, "adds no bias; write auto, sdpa, flex, flash or torch"),
-    ("varlen", CAP, CUDA, BF16, {}, "has no softcap; write auto, flex, flash or torch"),
+    ("varlen", CAP, CUDA, BF16, {}, "has no softcap; write auto, flex, flash, flash3 or torch"),
     ("varlen", DROP, CUDA, BF16, {}, "has no dropout; write auto, sdpa, flash or torch"),
     ("varlen", {}, CPU, BF16, {}, "runs on CUDA alone, not on cpu; write auto"),
     ("varlen", {}, CUDA, FP32, {}, "bf16 and fp16, not float32; write auto, or precision: amp_bf"),
@@ -264,10 +272,11 @@ COMBINED = [names for n in range(5) for names in itertools.combinations(SETTINGS
 
 
 @pytest.mark.parametrize("head_dim", [64, 256, 264])
-@pytest.mark.parametrize("impl", ["sdpa", "flex", "varlen", "flash", "torch"])
+@pytest.mark.parametrize("impl", ["sdpa", "flex", "varlen", "flash", "flash3", "torch"])
 def test_the_recipe_and_the_backends_refuse_the_same_options(
     impl: str, head_dim: int, gpu: SimpleNamespace
 ) -> None:
+    gpu.flash3 = True
     for names in COMBINED:
         spec = AttentionSpec(0.1, **functools.reduce(or_, (SETTINGS[n] for n in names), {}))
         found = refusal(impl, spec, CUDA, BF16, head_dim=head_dim)

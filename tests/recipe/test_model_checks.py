@@ -115,14 +115,14 @@ def test_cuda_graphs_without_shards_and_shards_without_them_are_served() -> None
 BIAS, CAP, DROP = "alibi: true", "attn_logit_softcapping: 30.0", "attn_pdrop: 0.1"
 UNSERVED = [  # backend, options, what the line says
     ("sdpa", CAP, "attn_logit_softcapping: PyTorch's fused attention has no softcap; write auto,"
-    " flex, flash or torch"),
+    " flex, flash, flash3 or torch"),
     ("sdpa", f"{CAP}, {DROP}", "attn_logit_softcapping: PyTorch's fused attention has no softcap;"
     " write auto or torch"),
     ("flex", DROP, "attn_pdrop: FlexAttention has no dropout; write auto, sdpa, flash or torch"),
     ("varlen", BIAS, "alibi: PyTorch's varlen attention adds no bias; write auto, sdpa, flex, flash"
     " or torch"),
     ("varlen", CAP, "attn_logit_softcapping: PyTorch's varlen attention has no softcap; write auto,"
-    " flex, flash or torch"),
+    " flex, flash, flash3 or torch"),
     ("varlen", DROP, "attn_pdrop: PyTorch's varlen attention has no dropout; write auto, sdpa,"
     " flash or torch"),
     ("flash", f"{CAP}, {DROP}", "attn_logit_softcapping with attn_pdrop: flash-attn has no dropout"

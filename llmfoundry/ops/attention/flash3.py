@@ -11,7 +11,6 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -114,8 +113,9 @@ def _missing() -> str | None:
         return f"the package flash-attn-3 is not installed; {INSTALL}"
     except ImportError as error:  # built against another torch
         return f"flash-attn-3 does not load ({error}); build it again, or write auto"
-    function: Callable[..., object] = module.flash_attn_varlen_func
-    if lacking := sorted(TAKES - set(inspect.signature(function).parameters)):
+    function = getattr(module, "flash_attn_varlen_func", None)
+    takes = set(inspect.signature(function).parameters) if callable(function) else set()
+    if lacking := sorted(TAKES - takes):
         return f"flash-attn-3 is too old: it takes no {', '.join(lacking)}; {INSTALL}"
     return None
 
