@@ -19,6 +19,12 @@ _SECONDS = 0.5  # between two looks; the next start of a run waits longer for it
 _STARTERS = "LLMFOUNDRY_END_WITH"  # in the environment: the processes that a script ends with
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
 def end_with(pid: int) -> None:
     """From now on end this process, at once and without a word, when process `pid` has ended."""
     threading.Thread(target=_watch, args=(pid,), name="end_with", daemon=True).start()

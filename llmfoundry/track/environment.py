@@ -5,12 +5,13 @@ The tracker asks once, after the first step, for the report and MLflow's tags.
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
+
+from llmfoundry.processes import cores
 
 PACKAGES = ("llmfoundry-recipes", "torch", "numpy", "transformers", "tokenizers", "mlflow-skinny")
 
@@ -19,7 +20,7 @@ def environment() -> dict[str, str]:
     """Versions by package, the system, and the git commit if the current folder has one."""
     facts = {"python": platform.python_version()}
     facts |= {name: version for name in PACKAGES if (version := _version(name))}
-    facts |= {"processor": processor(), "cores": str(_cores())}
+    facts |= {"processor": processor(), "cores": str(cores())}
     facts["system"] = f"{platform.system()} {platform.release()} ({platform.machine()})"
     commit = _git("rev-parse", "HEAD")
     if commit:
@@ -38,13 +39,6 @@ def processor() -> str:
         pass
     name = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|@.*", "", name)
     return " ".join(name.split()) or platform.machine()
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:

@@ -7,7 +7,6 @@ end. Called by `prepare`.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -17,19 +16,13 @@ from typing import Any
 
 from llmfoundry.data.preparation.ray_engine import ray_engine
 from llmfoundry.errors import UserError
-from llmfoundry.processes import end_with_parent
+from llmfoundry.processes import cores, end_with_parent
 from llmfoundry.recipe.front.plugins import import_plugins, imported
 
 Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
 # What a worker imports before the first task. Torch is not among it.
 _PRELOAD = ["llmfoundry.data.preparation.write.parts"]
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)  # Linux only
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 @contextmanager

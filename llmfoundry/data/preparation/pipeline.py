@@ -18,7 +18,7 @@ from typing import Any
 
 from llmfoundry.data.mds.writer import INDEX
 from llmfoundry.data.preparation.choose.deduplicate import deduplicate
-from llmfoundry.data.preparation.engines import ENGINES, Run, cores
+from llmfoundry.data.preparation.engines import ENGINES, Run
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.split import make_split
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
@@ -38,6 +38,7 @@ from llmfoundry.data.preparation.write.parts import (
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.tokens import Shard, StreamIndex
 from llmfoundry.errors import UserError
+from llmfoundry.processes import cores
 from llmfoundry.terminal import progress
 
 _VERSION = 2  # of the folder's format and of how documents become tokens
