@@ -48,15 +48,14 @@ from llmfoundry.recipe.front.typed import flat, require
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.checkpoints.checkpoint import (
-    find_checkpoint,
-    find_damage,
-    has_commit,
     list_checkpoints,
     load_adapter,
     load_training_state,
     load_weights,
     read_state,
 )
+from llmfoundry.train.checkpoints.commit import has_commit
+from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
 
 OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
     r"(logger|plugins|parallel\.nproc_per_node|data\.(.*\.)?(paths|remote|local|storage_options"
@@ -79,35 +78,41 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
     Raises:
         UserError: the folder holds a run that the recipe does not allow to resume.
     """
-    return on_rank0(world, lambda: _find_start(recipe, note))
-
-
-def _find_start(recipe: TrainRecipe, note: Callable[[str], None]) -> Start:
     folder = Path(recipe.save_folder)
-    existing = list_checkpoints(folder)
+    existing = on_rank0(world, lambda: list_checkpoints(folder))
     if existing and not (recipe.autoresume or recipe.save_overwrite):
         raise UserError(
             f"save_folder: {folder} holds checkpoints of an earlier run; write autoresume=true to"
             " resume it, save_overwrite=true to delete it, or another run_name"
         )
     if existing and not recipe.save_overwrite:
-        found = find_checkpoint(folder, note=note)
+        refused: list[str] = []
+        found = find_checkpoint(folder, note=refused.append, world=world)
+        for line in refused:
+            note(line)
         if found is not None:
             return Start(found)
-        if len(existing) > 1 or has_commit(existing[0]):
-            raise UserError(
-                f"save_folder: no checkpoint in {folder} can be used ({existing[0].name}:"
-                f" {find_damage(existing[0])}); write save_overwrite=true to delete them and begin"
-                " anew, or another run_name"
-            )
-        note("its first save was cut short: there is nothing to resume from")
+        on_rank0(world, lambda: _refuse_to_begin(folder, existing, refused))
+        if world.is_main:
+            note("its first save was cut short: there is nothing to resume from")
     if recipe.load_path is None:
         return Start()
-    path = find_file(recipe.load_path, "load_path")
-    found = find_checkpoint(path, note=note)
+    weights_only, written = bool(recipe.load_weights_only), recipe.load_path
+    path = on_rank0(world, lambda: find_file(written, "load_path"))
+    sums = Sums.WEIGHTS if weights_only else Sums.ALL
+    found = find_checkpoint(path, note=note, sums=sums, world=world)
     if found is None:
         raise UserError(f"load_path: {path} holds no whole checkpoint; write one that does")
-    return Start(found, weights_only=bool(recipe.load_weights_only))
+    return Start(found, weights_only=weights_only)
+
+
+def _refuse_to_begin(folder: Path, existing: list[Path], refused: list[str]) -> None:
+    """Raise where there once was a checkpoint in a run's folder, though none can be used now."""
+    if len(existing) > 1 or has_commit(existing[0]):
+        raise UserError(
+            f"save_folder: no checkpoint in {folder} can be used ({refused[0]}); write"
+            " save_overwrite=true to delete them and begin anew, or another run_name"
+        )
 
 
 ANEW: dict[str, Any] = {"batch": 0, "window": (0.0, 0), "callbacks": {}}
@@ -307,7 +312,8 @@ def open_checkpoint(
         UserError: there is no whole checkpoint at `path`, or its recipe takes a setting of the
             model from a variable that is not set here.
     """
-    folder = find_checkpoint(find_file(path, "checkpoint"), note=note)
+    at = on_rank0(world, lambda: find_file(path, "checkpoint"))
+    folder = find_checkpoint(at, note=note, sums=Sums.WEIGHTS, world=world)
     if folder is None:
         raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
     written = load_run(folder / "recipe.yaml")

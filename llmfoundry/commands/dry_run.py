@@ -48,7 +48,7 @@ from llmfoundry.recipe.source import SourceConfig
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.track.console import Console
 from llmfoundry.track.format import count, size
-from llmfoundry.train.checkpoints.checkpoint import find_checkpoint
+from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
 
 Rows = Iterator[tuple[str, str]]
 CPU = torch.device("cpu")
@@ -242,7 +242,8 @@ def plan_conversion(recipe: ConvertRecipe) -> Rows:
 
 def _checkpoint(path: str) -> Rows:
     """A run's newest whole checkpoint, and what it holds."""
-    folder = find_checkpoint(find_file(path, "checkpoint"), note=lambda line: None)
+    at = find_file(path, "checkpoint")
+    folder = find_checkpoint(at, note=lambda line: None, sums=Sums.WEIGHTS)
     if folder is None:
         raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
     recipe = load_run(folder / "recipe.yaml")

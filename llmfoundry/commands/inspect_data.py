@@ -34,7 +34,8 @@ from llmfoundry.recipe.scripts.inspect import InspectRecipe
 from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.terminal import columns
 from llmfoundry.track.console import printable
-from llmfoundry.train.checkpoints.checkpoint import find_damage, list_checkpoints, read_state
+from llmfoundry.train.checkpoints.checkpoint import list_checkpoints, read_state
+from llmfoundry.train.checkpoints.verify import Sums, find_damage
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 _SHOWN = 80  # characters of a row's text
@@ -185,7 +186,8 @@ def _go_on(recipe: InspectRecipe, loader: Loader, step: int) -> list[str]:
     if not recipe.autoresume or recipe.save_overwrite:
         return []
     for folder in list_checkpoints(Path(recipe.save_folder)):
-        if find_damage(folder) is None and (state := read_state(folder))["batch"] <= step:
+        damage = find_damage(folder, sums=Sums.RECORD)
+        if damage is None and (state := read_state(folder))["batch"] <= step:
             loader.resume(state["order"], state["batch"])
             return [f"resuming from {folder}"]
     return []

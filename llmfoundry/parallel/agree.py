@@ -33,6 +33,14 @@ def least(world: World, value: int) -> int:
     return int(smallest)
 
 
+def from_all(world: World, value: Made) -> list[Made]:
+    """The values of all processes, by rank, on each of them; every process calls it."""
+    values = [value] * world.size
+    if _joined(world):
+        dist.all_gather_object(values, value)
+    return values
+
+
 def together(world: World, make: Callable[[], Made]) -> Made:
     """What `make` gives, once no process refused; every process calls it.
 
@@ -80,7 +88,6 @@ def _joined(world: World) -> bool:
 
 def _ranks_by_line(world: World, lines: tuple[str, ...]) -> dict[str, list[int]]:
     """Of each line that any process has, the processes that have it."""
-    every: list[tuple[str, ...]] = [()] * world.size
-    dist.all_gather_object(every, lines)
+    every = from_all(world, lines)
     found = {line for theirs in every for line in theirs}
     return {line: [rank for rank, theirs in enumerate(every) if line in theirs] for line in found}

@@ -67,6 +67,10 @@ class World:
         return None if self.data_mesh is None else self.data_mesh.get_group()
 
 
+ALONE = World(0, 1, 0, torch.device("cpu"))
+"""A process that is all of its run, for work that needs no GPU."""
+
+
 def relaunch(config: ParallelConfig) -> None:
     """Start the same command under torchrun where more than one local process is wanted.
 

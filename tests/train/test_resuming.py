@@ -13,7 +13,7 @@ import pytest
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.checkpoints.checkpoint import find_checkpoint
+from llmfoundry.train.checkpoints.verify import find_checkpoint
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 

@@ -32,11 +32,8 @@ from llmfoundry.recipe.front.yamlfile import read
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.values.checks import nearest, one_of
-from llmfoundry.train.checkpoints.checkpoint import (
-    find_checkpoint,
-    is_checkpoint,
-    list_checkpoints,
-)
+from llmfoundry.train.checkpoints.checkpoint import is_checkpoint, list_checkpoints
+from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
 
 TRUST = "LLMFOUNDRY_TRUST_REMOTE_CODE"
 """An environment variable: 1 runs the code of models that were trained with trust_remote_code."""
@@ -128,7 +125,7 @@ def _download(name: str, revision: str | None, world: World) -> Path:
 def _open_run(
     asked: PretrainedConfig, path: Path, world: World, note: Callable[[str], None]
 ) -> Pretrained:
-    folder = find_checkpoint(path, note=note)
+    folder = find_checkpoint(path, note=note, sums=Sums.WEIGHTS, world=world)
     if folder is None:
         raise UserError(f"model.pretrained: {path} holds no whole checkpoint; write a run's folder")
     tokenizer = Tokenizer.load(folder / "tokenizer")

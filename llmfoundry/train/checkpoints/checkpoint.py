@@ -1,13 +1,15 @@
-"""Checkpoints: sharded, with a commit marker last; finds and loads them. `checkpointer.py` writes.
+"""Checkpoints: sharded, with a commit marker last; lists and loads them.
 
     runs/<name>/checkpoints/ba0000100/
-        __<rank>_*.distcp .metadata   model and optimizer, by torch.distributed.checkpoint
+        __<rank>_*.distcp .metadata   the model, by torch.distributed.checkpoint
+        optimizer__<rank>_*.distcp    what only training needs
         state.json                    time, seed, fingerprints of data and model
         recipe.yaml tokenizer/        all that eval, convert and generate need
         COMMIT                        names, sizes and checksums of the above, written last
 
 A folder without COMMIT, or whose files differ from it, does not count: it is refused by name and
-the one before is used. Loads on any number of processes.
+the one before is used. Loads on any number of processes. `checkpointer.py` writes, `verify.py`
+finds one that is whole.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
-import zlib
-from collections.abc import Callable, Collection
-from pathlib import Path, PurePosixPath
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,35 +39,7 @@ from llmfoundry.train.checkpoints.safe_load import load_tensors
 # said by torch for every save and load of a run that has one process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-COMMIT = "COMMIT"
 _NAME = re.compile(r"ba\d{7,}")
-_LONGEST_COMMIT = 1 << 28  # bytes; about a hundred for each file
-
-
-def find_checkpoint(path: Path, *, note: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint at `path`: one checkpoint's folder, or a run's folder.
-
-    Args:
-        path: where to look.
-        note: reports every checkpoint that is passed over, and why.
-
-    Returns:
-        The checkpoint's folder; None where a run's folder has none.
-
-    Raises:
-        UserError: `path` is one checkpoint's folder, and it is torn or damaged.
-    """
-    if is_checkpoint(path):
-        problem = find_damage(path)
-        if problem is not None:
-            raise UserError(f"{path}: {problem}; choose another checkpoint")
-        return path
-    for folder in list_checkpoints(path):
-        problem = find_damage(folder)
-        if problem is None:
-            return folder
-        note(f"checkpoint {folder} is refused: {problem}")
-    return None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -84,82 +57,6 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 def batch_of(folder: Path) -> int:
     """The steps after which a checkpoint was saved."""
     return int(folder.name[2:])
-
-
-def find_damage(folder: Path, *, sums: bool = True) -> str | None:
-    """What is wrong with a checkpoint; None if every file is as it was committed.
-
-    Args:
-        folder: the checkpoint's.
-        sums: read all files; else their sizes have to do.
-    """
-    try:
-        if not has_commit(folder):
-            return "it has no COMMIT (saving was cut short)"
-        files = _read_commit(folder / COMMIT)
-        for name, (size, expected) in files.items():
-            path = folder / name
-            if not path.is_file():
-                return f"its file {name} is missing"
-            if path.stat().st_size != size:
-                return f"its file {name} has {path.stat().st_size} bytes, not {size}"
-            if sums and checksum(path) != expected:
-                return f"its file {name} is damaged (checksum)"
-    except OSError as error:
-        return f"it cannot be read: {one_line(error)}"
-    except ValueError as error:
-        return f"its COMMIT cannot be read: {error}"
-    return None
-
-
-def has_commit(folder: Path) -> bool:
-    """Whether something is called COMMIT there; without it the folder never was a checkpoint."""
-    try:
-        (folder / COMMIT).lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def _read_commit(path: Path) -> dict[str, tuple[int, int]]:
-    """Bytes and checksum of every file of a checkpoint.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a list of a whole checkpoint's files, all inside of its folder.
-    """
-    if not path.is_file():
-        raise ValueError("it is not a file")
-    if path.stat().st_size > _LONGEST_COMMIT:
-        raise ValueError("it is too long")
-    try:
-        listed = json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError("it is not a list of files") from None
-    if not isinstance(listed, dict) or not isinstance(listed.get("files"), dict):
-        raise ValueError("it is not a list of files")
-    files: dict[str, tuple[int, int]] = {}
-    for name, entry in listed["files"].items():
-        inside = PurePosixPath(name)
-        if inside.is_absolute() or ".." in inside.parts or not name.isprintable():
-            raise ValueError(f"{name!r} is not the name of a file in this folder")
-        size, crc = (entry.get(k) if isinstance(entry, dict) else None for k in ("bytes", "crc32"))
-        if type(size) is not int or type(crc) is not int:
-            raise ValueError(f"{name!r} has no size and checksum")
-        files[name] = (size, crc)
-    for name in (".metadata", "state.json", "recipe.yaml"):
-        if name not in files:
-            raise ValueError(f"it lacks {name}")
-    return files
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -7,43 +7,34 @@ once, and tried again when the next is due; a full disk may be emptied meanwhile
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import sync, sync_all, write_json
+from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.device_threads import device_thread
 from llmfoundry.parallel.launch import World, host_group
 from llmfoundry.recipe.front.paths import show
-from llmfoundry.train.checkpoints.checkpoint import (
+from llmfoundry.train.checkpoints.checkpoint import batch_of, list_checkpoints, training_state
+from llmfoundry.train.checkpoints.commit import (
     COMMIT,
-    batch_of,
-    checksum,
-    find_damage,
     has_commit,
-    list_checkpoints,
-    training_state,
+    whole_size,
+    write_commit,
+    write_sums,
 )
-
-Made = TypeVar("Made")
-
-
-class _SaveError(Exception):
-    """Why a save failed, in one line; the same on every process."""
+from llmfoundry.train.checkpoints.tensor_files import TensorFiles
+from llmfoundry.train.checkpoints.together import SaveError, Together
+from llmfoundry.train.checkpoints.verify import Sums, find_damage
 
 
 class Checkpointer:
@@ -79,7 +70,8 @@ class Checkpointer:
         self._keep, self._background = keep, background
         self._max_failures, self._warn, self._note = max_failures, warn, note
         # its own group: the background thread's messages must not mix with the step's
-        self._group = host_group(world)
+        self._together = Together(world, host_group(world))
+        self._tensor_files = TensorFiles(self._together)
         self._thread: threading.Thread | None = None
         self._began = time.time()
         self._saved = saved  # the newest batch that this process knows to be saved
@@ -120,8 +112,8 @@ class Checkpointer:
             return folder
         try:
             stager = BlockingAsyncStager(cache_staged_state_dict=False)
-            tensors = self._together(lambda: stager.stage(tensors))
-        except _SaveError as error:
+            tensors = self._together.run(lambda: stager.stage(tensors))
+        except SaveError as error:
             self._fail(batch, error, last=False)
             self.check()
             return folder
@@ -170,7 +162,7 @@ class Checkpointer:
         """
         try:
             self._write_files(folder, tensors, state)
-        except Exception as error:  # _SaveError, or the other processes cannot be reached
+        except Exception as error:  # SaveError, or the other processes cannot be reached
             self._fail(batch, error, last=last)
             if self._world.is_main:
                 shutil.rmtree(folder, ignore_errors=True)  # the room that is left is needed
@@ -179,7 +171,7 @@ class Checkpointer:
             return
         self._saved, self._failures = batch, 0
         if self._world.is_main:
-            self._note(f"saved {show(folder)} ({_whole_size(folder) / 1e6:,.1f} MB)")
+            self._note(f"saved {show(folder)} ({whole_size(folder) / 1e6:,.1f} MB)")
         self.tidy()
 
     def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
@@ -191,8 +183,7 @@ class Checkpointer:
             self._warn(f"{self._problem}; training continues, and the next save tries again")
 
     def _advice(self) -> str:
-        whole = (f for f in list_checkpoints(self._folder) if find_damage(f, sums=False) is None)
-        newest = next(whole, None)
+        newest = next(filter(_seems_whole, list_checkpoints(self._folder)), None)
         if newest is None:
             return "; nothing is saved; make room there, or write another save_folder"
         return f"; the newest is {newest.name}; make room there, and run the same command"
@@ -201,45 +192,18 @@ class Checkpointer:
         """Every step on every process before the next one begins.
 
         Raises:
-            _SaveError: a step failed on one of them; on all.
+            SaveError: a step failed on one of them; on all.
         """
         rank, size = self._world.rank, self._world.size
-        self._together(lambda: _make_anew(folder), only_main=True)
-        self._together(
-            lambda: dcp.save(
-                tensors,
-                storage_writer=_Writer(folder),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        )
-        self._together(lambda: self._write_extras(folder, state), only_main=True)
-        self._together(lambda: _write_sums(folder, rank, size))
-        self._together(lambda: _commit(folder, size), only_main=True)
+        self._together.run(lambda: _make_anew(folder), only_main=True)
+        self._tensor_files.write(folder, tensors)
+        self._together.run(lambda: self._write_extras(folder, state), only_main=True)
+        self._together.run(lambda: write_sums(folder, rank, size))
+        self._together.run(lambda: write_commit(folder, size), only_main=True)
 
     def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:
         write_json(folder / "state.json", state, indent=2)
         self._extras(folder)
-
-    def _together(self, action: Callable[[], Made], *, only_main: bool = False) -> Made:
-        """What `action` gives, once it went well on every process (or on the main one).
-
-        Raises:
-            _SaveError: on every process, with the reasons of those where it went wrong.
-        """
-        made, problem = None, None
-        try:
-            made = action() if self._world.is_main or not only_main else None
-        except (Exception, CheckpointException) as error:
-            problem = _reason(error)
-        problems: list[str | None] = [problem]
-        if self._group is not None:
-            problems *= self._world.size
-            dist.all_gather_object(problems, problem, group=self._group)
-        found = sorted({line for line in problems if line})
-        if found:
-            raise _SaveError("; ".join(found))
-        return cast(Made, made)
 
     def _prune(self, batch: int) -> None:
         """Remove what the checkpoint of `batch`, now whole, makes needless.
@@ -249,7 +213,7 @@ class Checkpointer:
         they stay until there is a newer checkpoint.
         """
         older = [f for f in list_checkpoints(self._folder) if batch_of(f) < batch]
-        whole = [f for f in older if find_damage(f, sums=False) is None]
+        whole = [f for f in older if _seems_whole(f)]
         needless = [f for f in older if not has_commit(f) and _last_change(f) < self._began]
         if self._keep > 0 and len(whole) >= self._keep:
             last = whole[self._keep - 1]
@@ -260,20 +224,8 @@ class Checkpointer:
             shutil.rmtree(folder)
 
 
-class _Writer(FileSystemWriter):
-    """PyTorch's; its errors keep their reason on the way to other processes."""
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().write_data(*args, **kwargs)
-        except Exception as error:
-            raise _SaveError(one_line(error)) from error
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        return "; ".join(sorted({one_line(part) for part, _ in error.failures.values()}))
-    return one_line(error)
+def _seems_whole(folder: Path) -> bool:
+    return find_damage(folder, sums=Sums.NONE) is None
 
 
 def _make_anew(folder: Path) -> None:
@@ -283,32 +235,3 @@ def _make_anew(folder: Path) -> None:
 
 def _last_change(folder: Path) -> float:
     return max(path.stat().st_mtime for path in [folder, *folder.rglob("*")])
-
-
-def _write_sums(folder: Path, rank: int, size: int) -> None:
-    """Checksums of this process's share of the files, into sums.<rank>.json."""
-    files = sorted(f for f in folder.rglob("*") if not f.name.startswith("sums.") and f.is_file())
-    sums = {
-        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "crc32": checksum(f)}
-        for f in files[rank::size]
-    }
-    write_json(folder / f"sums.{rank}.json", sums)
-
-
-def _whole_size(folder: Path) -> int:
-    """Bytes of a checkpoint's files."""
-    files = json.loads((folder / COMMIT).read_text())["files"]
-    return sum(file["bytes"] for file in files.values())
-
-
-def _commit(folder: Path, size: int) -> None:
-    """Merge the sums into COMMIT, last: with this name on the disk the checkpoint counts."""
-    files: dict[str, Any] = {}
-    for rank in range(size):
-        part = folder / f"sums.{rank}.json"
-        files |= json.loads(part.read_text())
-        part.unlink()
-    sync_all(folder)  # what libraries wrote, too
-    for above in (folder.parent, folder.parent.parent):
-        sync(above)
-    write_json(folder / COMMIT, {"version": 1, "files": files})

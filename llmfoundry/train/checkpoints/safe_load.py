@@ -9,7 +9,6 @@ tensors themselves PyTorch reads with weights_only.
 from __future__ import annotations
 
 import pickle
-import re
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,8 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from llmfoundry.errors import UserError, one_line
-
-_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+from llmfoundry.train.checkpoints.tensor_files import holds_tensors
 
 
 def load_tensors(state: dict[str, Any], folder: Path, *, distributed: bool) -> None:
@@ -185,7 +183,7 @@ def _index(record: Any) -> MetadataIndex:
 def _place(record: Any) -> _StorageInfo:
     place = _fields(record, "filesystem._StorageInfo")
     name = place["relative_path"]
-    if not _FILE.fullmatch(name):
+    if not holds_tensors(name):
         raise ValueError(f"{name!r} is not a file of a checkpoint")
     if place.get("transform_descriptors"):
         raise ValueError("its files are compressed, which ours never are")

@@ -1,0 +1,213 @@
+"""Finds the newest whole checkpoint, its files read by all processes and compared with COMMIT.
+
+Called before a run resumes, and before anything opens a checkpoint. The idea: rank 0 looks at
+names and sizes, each process reads its part of the bytes in threads, and meanwhile all of them tell
+each other every few seconds how far they are. So no message waits for a process that reads, however
+long that takes; what one has found all know at the same time, and decide alike.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from llmfoundry.errors import RunFailure, UserError, one_line
+from llmfoundry.parallel.agree import from_all
+from llmfoundry.parallel.launch import ALONE, World, on_rank0
+from llmfoundry.processes import cores
+from llmfoundry.train.checkpoints.checkpoint import is_checkpoint, list_checkpoints
+from llmfoundry.train.checkpoints.commit import has_commit, read_commit
+from llmfoundry.train.checkpoints.crc import Piece, blocks, joined, share
+from llmfoundry.train.checkpoints.tensor_files import holds_optimizer, holds_tensors
+
+_CUT = 1 << 26  # bytes that a thread takes at a time
+_THREADS = 8  # of a process at most: beyond, disks and networks are what waits
+_SECONDS = 10.0  # between two messages at most; and a quarter of parallel.dist_timeout
+
+
+class Sums(Enum):
+    """The files whose bytes are read and compared; those of all the others need not be there."""
+
+    ALL = "all"
+    WEIGHTS = "all but the optimizer's"
+    RECORD = "all but tensors"
+    NONE = "none, but all must be there and have their sizes"
+
+    def files(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Those of a checkpoint's files that have to be there."""
+        if self is Sums.WEIGHTS:
+            return {name: n for name, n in sizes.items() if not holds_optimizer(name)}
+        if self is Sums.RECORD:
+            return {name: n for name, n in sizes.items() if not holds_tensors(name)}
+        return dict(sizes)
+
+
+def find_checkpoint(
+    path: Path, *, note: Callable[[str], None], sums: Sums = Sums.ALL, world: World = ALONE
+) -> Path | None:
+    """The newest whole checkpoint at `path`: one checkpoint's folder, or a run's folder.
+
+    Args:
+        path: where to look.
+        note: reports, on rank 0, every checkpoint that is passed over, and why.
+        sums: what is read of them.
+        world: this process; all of its processes call, and get the same.
+
+    Returns:
+        The checkpoint's folder; None where a run's folder has none.
+
+    Raises:
+        UserError: `path` is one checkpoint's folder, and it is torn or damaged.
+        RunFailure: a process reads nothing more.
+    """
+    if is_checkpoint(path):
+        problem = find_damage(path, sums=sums, world=world)
+        if problem is not None:
+            raise UserError(f"{path}: {problem}; choose another checkpoint")
+        return path
+    for folder in on_rank0(world, lambda: list_checkpoints(path)):
+        problem = find_damage(folder, sums=sums, world=world)
+        if problem is None:
+            return folder
+        if world.is_main:
+            note(f"checkpoint {folder} is refused: {problem}")
+    return None
+
+
+def find_damage(folder: Path, *, sums: Sums = Sums.ALL, world: World = ALONE) -> str | None:
+    """What is wrong with a checkpoint; None if its files are as they were committed.
+
+    Args:
+        folder: the checkpoint's.
+        sums: what is read of it.
+        world: this process; all of its processes call, and get the same.
+
+    Raises:
+        RunFailure: a process reads nothing more.
+    """
+    listed = on_rank0(world, lambda: _list_files(folder, sums))
+    if isinstance(listed, str):
+        return listed
+    if sums is Sums.NONE:
+        return None
+    sizes = {name: size for name, (size, _) in listed.items()}
+    found = _sum_together(folder, sizes, world)
+    if isinstance(found, str):
+        return found
+    damaged = (name for name, (_, crc) in listed.items() if found.get(name, 0) != crc)
+    return next((f"its file {name} is damaged (checksum)" for name in damaged), None)
+
+
+def _list_files(folder: Path, sums: Sums) -> dict[str, tuple[int, int]] | str:
+    """Bytes and checksum of the files that are to be there; or what is wrong with one."""
+    try:
+        if not has_commit(folder):
+            return "it has no COMMIT (saving was cut short)"
+        files = read_commit(folder)
+        needed = sums.files({name: size for name, (size, _) in files.items()})
+        for name, size in needed.items():
+            path = folder / name
+            if not path.is_file():
+                return f"its file {name} is missing"
+            if path.stat().st_size != size:
+                return f"its file {name} has {path.stat().st_size} bytes, not {size}"
+    except OSError as error:
+        return f"it cannot be read: {one_line(error)}"
+    except ValueError as error:
+        return f"its COMMIT cannot be read: {error}"
+    return {name: files[name] for name in needed}
+
+
+def _sum_together(folder: Path, sizes: Mapping[str, int], world: World) -> dict[str, int] | str:
+    """CRC-32 of the files, read by all processes; or why one of them could not read."""
+    limit = world.timeout.total_seconds()
+    reading = _Reading(folder, share(sizes, world.rank, world.size))
+    while True:
+        reading.wait(min(_SECONDS, limit / 4))
+        told = from_all(world, reading.progress())
+        problem = next((one.problem for one in told if one.problem), None)
+        still = next((rank for rank, one in enumerate(told) if one.idle > limit), None)
+        if problem is None and still is not None and world.size > 1:
+            problem = f"rank {still} has read nothing of {folder} for {told[still].idle:.0f} s"
+            reading.stop()
+            raise RunFailure(
+                f"parallel.dist_timeout: {problem}: its disk or network hangs or is slow; look at"
+                " that machine, or write a larger parallel.dist_timeout"
+            )
+        if problem is not None:
+            reading.stop()
+            return problem
+        if all(one.sums is not None for one in told):
+            return joined(chain.from_iterable(one.sums or () for one in told))
+
+
+class _Progress(NamedTuple):
+    """How far a process is: its checksums once it has all, a problem, seconds without a byte."""
+
+    sums: list[tuple[Piece, int]] | None
+    problem: str | None
+    idle: float
+
+
+class _Reading:
+    """Reads pieces of files in threads, which keep no process from ending where a read hangs."""
+
+    def __init__(self, folder: Path, pieces: list[Piece]) -> None:
+        self._folder, self._pieces = folder, pieces
+        self._left = deque(part for piece in pieces for part in piece.cut(_CUT))
+        self._sums: list[tuple[Piece, int]] = []
+        self._problem: str | None = None
+        self._moved = time.monotonic()
+        self._threads = [
+            threading.Thread(target=self._read, name="checksums", daemon=True)
+            for _ in range(min(_threads(), len(self._left)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Until all is read, or for so long."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def progress(self) -> _Progress:
+        """What the other processes are told."""
+        if any(thread.is_alive() for thread in self._threads):
+            return _Progress(None, self._problem, time.monotonic() - self._moved)
+        crcs = joined(self._sums)
+        sums = [(piece, crcs.get(piece.name, 0)) for piece in self._pieces]
+        return _Progress(sums, self._problem, 0.0)
+
+    def stop(self) -> None:
+        """Read nothing after the blocks that are being read."""
+        self._problem = self._problem or "stopped"
+
+    def _read(self) -> None:
+        try:
+            while self._left and self._problem is None:
+                piece, crc = self._left.popleft(), 0
+                for block in blocks(self._folder, piece):
+                    crc = zlib.crc32(block, crc)
+                    self._moved = time.monotonic()
+                    if self._problem is not None:
+                        return
+                self._sums.append((piece, crc))
+        except IndexError:
+            return  # another thread took the last
+        except Exception as error:
+            self._problem = f"it cannot be read: {one_line(error)}"
+
+
+def _threads() -> int:
+    """Threads of a process: the cores that are its own."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(_THREADS, cores() // local))
