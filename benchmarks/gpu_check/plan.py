@@ -130,6 +130,7 @@ def _kernels(small: bool) -> Iterator[Item]:
         "varlen": (CUDA,),
         "flex": (CUDA,),
         "flash": (CUDA, "flash_attn"),
+        "flash3": (CUDA, "flash_attn_interface"),
         "torch": (),
     }.items():
         settings = {"impl": impl, "small": small}
@@ -214,6 +215,7 @@ def _speeds(small: bool) -> Iterator[Item]:
         yield attention(model, "varlen")
         yield attention(model, "flex", limit=150)
         yield attention(model, "flash", needs=("flash_attn",))
+        yield attention(model, "flash3", needs=("flash_attn_interface",))
         yield attention(model, "sdpa")
     yield item("mpt-1b", "whole rows, compiled", *WHOLE, *COMPILED, limit=180)
     yield item("mpt-3b", "packed, checkpointing, compiled", *CHECKPOINTED, *COMPILED, limit=180)

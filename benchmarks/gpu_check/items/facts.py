@@ -16,7 +16,14 @@ from benchmarks.gpu_check.wheels import NEEDED
 from llmfoundry.recipe.front.paths import ROOT
 
 GIB = 2**30
-OPTIONAL = ("pytest", "triton", "flash_attn", "megablocks", "grouped_gemm")
+OPTIONAL = (
+    "pytest",
+    "triton",
+    "flash_attn",
+    "flash_attn_interface",
+    "megablocks",
+    "grouped_gemm",
+)
 
 
 def facts(here: Here) -> Iterator[Row]:

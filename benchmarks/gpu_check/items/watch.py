@@ -37,6 +37,8 @@ GIB = 2**30
 class Watch(Callback):
     """Times steps; after the last of them the process ends at once."""
 
+    may_lag = True  # or each logged step would wait for the GPU
+
     def __init__(
         self,
         job: Job,
@@ -82,7 +84,8 @@ class Watch(Callback):
 
     def _end(self, trainer: Trainer) -> None:
         device = trainer.world.device
-        profiled = []
+        with trainer.training_paused():  # the last step's values are read
+            profiled = []
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             profiled = kernel_rows(self._profiler, device.type)
