@@ -152,7 +152,7 @@ def _experts(small: bool) -> Iterator[Item]:
     for name, (tokens, d, f, experts, top_k) in shapes.items():
         shape = {"tokens": tokens, "d": d, "f": f, "experts": experts, "top_k": top_k}
         if small:
-            shape |= {"tokens": 64, "d": d // 64 + 24, "f": f // 64 + 8}
+            shape |= {"tokens": 64, "d": max(16, d // 512 * 8), "f": max(16, f // 512 * 8)}
         yield Item(name, 90, "experts", {**shape, "rounds": 2 if small else 5})
 
 
@@ -206,8 +206,8 @@ def _speeds(small: bool) -> Iterator[Item]:
         yield attention("mpt-125m", "flex", needs=(CUDA,))
         yield item("mpt-125m", "packed, compiled", *COMPILED, limit=240)
         return
-    yield from (item(model, "packed") for model in models)
-    yield from (item(m, "packed, compiled", *COMPILED, limit=180) for m in models)
+    yield from (item(model, "packed", limit=180) for model in models)
+    yield from (item(m, "packed, compiled", *COMPILED, limit=240) for m in models)
     yield from (item(model, "whole rows", *WHOLE) for model in models)
     yield item("mpt-1b", "packed, checkpointing", *CHECKPOINTED)
     yield item("mpt-3b", "packed, checkpointing", *CHECKPOINTED)

@@ -480,6 +480,14 @@ def test_a_backend_that_is_off_by_a_percent_is_found(
     assert all(
         "wrong" in row for row in exactness.attention(here(tmp_path), impl="sdpa", small=True)
     )
+
+    def broken(*given: Any) -> Any:
+        raise RuntimeError("no kernel image\nfor this device")
+
+    monkeypatch.setitem(IMPLS, "sdpa", broken)
+    found = list(exactness.attention(here(tmp_path), impl="sdpa", small=True))
+    said = "RuntimeError: no kernel image for this device"
+    assert [row["wrong"] for row in found] == [said] * 4  # a row each: the rest goes on
     monkeypatch.setitem(IMPLS, "sdpa", right)
     found = list(exactness.attention(here(tmp_path), impl="sdpa", small=True))
     assert len(found) == 4 and not any("wrong" in row for row in found)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check.items.measure import Here, Row
+from benchmarks.gpu_check.items.measure import Here, Row, tried
 from llmfoundry.ops.attention.backends import attend, plan, refusal
 from llmfoundry.ops.batch import IGNORE
 from llmfoundry.ops.cross_entropy import linear_cross_entropy, reference_cross_entropy
@@ -60,7 +61,13 @@ def attention(here: Here, *, impl: str, small: bool) -> Iterator[Row]:
             if why := refusal(impl, spec, here.device, DTYPES[dtype], head_dim=case.head_dim):
                 yield {**row, "not served": why}
                 continue
-            yield {**row, **_judged(_attention_errors(case, impl, dtype, here.device), dtype, here)}
+            yield tried(row, partial(_attention_row, case, impl, dtype, here.device))
+
+
+def _attention_row(case: Case, impl: str, dtype: str, device: torch.device) -> Row:
+    times = BY_KERNELS if device.type == "cuda" else 1
+    bounds = [times * bound for bound in TOLERANCE[dtype]]
+    return _row(_attention_errors(case, impl, dtype, device), bounds)
 
 
 def _attention_errors(
@@ -88,12 +95,6 @@ def _attention(case: Case, impl: str, dtype: torch.dtype, device: torch.device) 
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _judged(errors: tuple[float, float], dtype: str, here: Here) -> Row:
-    times = BY_KERNELS if here.device.type == "cuda" else 1
-    bounds = [times * bound for bound in TOLERANCE[dtype]]
-    return _row(errors, bounds)
-
-
 def _row(errors: tuple[float, float], bounds: list[float]) -> Row:
     """Errors beside their bounds; NaN is wrong too."""
     row: Row = {"output error": errors[0], "gradient error": errors[1], "bounds": bounds}
@@ -117,9 +118,14 @@ def mixtures(here: Here, *, impl: str, small: bool) -> Iterator[Row]:
                 if why := moe.refusal(impl, device, low, layer.d, layer.f):
                     yield {**row, "not served": why}
                     continue
-                errors = _mixture_errors(layer, impl, low, device, compress=compress)
-                bound = MOE_BOUNDS["bf16" if compress else dtype]
-                yield {**row, **_row(errors, [bound, bound])}
+                bounds = [MOE_BOUNDS["bf16" if compress else dtype]] * 2
+                yield tried(row, partial(_mixture_row, layer, impl, low, device, compress, bounds))
+
+
+def _mixture_row(
+    layer: Layer, impl: str, dtype: torch.dtype, device: str, compress: bool, bounds: list[float]
+) -> Row:
+    return _row(_mixture_errors(layer, impl, dtype, device, compress=compress), bounds)
 
 
 def _mixture_errors(

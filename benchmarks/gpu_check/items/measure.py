@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.items.rows import append
+from llmfoundry.errors import one_line
 
 Row = dict[str, Any]
 
@@ -63,6 +64,16 @@ class Here:
     def left(self) -> float:
         """Seconds."""
         return self.ends - time.monotonic()
+
+
+def tried(row: Row, find: Callable[[], Row]) -> Row:
+    """A row with what `find` finds, or with what went wrong; the next one may well succeed."""
+    try:
+        return {**row, **find()}
+    except torch.OutOfMemoryError:
+        return {**row, "not run": "out of memory"}
+    except Exception as error:
+        return {**row, "wrong": f"{type(error).__name__}: {one_line(error)}"[:300]}
 
 
 def main() -> None:

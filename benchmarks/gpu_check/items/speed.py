@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_check.items.device import GIB, sustained
-from benchmarks.gpu_check.items.measure import Here, Row
+from benchmarks.gpu_check.items.measure import Here, Row, tried
 from benchmarks.gpu_check.items.watch import mark, seconds_between, wait_for
 from benchmarks.moe.layer import DENSE, LayerShape, contenders, saved_bytes, seconds
 from benchmarks.training.bare import Sizes, train
@@ -36,21 +38,27 @@ def experts(
         return
     x = torch.randn(shape.tokens, d, device=here.device).to(LOW).requires_grad_()
     layers = contenders(shape, LOW, here.device.type)
-    flops = 3 * 3 * 2 * shape.tokens * top_k * d * f
     for name in [name for name in layers if name != DENSE]:
         row: Row = {"contender": name, "tokens": shape.tokens}
-        try:
-            found = seconds({DENSE: layers[DENSE], name: layers[name]}, x, rounds)
-            saved = saved_bytes(layers[name][0], x) / shape.tokens / d
-        except torch.OutOfMemoryError:
-            yield {**row, "not run": "out of memory"}
-            continue
-        mine, dense = ([next(iter(t.values())) for t in found[n]] for n in (name, DENSE))
-        rate = flops / statistics.median(mine) / 1e12
-        row |= {"ms": 1e3 * statistics.median(mine), "dense ms": 1e3 * statistics.median(dense)}
-        row["of dense"] = statistics.median(a / b for a, b in zip(mine, dense, strict=True))
-        yield {**row, "TFLOP/s": rate, "saved a token, d": round(saved, 1)}
+        yield tried(row, partial(_beside_dense, shape, x, layers, name, rounds))
         gc.collect()
+
+
+def _beside_dense(
+    shape: LayerShape, x: Tensor, layers: Mapping[str, Any], name: str, rounds: int
+) -> Row:
+    """One of them: time, also over the dense layer's in each round, rate, and what it saves."""
+    found = seconds({DENSE: layers[DENSE], name: layers[name]}, x, rounds)
+    mine, dense = ([next(iter(t.values())) for t in found[n]] for n in (name, DENSE))
+    saved = saved_bytes(layers[name][0], x) / shape.tokens / shape.d
+    flops = 3 * 3 * 2 * shape.tokens * shape.top_k * shape.d * shape.f
+    return {
+        "ms": 1e3 * statistics.median(mine),
+        "dense ms": 1e3 * statistics.median(dense),
+        "of dense": statistics.median(a / b for a, b in zip(mine, dense, strict=True)),
+        "TFLOP/s": flops / statistics.median(mine) / 1e12,
+        "saved a token, d": round(saved, 1),
+    }
 
 
 def _tokens_that_fit(here: Here, tokens: int, d: int, f: int, experts: int, top_k: int) -> int:
@@ -75,15 +83,15 @@ def loss_chunks(here: Here, *, tokens: int, d: int, vocabulary: int) -> Iterator
             total = linear_cross_entropy(hidden, weight, labels)
         torch.autograd.grad(total, [hidden, weight])
 
+    flops = 3 * 2 * tokens * d * vocabulary
+
+    def measured(chunk: int | None) -> Row:
+        with of_chunks(chunk):
+            found = _timed_loss(step, here.device)
+        return {**found, "TFLOP/s": flops / found["ms"] / 1e9}
+
     for chunk in (None, *(n for n in CHUNKS if n <= tokens)):
-        row: Row = {"chunk": chunk or "as it is"}
-        try:
-            with of_chunks(chunk):
-                row |= _timed_loss(step, here.device)
-        except torch.OutOfMemoryError:
-            yield {**row, "not run": "out of memory"}
-            continue
-        yield {**row, "TFLOP/s": 3 * 2 * tokens * d * vocabulary / row["ms"] / 1e9}
+        yield tried({"chunk": chunk or "as it is"}, partial(measured, chunk))
 
 
 def _timed_loss(step: Any, device: torch.device) -> Row:
