@@ -18,7 +18,8 @@ from llmfoundry.data.preparation.engines import local_engine
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.read.readers import FILE_TYPES, is_readable
 from llmfoundry.errors import UserError
-from llmfoundry.estimate import estimate, with_guessed_vocabulary
+from llmfoundry.estimate.fit import with_guessed_vocabulary
+from llmfoundry.estimate.memory import estimate
 from llmfoundry.gauntlet.task_types import TASK_TYPES
 from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.front import plugins

@@ -9,7 +9,7 @@ import torch
 
 from llmfoundry.assemble.job import build_root, with_defaults
 from llmfoundry.commands.train import train
-from llmfoundry.estimate import guess_vocab_size
+from llmfoundry.estimate.fit import guess_vocab_size
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import YAMLS

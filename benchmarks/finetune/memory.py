@@ -4,7 +4,7 @@
 
 Each is a run of its own process, a few steps on the same rows from the same random Llama. What
 counts is the peak of resident memory above what the process has once everything is imported, beside
-what `estimate.py` said before the model was there, without its share for what is imported.
+what the estimate said before the model was there, without its share for what is imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Peak:
     Attributes:
         parameters: of the model.
         measured: peak of resident memory above the start.
-        estimated: by `estimate.py`, for what comes on top of what is imported.
+        estimated: by the estimate, for what comes on top of what is imported.
     """
 
     parameters: int
@@ -104,19 +104,17 @@ def run(file: str) -> None:
     import psutil
 
     from llmfoundry.assemble import trainer
-    from llmfoundry.estimate import FRAMEWORK, choose_microbatch, estimate
+    from llmfoundry.estimate.fit import Fit, choose_fit
+    from llmfoundry.estimate.memory import FRAMEWORK
 
     found: list[tuple[int, int]] = []
 
-    def listen(recipe: Any, *, sketch: Any, world_size: int, device: Any, **others: Any) -> int:
-        rows = choose_microbatch(
-            recipe, sketch=sketch, world_size=world_size, device=device, **others
-        )
-        need = estimate(recipe, world_size, sketch=sketch, device=device)
-        found.append((need.parameters, need.total(rows) - FRAMEWORK))
-        return rows
+    def listen(recipe: Any, **memory: Any) -> Fit:
+        fit = choose_fit(recipe, **memory)
+        found.append((fit.need.parameters, fit.need.total(fit.microbatch) - FRAMEWORK))
+        return fit
 
-    trainer.choose_microbatch = listen  # type: ignore[assignment]
+    trainer.choose_fit = listen
     _import_all()
     before = psutil.Process().memory_info().rss
     sys.argv = ["finetune.py", file]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,10 +41,12 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError, enough_memory
-from llmfoundry.estimate import (
+from llmfoundry.estimate.fit import (
+    Fit,
     available_memory,
     check_workers,
-    choose_microbatch,
+    checkpointing_line,
+    choose_fit,
     with_guessed_vocabulary,
 )
 from llmfoundry.files import write_whole
@@ -59,12 +60,13 @@ from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, materialize, on_mesh, replicate
 from llmfoundry.recipe.front.typed import to_yaml
+from llmfoundry.recipe.parallel import recomputation
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import PRETRAINED
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.track.loggers import Tracker
-from llmfoundry.train.checkpoints.checkpoint import batch_of
+from llmfoundry.train.checkpoints.checkpoint import batch_of, read_state
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.optimizers.optim import build_optimizer, freeze
 from llmfoundry.train.step import CROSS_ENTROPY
@@ -102,11 +104,11 @@ def build_trainer(
     tokenizer = make_tokenizer(recipe, world, pretrained)
     data = _open_data(recipe, tokenizer, world, tracker.note)
     settle_vocabulary(recipe, written, tokenizer)
-    microbatch = fit(recipe)
+    chosen = _fitted(recipe, fit, start, tracker.note)
     root = build_model(
         recipe, world, mesh, tracker.note, written=written, checkpoint=start.checkpoint
     )
-    job = Job(recipe, world, tokenizer, data, root, microbatch, tracker.note)
+    job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, tracker.note)
     ratio = lora_plus_ratio(recipe)
     optimizer = build_optimizer(root.model, recipe.optimizer, lora_plus_ratio=ratio)
     identity = run_identity(job)
@@ -127,7 +129,7 @@ def build_trainer(
         optimizer=optimizer,
         loader=loader,
         clock=clock,
-        microbatch=microbatch,
+        microbatch=chosen.microbatch,
         autocast=job.autocast,
         bytes_per_token=data.bytes_per_token,
         tracker=tracker,
@@ -145,20 +147,49 @@ def build_trainer(
 
 def _memory_fit(
     recipe: TrainRecipe, world: World, trained: Decoder | None
-) -> Callable[[TrainRecipe], int]:
-    """What chooses the microbatch by free memory; `trained`: of fine-tuning, on meta."""
-    return partial(
-        choose_microbatch,
-        world_size=world.size,
-        available=memory_of_process(world),
-        device=world.device,
-        sketch=trained,
-    )
+) -> Callable[[TrainRecipe, str | None], Fit]:
+    """`choose_fit` of a recipe, and what `auto` stood for in the run that goes on.
+
+    `trained` is the model of fine-tuning on the meta device.
+    """
+    available = memory_of_process(world)
+
+    def fit(filled: TrainRecipe, begun_with: str | None) -> Fit:
+        return choose_fit(
+            filled,
+            world_size=world.size,
+            available=available,
+            device=world.device,
+            sketch=trained,
+            begun_with=begun_with,
+        )
+
+    return fit
 
 
-def _check_machine(recipe: TrainRecipe, world: World, fit: Callable[[TrainRecipe], int]) -> None:
+def _fitted(
+    recipe: TrainRecipe,
+    fit: Callable[[TrainRecipe, str | None], Fit],
+    start: Start,
+    note: Callable[[str], None],
+) -> Fit:
+    """The fit of a recipe, in which `auto` becomes what was chosen, and `note` tells why."""
+    asked = recomputation(recipe.parallel.activation_checkpointing)
+    begun_with = None
+    if start.checkpoint is not None and not start.weights_only:
+        begun_with = read_state(start.checkpoint).get("activation_checkpointing")
+    chosen = fit(recipe, begun_with)
+    if asked == "auto":
+        note(checkpointing_line(recipe, chosen, begun_with))
+    recipe.parallel.activation_checkpointing = chosen.checkpointing
+    return chosen
+
+
+def _check_machine(
+    recipe: TrainRecipe, world: World, fit: Callable[[TrainRecipe, str | None], Fit]
+) -> None:
     """Before any text is read: what may be missing on this machine alone."""
-    fit(with_guessed_vocabulary(recipe))
+    fit(with_guessed_vocabulary(recipe), None)
     check_workers(recipe.data, world)
     check_kernels(recipe, world.device)
 
@@ -264,6 +295,11 @@ def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
     if reason is not None:
         raise UserError(f"model.ffn_config.moe_impl: {reason}")
     if recipe.compile_mode is not None:
+        if device.type == "cpu" and recipe.parallel.activation_checkpointing == "selective":
+            raise UserError(
+                "parallel.activation_checkpointing: selective with compile: true is for GPUs, a"
+                " CPU's attention over packed rows is not compiled under it; write whole or none"
+            )
         check_compiler(recipe.compile_mode, device)
 
 
@@ -344,8 +380,9 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
     if recipe.model.ffn_config.ffn_type == "dmoe":
         size += f", of which a token meets {active_parameter_count(recipe.model):,}"
     how = f"{recipe.precision}, microbatch {job.microbatch}"
-    if recipe.parallel.activation_checkpointing:
-        how += ", activation checkpointing"
+    again = recomputation(recipe.parallel.activation_checkpointing)
+    if again != "none":
+        how += f", activation checkpointing: {again}"
     if recipe.compile:
         how += f", blocks compiled ({recipe.compile_mode}): the first step takes a minute for it"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"

@@ -21,14 +21,13 @@ from llmfoundry.commands.evaluate import check_models
 from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.errors import UserError
-from llmfoundry.estimate import (
-    GIB,
-    MemoryEstimate,
+from llmfoundry.estimate.fit import (
     check_workers,
-    choose_microbatch,
-    estimate,
+    checkpointing_line,
+    choose_fit,
     with_guessed_vocabulary,
 )
+from llmfoundry.estimate.memory import GIB, MemoryEstimate
 from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
 from llmfoundry.masking import public
 from llmfoundry.models.counts import active_parameter_count
@@ -85,10 +84,10 @@ def plan_training(written: TrainRecipe) -> Rows:
     check_workers(recipe.data, world)
     check_kernels(recipe, world.device)
     free = memory_of_process(world)
-    rows = choose_microbatch(
+    fit = choose_fit(
         guessed, world_size=world.size, available=free, device=world.device, sketch=model
     )
-    need = estimate(guessed, world.size, sketch=model, device=world.device)
+    rows, need = fit.microbatch, fit.need
     start = find_start(recipe, _alone(), lambda line: None).checkpoint
     begins = "at batch 0" if start is None else f"from {show(start)}"
     yield "run", f"{recipe.save_folder}, begins {begins}"
@@ -98,6 +97,8 @@ def plan_training(written: TrainRecipe) -> Rows:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     yield "device", f"{world.size} x {device}, {recipe.precision}, microbatch {rows}"
     yield "memory", _memory(need, rows, free)
+    if recipe.parallel.activation_checkpointing == "auto":
+        yield "", checkpointing_line(guessed, fit)
     yield "checkpoints", _checkpoints(recipe, need, model)
     yield "measured", _measured(recipe)
 
@@ -169,7 +170,7 @@ def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
     more = f", accumulated gradients {size(accumulated / GIB)}" if accumulated else ""
     return (
         f"about {size(need.total(rows) / GIB)} a process (weights, gradients and optimizer"
-        f" {size(need.weights / GIB)}{more}, activations {size(rows * need.per_row / GIB)});"
+        f" {size(need.weights / GIB)}{more}, activations {size(need.activations(rows) / GIB)});"
         f" {size(free / GIB)} are free"
     )
 

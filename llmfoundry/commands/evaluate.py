@@ -26,7 +26,7 @@ from llmfoundry.assemble.start import Loaded, open_checkpoint
 from llmfoundry.assemble.trainer import memory_of_process
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
-from llmfoundry.estimate import choose_microbatch
+from llmfoundry.estimate.fit import choose_microbatch
 from llmfoundry.files import whole_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult

@@ -11,38 +11,74 @@ rows have every length, and each would be compiled anew.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.torch_private import compiler_errors, keep_graphs_whole_under_ddp
+from llmfoundry.recipe.parallel import LEVELS, recomputation
 from llmfoundry.recipe.scripts.train import GRAPH_ADVICE, GRAPH_MODES
 
 Forward = Callable[..., Any]  # of a block and its inputs
 BUILDERS = {"cpu": "g++ and Python's headers", "cuda": "triton and gcc"}  # what inductor runs
 
 
-def wrap_blocks(root: Root, *, checkpointing: bool, compile_mode: str | None) -> None:
+KEPT = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::_scaled_dot_product_flash_attention",  # each with its suffixes: _for_cpu, ...
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention",
+    "aten::_flash_attention_forward",
+    "torch_attn::_varlen_attn",
+    "flash_attn::_flash_attn",  # _forward and _varlen_forward
+    "flash_attn_3::",
+    "flex_attention",
+    "llmfoundry::moe_forward",
+    "aten::topk",  # a router's choice
+    "_c10d_functional::all_to_all_single",
+    "_c10d_functional::reduce_scatter_tensor",
+)
+"""Operators, by how their names begin, whose results selective checkpointing keeps: matrix
+products, attention, experts, and what other processes would have to take part in. All else is
+bound by memory traffic, and computed again (as torchtitan has it, which keeps every second product
+alone)."""
+
+
+def wrap_blocks(root: Root, *, checkpointing: bool | str, compile_mode: str | None) -> None:
     """Replace the training forward pass of every block, in place.
 
-    Checkpointing goes around the compiled function, not into it: a graph break inside a compiled
-    checkpoint (attention of documents one by one, on a CPU) turns compilation off altogether.
+    Checkpointing of whole blocks goes around the compiled function, not into it: a graph break
+    inside a compiled checkpoint (attention of documents one by one, on a CPU) turns compilation off
+    altogether. Selective checkpointing goes into it, for it must see operators: on a CPU packed
+    rows are not compiled then.
 
     Args:
         root: the model, before FSDP or DDP wrap it.
-        checkpointing: keep a block's input only, and compute the block again in the backward pass.
+        checkpointing: what is computed again in the backward pass: `none`; `selective`, all but
+            what KEPT names; `whole` or True, everything, from a block's input.
         compile_mode: torch.compile's mode; None: not compiled.
     """
-    if compile_mode is None and not checkpointing:
+    level = recomputation(checkpointing)
+    assert level in LEVELS, "auto was not decided"
+    if compile_mode is None and level == "none":
         return
     forward: Forward = _plain
+    if level == "selective":
+        forward = _checkpointed(forward, _selection(root))
     if compile_mode is not None:
         forward = _compiled(forward, compile_mode, len(root.model.blocks))
-    if checkpointing:
+    if level == "whole":
         forward = _checkpointed(forward)
     for block in root.model.blocks:
         block.forward = _while_training(block, forward)
@@ -61,15 +97,48 @@ def _while_training(block: nn.Module, wrapped: Forward) -> Forward:
     return forward
 
 
-def _checkpointed(forward: Forward) -> Forward:
-    """Keep the inputs; the random state is kept too, so that dropout falls on the same elements."""
+def _checkpointed(forward: Forward, contexts: Callable[[], Any] | None = None) -> Forward:
+    """Keep the inputs; the random state is kept too, so that dropout falls on the same elements.
+
+    Args:
+        forward: what is computed again.
+        contexts: of its first and its second time, which keep results; None: nothing is kept.
+    """
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def wrapped(block: nn.Module, *inputs: Any, **named: Any) -> Any:
         return checkpoint(
-            forward, block, *inputs, use_reentrant=False, preserve_rng_state=True, **named
+            forward,
+            block,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            **options,
+            **named,
         )
 
     return wrapped
+
+
+def _selection(root: Root) -> Callable[[], Any]:
+    """Contexts that keep the results of the operators that KEPT names.
+
+    Not of a feed-forward layer's last product: nothing in the block asks for it again.
+    """
+    model = root.model.config
+    last = (model.ffn_config.ffn_hidden_size, model.d_model)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = op.name() if callable(getattr(op, "name", None)) else str(op)
+        if not name.startswith(KEPT):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if name.startswith(("aten::mm", "aten::addmm")):
+            left, right = args[-2:]
+            if (left.shape[-1], right.shape[-1]) == last:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+    return partial(create_selective_checkpoint_contexts, policy)
 
 
 def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:

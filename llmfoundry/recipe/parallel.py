@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmfoundry.recipe.values.bounds import PROCESSES, Range, out_of_bounds
+from llmfoundry.recipe.values.bounds import PROCESSES, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import inert
+
+LEVELS = ("none", "selective", "whole")
+"""What is computed again in the backward pass, the least first."""
+RECOMPUTATION = choice((*LEVELS, "auto"), "true or false")
+
+
+def recomputation(value: bool | str) -> str:
+    """One of LEVELS, or auto, as `parallel.activation_checkpointing` says it: true is whole."""
+    return {True: "whole", False: "none"}[value] if isinstance(value, bool) else value
 
 
 @dataclass
@@ -32,9 +41,11 @@ class ParallelConfig:
     process keeps its own shard's alone; default true. False does so once a step, after the last
     microbatch: fewer messages, and until then every process keeps the gradients of the whole model,
     4 bytes a parameter."""
-    activation_checkpointing: bool = False
-    """Keep only each block's input for the backward pass and compute the rest again: a third more
-    work, a fraction of the memory."""
+    activation_checkpointing: Annotated[bool | str, RECOMPUTATION] = "none"
+    """What the backward pass computes again in place of keeping it. none; selective: all but the
+    results of matrix products, attention and experts, at half the memory; whole (or true): blocks,
+    from their inputs: a third more work, a fraction of the memory; auto: the least of these that
+    the estimate says fits."""
     dist_timeout: Annotated[int, Range(1, 31_536_000, "a year")] = 600
     """Seconds that a collective may wait for other processes."""
 
@@ -55,6 +66,7 @@ class ParallelConfig:
 
     def fill(self) -> None:
         """Write derived values in place."""
+        self.activation_checkpointing = recomputation(self.activation_checkpointing)
         if self.data_parallel_shard_degree == 1:
             return
         if self.reshard_after_forward is None:

@@ -23,6 +23,7 @@ from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.parallel import recomputation
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
@@ -251,7 +252,7 @@ class Trainer:
 
     def _smaller(self) -> str:
         """What to write where a step does not fit into the memory."""
-        checkpointing = self.recipe.parallel.activation_checkpointing
+        checkpointing = recomputation(self.recipe.parallel.activation_checkpointing) == "whole"
         return (
             f"device_train_microbatch_size: step {self.batch + 1} ran out of memory at"
             f" {self.microbatch}; write {self.microbatch // 2 or 'a smaller model'}"
@@ -356,6 +357,7 @@ class Trainer:
             "window": [self._loss_sum.tolist(), self._loss_count],
             "order": self.loader.state(self.batch),
             "identity": self.identity,
+            "activation_checkpointing": self.recipe.parallel.activation_checkpointing,
             "settings": self.recipe.training_settings(),
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmfoundry.estimate import expert_bytes
+from llmfoundry.estimate.activations import expert_bytes
 from llmfoundry.models.counts import (
     active_parameter_count,
     expert_parameter_count,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmfoundry.assemble.job import weight_dtype
-from llmfoundry.estimate import MemoryEstimate, estimate
+from llmfoundry.estimate.memory import MemoryEstimate, estimate
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import Batch
 from llmfoundry.parallel.blocks import wrap_blocks

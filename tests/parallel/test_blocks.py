@@ -50,18 +50,19 @@ def forward(root: Root, layout: Layout | None = LAYOUT, rows: int = 3) -> torch.
     return root(tokens, layout, lambda model, hidden: model.loss(hidden, tokens))
 
 
-def loss_and_gradients(root: Root) -> list[torch.Tensor]:
+def loss_and_gradients(root: Root, layout: Layout | None = LAYOUT) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    loss = forward(root)
+    loss = forward(root, layout)
     loss.backward()
     return [loss.detach(), *(p.grad for p in root.parameters() if p.grad is not None)]
 
 
+@pytest.mark.parametrize("level", ["selective", "whole"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_checkpointing_changes_no_bit(name: str) -> None:
+def test_checkpointing_changes_no_bit(name: str, level: str) -> None:
     kept, recomputed = make_root(**SETTINGS[name]), make_root(**SETTINGS[name])
     names = list(kept.state_dict())
-    wrap_blocks(recomputed, checkpointing=True, compile_mode=None)
+    wrap_blocks(recomputed, checkpointing=level, compile_mode=None)
     assert list(recomputed.state_dict()) == names
     expected, found = loss_and_gradients(kept), loss_and_gradients(recomputed)
     assert len(found) == len(names) + 1 - ("lm_head.weight" in names)
@@ -124,15 +125,27 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "whole"])
 def test_compiled_blocks_give_the_same_numbers(
-    counter: CompileCounterWithBackend, name: str, checkpointing: bool
+    counter: CompileCounterWithBackend, name: str, checkpointing: str
 ) -> None:
     plain, compiled = make_root(**SETTINGS[name]), make_root(**SETTINGS[name])
     wrap_blocks(compiled, checkpointing=checkpointing, compile_mode="default")
     expected, found = loss_and_gradients(plain), loss_and_gradients(compiled)
     assert counter.frame_count > 0
     assert list(compiled.state_dict()) == list(plain.state_dict())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_compiled_blocks_that_keep_products_give_the_same_numbers(
+    counter: CompileCounterWithBackend, name: str
+) -> None:
+    plain, compiled = make_root(**SETTINGS[name]), make_root(**SETTINGS[name])
+    wrap_blocks(compiled, checkpointing="selective", compile_mode="default")
+    expected, found = (loss_and_gradients(root, layout=None) for root in (plain, compiled))
+    assert counter.frame_count > 0
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

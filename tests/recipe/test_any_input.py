@@ -25,10 +25,11 @@ import pytest
 import torch
 from mutations import SCRIPTS, Case, case, prepare_folder
 
-from llmfoundry import estimate
 from llmfoundry.assemble.job import attention_refusal, build_root, experts_refusal, with_defaults
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
-from llmfoundry.estimate import GIB, choose_microbatch, with_guessed_vocabulary
+from llmfoundry.estimate import fit
+from llmfoundry.estimate.fit import choose_microbatch, with_guessed_vocabulary
+from llmfoundry.estimate.memory import GIB
 from llmfoundry.recipe.front import sweep
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.front.script import run
@@ -45,7 +46,7 @@ def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
     module.remember = recipes.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "remembering_target", module)
     monkeypatch.setattr(sweep, "_execute", lambda arguments: 0)
-    monkeypatch.setattr(estimate, "largest_fitting_recipe", lambda *_: None)  # reads all recipes
+    monkeypatch.setattr(fit, "largest_fitting_recipe", lambda *_: None)  # reads all recipes
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.chdir(tmp_path)
     prepare_folder(tmp_path)

@@ -1,6 +1,6 @@
 """What a model of which a part is frozen takes, counted on the model itself, on the meta device.
 
-`estimate.py` asks it for fine-tuning: there is a model before there is a run, and who knows which
+`memory.py` asks it for fine-tuning: there is a model before there is a run, and who knows which
 of its weights train, and in how many bits the others are kept, is the model alone.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.moe import ExpertWeights
@@ -54,9 +53,11 @@ class WeightBytes:
         trained: bytes that gradients and moments are kept of as well.
         block: bytes of the largest block.
         ends: bytes of embeddings, final norm and head.
-        trained_ends: of these the bytes that train.
+        trained_block: of the largest block the bytes that train.
+        trained_ends: of the ends the bytes that train.
+        trained_head: of these the bytes of the head.
+        trained_matrices: values of the blocks that train.
         dequantized: values of the largest matrix in 4 bits, which are there while it is at work.
-        trains_experts: stacked experts are among what trains.
     """
 
     parameters: int
@@ -64,9 +65,11 @@ class WeightBytes:
     trained: int
     block: int
     ends: int
+    trained_block: int
     trained_ends: int
+    trained_head: int
+    trained_matrices: int
     dequantized: int
-    trains_experts: bool
 
 
 def weigh(model: nn.Module, device: torch.device) -> WeightBytes:
@@ -81,14 +84,27 @@ def weigh(model: nn.Module, device: torch.device) -> WeightBytes:
         trained=of_trained,
         block=max(blocks, default=0),
         ends=total - sum(blocks),
+        trained_block=max((_trained_bytes(block) for block in model.blocks), default=0),  # type: ignore[union-attr]
         trained_ends=sum(p.nbytes for _, p in trained if id(p) not in inside),
+        trained_head=_trained_head(model),
+        trained_matrices=sum(p.numel() for _, p in trained if id(p) in inside),
         dequantized=_largest_matrix(model, device),
-        trains_experts=any(".experts." in n and not is_added(n) for n, _ in trained),
     )
 
 
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _trained_bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad)
+
+
+def _trained_head(model: nn.Module) -> int:
+    """Of the output head, which may be the embedding."""
+    head = model.head_weight
+    assert isinstance(head, Tensor)
+    return head.nbytes if head.requires_grad else 0
 
 
 def _largest_matrix(model: nn.Module, device: torch.device) -> int:

@@ -1,0 +1,176 @@
+"""What the backward pass keeps of a row, whatever of it is computed again.
+
+`memory.py` asks it. Counted tensor by tensor from a block's forward pass, each storage once:
+`benchmarks/memory/fake_ranks.py` counts the same on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from llmfoundry.estimate.trained import ALL, SavedInputs
+from llmfoundry.ops.moe.steps import packed_width
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.parallel import recomputation
+from llmfoundry.recipe.scripts.train import TrainRecipe
+
+CPU = torch.device("cpu")
+LOG_SUM = 4  # bytes of what attention keeps of each query's softmax
+
+
+class RowBytes(NamedTuple):
+    """Bytes of one row of max_seq_len.
+
+    Attributes:
+        kept: by all blocks, from the forward pass to the backward pass.
+        head: beside that while the loss and the head's gradient are computed.
+        block: beside that in the backward pass of a block: what is computed again of it, and
+            gradients of what it kept.
+    """
+
+    kept: int
+    head: int
+    block: int
+
+
+def row_bytes(
+    recipe: TrainRecipe,
+    kept: Sequence[SavedInputs] | None = None,
+    *,
+    device: torch.device = CPU,
+) -> RowBytes:
+    """What a row takes; all blocks keep all, or as `kept` says.
+
+    Blocks that are behind the first weight that trains keep nothing.
+    """
+    model = recipe.model
+    stream = model.d_model * (2 if recipe.precision == "bf16" else 4)
+    low = _low(recipe)
+    reached = [ALL] * model.n_layers if kept is None else [one for one in kept if one.anything]
+    again = recomputation(recipe.parallel.activation_checkpointing)
+    each = {one: _kept(recipe, one, again, device) for one in set(reached)}
+    whole = max((block_bytes(recipe, one, device) for one in each), default=0)
+    most = max(each.values(), default=0)
+    gradients = recipe.max_seq_len * (2 * stream + low * _inner(model))
+    passing = recipe.max_seq_len * expert_rows(model, low)
+    return RowBytes(
+        kept=sum(each[one] for one in reached),
+        head=recipe.max_seq_len * (3 * 4 * model.d_model + stream),
+        block=whole - most + gradients + passing if reached else 0,
+    )
+
+
+def _kept(recipe: TrainRecipe, kept: SavedInputs, again: str, device: torch.device) -> int:
+    """Bytes that one block keeps of one row where `again` is computed again."""
+    if again == "selective":
+        return selective_bytes(recipe, kept)
+    if again == "whole":
+        stream = recipe.model.d_model * (2 if recipe.precision == "bf16" else 4)
+        return stream * recipe.max_seq_len
+    return block_bytes(recipe, kept, device)
+
+
+def _low(recipe: TrainRecipe) -> int:
+    """Bytes of a value in matrix products."""
+    return 4 if recipe.precision == "fp32" else 2
+
+
+def _inner(model: ModelConfig) -> int:
+    """Values of the widest gradient of a token within a block; experts' are in `expert_rows`."""
+    ffn = model.ffn_config
+    if ffn.ffn_type == "dmoe" or ffn.ffn_hidden_size is None:
+        return 0
+    return ffn.ffn_hidden_size * (2 if ffn.ffn_type == "mptglu" else 1)
+
+
+def block_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL, device: torch.device = CPU) -> int:
+    """Bytes that the backward pass keeps of one row in one block, nothing computed again.
+
+    The inputs of norms in fp32, those of matrix products and of attention in the compute dtype.
+    """
+    model, low = recipe.model, _low(recipe)
+    attn, d, hidden = model.attn_config, model.d_model, model.ffn_config.ffn_hidden_size
+    assert model.head_dim and attn.kv_n_heads and hidden, "the recipe was not filled"
+    q, kv = model.n_heads * model.head_dim, attn.kv_n_heads * model.head_dim
+    experts = model.ffn_config.ffn_type == "dmoe"
+    normed = low if model.norm_type.startswith("low_precision") else 4
+    gated = model.ffn_config.ffn_type == "mptglu"
+    # autocast casts what a gate and its twin read for each of them
+    reads = 2 if gated and recipe.precision == "amp_bf16" else not experts
+    norms = 2 * d * normed + low * d * (kept.qkv + kept.up * reads)
+    if device.type == "cpu" and model.norm_type.endswith("rmsnorm"):
+        norms += 2 * d * normed  # it has no kernel there, and keeps what it made as well
+    wide = 4 if device.type == "cpu" else low  # a CPU's attention computes short rows in fp32
+    attention = wide * (2 * q + 2 * kv) + LOG_SUM * model.n_heads
+    if wide > low:  # copies, which the products' own results do not wait for
+        attention += low * q * kept.out
+    elif attn.rope:
+        attention += low * (q + kv)
+    if attn.clip_qkv is not None:
+        attention += low * (q + 2 * kv)
+    if attn.qk_ln or attn.qk_gn:
+        attention += 2 * 4 * (q + kv)
+    if attn.attn_impl == "torch" or attn.attn_logit_softcapping is not None:
+        attention += 3 * 4 * model.n_heads * recipe.max_seq_len  # logits, capped and their softmax
+    dropped = 2 * d * (4 + 1) if model.resid_pdrop else 0  # what was kept, and which
+    ffn = low * hidden * ((3 if gated else 1) + kept.down)
+    if experts:
+        ffn = expert_bytes(model, low, kept)
+    added = low * kept.added
+    return (norms + attention + dropped + ffn + added) * recipe.max_seq_len
+
+
+def selective_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL) -> int:
+    """The same where selective checkpointing keeps results of products, attention and experts.
+
+    And a block's input; not the result of the feed-forward layer's last product
+    (`parallel/blocks.py`). Adapters' products are kept as well.
+    """
+    model, low = recipe.model, _low(recipe)
+    attn, d, ffn = model.attn_config, model.d_model, model.ffn_config
+    assert model.head_dim and attn.kv_n_heads and ffn.ffn_hidden_size, "the recipe was not filled"
+    q, kv = model.n_heads * model.head_dim, attn.kv_n_heads * model.head_dim
+    stream = d * (2 if recipe.precision == "bf16" else 4)
+    products = q + 2 * kv + d + ffn.ffn_hidden_size * (2 if ffn.ffn_type == "mptglu" else 1)
+    experts = 0
+    if ffn.ffn_type == "dmoe":
+        shared = (ffn.shared_expert_hidden_size or 0) * (2 if ffn.mlp_type == "glu" else 1)
+        products = q + 2 * kv + d + shared + (d if shared else 0)
+        routed = expert_bytes(model, low, SavedInputs(up=False))
+        experts = routed - low * 2 * shared + low * d  # the operator's result too
+    adapters = low * (products if kept.added else 0) + low * kept.added
+    attention = low * q + LOG_SUM * model.n_heads
+    return (stream + low * products + attention + experts + adapters) * recipe.max_seq_len
+
+
+def expert_bytes(model: ModelConfig, low: int, kept: SavedInputs = ALL) -> int:
+    """Bytes that the backward pass of a mixture keeps of one token, in values of `low` bytes."""
+    ffn, d, top_k = model.ffn_config, model.d_model, model.ffn_config.moe_top_k
+    assert ffn.ffn_hidden_size and ffn.moe_num_experts and top_k, "the recipe was not filled"
+    projections = 2 if ffn.mlp_type == "glu" else 1
+    router = 4 * 3 * ffn.moe_num_experts + top_k * (3 * 8 + 3 * 4)
+    shared = low * (ffn.shared_expert_hidden_size or 0) * 2 * projections
+    if ffn.moe_impl == "grouped_mm":  # its input and the pre-activations
+        width = low * d * kept.up + top_k * projections * low * ffn.ffn_hidden_size
+        if ffn.moe_compress_activations:
+            packed = top_k * projections * packed_width(ffn.ffn_hidden_size)
+            width = low * d + packed_width(d) + packed  # the router keeps its input as it is
+    else:  # the rows of every expert, all that the activation makes of them, and what it gives
+        width = top_k * low * (2 * d + 2 * projections * ffn.ffn_hidden_size)
+    return router + shared + width
+
+
+def expert_rows(model: ModelConfig, width: int) -> int:
+    """Bytes of a token's rows on their way back through the experts of the block at work.
+
+    Gradients and inputs of the rows, (d) each, the gradient of the activation, what it gave, and
+    the gradients of both projections, (f) each: `ops/moe/device.py`.
+    """
+    ffn = model.ffn_config
+    if ffn.ffn_type != "dmoe":
+        return 0
+    assert ffn.ffn_hidden_size and ffn.moe_top_k, "the recipe was not filled"
+    return ffn.moe_top_k * width * (3 * model.d_model + 3 * ffn.ffn_hidden_size)
