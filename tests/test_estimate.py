@@ -14,7 +14,12 @@ import torch
 
 from llmfoundry.errors import UserError
 from llmfoundry.estimate.activations import row_bytes
-from llmfoundry.estimate.fit import check_workers, choose_microbatch
+from llmfoundry.estimate.fit import (
+    check_workers,
+    checkpointing_line,
+    choose_fit,
+    choose_microbatch,
+)
 from llmfoundry.estimate.memory import estimate
 from llmfoundry.estimate.trained import kept_by_blocks
 from llmfoundry.models.adapters.adapt import add_adapter, init_adapter
@@ -206,6 +211,31 @@ def test_cuda_graphs_take_a_step_in_one_microbatch(asked: str | int) -> None:
     ):
         choose_microbatch(recipe, world_size=1, available=room, device=GPU)
     assert choose_microbatch(recipe, world_size=4, available=room, device=GPU) == 16
+
+
+def test_auto_computes_again_as_little_as_fits() -> None:
+    recipe = make_recipe("mpt", "amp_bf16")
+    recipe.parallel.activation_checkpointing = "auto"
+    totals = []
+    for level in ("none", "selective", "whole"):
+        recipe.parallel.activation_checkpointing = level
+        totals.append(estimate(recipe, 1, device=GPU).total(16))
+        recipe.parallel.activation_checkpointing = "auto"
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 3
+    memory: dict[str, Any] = {"world_size": 1, "device": GPU}
+    for level, total in zip(("none", "selective", "whole"), totals, strict=True):
+        fit = choose_fit(recipe, available=int(total / 0.9) + 2**10, **memory)
+        assert (fit.checkpointing, fit.microbatch) == (level, 16)  # 16 rows are MIN_TOKENS
+    little = int(totals[2] / 0.9 * 0.97)
+    fit = choose_fit(recipe, available=little, **memory)
+    assert fit.checkpointing == "whole" and fit.microbatch < 16
+    room = int(totals[0] / 0.9) + 2**10
+    again = choose_fit(recipe, available=room, **memory, begun_with="whole")
+    assert again.checkpointing == "whole" and again.microbatch >= 16
+    assert "as the run began" in checkpointing_line(recipe, again, "whole")
+    assert "auto is none" in checkpointing_line(
+        recipe, choose_fit(recipe, available=room, **memory)
+    )
 
 
 def test_auto_on_a_cpu_takes_no_more_than_a_thousand_tokens() -> None:

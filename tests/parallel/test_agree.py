@@ -16,7 +16,7 @@ from llmfoundry.assemble.job import served_precision
 from llmfoundry.assemble.start import check_same_recipe
 from llmfoundry.assemble.trainer import _memory_fit
 from llmfoundry.errors import UserError
-from llmfoundry.estimate import estimate
+from llmfoundry.estimate.memory import estimate
 from llmfoundry.ops import processor
 from llmfoundry.parallel.agree import check_alike, together
 from llmfoundry.parallel.launch import World

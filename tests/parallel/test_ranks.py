@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from llmfoundry.errors import UserError
-from llmfoundry.estimate import USABLE, estimate, with_guessed_vocabulary
+from llmfoundry.estimate.fit import USABLE, with_guessed_vocabulary
+from llmfoundry.estimate.memory import estimate
 from llmfoundry.parallel.launch import first_host, slurm_environment
 from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.front.load import checked

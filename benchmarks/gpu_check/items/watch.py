@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_check.items.kernel_times import kernel_rows
 from benchmarks.gpu_check.items.rows import append
 from llmfoundry.assemble.job import Job, product_dtype
-from llmfoundry.estimate import FRAMEWORK, estimate
+from llmfoundry.estimate.memory import FRAMEWORK, estimate
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.counts import trained_flops_per_token
 from llmfoundry.ops.attention.backends import choose
