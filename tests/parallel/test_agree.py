@@ -72,7 +72,7 @@ def work(rank: int, folder: Path) -> None:
     if rank == 2:
         other.eval_interval = "7ba"
     found = {
-        "microbatch": _memory_fit(recipe, world, None)(recipe),
+        "microbatch": _memory_fit(recipe, world, None)(recipe, None).microbatch,
         "precision": served_precision("amp_bf16", world, lambda line: None),
         "made": together(world, lambda: rank),
         "refused": refusal(lambda: together(world, lambda: refuse(*["x: no"] * (rank > 0)))),
