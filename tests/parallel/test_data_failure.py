@@ -30,7 +30,7 @@ def test_all_processes_stop_at_the_step_that_lacks_its_shard(tmp_path: Path) -> 
     (tmp_path / "shards" / shard["file"]).rename(tmp_path / "away")
     started = time.monotonic()
     failed = run("train.py", "tiny.yaml", *SHARDS, cwd=tmp_path, processes=2, status=1)
-    assert time.monotonic() - started < 60  # the group's own timeout is ten minutes
+    assert time.monotonic() - started < 200  # the group's own timeout is ten minutes
     where = f"{shard['file']}: cannot be read"
     lines = [line for line in failed.stderr.splitlines() if where in line]
     assert len(lines) >= 2 and any("on rank" in line for line in lines), failed.stderr[-2000:]
