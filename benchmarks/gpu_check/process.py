@@ -61,7 +61,7 @@ def environment(paths: Sequence[Path], device: str) -> dict[str, str]:
     found = {key: value for key, value in os.environ.items() if not _LAUNCHED.fullmatch(key)}
     given = filter(None, [found.get("PYTHONPATH")])
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *map(str, paths), *given])
-    first = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    first = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     found["CUDA_VISIBLE_DEVICES"] = first if device == CUDA else ""
     quiet = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     return {**found, **quiet, ENDS_WITH: str(os.getpid())}

@@ -22,6 +22,7 @@ from torch.autograd import DeviceType
 from benchmarks.gpu_check import command, plan, process, runner, verdict
 from benchmarks.gpu_check.command import Options, options
 from benchmarks.gpu_check.items import exactness, kernel_times, rows, speed, watch
+from benchmarks.gpu_check.items.facts import facts
 from benchmarks.gpu_check.items.measure import Here
 from benchmarks.gpu_check.page import as_html
 from benchmarks.gpu_check.plan import Item, Step
@@ -583,6 +584,32 @@ def test_an_items_process_sees_one_gpu_or_none_and_no_launcher(
     assert env["CUDA_VISIBLE_DEVICES"] == "3" and "/a/wheel" in env["PYTHONPATH"]
     assert not {"RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"} & {*env}
     assert process.environment([], "cpu")["CUDA_VISIBLE_DEVICES"] == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whoever hides all GPUs means it
+    assert process.environment([], "cuda")["CUDA_VISIBLE_DEVICES"] == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert process.environment([], "cuda")["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "there", "said"),
+    [
+        (None, False, "built without CUDA"),
+        ("13.0", False, "sees no GPU"),
+        ("13.0", True, "does not"),
+    ],
+)
+def test_a_torch_without_a_gpu_says_why(
+    cuda: str | None, there: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*sizes: int, device: str) -> torch.Tensor:
+        raise RuntimeError("CUDA error: no kernel image is available\nmore lines")
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch, "ones", broken)
+    asked = Here(torch.device("cuda"), tmp_path, tmp_path / "rows", ends=float("inf"))
+    with pytest.raises(SystemExit, match=said):
+        next(facts(asked))
 
 
 def test_a_run_is_timed_on_the_road_of_a_recipe(
@@ -611,8 +638,9 @@ def test_a_run_is_timed_on_the_road_of_a_recipe(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_the_whole_check_runs_on_a_cpu(tmp_path: Path) -> None:
-    assert command.check(Options(minutes=25, device="cpu", output=tmp_path)) == 0
+    assert command.check(Options(minutes=110, device="cpu", output=tmp_path)) == 0
     results = Results.read(tmp_path / "gpu-check.json")
     assert results is not None and results.status == "finished"
     assert {item.state for _, item in results.items()} == {"ok", "not here"}

@@ -84,11 +84,12 @@ class Watch(Callback):
 
     def _end(self, trainer: Trainer) -> None:
         device = trainer.world.device
-        with trainer.training_paused():  # the last step's values are read
-            profiled = []
+        profiled = []
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             profiled = kernel_rows(self._profiler, device.type)
+        with trainer.training_paused():
+            pass  # the last step's values are read
         spans = [seconds_between(a, b) for a, b in itertools.pairwise(self._marks)][
             self._warm_up - 1 :
         ]
