@@ -168,6 +168,29 @@ def test_columns_and_functions_bring_rows_to_a_format(tmp_path):
     assert set(learned(rows_of(opened(tmp_path, config | function)))) == {"new<|endoftext|>"}
 
 
+def test_answers_that_are_lists_in_json_are_text(tmp_path):
+    answers = ["[]", '[{"name": "Ann", "role": "chair"}]', '[{"content": "x"}]', "[1, 2]"]
+    expected = {f"{answer}<|endoftext|>" for answer in answers}
+    pairs = [{"prompt": "Who? ", "chosen": answer, "rejected": "No"} for answer in answers]
+    path = write(tmp_path / "pairs" / "a.jsonl", pairs)
+    found = learned(rows_of(opened(tmp_path, {"paths": [str(path)], "format": "preference"})))
+    assert {*found} == expected | {"No<|endoftext|>"}
+    rows = [{"prompt": "Who? ", "response": answer} for answer in answers]
+    spelled = json.dumps([user("hi"), assistant("yes")])  # messages, as a csv file holds them
+    rows.append({"prompt": json.dumps([user("hi")]), "response": spelled})
+    path = write(tmp_path / "in" / "a.jsonl", rows)
+    found = learned(rows_of(opened(tmp_path, {"paths": [str(path)], "format": "prompt_response"})))
+    assert {*found} == expected | {"yes<|im_end|>\n<|endoftext|>"}
+
+
+def test_braces_in_a_published_row_stay(tmp_path):
+    row = {"instruction": "Fill {input} and {instruction}.", "input": "{x} {}", "output": "o"}
+    path = write(tmp_path / "in" / "a.jsonl", [row])
+    (row,) = rows_of(opened(tmp_path, {"paths": [str(path)], "format": "alpaca"}, max_seq_len=512))
+    text = tokenizer_of().decode(row.ids.tolist())
+    assert "### Instruction:\nFill {input} and {instruction}.\n\n### Input:\n{x} {}\n\n" in text
+
+
 @pytest.mark.parametrize("as_messages", [False, True])
 def test_pairs_lie_side_by_side_and_only_their_answers_are_learned(tmp_path, as_messages):
     rows: list[dict[str, Any]] = [
@@ -498,6 +521,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
      r"messages\[1\] has the unknown key 'wieght'; did you mean 'weight'"),
     ({"messages": [user("a"), assistant("b", weight="x")]}, r"messages\[1\].weight is 'x'"),
     ({"messages": [user("a"), assistant("b", weight=float("nan"))]}, r"weight is nan"),
+    ({"messages": [user("a"), assistant("b", weight=10**400)]}, r"weight is 10000.* from 0 to"),
     ({"messages": [{**user("a"), "weight": 1}, assistant("b")]}, r"on a message of user"),
     ({"messages": [user("a"), assistant("b", tool_calls=[{"x": 1}])]}, "names no function"),
     ({"messages": [user("a"), assistant("b")], "tools": "soon"}, "tools holds text"),
@@ -526,6 +550,10 @@ def test_a_row_that_is_no_conversation_is_named(tmp_path, row, message):
         ("preference", {"prompt": "a", "chosen": "b", "rejected": "b"}, "the same answer"),
         ("unpaired", {"prompt": "a", "completion": "b", "label": "good"}, "label is 'good'"),
         ("alpaca", {"instruction": "a"}, "no column 'output'"),
+        ("alpaca", {"instruction": "a", "input": 5, "output": "b"}, "input holds a int, not text"),
+        ("dolly", {"instruction": "a", "context": {}, "response": "b"}, "context holds a dict"),
+        ("prompt_response", {"prompt": "a", "response": '[{"role": "bot", "content": "b"}]'},
+            "role is 'bot'"),
         ("alpaca", {"text": "no mark"}, "0 times '### Response:', not once"),
         ("sharegpt", {"conversations": [{"from": [1], "value": "a"}] * 2}, r"role is \[1\]"),
         ("sharegpt", {"conversations": [{"from": "human"}]}, r"conversations\[0\] lacks from"),

@@ -183,9 +183,13 @@ def _answered(
             raise ValueError(f"{name} begins with the assistant, and there is no column 'prompt'")
         before = prompt if is_messages(prompt) else [{"role": "user", "content": prompt}]
         messages = [*plain_messages(before, name="prompt"), *messages]
-    elif is_messages(prompt) and plain_messages(prompt, name="prompt") != messages[: len(prompt)]:
+    elif is_messages(prompt) and not _begins(messages, plain_messages(prompt, name="prompt")):
         raise ValueError(f"{name} is a whole conversation that does not begin with prompt")
     return SegmentedText(_turns(conversation(messages, name=name), tools, options), rendered=True)
+
+
+def _begins(messages: Messages, beginning: Messages) -> bool:
+    return messages[: len(beginning)] == beginning
 
 
 def _turns(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llmfoundry.data.supervised.messages import from_json
+
 Row = Mapping[str, Any]
 
 _ALPACA = (
@@ -36,18 +38,18 @@ def _alpaca(row: Row) -> dict[str, Any]:
         if len(parts) != 2:
             raise ValueError(f"text has {len(parts) - 1} times '### Response:', not once")
         return {"prompt": f"{parts[0]}### Response:", "response": parts[1]}
-    instruction, given = _text(row, "instruction"), row.get("input") or ""
+    instruction, given = _text(row, "instruction"), _text_if_any(row, "input")
     form = _ALPACA_INPUT if given else _ALPACA
-    prompt = form.replace("{instruction}", instruction).replace("{input}", given)
+    prompt = form.format(instruction=instruction, input=given)
     return {"prompt": prompt, "response": "\n" + _text(row, "output")}
 
 
 def _dolly(row: Row) -> dict[str, Any]:
     """databricks_dolly_15k, of HuggingFaceH4 (input, output) or Databricks (context, response)."""
     theirs = ("context", "response") if "response" in row else ("input", "output")
-    instruction, given = _text(row, "instruction"), row.get(theirs[0]) or ""
+    instruction, given = _text(row, "instruction"), _text_if_any(row, theirs[0])
     whole = f"{instruction}\n{given}" if given else instruction
-    prompt = _ALPACA.replace("{instruction}", whole) + "\n"
+    prompt = _ALPACA.format(instruction=whole) + "\n"
     return {"prompt": prompt, "response": _text(row, theirs[1])}
 
 
@@ -65,7 +67,7 @@ def _inputs_targets(row: Row) -> dict[str, Any]:
 
 def _sharegpt(row: Row) -> dict[str, Any]:
     """Conversations of {from, value}; OpenHermes too."""
-    turns = _column(row, "conversations")
+    turns = from_json(_column(row, "conversations"))
     if not isinstance(turns, list):
         raise ValueError("conversations is not a list")
     messages = []
@@ -108,6 +110,10 @@ def _column(row: Row, name: str) -> Any:
     if row.get(name) is None:
         raise ValueError(f"no column {name!r}; it has {', '.join(row)}")
     return row[name]
+
+
+def _text_if_any(row: Row, name: str) -> str:
+    return "" if row.get(name) is None else _text(row, name)
 
 
 def _text(row: Row, name: str) -> str:

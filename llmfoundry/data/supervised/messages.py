@@ -7,7 +7,6 @@ assistant last) and the order that templates assume: system first, then the user
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,9 +70,14 @@ def plain_messages(value: Any, *, name: str) -> list[dict[str, Any]]:
 
 
 def is_messages(value: Any) -> bool:
-    """Whether a column holds messages, not a text."""
-    value = from_json(value)
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    """Whether a column holds messages, not a text.
+
+    A text may spell them in JSON. Other lists in JSON, as answers often are, are text.
+    """
+    if not isinstance(value, str):
+        return isinstance(value, Sequence)
+    found = from_json(value)
+    return isinstance(found, list) and bool(found) and all(map(_is_message, found))
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
@@ -127,6 +131,10 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     return message
 
 
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return "role" in value and ("content" in value or "tool_calls" in value)
+
+
 def _check_calls(message: dict[str, Any], where: str) -> None:
     calls = from_json(message.get("tool_calls"))
     if not calls:
@@ -153,8 +161,8 @@ def _check_weight(message: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where}.weight is on a message of {message['role']}, never learned")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ValueError(f"{where}.weight is {weight!r}; write a number")
-    if not (math.isfinite(weight) and 0 <= weight <= 1000):
-        raise ValueError(f"{where}.weight is {weight}; write a number from 0 to 1000")
+    if not 0 <= weight <= 1000:  # so it is finite
+        raise ValueError(f"{where}.weight is {str(weight)[:20]}; write a number from 0 to 1000")
 
 
 def _content(value: Any, where: str) -> str:

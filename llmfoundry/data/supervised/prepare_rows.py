@@ -41,7 +41,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import INSTRUCTIONS
 
-_VERSION = 1  # of what is made of a row; raised when it becomes another
+_VERSION = 2  # of what is made of a row; raised when it becomes another
 _BATCH = 512  # rows that are encoded at a time
 EMPTY, LEFT_OUT, SPELLED = "empty", "left out by preprocess", "with the text of a special token"
 
