@@ -152,6 +152,8 @@ def fill_weights(
     then = state["identity"]
     kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
     changed = [k for k in kept if then.get(k) != identity[k]]
+    if "adapter.name" in changed:  # all other keys of an adapter came or went with it
+        changed = ["adapter.name"]
     if changed:
         raise UserError(
             *(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.export.config.architectures import ARCHITECTURES
-from llmfoundry.export.config.settings import OWN, read_settings, said_biases, unread
+from llmfoundry.export.config.settings import OWN, check_layers, read_settings, said_biases, unread
 from llmfoundry.export.foundry import FOUNDRY, foundry_map
 from llmfoundry.export.hf_maps import MAPS
 from llmfoundry.export.weight_map import WeightMap, bias_names, check_shape, to_ours
@@ -119,6 +119,7 @@ def open_hf(
         UserError: what the decoder cannot follow exactly, by config.json's key or tensor's name.
     """
     written = read_json(folder / "config.json") if written is None else written
+    check_layers(written)
     name, config = read_settings(written)
     for line in unread(written, name):
         note(line)

@@ -187,8 +187,8 @@ def _find_files(folder: Path) -> tuple[list[Path], Callable[[Path], Reader]]:
             return _shards(index, suffix), reader
         if (folder / one).is_file():
             return [folder / one], reader
-        parts = sorted(folder.glob(f"{one.removesuffix(f'.{suffix}')}*.{suffix}"))
-        if parts:
+        found = folder.glob(f"{one.removesuffix(f'.{suffix}')}*.{suffix}")
+        if parts := sorted(file for file in found if file.is_file()):
             return parts, reader
     raise UserError(
         f"{folder}: has no model.safetensors and no other weights; copy them there, or save the"
@@ -221,6 +221,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing, or is not JSON.
     """
+    if path.exists() and not path.is_file():  # a pipe, which would be waited for
+        raise UserError(f"{path}: is not a file; write a folder that transformers saved")
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

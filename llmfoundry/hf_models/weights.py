@@ -24,7 +24,7 @@ COMPUTED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$", r"\.a
 
 
 def class_tensors(
-    model: HFCausalLM, names: Collection[str], read: Read
+    model: HFCausalLM, names: Collection[str], read: Read, *, may_grow: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """The state of `model` by its names; tied ones by each of theirs.
 
@@ -32,6 +32,7 @@ def class_tensors(
         model: on any device.
         names: of the folder's tensors.
         read: reads one, or gives its shape on the meta device.
+        may_grow: the model may have more rows for tokens than the folder.
 
     Raises:
         UserError: a tensor is missing, has another shape, or has no place.
@@ -39,7 +40,7 @@ def class_tensors(
     held = {plain_name(name): name for name, _ in model.hf.named_parameters()}
     every = model.hf.state_dict(keep_vars=True)
     own = {plain_name(name): value for name, value in every.items() if not is_added(name)}
-    ties, grows = model.ties, model.vocabulary()
+    ties, grows = model.ties, model.vocabulary() if may_grow else set()
     first_of = {other: first for first, others in ties.items() for other in others}
     left = {plain for plain, name in held.items() if not is_added(name)}
     groups, unknown = _groups(model.hf, names, own)
@@ -113,7 +114,7 @@ def _converted(
 
 
 def _check_shape(name: str, value: Tensor, wanted: Tensor, *, grows: bool) -> None:
-    """A vocabulary may have fewer rows than the model's: the loader knows what to add."""
+    """Of shape and kind; where it `grows`, the loader knows what rows to add."""
     shape = value.shape
     if grows and value.ndim and len(value) < len(wanted):
         shape = wanted.shape[:1] + value.shape[1:]
@@ -121,4 +122,9 @@ def _check_shape(name: str, value: Tensor, wanted: Tensor, *, grows: bool) -> No
         raise UserError(
             f"config.json: makes {name} {tuple(wanted.shape)}, but the file's tensor is"
             f" {tuple(value.shape)}; the two belong to different models"
+        )
+    if wanted.is_floating_point() and not value.is_floating_point():
+        raise UserError(
+            f"{name}: is {value.dtype}, and the model computes with it; write a folder that is not"
+            " quantised"
         )

@@ -73,6 +73,12 @@ class Guard:
         return None if first < 0 else first
 
 
+def not_finite(model: nn.Module) -> str:
+    """A parameter with numbers that are not finite in what this process holds; empty: none."""
+    every = model.named_parameters()
+    return next((name for name, p in every if not local(p.detach()).isfinite().all()), "")
+
+
 def train_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -32,7 +32,7 @@ from llmfoundry.train.objective import Objective
 from llmfoundry.train.optimizers.schedule import lr_factor
 from llmfoundry.train.routing_metrics import routing_metrics
 from llmfoundry.train.signals import StopSignal
-from llmfoundry.train.step import CROSS_ENTROPY, Guard, StepResult, train_step
+from llmfoundry.train.step import CROSS_ENTROPY, Guard, StepResult, not_finite, train_step
 
 
 class TrainingLog(Protocol):
@@ -328,6 +328,11 @@ class Trainer:
     def _refuse(self, bad: int | None) -> None:
         if bad is None:
             return
+        if bad == self.first_batch and (name := not_finite(self.root.model)):
+            raise UserError(
+                f"{name}: the weights that the run began with are damaged: they hold numbers that"
+                " are not finite; write others (model.pretrained, adapter.pretrained, load_path)"
+            )
         raise UserError(
             f"optimizer.lr: the loss or its gradient was not finite in step {bad + 1}; the"
             " optimizer did not see it, and the newest checkpoint is sound; write a smaller lr, a"

@@ -152,6 +152,13 @@ def test_folders_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
     result = run("finetune.py", recipe, *words, cwd=tmp_path, status=2)
     assert len(result.stderr.splitlines()) == 1 and said in result.stderr
     assert not (tmp_path / "runs").exists() and not (tmp_path / "ran").exists()
+    folder = write_model("llama", tmp_path / "damaged")
+    state = load_file(folder / FILE)
+    state["model.norm.weight"][0] = torch.nan
+    save_file(state, folder / FILE)
+    result = run("finetune.py", recipe, f"model.pretrained={folder}", cwd=tmp_path, status=2)
+    said = "norm_f.weight: the weights that the run began with are damaged"
+    assert said in result.stderr and "Traceback" not in result.stderr
 
 
 def without_weights(folder: Path) -> None:
@@ -164,6 +171,31 @@ def with_a_missing_shard(folder: Path) -> None:
     (folder / FILE).unlink()
     save_file({n: t for n, t in state.items() if "-1" in index[n]}, folder / "model-1.safetensors")
     (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def with_a_pipe_for_weights(folder: Path) -> None:
+    (folder / FILE).unlink()
+    os.mkfifo(folder / FILE)
+
+
+def with_a_pipe_for_its_shape(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+def with_a_larger_vocabulary(folder: Path) -> None:
+    change(folder, vocab_size=2 * ROWS)
+
+
+def of_absurdly_many_layers(folder: Path) -> None:
+    change(folder, num_hidden_layers=10**8)
+
+
+def of_integers(folder: Path) -> None:
+    state = load_file(folder / FILE)
+    for name in [name for name in state if "mlp" in name]:
+        state[name] = state[name].to(torch.int8)
+    save_file(state, folder / FILE)
 
 
 def cut_short(folder: Path) -> None:
@@ -190,6 +222,11 @@ def with_a_pickle_that_acts(folder: Path) -> None:
 SPOILT = {
     without_weights: "has no model.safetensors",
     with_a_missing_shard: "model-2.safetensors: is missing, but",
+    with_a_pipe_for_weights: "has no model.safetensors",
+    with_a_pipe_for_its_shape: "config.json: is not a file",
+    with_a_larger_vocabulary: "the two belong to different models",
+    of_absurdly_many_layers: "num_hidden_layers 1e+08, and no model has more",
+    of_integers: "torch.int8, and the model computes with it",
     cut_short: "model.safetensors: cannot be read",
     of_another_architecture: "'t5'",
     quantised: "quantization_config; write a folder that is not",

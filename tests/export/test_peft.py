@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,28 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
     other = decoder(settings(**(CASES["LlamaForCausalLM"][0] | {"d_model": 64})))
     with pytest.raises(UserError, match="made for another base model"):
         read_adapter(tmp_path / "adapter", other, dropout=0.0)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for change, said in (
+        ({"r": 3 * config["r"]}, "has rank .*, which adapter_config.json does not say"),
+        ({"r": -1}, "r -1; write a number above 0"),
+        ({"lora_alpha": 0}, "lora_alpha 0; write a number above 0"),
+        ({"alpha_pattern": {"q_proj": "2"}}, "lora_alpha '2'; write a number above 0"),
+        ({"use_dora": True}, "use_dora True in adapter_config.json, and adapter_model.*otherwise"),
+        ({"rank_pattern": [1]}, "rank_pattern is not a section"),
+    ):
+        file.write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=said):
+            read_adapter(tmp_path / "adapter", model, dropout=0.0)
+    file.write_text('{"r":' * 100_000)
+    with pytest.raises(UserError, match="is not JSON: maximum recursion"):
+        read_adapter(tmp_path / "adapter", model, dropout=0.0)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match="is missing; write a folder that peft saved"):
+        read_adapter(tmp_path / "adapter", model, dropout=0.0)
+    file.unlink()
+    file.write_text(json.dumps(config))
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(UserError, match="is missing; save the adapter"):
         read_adapter(tmp_path / "adapter", other, dropout=0.0)

@@ -173,6 +173,13 @@ def test_an_adapter_of_another_base_is_refused(place: Path) -> None:
         Path("broken/adapter_config.json").write_text(json.dumps(config | {change: value}))
         with pytest.raises(UserError, match=said):
             finetune_here("other", "adapter.pretrained=broken", *FOLDER_S)
+    with pytest.raises(UserError, match=r"is an adapter; write it as adapter\.pretrained"):
+        finetune_here("other", "model.pretrained=broken")
+    gone = [f"adapter.{key}=null" for key in ("r", "use_dora", "lora_dropout")]
+    with pytest.raises(UserError) as caught:
+        finetune_here("lora", "adapter.name=none", *gone)
+    (line,) = caught.value.problems  # not one for each key that went with it
+    assert line.startswith("adapter.name: none, but checkpoint ") and "trained with lora" in line
     with pytest.raises(UserError, match=r"adapter\.use_dora: has no effect with pretrained, whose"):
         finetune_here("other", lora)
     assert not Path("runs/other").exists()

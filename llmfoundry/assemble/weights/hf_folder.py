@@ -14,7 +14,7 @@ from typing import Any
 from llmfoundry.assemble.weights.fill import fill_model, with_new_rows
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.export.config.settings import OWN_TYPE
+from llmfoundry.export.config.settings import OWN_TYPE, check_layers
 from llmfoundry.export.read import UNTIED, open_hf
 from llmfoundry.export.weights import read_json
 from llmfoundry.models.decoder import Decoder
@@ -48,6 +48,11 @@ def open_folder(folder: Path, asked: PretrainedConfig, note: Callable[[str], Non
     Raises:
         UserError: neither can hold it; or the one that was asked for cannot.
     """
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        raise UserError(
+            f"model.pretrained: {folder} is an adapter; write it as adapter.pretrained, and the"
+            " model that it was made for as model.pretrained"
+        )
     written = read_json(folder / "config.json")
     if not isinstance(written, dict):
         raise UserError(
@@ -56,6 +61,7 @@ def open_folder(folder: Path, asked: PretrainedConfig, note: Callable[[str], Non
     code = _trusted_code(folder, written, asked, note)
     for key, value in asked.config_overrides.items():
         _override_hf(written, key, value, code)
+    check_layers(written)
     tokenizer = Tokenizer.load(folder)
     reason = "model.name asks for it"
     if asked.name != HF_CAUSAL_LM and code is None:
@@ -108,7 +114,8 @@ def _by_class(
     def fill(model: Decoder) -> None:
         fill_class(model, folder)
 
-    kind = (written.get("architectures") or [written.get("model_type")])[0]
+    named = written.get("architectures")
+    kind = named[0] if isinstance(named, list) and named else written.get("model_type")
     summary = f"{folder}, {kind} held by transformers' class ({reason})"
     return Pretrained(config, tokenizer, fill, summary)
 

@@ -129,6 +129,6 @@ def fill_class(model: nn.Module, folder: Path) -> None:
     """Fill a model of transformers, whole or in shards, from a folder that was checked."""
     assert isinstance(model, HFCausalLM)
     with open_weights(folder) as weights:
-        tensors = class_tensors(model, weights.names, weights.get)
+        tensors = class_tensors(model, weights.names, weights.get, may_grow=True)
         grown = with_new_rows(model, tensors, model.vocabulary())
         fill_model(model, grown, computed=model.computed())

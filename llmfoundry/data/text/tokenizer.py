@@ -172,7 +172,7 @@ class Tokenizer:
         """
         text = template_of(choice)
         missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
-        if room is not None and len(missing) > room:
+        if missing and room is not None and len(missing) > room:
             raise UserError(
                 f"tokenizer.chat_template: {choice} needs the tokens {' '.join(missing)}, which the"
                 " tokenizer does not have; write zephyr, whose marks are plain text, or"

@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that
     ),
 }
 POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope", "attn_config.nope")
+LAYERS, MOST_LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers"), 10_000
 LOW = "low_precision_"
 DEFAULT_ARGUMENTS: dict[str, dict[str, Any]] = {  # of torch, where transformers has the function
     "gelu": {"approximate": "none"},
@@ -222,6 +223,21 @@ def unread(written: Mapping[str, Any], name: str) -> list[str]:
         for key in ARCHITECTURES[name].unread
         if _look_up(written, key, 0)
     ]
+
+
+def check_layers(written: Mapping[str, Any]) -> None:
+    """Before anything is made for each layer, which an absurd number would take all memory for.
+
+    Raises:
+        UserError: config.json says more than MOST_LAYERS.
+    """
+    for key in LAYERS:
+        value = written.get(key)
+        if isinstance(value, int | float) and value > MOST_LAYERS:
+            raise UserError(
+                f"config.json: {key} {value:.4g}, and no model has more than {MOST_LAYERS:,}"
+                " layers; write the folder of one"
+            )
 
 
 def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:

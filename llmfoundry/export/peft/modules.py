@@ -196,11 +196,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         UserError: it is missing, or is not one.
     """
     path = folder / CONFIG
+    if not path.is_file():  # nor a pipe, which would be waited for
+        raise UserError(f"{path}: is missing; write a folder that peft saved")
     try:
         read = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: is missing; write a folder that peft saved") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not JSON: {error}") from None
     if not isinstance(read, dict):
         raise UserError(f"{path}: is not a configuration; write a folder that peft saved")

@@ -140,6 +140,7 @@ def _open(folder: Path) -> _File:
     for key, values in REFUSED.items():
         if key in config and config[key] not in values:
             raise UserError(f"{folder}: {key} {config[key]}; the decoder reads {values[0]}")
+    _check_numbers(folder, config)
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path}: is missing; save the adapter with safe_serialization=True")
@@ -147,7 +148,23 @@ def _open(folder: Path) -> _File:
         loaded = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
+    if any("magnitude_vector" in name for name in loaded) != bool(config.get("use_dora")):
+        raise UserError(
+            f"{folder}: use_dora {config.get('use_dora')} in adapter_config.json, and {WEIGHTS} is"
+            " otherwise; the two belong to different adapters"
+        )
     return _File(folder, config, {n.removeprefix(PREFIX): t for n, t in loaded.items()})
+
+
+def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
+    """Ranks and scales, of all matrices and of single ones."""
+    for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        single = config.get(pattern) or {}
+        if not isinstance(single, dict):
+            raise UserError(f"{folder}: {pattern} is not a section; correct adapter_config.json")
+        for value in (config.get(key, 8), *single.values()):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise UserError(f"{folder}: {key} {value!r}; write a number above 0")
 
 
 def _foreign(file: _File, why: str) -> UserError:
@@ -224,6 +241,12 @@ def _ours(
         raise _foreign(
             file,
             f"{place.module} has {place.rows} rows here, its lora_B {b.shape[1]}",
+        )
+    ranks = {file.config.get("r", 8), *(file.config.get("rank_pattern") or {}).values()}
+    if a.shape[1] not in ranks:
+        raise UserError(
+            f"{file.folder}: {place.module} has rank {a.shape[1]}, which adapter_config.json does"
+            " not say; the two belong to different adapters"
         )
     scale = _scale(place, a.shape[1], file.config)
     if place.order is not None:
