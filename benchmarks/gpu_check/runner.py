@@ -89,6 +89,8 @@ class Runner:
                 share = time_of(runs, self._ends - now) if step in runs else 0.0
                 # what all others need has all of the time
                 self._step(step, result, self._ends if step.name == DEVICE else now + share)
+            for step, result in zip(self.steps, self.results.steps, strict=True):
+                self._step(step, result, self._ends, again=True)  # in what time others left
             self.results.status = "finished"
         except KeyboardInterrupt:
             self.results.status = "stopped"
@@ -101,8 +103,11 @@ class Runner:
     def _runs(self, step: Step) -> bool:
         return self.chosen is None or step.name in self.chosen or step.name == DEVICE
 
-    def _step(self, step: Step, result: StepResult, ends: float) -> None:
+    def _step(self, step: Step, result: StepResult, ends: float, *, again: bool = False) -> None:
+        """Run its items; `again`: those that had no time, while there is some."""
         for item, found in zip(step.items, result.items, strict=True):
+            if again and (found.state != NO_TIME or self._too_late(ends)):
+                continue
             self._item(step, item, found, ends)
             if item.name == FACTS:
                 self._take_facts(found)
@@ -125,7 +130,7 @@ class Runner:
             found.state, found.reason = NOT_HERE, lacking
             return
         left = ends - time.monotonic()
-        if item.name != FACTS and left < LEAST[self.results.device]:
+        if item.name != FACTS and self._too_late(ends):
             found.state, found.reason = (
                 NO_TIME,
                 f"{max(left, 0):.0f} s were left of its step's time",
@@ -134,6 +139,7 @@ class Runner:
         limit = item.limit if item.name == FACTS else min(item.limit, left)
         name = re.sub(r"[^\w.-]+", "-", f"{step.name}-{item.name}").strip("-")
         file, run = self._work / f"{name}.rows", self._work / "runs" / name
+        file.unlink(missing_ok=True)  # of its first try
         device = item.on or self.results.device
         started = time.monotonic()
         ended = process.run(
@@ -150,6 +156,9 @@ class Runner:
         if found.state == OK and any("wrong" in row for row in found.rows):
             found.state, found.reason = WRONG, _first_wrong(found)
         shutil.rmtree(run, ignore_errors=True)
+
+    def _too_late(self, ends: float) -> bool:
+        return ends - time.monotonic() < LEAST[self.results.device]
 
     def _kept(self, step: Step, item: Item) -> ItemResult | None:
         """What an earlier check found, where it is not to be measured again."""

@@ -9,6 +9,7 @@ import time
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,17 @@ def test_what_has_no_time_is_listed_and_makes_the_check_incomplete(
     check.run_all()
     assert states(check) == {"facts": "ok", "one": "no time", "two": "no time"}
     assert verdict.status(check.results) == 1 and len(verdict.not_run(check.results)) == 2
+
+
+def test_what_had_no_time_is_run_in_what_others_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = {"squeezed": 'found({"value": 1})', "quick": 'found({"value": 2})'}
+    check = check_of([Item(name, 60) for name in scripts], scripts, tmp_path, monkeypatch)
+    check.steps = [replace(s, share=1e-9 if s.name == "squeezed" else 1) for s in check.steps]
+    check.run_all()
+    assert [*states(check).values()] == ["ok"] * 3
+    assert check.results.step("squeezed").items[0].rows == [{"value": 1}]
 
 
 def test_runs_without_a_corpus_are_not_begun(
