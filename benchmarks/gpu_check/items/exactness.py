@@ -111,7 +111,7 @@ def mixtures(here: Here, *, impl: str, small: bool) -> Iterator[Row]:
     for dtype in ("bf16", "fp32"):
         for name, layer in layers.items():
             for compress in (False, True) if impl == "grouped_mm" else (False,):
-                row: Row = {"case": name + ", 8-bit storage" * compress, "dtype": dtype}
+                row: Row = {"case": name, "dtype": dtype + ", 8-bit storage" * compress}
                 device, low = here.device.type, DTYPES[dtype]
                 if layer.biased and impl == "megablocks":
                     continue  # whose experts have none
