@@ -64,7 +64,7 @@ def _ask(
     request: dict[str, Any], processes: int, timeout: float | None
 ) -> subprocess.CompletedProcess[str]:
     global _server
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
         if _server is None or _server.poll() is not None:
             _server = subprocess.Popen(
                 [sys.executable, __file__],
@@ -75,8 +75,8 @@ def _ask(
                 start_new_session=True,
             )
         assert _server.stdin and _server.stdout
-        streams = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)]
-        line = json.dumps({**request, "streams": streams, "processes": processes})
+        streams = {"streams": [out.name, err.name], "processes": processes}
+        line = json.dumps(request | streams)
         print(line, file=_server.stdin, flush=True)
         name = request.get("words") or request["function"]
         try:
