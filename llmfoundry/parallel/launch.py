@@ -215,11 +215,6 @@ def on_rank0(world: World, make: Callable[[], Made]) -> Made:
     return made
 
 
-def host_group(world: World) -> dist.ProcessGroup | None:
-    """A group of all processes for messages of their own, host to host; None for one process."""
-    return None if world.size == 1 else dist.new_group(backend="gloo", timeout=world.timeout)
-
-
 def bound_waiting(group: dist.ProcessGroup, world: World) -> None:
     """Let every collective of a group wait for `parallel.dist_timeout`; each group is given here.
 

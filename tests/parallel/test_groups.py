@@ -102,6 +102,14 @@ def a_run(size: int) -> list[dict[str, Any]]:
     return results(groups_of_a_run, size)
 
 
+def test_a_run_opens_one_socket_for_each_other_process() -> None:
+    few, many = a_run(2), a_run(6)
+    for rank in range(6):
+        more = many[rank]["opened"] - few[min(rank, 1)]["opened"]
+        assert more == (8 if rank == 0 else 4)  # rank 0 has the store too, which no launcher has
+        assert many[rank]["opened"] <= needed_files(6, holds_store=rank == 0)
+
+
 def test_every_group_waits_for_dist_timeout() -> None:
     for found in a_run(2):
         assert len(found["waits"]) >= 3  # the default group, and those of two meshes

@@ -22,7 +22,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.device_threads import device_thread
-from llmfoundry.parallel.launch import World, host_group
+from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.train.checkpoints.checkpoint import batch_of, list_checkpoints, training_state
 from llmfoundry.train.checkpoints.commit import (
@@ -69,8 +69,7 @@ class Checkpointer:
         self._folder, self._world, self._extras = run_folder, world, extras
         self._keep, self._background = keep, background
         self._max_failures, self._warn, self._note = max_failures, warn, note
-        # its own group: the background thread's messages must not mix with the step's
-        self._together = Together(world, host_group(world))
+        self._together = Together(world)
         self._tensor_files = TensorFiles(self._together)
         self._thread: threading.Thread | None = None
         self._began = time.time()
@@ -105,6 +104,7 @@ class Checkpointer:
             self.check()
         if batch == self._saved:
             return folder  # by its interval, and now once more by a signal or at the end
+        self._together.begin()
         tensors = training_state(model, optimizer)
         if last or not self._background:
             self._write(batch, folder, tensors, state, last=last)

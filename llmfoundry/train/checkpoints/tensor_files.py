@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -84,18 +83,27 @@ class TensorFiles:
             self._write_as_before(folder, planner, self._plan)
             return
         self._plan = None
-        writer, group = _Writer(folder), self._together.group
-        self._together.run(
-            lambda: dcp.save(
-                state,
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                no_dist=group is None,
-            )
-        )
+        writer = _Writer(folder)
+        self._write_anew(planner, writer)
         table = self._together.run((folder / TABLE).read_bytes, only_main=True)
         self._plan = _Plan(form, planner.plan, writer.written, table)
+
+    def _write_anew(self, planner: SavePlanner, writer: _Writer) -> None:
+        """What `dcp.save` does, which speaks by a process group, and sends the table to all."""
+        together = self._together
+        writer.set_up_storage_writer(together.is_main)
+        own = together.run(lambda: writer.prepare_local_plan(planner.create_local_plan()))
+        plans, table = together.to_main(own), Metadata({})
+
+        def share() -> list[SavePlan]:
+            nonlocal table
+            parts, table = planner.create_global_plan(plans)
+            return writer.prepare_global_plan(parts)
+
+        part = together.from_main(together.run(share, only_main=True))
+        together.run(lambda: writer.write_data(planner.finish_plan(part), planner))
+        told = together.to_main(writer.written)
+        together.run(lambda: writer.finish(table, told), only_main=True)
 
     def _write_as_before(self, folder: Path, planner: SavePlanner, plan: _Plan) -> None:
         writer = _Writer(folder)

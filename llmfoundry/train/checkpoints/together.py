@@ -7,12 +7,10 @@ So what goes wrong on one of them is known to all, at the same step. `checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from typing import TypeVar, cast
 
 from llmfoundry.errors import one_line
+from llmfoundry.parallel.host_messages import HostMessages
 from llmfoundry.parallel.launch import World
 
 Made = TypeVar("Made")
@@ -23,10 +21,14 @@ class SaveError(Exception):
 
 
 class Together:
-    """All processes of a run, over a group that nothing else uses meanwhile."""
+    """All processes of a run; one save after another."""
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None) -> None:
-        self.is_main, self._size, self.group = world.is_main, world.size, group
+    def __init__(self, world: World) -> None:
+        self.is_main, self._messages = world.is_main, HostMessages(world, "checkpoint")
+
+    def begin(self) -> None:
+        """Before each save: nothing more is heard of one before that was cut short."""
+        self._messages.begin()
 
     def run(self, action: Callable[[], Made], *, only_main: bool = False) -> Made:
         """What `action` gives, once it went well on every process (or on the main one).
@@ -37,33 +39,21 @@ class Together:
         made, problem = None, None
         try:
             made = action() if self.is_main or not only_main else None
-        except (Exception, CheckpointException) as error:
-            problem = _reason(error)
-        found = sorted({line for line in self._all(problem) if line})
+        except Exception as error:
+            problem = one_line(error)
+        found = sorted({line for line in self._messages.all(problem) if line})
         if found:
             raise SaveError("; ".join(found))
         return cast(Made, made)
 
     def is_everywhere(self, value: bool) -> bool:
         """Whether it is true on every process."""
-        return all(self._all(value))
+        return all(self._messages.all(value))
 
     def to_main(self, value: Made) -> list[Made]:
         """The values of all processes, by rank, on the main one; nothing on the others."""
-        if self.group is None:
-            return [value]
-        found: list[Any] | None = [None] * self._size if self.is_main else None
-        dist.gather_object(value, found, dst=0, group=self.group)
-        return found or []
+        return self._messages.to_main(value)
 
-    def _all(self, value: Made) -> list[Made]:
-        found = [value] * self._size
-        if self.group is not None:
-            dist.all_gather_object(found, value, group=self.group)
-        return found
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        return "; ".join(sorted({one_line(part) for part, _ in error.failures.values()}))
-    return one_line(error)
+    def from_main(self, values: list[Made]) -> Made:
+        """To each process its own of the main one's values; elsewhere they are ignored."""
+        return self._messages.from_main(values)
