@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
+import llmfoundry
 from llmfoundry.errors import UserError
 from llmfoundry.parallel import launch, open_files
+from llmfoundry.parallel import mesh as mesh_module
 from llmfoundry.parallel.host_messages import HostMessages
 from llmfoundry.parallel.launch import World, join
 from llmfoundry.parallel.mesh import REPLICATE, SHARD, build_mesh, on_mesh
@@ -34,6 +37,7 @@ from llmfoundry.train.signals import StopSignal
 from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
+PACKAGE = Path(llmfoundry.__file__).parent
 WAIT = 77  # seconds; neither PyTorch's 600 nor its 1,800
 
 
@@ -114,6 +118,42 @@ def test_every_group_waits_for_dist_timeout() -> None:
     for found in a_run(2):
         assert len(found["waits"]) >= 3  # the default group, and those of two meshes
         assert set(found["waits"].values()) == {WAIT}
+
+
+def test_groups_are_made_where_their_waiting_is_bounded() -> None:
+    """A group that is made elsewhere would wait for PyTorch's own time, and open more sockets."""
+    makers = ("new_group(", "init_device_mesh(", "DeviceMesh(", "init_process_group(")
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if any(maker in path.read_text() for maker in makers)
+    }
+    assert found == {"parallel/launch.py", "parallel/mesh.py"}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "backends"),
+    [((2, 4), {REPLICATE: "nccl", SHARD: "nccl"}), ((1, 8), None), ((8, 1), None)],
+)
+def test_hsdps_groups_are_between_gpus_alone(
+    degrees: tuple[int, int], backends: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of all processes are the default group, by PyTorch's own rule; so is its gloo."""
+    asked: dict[str, Any] = {}
+
+    def make(kind: str, shape: tuple[int, ...], **named: Any) -> Any:
+        asked.update(named, shape=shape, kind=kind)
+        return SimpleNamespace(get_all_groups=list)
+
+    monkeypatch.setattr(mesh_module, "init_device_mesh", make)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    replicas, shards = degrees
+    config = ParallelConfig(
+        data_parallel_replicate_degree=replicas, data_parallel_shard_degree=shards
+    )
+    build_mesh(config, World(0, 8, 0, torch.device("cuda", 0)))
+    assert (asked["kind"], asked["shape"]) == ("cuda", degrees)
+    assert asked["backend_override"] == backends
 
 
 def test_the_soft_limit_of_open_files_is_raised() -> None:
