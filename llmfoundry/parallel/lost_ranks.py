@@ -24,7 +24,9 @@ from llmfoundry.errors import RunFailure
 _AFTER_TIMEOUT, _AFTER_LOSS = 10.0, 3.0
 _NAMED = 8  # ranks at most
 _TIMEOUT, _LOSS = "timeout", "loss"
-_SIGNS = ("gloo", "nccl")  # in what PyTorch raises of them where it is not a DistError
+# In what PyTorch raises of them where it is not a DistError. The last is said of what waits in the
+# same group behind a collective that has timed out.
+_SIGNS = ("gloo", "nccl", "pair closure")
 
 
 def explain(
