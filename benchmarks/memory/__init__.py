@@ -1,0 +1,1 @@
+"""What a run takes of a rank's memory, counted on fake tensors, beside what the estimate says."""

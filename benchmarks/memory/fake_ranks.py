@@ -1,0 +1,217 @@
+"""Bytes on one of many ranks, by kind, beside the estimate: one training step on fake tensors.
+
+    python -m benchmarks.memory.fake_ranks [mpt-7b mpt-70b dbrx] [--ranks 512] [--layers 8]
+
+One process is rank 0 of a group whose other ranks do not exist, and tensors have shapes but no
+memory: a minute a recipe. The model is built and wrapped as a run does it, and the step is the
+trainer's; all that it allocates is counted while something holds it. Tensors are a CPU's, for
+autograd knows no other device without a GPU's build of PyTorch; FSDP allocates the same there,
+and attention over rows of whole blocks keeps the same. Where our own code differs, the GPU's is
+taken.
+
+What it cannot see: temporaries within kernels and within the experts' operator, for which the
+estimate has a summand of its own; the allocator's gaps; what NCCL and CUDA take for themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.memory.live_bytes import LiveBytes
+from benchmarks.record import table
+from llmfoundry.assemble.job import build_autocast, build_root, with_defaults
+from llmfoundry.estimate.activations import expert_rows
+from llmfoundry.estimate.fit import choose_fit, with_guessed_vocabulary
+from llmfoundry.estimate.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
+from llmfoundry.models.decoder import Root
+from llmfoundry.ops import cross_entropy
+from llmfoundry.ops.batch import Batch
+from llmfoundry.ops.moe import device as moe_device
+from llmfoundry.ops.moe import grouped
+from llmfoundry.parallel.blocks import wrap_blocks
+from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.mesh import build_mesh, materialize
+from llmfoundry.recipe.front.load import load
+from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train import step
+from llmfoundry.train.objective import CrossEntropy
+from llmfoundry.train.optimizers.optim import build_optimizer
+from llmfoundry.train.step import Guard, train_step
+
+RECIPES = ("mpt-7b", "mpt-70b", "dbrx")
+MEMORY = 77 * 10**9  # free of a GPU of 80 GB
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """On one rank: shards of the weights, their gradients, moments, and the most at once."""
+
+    parameters: int
+    gradients: int
+    moments: int
+    peak: int
+
+
+def read(name: str, ranks: int, words: list[str]) -> TrainRecipe:
+    """A filled recipe, in which auto is decided for GPUs of 80 GB."""
+    written = load(TrainRecipe, YAMLS / f"{name}.yaml", words)
+    recipe = with_guessed_vocabulary(with_defaults(written))
+    fit = choose_fit(recipe, world_size=ranks, available=MEMORY, device=GPU)
+    recipe.parallel.activation_checkpointing = fit.checkpointing
+    recipe.device_train_microbatch_size = fit.microbatch
+    return recipe
+
+
+def said(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
+    """What the estimate says; of what is counted here alone."""
+    need, rows = estimate(recipe, ranks, device=GPU), recipe.device_train_microbatch_size
+    assert isinstance(rows, int)
+    unseen = expert_rows(recipe.model, 4 if recipe.precision == "fp32" else 2) * recipe.max_seq_len
+    seen = dataclasses.replace(need, row_block=need.row_block - unseen)
+    peak = seen.total(rows) - FRAMEWORK - need.gradients(rows)
+    parts = need.parameter_bytes, need.gradient_bytes, need.moment_bytes
+    return Bytes(*parts, peak), need
+
+
+def count(recipe: TrainRecipe, ranks: int) -> Bytes:
+    """Take one step of one microbatch on rank 0 of `ranks`, and count."""
+    rows = recipe.device_train_microbatch_size
+    assert isinstance(rows, int)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        world = World(0, ranks, 0, CPU)
+        mesh = build_mesh(recipe.parallel, world)
+        live = LiveBytes()
+        root, again = build_root(recipe), recipe.parallel.activation_checkpointing
+        wrap_blocks(root, checkpointing=again, compile_mode=None)
+        fill = mock.patch.object(root, "to_empty", lambda device: _fill(root, device))
+        with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True), live, fill:
+            materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
+            return _step(recipe, root, rows, live)
+    finally:
+        dist.destroy_process_group()
+
+
+def _step(recipe: TrainRecipe, root: Root, rows: int, live: LiveBytes) -> Bytes:
+    optimizer = build_optimizer(root.model, recipe.optimizer)
+    parameters = list(root.parameters())
+    tokens = torch.zeros(rows, recipe.max_seq_len, dtype=torch.long)
+    gradients, live.most = list[int](), 0
+
+    def note() -> None:
+        gradients.append(sum(_local(p.grad) for p in parameters if p.grad is not None))
+
+    train_step(
+        root,
+        optimizer,
+        Batch(tokens, tokens, None),
+        number=0,
+        microbatch=rows,
+        autocast=build_autocast(recipe.precision, CPU),
+        clipping=recipe.gradient_clipping,
+        guard=Guard(CPU),
+        objective=_Labelled(),
+        on_gradients=note,
+    )
+    state = [t for held in optimizer.state.values() for t in held.values()]
+    moments = sum(_local(t) for t in state if isinstance(t, torch.Tensor) and t.ndim)
+    held = sum(_local(p) for p in parameters)
+    # gradients and moments of the step before are there in every step but the first
+    peak = live.most + gradients[0] + moments
+    return Bytes(held, gradients[0], moments, peak)
+
+
+class _Labelled(CrossEntropy):
+    """Every token has a label: fake ones cannot be counted."""
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        return torch.ones((), dtype=torch.long)
+
+
+def _local(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+def _fill(root: Root, device: torch.device) -> Root:
+    """`to_empty`, which cannot swap fake tensors: new ones in their place, and FSDP is told."""
+    for module in root.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                empty = torch.empty_like(p, device=device)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for parameter in (p for group in groups if group for p in group.fsdp_params):
+                parameter.reset_sharded_param()
+    return root
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """The GPU's code where ours differs: what a CPU would ask of values is not asked."""
+    clip = {"norm": lambda p, bound, norm: torch.nn.utils.clip_grads_with_norm_(p, bound, norm)}
+    with (
+        mock.patch.object(grouped, "_path", lambda device: moe_device),
+        mock.patch.object(cross_entropy, "labelled_places", lambda labels: None),
+        mock.patch.dict(step.CLIPPINGS, clip),
+    ):
+        yield
+
+
+COLUMNS = {
+    "recipe": "{}",
+    "kind": "{}",
+    "counted GiB": "{:.3f}",
+    "estimated GiB": "{:.3f}",
+    "of counted, estimate": "{:.3f}",
+}
+
+
+def main() -> None:
+    """Count each recipe, and print it beside the estimate."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--ranks", type=int, default=512)
+    parser.add_argument("--layers", type=int, help="in place of the recipe's")
+    given = parser.parse_args()
+    rows = []
+    for name in given.recipes:
+        words = [] if given.layers is None else [f"model.n_layers={given.layers}"]
+        recipe = read(name, given.ranks, words)
+        counted, (expected, _) = count(recipe, given.ranks), said(recipe, given.ranks)
+        how = f"{name} ({recipe.parallel.activation_checkpointing})"
+        for kind, found in vars(counted).items():
+            believed = vars(expected)[kind]
+            rows.append(
+                {
+                    "recipe": how,
+                    "kind": kind,
+                    "counted GiB": found / GIB,
+                    "estimated GiB": believed / GIB,
+                    "of counted, estimate": believed / found,
+                }
+            )
+    print("\n".join([f"one of {given.ranks} ranks", *table(rows, COLUMNS)]))
+
+
+if __name__ == "__main__":
+    main()
