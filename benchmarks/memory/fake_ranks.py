@@ -81,7 +81,13 @@ def said(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
     need, rows = estimate(recipe, ranks, device=GPU), recipe.device_train_microbatch_size
     assert isinstance(rows, int)
     unseen = expert_rows(recipe.model, 4 if recipe.precision == "fp32" else 2) * recipe.max_seq_len
-    seen = dataclasses.replace(need, row_block=need.row_block - unseen)
+    logits = estimate(recipe, ranks, device=CPU)  # whose loss it is that is counted
+    seen = dataclasses.replace(
+        need,
+        row_block=need.row_block - unseen,
+        row_logits=logits.row_logits,
+        chunk_logits=logits.chunk_logits,
+    )
     peak = seen.total(rows) - FRAMEWORK - need.gradients(rows)
     parts = need.parameter_bytes, need.gradient_bytes, need.moment_bytes
     return Bytes(*parts, peak), need
