@@ -19,6 +19,7 @@ LONG = (  # by the seconds of CPU that they take, from 60 to 10
     "tests/parallel/test_frozen.py",
     "tests/parallel/test_blocks.py",
     "tests/parallel/test_data_failure.py",
+    "tests/recipe/test_launch_lines.py",
     "tests/recipe/test_any_input.py",
     "tests/recipe/test_front.py",
     "tests/test_console.py",

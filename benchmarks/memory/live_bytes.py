@@ -1,7 +1,9 @@
-"""Bytes that fake tensors would hold, as the operations that make them are watched."""
+"""Bytes that tensors hold, or would if they were not fake, as what makes them is watched."""
 
 from __future__ import annotations
 
+import gc
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
     def _watch(self, tensor: Tensor) -> bool:
         """Whether it is a storage that was not known."""
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        if type(tensor) not in (Tensor, FakeTensor) or tensor.device.type == "meta":
             return False
         storage = tensor.untyped_storage()
         known = self._held.get(storage._cdata)
@@ -59,3 +61,12 @@ class LiveBytes(TorchDispatchMode):
         alive = {key: storage for key, ref in self._held.items() if (storage := ref()) is not None}
         self._held = {key: self._held[key] for key in alive}
         return sum(storage.nbytes() for storage in alive.values())
+
+    def settled(self) -> int:
+        """Bytes alive once cycles are collected and threads of collectives let go of theirs."""
+        gc.collect()
+        found = self.now()
+        for _ in range(10):
+            time.sleep(0.01)
+            found = min(found, self.now())
+        return found

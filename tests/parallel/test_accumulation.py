@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.memory.live_bytes import LiveBytes
 from llmfoundry.assemble.job import weight_dtype
 from llmfoundry.estimate.memory import MemoryEstimate, estimate
 from llmfoundry.models.decoder import Decoder, Root
@@ -30,7 +31,6 @@ from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.optimizers.optim import build_optimizer
 from llmfoundry.train.step import Guard, train_step
-from tests.live_bytes import LiveBytes
 from tests.models.test_decoder import make_config
 from tests.parallel.test_matrix import MICROBATCH, global_batch, share
 from tests.parallel.test_matrix import ROWS as ALL_ROWS
@@ -71,7 +71,7 @@ def take_step(recipe: TrainRecipe, world: World) -> tuple[list[int], int]:
     materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
     root.model.init_weights(5)
     live, held = LiveBytes(), list[int]()
-    root.register_forward_pre_hook(lambda *_: held.append(live.now()), prepend=True)
+    root.register_forward_pre_hook(lambda *_: held.append(live.settled()), prepend=True)
     tokens = torch.randint(0, 64, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     with live:
         train_step(
@@ -140,7 +140,7 @@ def dbrx_steps(layout: str, clipping: str, world: World) -> dict[str, Any]:
     root.model.init_weights(5)
     optimizer, guard = build_optimizer(root.model, recipe.optimizer), Guard(CPU)
     held, live = list[int](), LiveBytes()
-    root.register_forward_pre_hook(lambda *_: held.append(live.now()), prepend=True)
+    root.register_forward_pre_hook(lambda *_: held.append(live.settled()), prepend=True)
     losses, norms = [], []
     for step in range(4):
         with live if step == 3 else nullcontext():

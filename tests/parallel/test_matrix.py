@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.memory.live_bytes import LiveBytes
 from llmfoundry.assemble.data import build_loader
 from llmfoundry.assemble.evaluate import build_evaluated, build_validation
 from llmfoundry.assemble.job import weight_dtype
@@ -45,7 +46,6 @@ from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.optimizer_monitor import OptimizerMonitor
 from llmfoundry.train.optimizers.optim import build_optimizer
 from llmfoundry.train.step import Guard, train_step
-from tests.live_bytes import LiveBytes
 from tests.models.test_decoder import make_config
 from tests.train.test_preference_reference import Run
 from tests.warm_scripts import on_ranks
@@ -176,7 +176,7 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
     for step in range(STEPS):
         watched = step == STEPS - 1 and entry.shard > 1 and not entry.compiled
         if watched:
-            root.register_forward_pre_hook(lambda *_: held.append(live.now()), prepend=True)
+            root.register_forward_pre_hook(lambda *_: held.append(live.settled()), prepend=True)
         with live if watched else nullcontext():
             result = train_step(
                 module,
