@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from llmfoundry.parallel.mesh import _OWN_BUFFERS
+from llmfoundry.parallel.sharding import _OWN_BUFFERS
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.terminal import columns, progress, quiet_libraries
 

@@ -42,7 +42,8 @@ from llmfoundry.ops.moe import device as moe_device
 from llmfoundry.ops.moe import grouped
 from llmfoundry.parallel.blocks import wrap_blocks
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, materialize
+from llmfoundry.parallel.mesh import build_mesh
+from llmfoundry.parallel.sharding import materialize
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.scripts.train import TrainRecipe

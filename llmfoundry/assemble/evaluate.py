@@ -103,7 +103,7 @@ def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], di
     padding = job.recipe.model.vocab_size or 0
     token_bytes = torch.nn.functional.pad(token_bytes, (0, padding - len(token_bytes)))
 
-    objective = build_objective(job)
+    objective, world = build_objective(job), job.world.in_evaluation()
 
     def measure() -> dict[str, float]:
         batches = validation_batches(
@@ -111,15 +111,15 @@ def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], di
             seq_len=job.recipe.max_seq_len,
             eos_id=job.tokenizer.eos_id,
             batch_size=rows,
-            data_rank=job.world.data_rank,
-            data_size=job.world.data_size,
+            data_rank=world.data_rank,
+            data_size=world.data_size,
             max_rows=config.validation_rows,
             attend_across_documents=job.recipe.data.attend_across_documents,
         )
         how: dict[str, Any] = {
             "device": job.world.device,
             "autocast": job.autocast,
-            "data_group": job.world.data_group,
+            "data_group": world.data_group,
         }
         if objective is not None:
             return validate_answers(job.root, batches, token_bytes, objective, **how)
@@ -130,6 +130,7 @@ def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], di
 
 def build_evaluated(job: Job, config: EvalConfig, rows: int) -> OwnModel:
     """The run's model, to be asked."""
+    world = job.world.in_evaluation()
     return OwnModel(
         job.root,
         job.tokenizer,
@@ -137,9 +138,9 @@ def build_evaluated(job: Job, config: EvalConfig, rows: int) -> OwnModel:
         device=job.world.device,
         batch_tokens=rows * job.recipe.max_seq_len,
         autocast=job.autocast,
-        data_rank=job.world.data_rank,
-        data_size=job.world.data_size,
-        data_group=job.world.data_group,
+        data_rank=world.data_rank,
+        data_size=world.data_size,
+        data_group=world.data_group,
     )
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from llmfoundry.assemble.adapters.adapter import (
     adapter_writer,
@@ -57,11 +56,14 @@ from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import value_count
 from llmfoundry.parallel.agree import least, together
-from llmfoundry.parallel.blocks import check_compiler, wrap_blocks
+from llmfoundry.parallel.apply import parallelize
+from llmfoundry.parallel.blocks import check_compiler
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, materialize, on_mesh, replicate
+from llmfoundry.parallel.mesh import Meshes, build_mesh, on_mesh
+from llmfoundry.parallel.sharding import replicate
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.parallel import recomputation
+from llmfoundry.recipe.parallel_limits import limits
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import PRETRAINED
@@ -97,8 +99,9 @@ def build_trainer(
     recipe = with_defaults(written) if recipe is None else recipe
     check_same_recipe(recipe, world)  # first: what is asked of all depends on it
     recipe.precision = served_precision(recipe.precision, world, tracker.note)
-    mesh = build_mesh(recipe.parallel, world)
-    world = on_mesh(world, mesh)
+    check_layout(recipe, world)
+    meshes = build_mesh(recipe.parallel, world)
+    world = on_mesh(world, meshes)
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
     together(world, partial(_check_machine, recipe, world, fit))
     start = find_start(recipe, world, tracker.note)
@@ -107,7 +110,7 @@ def build_trainer(
     settle_vocabulary(recipe, written, tokenizer)
     chosen = _fitted(recipe, fit, start, tracker.note)
     root = build_model(
-        recipe, world, mesh, tracker.note, written=written, checkpoint=start.checkpoint
+        recipe, world, meshes, tracker.note, written=written, checkpoint=start.checkpoint
     )
     job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, tracker.note)
     ratio = lora_plus_ratio(recipe)
@@ -126,7 +129,7 @@ def build_trainer(
         recipe=recipe,
         world=world,
         root=root,
-        module=replicate(root, mesh),
+        module=replicate(root, meshes),
         optimizer=optimizer,
         loader=loader,
         clock=clock,
@@ -238,7 +241,7 @@ def make_tokenizer(
 def build_model(
     recipe: TrainRecipe,
     world: World,
-    mesh: DeviceMesh | None,
+    meshes: Meshes | None,
     note: Callable[[str], None],
     *,
     written: TrainRecipe,
@@ -252,12 +255,14 @@ def build_model(
     choose_trained(root.model, recipe, note, checkpoint=checkpoint)  # first: it adds parameters
     hold_frozen(root.model, recipe, written, note)
     freeze(root.model, recipe.optimizer)
-    wrap_blocks(  # before FSDP and DDP, whose hooks stay outside of it
+    parallelize(
         root,
-        checkpointing=recipe.parallel.activation_checkpointing,
+        world,
+        meshes,
+        recipe.parallel,
+        precision=recipe.precision,
         compile_mode=recipe.compile_mode,
     )
-    materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
     return root
 
 
@@ -281,6 +286,18 @@ def build_measure(
 
     rows = eval_rows(job.recipe, job.microbatch)
     return build_evaluate(job, job.recipe.eval, rows=rows, record=record, resumed=resumed)
+
+
+def check_layout(recipe: TrainRecipe, world: World) -> None:
+    """The degrees must suit the processes and the model.
+
+    Raises:
+        UserError: they do not; names the nearest that do.
+    """
+    degrees = recipe.parallel.degrees(world.size)
+    problems = list(limits(recipe.model, recipe.parallel, degrees))
+    if problems:
+        raise UserError(*problems)
 
 
 def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:

@@ -15,7 +15,12 @@ import torch
 
 from llmfoundry.assemble.job import attention_refusal, served_precision, with_defaults
 from llmfoundry.assemble.start import find_start
-from llmfoundry.assemble.trainer import check_kernels, memory_of_process, sketch
+from llmfoundry.assemble.trainer import (
+    check_kernels,
+    check_layout,
+    memory_of_process,
+    sketch,
+)
 from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.commands.evaluate import check_models
 from llmfoundry.commands.track import run_with_record
@@ -33,7 +38,6 @@ from llmfoundry.masking import public
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.parallel.launch import World, wanted_processes
-from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.optimizer import OPTIMIZERS
@@ -80,7 +84,7 @@ def plan_training(written: TrainRecipe) -> Rows:
         model = sketch(recipe, written)
     recipe.precision = served_precision(recipe.precision, world, lambda line: None)
     guessed = with_guessed_vocabulary(recipe)
-    degrees(recipe.parallel, world.size)
+    check_layout(recipe, world)
     check_workers(recipe.data, world)
     check_kernels(recipe, world.device)
     free = memory_of_process(world)

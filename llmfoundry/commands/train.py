@@ -12,7 +12,7 @@ from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World, join, on_rank0, relaunch
-from llmfoundry.parallel.mesh import set_deterministic
+from llmfoundry.parallel.sharding import set_deterministic
 from llmfoundry.recipe.front.called import as_called
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.typed import to_yaml

@@ -7,7 +7,6 @@ and which shipped recipe fits.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
 from llmfoundry.parallel.blocks import check_graphs
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS, recipe_name
@@ -88,7 +86,7 @@ def choose_fit(
     Raises:
         UserError: the recipe cannot fit; says what it needs, what there is and what fits.
     """
-    rows = rows_per_process(recipe, math.prod(degrees(recipe.parallel, world_size)))
+    rows = rows_per_process(recipe, recipe.parallel.degrees(world_size).data)
     candidates = _candidates(recipe, rows, device)
     asked = recomputation(recipe.parallel.activation_checkpointing)
     levels = _levels(recipe, device) if asked == "auto" else [asked]

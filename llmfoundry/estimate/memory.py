@@ -15,7 +15,6 @@ from llmfoundry.estimate.trained import kept_by_blocks, weigh
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.logits import chunk_tokens, logit_bytes
-from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -112,7 +111,8 @@ def estimate(
     model = recipe.model
     assert model.vocab_size is not None
     width = 2 if recipe.precision == "bf16" else 4
-    parameters, (replicas, shard) = parameter_count(model), degrees(recipe.parallel, world_size)
+    parameters, degrees = parameter_count(model), recipe.parallel.degrees(world_size)
+    shard = degrees.weights
     head = model.vocab_size * model.d_model
     ends = head * (1 if model.tie_word_embeddings else 2)
     block = (parameters - ends) // model.n_layers
@@ -130,7 +130,7 @@ def estimate(
         row_block=rows.kept + rows.block,
         **_logits(recipe, device),
         accumulated=accumulated_bytes(recipe, width * parameters, shard),
-        step_rows=recipe.global_train_batch_size // (replicas * shard),
+        step_rows=recipe.global_train_batch_size // degrees.data,
     )
 
 
@@ -197,7 +197,8 @@ def _estimate_part(
     recipe: TrainRecipe, world_size: int, sketch: Decoder, device: torch.device
 ) -> MemoryEstimate:
     """Of a model of which a part trains: gradients and moments of that alone."""
-    held, (replicas, shard) = weigh(sketch, device), degrees(recipe.parallel, world_size)
+    held, degrees = weigh(sketch, device), recipe.parallel.degrees(world_size)
+    shard = degrees.weights
     low = 4 if recipe.precision == "fp32" else 2
     narrow = 2 if recipe.precision == "amp_bf16" else 1  # fp32 weights are gathered in bf16
     whole = Whole(
@@ -224,7 +225,7 @@ def _estimate_part(
         row_block=round(heap * (rows.kept + rows.block)),
         **_logits(recipe, device),
         accumulated=accumulated_bytes(recipe, held.trained, shard),
-        step_rows=recipe.global_train_batch_size // (replicas * shard),
+        step_rows=recipe.global_train_batch_size // degrees.data,
     )
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def has_avx512_bf16() -> bool:
@@ -53,6 +55,36 @@ def default_store() -> dist.Store:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def flattened(mesh: DeviceMesh, names: list[str], backend: str | None) -> DeviceMesh:
+    """Some neighbouring dimensions of a mesh as one, a view of the same mesh.
+
+    `DeviceMesh._flatten`, as torchtitan calls it; without it only data_parallel_* degrees work.
+    """
+    part = mesh[tuple(names)] if len(names) > 1 else mesh[names[0]]
+    if part.size() == dist.get_world_size():
+        backend = None  # the default group serves
+    return part._flatten("_".join(names), backend_override=backend)
+
+
+def unflattened(mesh: DeviceMesh, sizes: dict[str, int], backend: str | None) -> DeviceMesh:
+    """A mesh of one dimension as several, a view of the same mesh.
+
+    `DeviceMesh._unflatten`; without it no expert_parallel_degree works.
+    """
+    small = [name for name, size in sizes.items() if 1 < size < mesh.size()]
+    override: Any = {name: backend for name in small} if backend and small else None
+    return mesh._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override=override)
+
+
+def beside(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Two views of one mesh, of one dimension each, as one of two.
+
+    `DeviceMesh._concatenate`, which FSDP calls for weights that are cut twice; without it none can
+    be.
+    """
+    return DeviceMesh._concatenate([first, second])
 
 
 def keep_graphs_whole_under_ddp() -> None:

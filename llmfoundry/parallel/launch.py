@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,6 +45,8 @@ class World:
     """How long a collective waits for the others."""
     data_mesh: DeviceMesh | None = None
     """The processes that read other rows than this one, as `mesh.on_mesh` finds them; None: all."""
+    token_mesh: DeviceMesh | None = None
+    """Those that hold other tokens: other rows, or another part of the same rows; None: all."""
 
     @property
     def is_main(self) -> bool:
@@ -65,6 +67,15 @@ class World:
     def data_group(self) -> dist.ProcessGroup | None:
         """The processes with the other shares, for sums over rows; None: all processes."""
         return None if self.data_mesh is None else self.data_mesh.get_group()
+
+    @property
+    def token_group(self) -> dist.ProcessGroup | None:
+        """The processes with other tokens, for sums over a batch of training; None: all."""
+        return None if self.token_mesh is None else self.token_mesh.get_group()
+
+    def in_evaluation(self) -> World:
+        """As it is where whole rows are shared by all that would share their tokens in training."""
+        return replace(self, data_mesh=self.token_mesh)
 
 
 ALONE = World(0, 1, 0, torch.device("cpu"))

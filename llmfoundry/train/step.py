@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import Routing, move_biases
 from llmfoundry.ops.batch import Batch
-from llmfoundry.parallel.mesh import gradient_sync, sum_factor, whole
+from llmfoundry.parallel.sharding import gradient_sync, sum_factor, whole
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.train.checkpoints.shards import l2_norms, local, norms
 from llmfoundry.train.objective import CrossEntropy, Look, Objective, sum_over_processes

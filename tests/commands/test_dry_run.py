@@ -69,7 +69,7 @@ def test_the_plan_names_the_precision_that_is_computed_in(
         (["parallel.nproc_per_node=3"], "global_train_batch_size: 2 rows cannot be shared"),
         (["data=files", "data.paths=[nowhere]"], "nowhere"),
         (["eval.gauntlet=nowhere.yaml"], "eval.gauntlet: nothing at nowhere.yaml"),
-        (["parallel.data_parallel_shard_degree=2"], "is not the number of processes"),
+        (["parallel.data_parallel_shard_degree=2"], "does not fit 1 process;"),
         (["model.n_heads=5"], "does not divide"),
     ],
 )

@@ -23,7 +23,8 @@ from llmfoundry.gauntlet.models.generation import generate_texts
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
+from llmfoundry.parallel.mesh import build_mesh
+from llmfoundry.parallel.sharding import materialize, replicate
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

@@ -25,7 +25,8 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import Batch
 from llmfoundry.parallel.blocks import wrap_blocks
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, materialize, on_mesh
+from llmfoundry.parallel.mesh import build_mesh, on_mesh
+from llmfoundry.parallel.sharding import materialize
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe

@@ -27,7 +27,8 @@ from llmfoundry.models.quantized import matrices, narrow_frozen, place, quantize
 from llmfoundry.ops.batch import IGNORE
 from llmfoundry.parallel.blocks import wrap_blocks
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
+from llmfoundry.parallel.mesh import build_mesh
+from llmfoundry.parallel.sharding import materialize, replicate
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.parallel import ParallelConfig

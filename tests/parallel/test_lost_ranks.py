@@ -33,7 +33,7 @@ def hang(recipe):
                 print("has it")
         except UserError as error:
             print(error, flush=True)
-        group = build_mesh(recipe.parallel, world).get_group(0)
+        group = build_mesh(recipe.parallel, world).root.get_group(0)
         if world.rank == 1:
             time.sleep(600)
         dist.all_reduce(torch.ones(1), async_op=True)

@@ -25,7 +25,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.memory.live_bytes import LiveBytes
 from llmfoundry.assemble.data import build_loader
@@ -37,8 +36,9 @@ from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.layout import Layout
 from llmfoundry.parallel.blocks import wrap_blocks
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import REPLICATE, SHARD, build_mesh, materialize, on_mesh
-from llmfoundry.parallel.mesh import replicate as wrap
+from llmfoundry.parallel.mesh import build_mesh, on_mesh
+from llmfoundry.parallel.sharding import materialize
+from llmfoundry.parallel.sharding import replicate as wrap
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -78,7 +78,6 @@ class Entry:
     processes: int
     replicate: int = 1
     shard: int = 1
-    tensor: int | None = None
     checkpointing: bool = False
     compiled: bool = False
     precision: str = "fp32"
@@ -103,9 +102,6 @@ ENTRIES = {
     "fsdp-4": Entry(4, shard=4),
     "hsdp-2x2": Entry(4, replicate=2, shard=2),
     "hsdp-2x2-checkpointing": Entry(4, replicate=2, shard=2, checkpointing=True),
-    "ddp-2-tensor-2": Entry(4, replicate=2, tensor=2),
-    "fsdp-2-tensor-2": Entry(4, shard=2, tensor=2),
-    "hsdp-2x2-tensor-1": Entry(4, replicate=2, shard=2, tensor=1),
     "fsdp-2-once": Entry(2, shard=2, once=True),
     "hsdp-2x2-once": Entry(4, replicate=2, shard=2, once=True),
     "fsdp-2-experts": Entry(2, shard=2, experts=True),
@@ -136,13 +132,6 @@ def share(batch: Batch, world: World) -> Batch:
     return list(batch.split(ROWS // world.data_size))[world.data_rank]
 
 
-def mesh_beside_data(replicate: int, shard: int, tensor: int) -> DeviceMesh:
-    """A mesh with an axis that the recipe cannot ask for yet; its processes are neighbours."""
-    return init_device_mesh(
-        "cpu", (replicate, shard, tensor), mesh_dim_names=(REPLICATE, SHARD, "tensor")
-    )
-
-
 def make_optimizer_config() -> OptimizerConfig:
     config = OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.1)
     config.fill()
@@ -158,10 +147,7 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
         data_parallel_replicate_degree=entry.replicate, data_parallel_shard_degree=entry.shard
     )
     config.fill()
-    if entry.tensor is None:
-        mesh = build_mesh(config, world)
-    else:
-        mesh = mesh_beside_data(entry.replicate, entry.shard, entry.tensor)
+    mesh = build_mesh(config, world)
     world = on_mesh(world, mesh)
     with torch.device("meta"):
         root = Root(make_decoder(entry.experts)).to(weight_dtype(entry.precision))
@@ -197,6 +183,12 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
     found = monitor.measure(trainer)  # type: ignore[arg-type]
     metrics = {name: value.item() for name, value in found.items()}
     return {"loss": losses, "norm": norms, "metrics": metrics, "held": held}
+
+
+def beside_data(world: World) -> World:
+    """Two shares of rows on four processes; neighbours read the same."""
+    config = ParallelConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2)
+    return on_mesh(world, build_mesh(config, world))
 
 
 def make_decoder(experts: bool) -> Decoder:
@@ -245,7 +237,7 @@ def work(rank: int, size: int, folder: Path) -> None:
         torch.compile = compile
     if size != 2:
         world = World(rank, size, rank, CPU)
-        world = world if size == 1 else on_mesh(world, mesh_beside_data(1, 2, 2))
+        world = world if size == 1 else beside_data(world)
         text = json.dumps(measured(world, folder / f"cache-{size}-{rank}"))
         (folder / f"measured-{size}-{rank}.json").write_text(text)
     if rank == 0:

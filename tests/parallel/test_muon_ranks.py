@@ -19,7 +19,8 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.layout import Layout
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, materialize, replicate, whole
+from llmfoundry.parallel.mesh import build_mesh
+from llmfoundry.parallel.sharding import materialize, replicate, whole
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig, ParamGroupConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optimizers import muon

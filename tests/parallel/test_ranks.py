@@ -19,9 +19,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.estimate.fit import USABLE, with_guessed_vocabulary
 from llmfoundry.estimate.memory import estimate
 from llmfoundry.parallel.launch import first_host, slurm_environment
-from llmfoundry.parallel.mesh import degrees
 from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.parallel import Degrees, ParallelConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import ENV, command, losses, run, write_recipe
 
@@ -163,11 +162,11 @@ def test_processes_of_different_memory_train_alike(alone: Path) -> None:
 
 
 def test_degrees_that_do_not_fit_name_their_key() -> None:
-    with pytest.raises(UserError, match=r"^parallel.data_parallel_shard_degree: 3, times"):
-        degrees(ParallelConfig(data_parallel_shard_degree=3), 4)
-    assert degrees(ParallelConfig(data_parallel_shard_degree=2), 4) == (2, 2)
+    with pytest.raises(UserError, match=r"^parallel.data_parallel_shard_degree: 3 .*; write 2 or"):
+        ParallelConfig(data_parallel_shard_degree=3).degrees(4)
+    assert ParallelConfig(data_parallel_shard_degree=2).degrees(4) == Degrees(2, 2)
     config = ParallelConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=-1)
-    assert degrees(config, 8) == (2, 4)
+    assert config.degrees(8) == Degrees(2, 4)
 
 
 @pytest.mark.parametrize(

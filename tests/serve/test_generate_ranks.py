@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
+from llmfoundry.parallel.mesh import build_mesh
+from llmfoundry.parallel.sharding import materialize, replicate
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.serve.generate import stream_tokens
 from tests.export.random_models import EOS, ROPE, settings

@@ -20,7 +20,8 @@ from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.layout import Layout
 from llmfoundry.parallel.blocks import wrap_blocks
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, materialize, replicate
+from llmfoundry.parallel.mesh import build_mesh
+from llmfoundry.parallel.sharding import materialize, replicate
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optimizers.optim import build_optimizer

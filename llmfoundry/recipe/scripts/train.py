@@ -13,7 +13,8 @@ from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.typed import flat
 from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
-from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.parallel import AXES, EXPERT, ParallelConfig
+from llmfoundry.recipe.parallel_limits import limits
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.source import COMPARED
 from llmfoundry.recipe.tokenizer import PRETRAINED, TOKENIZERS, TokenizerConfig
@@ -150,16 +151,18 @@ class TrainRecipe:
         )
         for section in sections:
             yield from section.check()
+        yield from limits(self.model, self.parallel, self.parallel.written_degrees)
         yield from self._check_across()
 
     def _check_compile(self) -> Iterator[str]:
-        mode, degree = self.compile_mode, self.parallel.data_parallel_shard_degree
+        mode = self.compile_mode
         if mode is not None and not self.compile:
             yield "compile_mode: has no effect without compile: true; remove it"
-        elif mode in GRAPH_MODES and degree != 1:
+        elif mode in GRAPH_MODES and not self.parallel.keeps_whole:
+            key = next(name for name in (*AXES[1:], EXPERT) if getattr(self.parallel, name) != 1)
             yield (
                 f"compile_mode: {mode} replays CUDA graphs, whose weights may not move, and shards"
-                f" (parallel.data_parallel_shard_degree: {degree}) are gathered anew for every"
+                f" (parallel.{key}: {getattr(self.parallel, key)}) are gathered anew for every"
                 f" block; {GRAPH_ADVICE}"
             )
 

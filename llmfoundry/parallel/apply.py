@@ -1,0 +1,42 @@
+"""How a model is spread over processes: everything that is done to it, in order.
+
+`assemble/trainer.py` calls `parallelize` on the meta device. Each part is a file of its own; what
+they share is the mesh (`mesh.py`).
+"""
+
+from __future__ import annotations
+
+from llmfoundry.models.decoder import Root
+from llmfoundry.parallel.blocks import wrap_blocks
+from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.mesh import Meshes
+from llmfoundry.parallel.sharding import materialize
+from llmfoundry.recipe.parallel import ParallelConfig
+
+
+def parallelize(
+    root: Root,
+    world: World,
+    meshes: Meshes | None,
+    config: ParallelConfig,
+    *,
+    precision: str,
+    compile_mode: str | None = None,
+) -> None:
+    """Spread a model built on the meta device, and give this process's part of it memory.
+
+    Its weights are not filled: that is `init_weights` or a checkpoint, on every process.
+
+    Args:
+        root: the model, its adapters added and its frozen weights frozen.
+        world: this process.
+        meshes: None: it is alone.
+        config: filled; activation checkpointing is decided.
+        precision: the recipe's.
+        compile_mode: torch.compile's; None: not compiled.
+    """
+    # 1. Activation memory, and compilation inside of it: each block's forward pass is replaced.
+    wrap_blocks(root, checkpointing=config.activation_checkpointing, compile_mode=compile_mode)
+    # 2. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
+    # computed again. Then memory for what is this process's own.
+    materialize(root, world, meshes, config, precision=precision)

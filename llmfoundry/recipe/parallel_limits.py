@@ -1,0 +1,46 @@
+"""What a model cannot be spread over: checked with the recipe, and again once -1 is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.parallel import Degrees, ParallelConfig
+from llmfoundry.recipe.values.checks import divides
+
+
+def limits(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> Iterator[str]:
+    """Lines for degrees that this model cannot have, with the nearest that it can.
+
+    Args:
+        model: filled or not; what is not known yet is not compared.
+        parallel: the section.
+        degrees: its degrees as written, or of all processes.
+    """
+    if degrees.expert > 1:
+        yield from _expert(model, degrees)
+    if degrees.context > 1:
+        yield from _context(model, parallel, degrees)
+    if degrees.tensor > 1:
+        yield from _tensor(model, degrees)
+
+
+def _expert(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
+    key, experts = "parallel.expert_parallel_degree", model.ffn_config.moe_num_experts
+    if model.ffn_config.ffn_type != "dmoe":
+        yield f"{key}: {degrees.expert}, but the model has no experts; write 1"
+    elif experts is not None:
+        yield from divides(key, degrees.expert, "model.ffn_config.moe_num_experts", experts)
+
+
+def _context(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> Iterator[str]:
+    if parallel.context_parallel_method == "ulysses":
+        heads = model.n_heads // degrees.tensor
+        yield from divides(
+            "parallel.context_parallel_degree", degrees.context, "the heads of a process", heads
+        )
+
+
+def _tensor(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
+    key = "parallel.tensor_parallel_degree"
+    yield from divides(key, degrees.tensor, "model.n_heads", model.n_heads)
