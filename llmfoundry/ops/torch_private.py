@@ -33,6 +33,19 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
 
 
+def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by a factor (), in place.
+
+    `torch._foreach_mul_`, one call for all; without it a call each.
+    """
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(list(tensors), factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
 def set_timeouts(group: dist.ProcessGroup, *, host: timedelta, device: timedelta) -> None:
     """How long a collective of `group` may take, between hosts and between devices.
 

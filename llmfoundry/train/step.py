@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import Routing, move_biases
+from llmfoundry.ops import torch_private
 from llmfoundry.ops.batch import Batch
-from llmfoundry.parallel.sharding import gradient_sync, sum_factor, whole
+from llmfoundry.parallel.sharding import gradient_sync, sum_factor
 from llmfoundry.recipe.optimizer import GradientClippingConfig
-from llmfoundry.train.checkpoints.shards import l2_norms, local, norms
+from llmfoundry.train.checkpoints.shards import l2_norms, local, total_norm
 from llmfoundry.train.objective import CrossEntropy, Look, Objective, sum_over_processes
 
 CROSS_ENTROPY = CrossEntropy()
@@ -133,13 +134,11 @@ def train_step(
     parts, reported, routing = sums.over_processes(data_group)
     loss = sum(parts.values(), torch.zeros_like(parts["loss"]))
     parameters = [p for p in module.parameters() if p.grad is not None]
-    norm = _total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = total_norm([p.grad for p in parameters if p.grad is not None])
     if on_gradients is not None:
         on_gradients()
     CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
-    result = StepResult(
-        loss, whole(norm), count, parts if len(parts) > 1 else {}, routing, reported
-    )
+    result = StepResult(loss, norm, count, parts if len(parts) > 1 else {}, routing, reported)
     guard.observe(number, result)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
     if before_update is not None:
@@ -210,21 +209,23 @@ class Sums:
         return losses, reported, Routing(losses, *values[len(names) :])
 
 
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm of all gradients together, in fp32 also where they are bfloat16."""
-    return torch.linalg.vector_norm(torch.stack(norms(gradients)))
-
-
 def clip_norm(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
     """Scale all gradients so that their global L2 norm is at most `threshold`."""
     if norm.device.type == "cpu" and norm <= threshold:
         return  # elsewhere the question would wait for the device
-    torch.nn.utils.clip_grads_with_norm_(parameters, threshold, norm)
+    share = (threshold / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    torch_private.scale(_gradients(parameters), share)
 
 
 def clip_value(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
     """Clamp every element to [-threshold, threshold]."""
-    torch.nn.utils.clip_grad_value_(parameters, threshold)
+    for gradient in _gradients(parameters):
+        gradient.clamp_(-threshold, threshold)
+
+
+def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """What this process holds of them; those of several meshes meet in no operation of DTensors."""
+    return [local(p.grad) for p in parameters if p.grad is not None]
 
 
 def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:

@@ -26,44 +26,89 @@ def local(tensor: Tensor) -> Tensor:
 class Shards:
     """How a parameter's rows lie on processes; whole parameters have one shard.
 
+    FSDP cuts what a process would hold without it: all rows, or a part of them where a dimension of
+    the mesh behind FSDP's has cut them first, as experts are.
+
     Attributes:
-        n: how many shards there are.
+        n: how many shards FSDP makes of a part.
         rank: the shard that this process holds.
-        group: the processes that hold them; None where there is one shard.
+        group: the processes that hold them; None where the parameter is whole.
+        parts: how many parts there are, of equal height.
+        part: the one that this process's shard is of.
+        others: of each dimension that makes parts, the processes along it.
     """
 
     n: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    parts: int = 1
+    part: int = 0
+    others: tuple[dist.ProcessGroup, ...] = ()
 
     @staticmethod
     def of(parameter: Tensor) -> Shards:
         """The shards of a parameter that is whole, or cut along dimension 0."""
         if not isinstance(parameter, DTensor):
             return Shards()
-        mesh = parameter.device_mesh
-        axes = [axis for axis, place in enumerate(parameter.placements) if not place.is_replicate()]
+        mesh, places = parameter.device_mesh, parameter.placements
+        axes = [axis for axis, place in enumerate(places) if not place.is_replicate()]
         if not axes:
             return Shards()
-        (axis,) = axes
-        assert parameter.placements[axis].is_shard(0), "only rows are sharded"
-        return Shards(mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis))
+        # also of FSDP's own _StridedShard, which may be no Shard
+        assert all(getattr(places[axis], "dim", None) == 0 for axis in axes), "only rows are cut"
+        axis, *inner = axes  # FSDP's dimensions are the outermost
+        parts, part = 1, 0
+        for other in inner:
+            parts, part = parts * mesh.size(other), part * mesh.size(other)
+            part += mesh.get_local_rank(other)
+        groups = tuple(mesh.get_group(other) for other in inner)
+        shards = (mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis))
+        return Shards(*shards, parts, part, groups)
 
     def bounds(self, height: int, rank: int) -> tuple[int, int]:
-        """First row of a shard and the row after its last, of a parameter of so many rows."""
+        """First row of a shard and the row after its last, of a part of so many rows."""
         step = -(-height // self.n)  # as torch.chunk cuts: the last shards may be short or empty
         return min(rank * step, height), min((rank + 1) * step, height)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over shards, in place."""
-        if self.group is not None:
-            dist.all_reduce(value, group=self.group)
+        """The sum over all shards of all parts, in place."""
+        for group in (self.group, *self.others):
+            if group is not None:
+                dist.all_reduce(value, group=group)
         return value
 
 
-def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The L2 norm of each tensor, in fp32 also where it is narrower; of DTensors as they reduce."""
-    split = [_parts(tensor) for tensor in tensors]
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The L2 norm of all tensors together, in fp32, in a message for each way they are cut: ()."""
+    together = []
+    for shards, places in _kinds(tensors).items():
+        norm = torch.linalg.vector_norm(torch.stack(_norms([tensors[i] for i in places])))
+        together.append(norm if shards.group is None else shards.sum(norm.square()).sqrt())
+    return torch.linalg.vector_norm(torch.stack(together))
+
+
+def l2_norms(tensors: list[Tensor]) -> Tensor:
+    """The L2 norm of each tensor, in fp32, as `total_norm`: (len(tensors),)."""
+    found: list[Tensor] = [torch.empty(())] * len(tensors)
+    for shards, places in _kinds(tensors).items():
+        norms = torch.stack(_norms([tensors[i] for i in places]))
+        whole = norms if shards.group is None else shards.sum(norms.square()).sqrt()
+        for place, norm in zip(places, whole.unbind(), strict=True):
+            found[place] = norm
+    return torch.stack(found)
+
+
+def _kinds(tensors: list[Tensor]) -> dict[Shards, list[int]]:
+    """Places of the tensors that are cut alike."""
+    kinds: dict[Shards, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        kinds.setdefault(Shards.of(tensor), []).append(place)
+    return kinds
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The L2 norm of what this process holds of each tensor, in fp32 also where it is narrower."""
+    split = [_parts(local(tensor)) for tensor in tensors]
     parts = [part for tensor in split for part in tensor]
     found = iter(torch_private.norms(parts))
     each = ([next(found) for _ in tensor] for tensor in split)
@@ -72,13 +117,6 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """A CPU's bfloat16 in parts, since PyTorch writes a tensor out in fp32 before it sums it."""
-    is_cast = tensor.device.type == "cpu" and tensor.dtype.itemsize < 4
-    if not is_cast or isinstance(tensor, DTensor):
+    if tensor.device.type != "cpu" or tensor.dtype.itemsize >= 4:
         return (tensor,)
     return tensor.reshape(-1).split(_NORM_VALUES)
-
-
-def l2_norms(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of each tensor, whole or cut alike, in one message: (len(tensors),)."""
-    held = norms([local(tensor) for tensor in tensors])
-    return Shards.of(tensors[0]).sum(torch.stack(held).square()).sqrt()

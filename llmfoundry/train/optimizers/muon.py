@@ -128,11 +128,17 @@ class MatrixShard:
 
 
 def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[MatrixShard]:
-    """The matrices of `rows` rows that a parameter stacks."""
+    """The matrices of `rows` rows that a parameter stacks; of experts those of its part alone."""
     assert parameter.grad is not None
-    shards, height, start = Shards.of(parameter), parameter.shape[0], 0
+    shards = Shards.of(parameter)
+    height = parameter.shape[0] // shards.parts
     parts = [local(tensor) for tensor in (parameter, parameter.grad, mean)]
-    for n in tuple(rows) or (height,):
+    start = -shards.part * height  # of each matrix, from where the part begins
+    for n in tuple(rows) or (parameter.shape[0],):
+        if start + n <= 0 or start >= height:
+            start += n
+            continue
+        assert start >= 0 and start + n <= height, "no matrix lies in two parts"
         held = []  # rows, from and to, of each shard
         for rank in range(shards.n):
             low, high = shards.bounds(height, rank)
@@ -145,11 +151,17 @@ def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[
 
 
 def _turns(matrices: list[MatrixShard]) -> Iterator[list[MatrixShard]]:
-    """As many at a time as there are shards, of like size, so that no process waits for long."""
-    matrices = sorted(matrices, key=lambda matrix: -math.prod(matrix.shape))
-    n = matrices[0].shards.n if matrices else 1
-    for first in range(0, len(matrices), n):
-        yield matrices[first : first + n]
+    """As many at a time as there are shards, of like size, so that no process waits for long.
+
+    Those that lie on other processes, as experts may, have turns of their own.
+    """
+    kinds: dict[Shards, list[MatrixShard]] = {}
+    for matrix in matrices:
+        kinds.setdefault(matrix.shards, []).append(matrix)
+    for shards, alike in kinds.items():
+        alike.sort(key=lambda matrix: -math.prod(matrix.shape))
+        for first in range(0, len(alike), shards.n):
+            yield alike[first : first + shards.n]
 
 
 def _orthogonal(updates: list[Tensor], turn: list[MatrixShard]) -> list[Tensor]:
