@@ -169,7 +169,8 @@ class Reference:
 
     def resume(self, checkpoint: Path, fill: Fill) -> None:
         """Have all rows' values for a run that goes on after a checkpoint."""
-        self.weights = read_state(checkpoint)["identity"].get(WEIGHTS, "")
+        state = on_rank0(self.job.world, lambda: read_state(checkpoint))
+        self.weights = state["identity"].get(WEIGHTS, "")
         if not self.weights or self._missing():
             model = self.job.root.model
             fill(model)

@@ -136,7 +136,7 @@ def fill_weights(
         UserError: the checkpoint belongs to another model, to another order of samples, or to a
             longer run.
     """
-    folder, model, distributed = start.checkpoint, job.root.model, job.world.size > 1
+    folder, model, world = start.checkpoint, job.root.model, job.world
     if folder is None:
         if fill is None:
             model.init_weights(job.recipe.seed)
@@ -144,7 +144,7 @@ def fill_weights(
             fill(model)
             begin_adapter(model, job.recipe, job.tokenizer)
         return dict(ANEW)
-    state = read_state(folder)
+    state = on_rank0(world, lambda: read_state(folder))
     if "order" not in state and not start.weights_only:
         raise UserError(
             f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
@@ -163,7 +163,7 @@ def fill_weights(
             )
         )
     if start.weights_only:
-        load_weights(folder, model, distributed=distributed)
+        load_weights(folder, model, world=world)
         job.note(f"weights of {folder} (batch {state['batch']})")
         return dict(ANEW)
     if state["batch"] > total:
@@ -176,7 +176,7 @@ def fill_weights(
         fill(model)
         check_base(model, folder / FOLDER, "model.pretrained")
     loader.resume(state["order"], state["batch"])
-    load_training_state(folder, model, optimizer, distributed=distributed)
+    load_training_state(folder, model, optimizer, world=world)
     for line in _changes(job.recipe, folder, state):
         job.note(line)
     job.note(f"resuming from {folder}")
@@ -331,7 +331,7 @@ def open_checkpoint(
     tokenizer = Tokenizer.load(folder / "tokenizer")
     tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
-    state = read_state(folder)
+    state = on_rank0(world, lambda: read_state(folder))
     for key, value in model_identity(recipe.model).items():
         then = state["identity"].get(key, value)
         if value != then:
@@ -355,7 +355,7 @@ def _fill_loaded(
     """Weights of a checkpoint, or of an adapter's base and the adapter."""
     if not has_adapter(recipe):
         root.to_empty(device=world.device)
-        load_weights(folder, root.model)
+        load_weights(folder, root.model, world=world)
         return
     assert isinstance(written, FinetuneRecipe)
     choose_trained(root.model, recipe, lambda line: None, checkpoint=folder)
@@ -363,4 +363,4 @@ def _fill_loaded(
     root.to_empty(device=world.device)
     open_pretrained(written.model, world, note=note).fill(root.model)
     check_base(root.model, folder / FOLDER, "model.pretrained")
-    load_adapter(folder, root.model)
+    load_adapter(folder, root.model, world=world)

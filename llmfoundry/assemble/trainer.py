@@ -58,7 +58,7 @@ from llmfoundry.models.quantized import value_count
 from llmfoundry.parallel.agree import least, together
 from llmfoundry.parallel.apply import parallelize
 from llmfoundry.parallel.blocks import check_compiler
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.parallel.mesh import Meshes, build_mesh, on_mesh
 from llmfoundry.parallel.sharding import replicate
 from llmfoundry.recipe.front.typed import to_yaml
@@ -108,7 +108,7 @@ def build_trainer(
     tokenizer = make_tokenizer(recipe, world, pretrained)
     data = _open_data(recipe, tokenizer, world, tracker.note)
     settle_vocabulary(recipe, written, tokenizer)
-    chosen = _fitted(recipe, fit, start, tracker.note)
+    chosen = _fitted(recipe, fit, start, world, tracker.note)
     root = build_model(
         recipe, world, meshes, tracker.note, written=written, checkpoint=start.checkpoint
     )
@@ -175,13 +175,15 @@ def _fitted(
     recipe: TrainRecipe,
     fit: Callable[[TrainRecipe, str | None], Fit],
     start: Start,
+    world: World,
     note: Callable[[str], None],
 ) -> Fit:
     """The fit of a recipe, in which `auto` becomes what was chosen, and `note` tells why."""
     asked = recomputation(recipe.parallel.activation_checkpointing)
     begun_with = None
-    if start.checkpoint is not None and not start.weights_only:
-        begun_with = read_state(start.checkpoint).get("activation_checkpointing")
+    saved = start.checkpoint
+    if saved is not None and not start.weights_only:
+        begun_with = on_rank0(world, lambda: read_state(saved)).get("activation_checkpointing")
     chosen = fit(recipe, begun_with)
     if asked == "auto":
         note(checkpointing_line(recipe, chosen, begun_with))

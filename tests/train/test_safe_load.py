@@ -32,7 +32,7 @@ from llmfoundry.gauntlet.tasks.rows import read_source
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.train.checkpoints.safe_load import read_metadata
+from llmfoundry.train.checkpoints.safe_load import parse_metadata
 from tests.gauntlet.hugging_face_models import save_model
 from tests.tiny import write_recipe
 from tests.train.here import train_here
@@ -178,8 +178,7 @@ def test_tensors_are_read_from_the_checkpoints_own_files_alone(place: Path, name
 def test_the_table_is_read_as_pytorch_reads_it(place: Path) -> None:
     folder = Path("runs/whole/checkpoints/ba0000002")
     theirs = FileSystemReader(str(folder)).read_metadata()
-    with (folder / ".metadata").open("rb") as file:
-        ours = read_metadata(file)
+    ours = parse_metadata((folder / ".metadata").read_bytes())
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data and len(theirs.storage_data) > 20
 

@@ -238,7 +238,7 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None]:
 
     def write(folder: Path) -> None:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
-        load_tensors({"model": tensors}, folder, distributed=False)
+        load_tensors({"model": tensors}, folder)
         (folder / FOLDER).mkdir()
         write_json(folder / FOLDER / BASE, sample)
         virtual = virtual_of(model)

@@ -62,7 +62,7 @@ def _whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     for name, shape in shapes:
         whole = torch.empty(shape)
-        load_tensors({"model": {name: whole}}, folder, distributed=False)
+        load_tensors({"model": {name: whole}}, folder)
         yield name, whole
 
 

@@ -20,7 +20,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.export.read import hf_folder
 from llmfoundry.files import write_whole
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.recipe.architecture.adapter import VIRTUAL
 from llmfoundry.recipe.architecture.attention import ATTN_IMPLS
 from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
@@ -95,7 +95,7 @@ def open_pretrained(
         return open_folder(folder, asked, note)
     if asked.revision is not None:
         raise UserError(f"model.revision: {folder} is a folder, not a hub id; remove it")
-    if is_checkpoint(folder) or list_checkpoints(folder):
+    if is_checkpoint(folder) or on_rank0(world, lambda: list_checkpoints(folder)):
         return _open_run(asked, folder, world, note)
     return open_folder(folder, asked, note)
 
@@ -162,7 +162,7 @@ def _open_run(
     assert rows is not None, "filled"
 
     def fill(model: Decoder) -> None:
-        fill_from_run(model, folder, rows)
+        fill_from_run(model, folder, rows, world)
 
     holder = "transformers' class" if isinstance(config, HFModelConfig) else "the decoder"
     return Pretrained(config, tokenizer, fill, f"{folder}, held by {holder}")

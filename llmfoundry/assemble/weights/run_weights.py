@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from llmfoundry.assemble.adapters.adapter import FOLDER, check_base, choose_trained, hold_frozen
@@ -23,22 +22,22 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import assign, grown
 from llmfoundry.models.linear import whole
 from llmfoundry.models.quantized import as_held, is_quantized
+from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.train.checkpoints.checkpoint import load_weights
 from llmfoundry.train.checkpoints.safe_load import load_tensors
 
 
-def fill_from_run(model: Decoder, folder: Path, rows: int) -> None:
+def fill_from_run(model: Decoder, folder: Path, rows: int, world: World) -> None:
     """Fill a model from a checkpoint, whose embedding and head have `rows` rows."""
     names = model.vocabulary() & get_model_state_dict(model).keys()  # of tied ones the first
     grows = [name for name in sorted(names) if len(model.get_parameter(name)) > rows]
-    distributed = dist.is_initialized() and dist.get_world_size() > 1
-    load_weights(folder, model, distributed=distributed, left=grows)
+    load_weights(folder, model, world=world, left=grows)
     for name in grows:
         shape = model.get_parameter(name).shape
         own = torch.empty(rows, *shape[1:])
-        load_tensors({"model": {name: own}}, folder, distributed=False)
+        load_tensors({"model": {name: own}}, folder)
         fill_tensor(model, name, grown(own, shape[0]))
     fill_quantized(model, folder)
 

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.models.adapters.adapt import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.parallel.launch import ALONE, World
 from llmfoundry.train.checkpoints.safe_load import load_tensors
 
 # said by torch for every save and load of a run that has one process
@@ -81,27 +82,27 @@ _PARTS = StateDictOptions(strict=False)  # names are the model's own; load_tenso
 
 
 def load_weights(
-    folder: Path, model: Decoder, *, distributed: bool = False, left: Collection[str] = ()
+    folder: Path, model: Decoder, *, world: World = ALONE, left: Collection[str] = ()
 ) -> None:
-    """Fill `model`, on this process alone unless `distributed`.
+    """Fill `model`, which processes of `world` read together.
 
     Left alone are an adapter, what is kept in 4 bits, which checkpoints never are, and `left`.
     """
     whole = get_model_state_dict(model)
     quantized = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
     others = {n for n in whole if is_added(n) or n in quantized or n in left}
-    _load_into(model, folder, {n: t for n, t in whole.items() if n not in others}, distributed)
+    _load_into(model, folder, {n: t for n, t in whole.items() if n not in others}, world)
 
 
-def load_adapter(folder: Path, model: Decoder, *, distributed: bool = False) -> None:
+def load_adapter(folder: Path, model: Decoder, *, world: World = ALONE) -> None:
     """Fill what an adapter's checkpoint holds of `model`, whose base has its weights."""
-    _load_into(model, folder, saved_state(model), distributed)
+    _load_into(model, folder, saved_state(model), world)
 
 
-def _load_into(model: Decoder, folder: Path, tensors: dict[str, Any], distributed: bool) -> None:
+def _load_into(model: Decoder, folder: Path, tensors: dict[str, Any], world: World) -> None:
     names = {plain_name(name): name for name in tensors}
     state = {"model": {plain: tensors[name] for plain, name in names.items()}}
-    load_tensors(state, folder, distributed=distributed)
+    load_tensors(state, folder, world=world)
     loaded = {name: state["model"][plain] for plain, name in names.items()}
     set_model_state_dict(model, loaded, options=_PARTS)
 
@@ -116,12 +117,12 @@ def saved_state(model: Decoder) -> dict[str, Any]:
 
 
 def load_training_state(
-    folder: Path, model: Decoder, optimizer: Optimizer, *, distributed: bool
+    folder: Path, model: Decoder, optimizer: Optimizer, *, world: World
 ) -> None:
     """Fill model and optimizer from a checkpoint written by any number of processes."""
     state = training_state(model, optimizer)
     groups = state["optimizer"].pop("param_groups")  # the recipe's, not the past's
-    load_tensors(state, folder, distributed=distributed)
+    load_tensors(state, folder, world=world)
     set_model_state_dict(model, state["model"], options=_PARTS)
     moments = state["optimizer"] | {"param_groups": groups}
     set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)

@@ -8,15 +8,18 @@ tensors themselves PyTorch reads with weights_only.
 
 from __future__ import annotations
 
+import io
 import pickle
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, Metadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -30,47 +33,48 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.train.checkpoints.tensor_files import holds_tensors
+from llmfoundry.parallel.agree import from_all, least
+from llmfoundry.parallel.launch import ALONE, World, on_rank0
+from llmfoundry.train.checkpoints.replicas import own_names, pass_on
+from llmfoundry.train.checkpoints.tensor_files import TABLE, holds_tensors
 
 
-def load_tensors(state: dict[str, Any], folder: Path, *, distributed: bool) -> None:
-    """Fill the tensors of `state` from a checkpoint; every process calls it if `distributed`.
+def load_tensors(state: dict[str, Any], folder: Path, *, world: World = ALONE) -> None:
+    """Fill the tensors of `state` from a checkpoint.
+
+    The first process reads the table of contents, each of several the tensors that `replicas.py`
+    gives it, and no two the same ones.
+
+    Args:
+        state: tensors in dictionaries; the same names on every process.
+        folder: the checkpoint's.
+        world: the processes that fill theirs together, each of which calls; ALONE: this one alone.
 
     Raises:
         UserError: the files hold something else; on every process.
     """
+    planner, problem = _Planner(), None
     try:
-        dcp.load(
-            state,
-            storage_reader=_Reader(folder),
-            planner=_Planner(),
-            no_dist=not distributed,
-        )
-    except CheckpointException as failed:
-        reasons = {one_line(error) for error, _ in failed.failures.values()}
+        table = parse_metadata(on_rank0(world, (folder / TABLE).read_bytes))
+        planner.set_up_planner(state, table, is_coordinator=world.is_main)
+        _read(planner, table, folder, own_names(planner.state_dict, world))
+    except Exception as error:  # whatever the files of a stranger lead to
+        problem = one_line(error)
+    if not least(world, 1 if problem is None else 0):
+        reasons = sorted({line for line in from_all(world, problem) if line})
         raise UserError(
-            f"checkpoint: {folder} cannot be read: {'; '.join(sorted(reasons))};"
-            " choose another checkpoint"
-        ) from failed
+            f"checkpoint: {folder} cannot be read: {'; '.join(reasons)}; choose another checkpoint"
+        )
+    pass_on(planner.state_dict, world)
 
 
-class _Reader(FileSystemReader):
-    """PyTorch's, with `.metadata` read by `read_metadata`."""
-
-    _problem: Exception | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                return read_metadata(file)
-        except Exception as error:  # PyTorch would log a traceback, and look for other files
-            self._problem = error
-            return Metadata({}, storage_data={})
-
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        if self._problem is not None:
-            raise self._problem
-        super().set_up_storage_reader(*args, **kwargs)
+def _read(planner: _Planner, table: Metadata, folder: Path, names: Collection[str]) -> None:
+    """Fill the tensors of these names, on this process."""
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(table, is_coordinator=planner.is_coordinator)
+    own = {name: value for name, value in planner.state_dict.items() if name in names}
+    plan = create_default_local_load_plan(own, table)
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 class _Planner(DefaultLoadPlanner):
@@ -80,14 +84,14 @@ class _Planner(DefaultLoadPlanner):
         raise ValueError(f"{read_item.dest_index.fqn} is not a tensor there")
 
 
-def read_metadata(file: IO[bytes]) -> Metadata:
-    """A checkpoint's table of contents.
+def parse_metadata(content: bytes) -> Metadata:
+    """A checkpoint's table of contents, of the bytes of its file.
 
     Raises:
         ValueError: it is not one, or names what no such table holds.
     """
     try:
-        return _metadata(_Unpickler(file).load())
+        return _metadata(_Unpickler(io.BytesIO(content)).load())
     except Exception as error:  # a pickle can raise almost anything
         raise ValueError(f".metadata is not a table of tensors ({one_line(error)})") from error
 
