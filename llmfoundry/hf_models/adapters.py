@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.hf_models.causal_lm import HFCausalLM
 from llmfoundry.models.adapters.names import select
-from llmfoundry.models.init import Distribution, assign, draw
+from llmfoundry.models.init import Distribution, draw
 from llmfoundry.models.linear import whole
+from llmfoundry.models.spread.held import assign
 from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
 
 _KEY, _NAME = "adapter.target_modules", "default"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from llmfoundry.models.spread.held import assign, stacked_rows
 from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
 
 # projections that write to the residual stream
@@ -59,7 +59,7 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
         elif parameter.ndim > 1:
             distribution = weight_distribution(name, parameter, config)
         if distribution is not None:
-            draw(parameter, distribution, seed, name)
+            draw(parameter, distribution, seed, name, stacked_rows(name, config))
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
@@ -170,8 +170,17 @@ STDS: dict[str, Callable[[ModelConfig, int, int], float]] = {
 UNIFORM = ("default_", "kaiming_uniform_", "xavier_uniform_")
 
 
-def draw(parameter: Tensor, distribution: Distribution, seed: int, name: str) -> None:
-    """Fill a parameter, whole or sharded; the numbers follow from seed and name."""
+def draw(
+    parameter: Tensor,
+    distribution: Distribution,
+    seed: int,
+    name: str,
+    stacked: Sequence[int] = (),
+) -> None:
+    """Fill a parameter, whole or cut; the numbers follow from seed and name.
+
+    `stacked` is as in `models.spread.held`.
+    """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big"))
     # in fp32 whatever the parameter's dtype, which rounds it
@@ -181,7 +190,7 @@ def draw(parameter: Tensor, distribution: Distribution, seed: int, name: str) ->
         whole.uniform_(distribution.mean - half, distribution.mean + half, generator=generator)
     else:
         whole.normal_(distribution.mean, distribution.std, generator=generator)
-    assign(parameter, whole)
+    assign(parameter, whole, stacked)
 
 
 @torch.no_grad()
@@ -197,19 +206,3 @@ def grown(table: Tensor, rows: int) -> Tensor:
     sums = [part.sum(0, dtype=torch.float64) for part in table.split(_ROWS)]
     mean = torch.stack(sums).sum(0) / len(table)
     return torch.cat([table, mean.to(table.dtype).expand(more, *table.shape[1:])])
-
-
-@torch.no_grad()
-def assign(parameter: Tensor, whole: Tensor) -> None:
-    """Write a value that every rank has into a parameter, whole or sharded."""
-    if isinstance(parameter, DTensor):
-        # every rank has the same numbers, so nothing needs to be sent
-        local = distribute_tensor(
-            whole.to(parameter.device),
-            parameter.device_mesh,
-            parameter.placements,
-            src_data_rank=None,
-        )
-        parameter.copy_(local)
-    else:
-        parameter.copy_(whole)

@@ -8,7 +8,7 @@ tensor as it is read, so that no more than one is held in full precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -19,7 +19,9 @@ from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.linear import Linear
 from llmfoundry.models.moe import ExpertWeights, Router
+from llmfoundry.models.spread.held import at, held_blocks, runs, stacked_rows
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize, quantize
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 
 def narrow_frozen(model: Decoder, dtype: torch.dtype) -> None:
@@ -160,7 +162,9 @@ def place(model: nn.Module, name: str, tensor: Tensor, *, expert: int | None = N
     packing = getattr(module, "packing", None)
     if packing is None or last not in matrices(module):
         copies = module.n if expert is not None and isinstance(module, ExpertWeights) else 1
-        _write(parameter, tensor, copies, expert or 0)
+        config = getattr(model, "config", None)
+        stacked = stacked_rows(name, config) if isinstance(config, ModelConfig) else ()
+        _write(parameter, tensor, copies, expert or 0, stacked)
         return
     copies = parameter.numel() // packing.nbytes
     parts = tensor.chunk(copies) if expert is None else [tensor]
@@ -170,31 +174,22 @@ def place(model: nn.Module, name: str, tensor: Tensor, *, expert: int | None = N
             _write(parameter, quantize(part, double=packing.double), copies, index)
 
 
-def _write(parameter: Tensor, value: Tensor, copies: int, index: int) -> None:
+def _write(
+    parameter: Tensor, value: Tensor, copies: int, index: int, stacked: Sequence[int] = ()
+) -> None:
     """Fill copy `index` of the equal parts that a parameter's rows are, as far as it is here."""
     height = parameter.shape[0] // copies
     assert value.shape == (height, *parameter.shape[1:]), (value.shape, parameter.shape, copies)
-    local, first = _local(parameter)
-    begin, end = index * height, (index + 1) * height
-    low, high = max(begin, first), min(end, first + len(local))
-    if low < high:
-        local[low - first : high - first].copy_(value[low - begin : high - begin])
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    start, stop = index * height, (index + 1) * height
+    for block in held_blocks(parameter, stacked):
+        (row, _), *across = block.local
+        (begin, end), *columns = block.whole
+        low, high = max(begin, start), min(end, stop)
+        if low < high:
+            here = at(local.detach(), [(row + low - begin, row + high - begin), *across])
+            here.copy_(at(value, [(low - start, high - start), *columns]))
 
 
 def _holds(parameter: Tensor, begin: int, length: int) -> bool:
-    local, first = _local(parameter)
-    return first < begin + length and begin < first + len(local)
-
-
-def _local(parameter: Tensor) -> tuple[Tensor, int]:
-    """The rows of a parameter that this process holds, and the number of the first."""
-    if not isinstance(parameter, DTensor):
-        return parameter.detach(), 0
-    axes = [axis for axis, place in enumerate(parameter.placements) if place.is_shard()]
-    local, mesh = parameter.to_local(), parameter.device_mesh
-    if not axes:
-        return local, 0
-    (axis,) = axes
-    assert parameter.placements[axis].is_shard(0), "only rows are sharded"
-    step = -(-parameter.shape[0] // mesh.size(axis))  # as torch.chunk cuts
-    return local, min(step * mesh.get_local_rank(axis), parameter.shape[0])
+    return any(low < begin + length and begin < high for low, high in runs(parameter, 0))

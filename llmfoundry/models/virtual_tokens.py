@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.models.init import Distribution, assign, draw
+from llmfoundry.models.init import Distribution, draw
 from llmfoundry.models.linear import whole
+from llmfoundry.models.spread.held import assign
 from llmfoundry.recipe.architecture.adapter import PREFIX_TUNING
 
 NAME = "prompt_embeddings"  # also of the tensor in peft's file

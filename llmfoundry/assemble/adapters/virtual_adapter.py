@@ -10,7 +10,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.peft.virtual import read_virtual
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import assign
+from llmfoundry.models.spread.held import assign
 from llmfoundry.models.virtual_tokens import (
     NAME,
     VirtualTokens,

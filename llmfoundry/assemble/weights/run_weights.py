@@ -19,9 +19,10 @@ from llmfoundry.errors import UserError
 from llmfoundry.export.peft.read import read_adapter
 from llmfoundry.models.adapters.merge import merge_into
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import assign, grown
+from llmfoundry.models.init import grown
 from llmfoundry.models.linear import whole
 from llmfoundry.models.quantized import as_held, is_quantized
+from llmfoundry.models.spread.held import assign
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe

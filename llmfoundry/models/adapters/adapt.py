@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.adapters.names import select
 from llmfoundry.models.adapters.plan import AdapterTarget, find_targets
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import Distribution, assign, draw
+from llmfoundry.models.init import Distribution, draw
 from llmfoundry.models.linear import whole
 from llmfoundry.models.low_rank import (
     A_INIT,
@@ -30,6 +30,7 @@ from llmfoundry.models.low_rank import (
     row_norms,
 )
 from llmfoundry.models.moe import ExpertWeights
+from llmfoundry.models.spread.held import assign
 from llmfoundry.models.virtual_tokens import NAME as PROMPT
 from llmfoundry.models.virtual_tokens import switched_off as without_virtual
 from llmfoundry.models.virtual_tokens import virtual_of

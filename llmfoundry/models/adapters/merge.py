@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import assign, grown
+from llmfoundry.models.init import grown
 from llmfoundry.models.linear import Linear, whole
 from llmfoundry.models.low_rank import LowRank, merged
 from llmfoundry.models.moe import ExpertWeights
+from llmfoundry.models.spread.held import assign
 
 
 class MergedState(Mapping[str, Tensor]):

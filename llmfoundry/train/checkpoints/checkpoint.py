@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.models.adapters.adapt import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.spread.held import all_stacked_rows
 from llmfoundry.parallel.launch import ALONE, World
 from llmfoundry.train.checkpoints.safe_load import load_tensors
 
@@ -102,7 +103,7 @@ def load_adapter(folder: Path, model: Decoder, *, world: World = ALONE) -> None:
 def _load_into(model: Decoder, folder: Path, tensors: dict[str, Any], world: World) -> None:
     names = {plain_name(name): name for name in tensors}
     state = {"model": {plain: tensors[name] for plain, name in names.items()}}
-    load_tensors(state, folder, world=world)
+    load_tensors(state, folder, world=world, stacked=all_stacked_rows(model))
     loaded = {name: state["model"][plain] for plain, name in names.items()}
     set_model_state_dict(model, loaded, options=_PARTS)
 
@@ -122,7 +123,7 @@ def load_training_state(
     """Fill model and optimizer from a checkpoint written by any number of processes."""
     state = training_state(model, optimizer)
     groups = state["optimizer"].pop("param_groups")  # the recipe's, not the past's
-    load_tensors(state, folder, world=world)
+    load_tensors(state, folder, world=world, stacked=all_stacked_rows(model))
     set_model_state_dict(model, state["model"], options=_PARTS)
     moments = state["optimizer"] | {"param_groups": groups}
     set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.spread.held import all_stacked_rows
 from llmfoundry.ops.device_threads import device_thread
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.paths import show
@@ -71,6 +72,7 @@ class Checkpointer:
         self._max_failures, self._warn, self._note = max_failures, warn, note
         self._together = Together(world)
         self._tensor_files = TensorFiles(self._together)
+        self._stacked: Stacked = {}
         self._thread: threading.Thread | None = None
         self._began = time.time()
         self._saved = saved  # the newest batch that this process knows to be saved
@@ -105,6 +107,7 @@ class Checkpointer:
         if batch == self._saved:
             return folder  # by its interval, and now once more by a signal or at the end
         self._together.begin()
+        self._stacked = all_stacked_rows(model, model.config)
         tensors = training_state(model, optimizer)
         if last or not self._background:
             self._write(batch, folder, tensors, state, last=last)
@@ -196,7 +199,7 @@ class Checkpointer:
         """
         rank, size = self._world.rank, self._world.size
         self._together.run(lambda: _make_anew(folder), only_main=True)
-        self._tensor_files.write(folder, tensors)
+        self._tensor_files.write(folder, tensors, self._stacked)
         self._together.run(lambda: self._write_extras(folder, state), only_main=True)
         self._together.run(lambda: write_sums(folder, rank, size))
         self._together.run(lambda: write_commit(folder, size), only_main=True)

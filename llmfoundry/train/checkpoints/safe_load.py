@@ -33,13 +33,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.models.spread.held import Stacked
 from llmfoundry.parallel.agree import from_all, least
 from llmfoundry.parallel.launch import ALONE, World, on_rank0
+from llmfoundry.train.checkpoints.cut_tensors import as_blocks
 from llmfoundry.train.checkpoints.replicas import own_names, pass_on
 from llmfoundry.train.checkpoints.tensor_files import TABLE, holds_tensors
 
 
-def load_tensors(state: dict[str, Any], folder: Path, *, world: World = ALONE) -> None:
+def load_tensors(
+    state: dict[str, Any], folder: Path, *, world: World = ALONE, stacked: Stacked | None = None
+) -> None:
     """Fill the tensors of `state` from a checkpoint.
 
     The first process reads the table of contents, each of several the tensors that `replicas.py`
@@ -49,15 +53,18 @@ def load_tensors(state: dict[str, Any], folder: Path, *, world: World = ALONE) -
         state: tensors in dictionaries; the same names on every process.
         folder: the checkpoint's.
         world: the processes that fill theirs together, each of which calls; ALONE: this one alone.
+        stacked: of its parameters, as in `models.spread.held`; None: none is.
 
     Raises:
         UserError: the files hold something else; on every process.
     """
-    planner, problem = _Planner(), None
+    planner, held, problem = _Planner(), dict[str, Any](), None
     try:
         table = parse_metadata(on_rank0(world, (folder / TABLE).read_bytes))
         planner.set_up_planner(state, table, is_coordinator=world.is_main)
-        _read(planner, table, folder, own_names(planner.state_dict, world))
+        held = planner.state_dict
+        planner.state_dict = as_blocks(held, stacked or {})
+        _read(planner, table, folder, own_names(held, world))
     except Exception as error:  # whatever the files of a stranger lead to
         problem = one_line(error)
     if not least(world, 1 if problem is None else 0):
@@ -65,7 +72,7 @@ def load_tensors(state: dict[str, Any], folder: Path, *, world: World = ALONE) -
         raise UserError(
             f"checkpoint: {folder} cannot be read: {'; '.join(reasons)}; choose another checkpoint"
         )
-    pass_on(planner.state_dict, world)
+    pass_on(held, world)
 
 
 def _read(planner: _Planner, table: Metadata, folder: Path, names: Collection[str]) -> None:

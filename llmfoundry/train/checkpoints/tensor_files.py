@@ -28,6 +28,8 @@ from torch.futures import Future
 
 from llmfoundry.errors import one_line
 from llmfoundry.files import write_whole
+from llmfoundry.models.spread.held import Stacked
+from llmfoundry.train.checkpoints.cut_tensors import CutTensor, as_blocks
 from llmfoundry.train.checkpoints.together import SaveError, Together
 
 TABLE = ".metadata"
@@ -69,14 +71,17 @@ class TensorFiles:
         self._together = together
         self._plan: _Plan | None = None
 
-    def write(self, folder: Path, state: dict[str, Any]) -> None:
+    def write(self, folder: Path, state: dict[str, Any], stacked: Stacked) -> None:
         """Write this process's part of a state; every process calls it.
+
+        `stacked` is of its parameters, as in `models.spread.held`.
 
         Raises:
             SaveError: it failed on one of them; on all.
         """
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=self._together.is_main)
+        planner.state_dict = as_blocks(planner.state_dict, stacked)
         form = _form(planner)
         if self._together.is_everywhere(self._plan is not None and self._plan.form == form):
             assert self._plan is not None
@@ -123,6 +128,8 @@ def _form(planner: DefaultSavePlanner) -> Any:
 
 
 def _form_of(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, CutTensor):
+        return *_form_of(value.tensor), value.stacked
     if isinstance(value, DTensor):
         return value.dtype, value.shape, value.requires_grad, value.device_mesh, value.placements
     if isinstance(value, Tensor):
