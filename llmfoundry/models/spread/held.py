@@ -50,8 +50,11 @@ def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
     return (config.n_heads * config.head_dim, kv_width, kv_width)
 
 
-def all_stacked_rows(model: nn.Module, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """`stacked_rows` of those parameters that stack some, by name."""
+def all_stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """`stacked_rows` of those parameters that stack some, by name; of our decoder alone."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, ModelConfig):
+        return {}
     found = {name: stacked_rows(name, config) for name, _ in model.named_parameters()}
     return {name: rows for name, rows in found.items() if rows}
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.spread.held import all_stacked_rows
+from llmfoundry.models.spread.held import Stacked, all_stacked_rows
 from llmfoundry.ops.device_threads import device_thread
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.paths import show
@@ -107,7 +107,7 @@ class Checkpointer:
         if batch == self._saved:
             return folder  # by its interval, and now once more by a signal or at the end
         self._together.begin()
-        self._stacked = all_stacked_rows(model, model.config)
+        self._stacked = all_stacked_rows(model)
         tensors = training_state(model, optimizer)
         if last or not self._background:
             self._write(batch, folder, tensors, state, last=last)
