@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -36,7 +37,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.models.spread.held import Stacked
 from llmfoundry.parallel.agree import from_all, least
 from llmfoundry.parallel.launch import ALONE, World, on_rank0
-from llmfoundry.train.checkpoints.cut_tensors import as_blocks
+from llmfoundry.train.checkpoints.cut_tensors import CutTensor, as_blocks
 from llmfoundry.train.checkpoints.replicas import own_names, pass_on
 from llmfoundry.train.checkpoints.tensor_files import TABLE, holds_tensors
 
@@ -86,6 +87,12 @@ def _read(planner: _Planner, table: Metadata, folder: Path, names: Collection[st
 
 class _Planner(DefaultLoadPlanner):
     """PyTorch's, for tensors alone."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        if isinstance(value, CutTensor):  # PyTorch asks tensors alone
+            return value.__get_tensor_shard__(index)
+        return super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is not a tensor there")

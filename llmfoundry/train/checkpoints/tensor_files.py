@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -79,7 +79,7 @@ class TensorFiles:
         Raises:
             SaveError: it failed on one of them; on all.
         """
-        planner = DefaultSavePlanner()
+        planner = _Planner()
         planner.set_up_planner(state, is_coordinator=self._together.is_main)
         planner.state_dict = as_blocks(planner.state_dict, stacked)
         form = _form(planner)
@@ -142,6 +142,16 @@ def _moved(table: bytes, told: list[list[WriteResult]]) -> bytes:
     metadata = pickle.loads(table)  # of this process's own making
     metadata.storage_data |= {one.index: one.storage_data for part in told for one in part}
     return pickle.dumps(metadata)
+
+
+class _Planner(DefaultSavePlanner):
+    """PyTorch's, which asks tensors alone for their blocks."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        if isinstance(value, CutTensor):
+            return value.__get_tensor_shard__(index)
+        return super().lookup_object(index)
 
 
 class _Writer(FileSystemWriter):
