@@ -9,16 +9,19 @@ here before anything is decided by them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from llmfoundry.errors import UserError
+from llmfoundry.ops.device_threads import device_thread
 from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.parallel.lost_ranks import names
 
 Made = TypeVar("Made")
+_SECONDS = 10.0  # between two messages of processes that have long work, at most
 
 
 def least(world: World, value: int) -> int:
@@ -58,6 +61,43 @@ def together(world: World, make: Callable[[], Made]) -> Made:
     if own:
         raise own[0]
     raise UserError(*(f"{line} (on {names(ranks[line])})" for line in sorted(ranks)))
+
+
+def wait_with_others(
+    action: Callable[[], Made], all_done: Callable[[bool], bool], timeout: timedelta
+) -> Callable[[], Made]:
+    """Do what may take longer than processes wait for each other; every process calls it.
+
+    A thread does it, and meanwhile all tell each other every few seconds that they are still there.
+
+    Args:
+        action: what is done.
+        all_done: an exchange: whether what each process gives it is true of all of them.
+        timeout: of a message.
+
+    Returns:
+        What gives the action's result, or raises its error.
+    """
+    made, problems = list[Made](), list[Exception]()
+
+    def act() -> None:
+        try:
+            made.append(action())
+        except Exception as error:
+            problems.append(error)
+
+    def tell() -> Made:
+        if problems:
+            raise problems[0]
+        return made[0]
+
+    thread = device_thread(act, name="with others", daemon=True)
+    thread.start()
+    is_done = False
+    while not is_done:
+        thread.join(min(_SECONDS, timeout.total_seconds() / 4))
+        is_done = all_done(not thread.is_alive())
+    return tell
 
 
 def check_alike(world: World, found: Mapping[str, str], *, advice: str) -> None:

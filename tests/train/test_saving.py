@@ -238,7 +238,7 @@ def parts() -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
-FILES = ("__0_0.distcp", ".metadata", "state.json", "recipe.yaml", "sums.0.json", "COMMIT")
+FILES = ("__0_0.distcp", ".metadata", "state.json", "recipe.yaml", "COMMIT")
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -269,7 +269,7 @@ def work(rank: int, folder: Path) -> None:
         run = folder / f"run-{background}"
         saver, said = make_saver(run, world, background=background)
         for batch, (where, file) in enumerate(
-            [(1, "sums.1"), (None, ""), (0, ".metadata"), (1, "sums.1")], start=1
+            [(1, "__1_"), (None, ""), (0, ".metadata"), (1, "__1_")], start=1
         ):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == where:

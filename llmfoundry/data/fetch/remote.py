@@ -52,6 +52,7 @@ class Remote:
         retry: int,
         timeout: float,
         before_request: Callable[[], float] = lambda: 0.0,
+        key: str = remote_errors.DATA_KEY,
     ) -> None:
         """At `url`; nothing is asked of it yet.
 
@@ -61,12 +62,14 @@ class Remote:
             retry: attempts after a failure that may pass; any part that arrives counts them anew.
             timeout: seconds.
             before_request: called before each request; returns how many seconds to wait.
+            key: the recipe's, which names the folder; for messages.
 
         Raises:
             UserError: the protocol is not known, or its package or a setting is missing.
         """
         self.url = without_secrets(url).rstrip("/")
         self._backend = resolve(url.rstrip("/"), storage_options, timeout)
+        self._key = key
         self._retry = retry
         self._timeout = timeout
         self._before_request = before_request
@@ -139,6 +142,14 @@ class Remote:
                 else f"is longer than the {n_bytes} bytes that its index says"
             )
 
+    def part(self, name: str, start: int, n_bytes: int) -> bytes:
+        """At most `n_bytes` from `start` on; none after the end.
+
+        Raises:
+            UserError: it cannot be had.
+        """
+        return self._request(name, start, n_bytes, self._never)[0]
+
     def _request(
         self,
         name: str,
@@ -203,6 +214,7 @@ class Remote:
             attempts=attempts,
             timeout=self._timeout,
             bucket=self._backend.bucket,
+            key=self._key,
         )
         kind = MissingError if remote_errors.is_missing(error) else UserError
         return kind(f"{self.url}/{name}: {line}")

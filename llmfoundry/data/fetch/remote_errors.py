@@ -67,19 +67,25 @@ _NO_BUCKET = (
     "container does not exist",
 )
 _SECRET = re.compile(r"(://)[^/\s@'\"]+:[^/\s@'\"]*@|(?<=\w)\?[^\s'\"]*=[^\s'\"]*")
+DATA_KEY = "data.remote"
 _OTHER_REGION = ("permanentredirect", "authorizationheadermalformed")
 
 
 def is_past_end(error: BaseException) -> bool:
     """Whether the request was for bytes beyond the file's end."""
-    return _status(error) == 416
+    return status(error) == 416
 
 
 def is_missing(error: BaseException) -> bool:
     """Whether there is no such file."""
-    status = _status(error)
+    found = status(error)
     missing = any(isinstance(e, FileNotFoundError | IsADirectoryError) for e in _chain(error))
-    return status == 404 or (missing and status is None)
+    return found == 404 or (missing and found is None)
+
+
+def is_no_bucket(error: BaseException) -> bool:
+    """Whether what is missing is the bucket, rather than something in it."""
+    return _says(error, _NO_BUCKET)
 
 
 def is_passing(error: BaseException) -> bool:
@@ -109,7 +115,13 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def explain(
-    error: BaseException, *, kind: str, attempts: int, timeout: float, bucket: str = ""
+    error: BaseException,
+    *,
+    kind: str,
+    attempts: int,
+    timeout: float,
+    bucket: str = "",
+    key: str = DATA_KEY,
 ) -> str:
     """The cause and what to do about it, in one line.
 
@@ -119,28 +131,29 @@ def explain(
         attempts: that were made.
         timeout: seconds, data.download_timeout.
         bucket: that was asked.
+        key: the recipe's, which names the store.
     """
+    of_stream = " (or the stream's)" if key == DATA_KEY else ""
     if any(not _CREDENTIAL_NAMES.isdisjoint(_names(e)) for e in _chain(error)):
         return f"{in_one_line(error)}; give credentials, {_how_to(kind)}"
-    if kind == "s3" and (_status(error) == 301 or _says(error, _OTHER_REGION)):
+    if kind == "s3" and (status(error) == 301 or _says(error, _OTHER_REGION)):
         return (
             f"the bucket {bucket} is in another region ({in_one_line(error)}); write"
             f" data.storage_options: {{{kind}: {{client_kwargs: {{region_name: …}}}}}}, or set"
             " AWS_DEFAULT_REGION"
         )
     if is_missing(error):
-        if _says(error, _NO_BUCKET):
+        if is_no_bucket(error):
             return (
-                f"there is no bucket {bucket or 'of that name'}; check its name in data.remote (or"
-                " the stream's), and that the endpoint and the account are those that have it"
+                f"there is no bucket {bucket or 'of that name'}; check its name in"
+                f" {key}{of_stream}, and that the endpoint and the account are those that have it"
             )
-        return (
-            "is not there; check data.remote (or the stream's) and data.split, or upload it again"
-        )
+        more = f"{of_stream} and data.split" if of_stream else ""
+        return f"is not there; check {key}{more}, or upload it again"
     if _is_refused(error):
         return f"access is refused ({_refusal(error)}); check the credentials, {_how_to(kind)}"
     tried = f"after {attempts} attempts" if attempts > 1 else "at the first attempt"
-    if _status(error) in _THROTTLED_STATUS:
+    if status(error) in _THROTTLED_STATUS:
         return (
             f"the store asks for fewer requests ({in_one_line(error)}), also {tried};"
             " write a data.requests_per_second, or a larger data.download_retry"
@@ -155,7 +168,7 @@ def explain(
             f"{in_one_line(error)}, {tried}; check the network and the address, or write a larger"
             " data.download_retry"
         )
-    return f"{in_one_line(error)}; check data.remote and data.storage_options"
+    return f"{in_one_line(error)}; check {key} and data.storage_options"
 
 
 def in_one_line(error: BaseException) -> str:
@@ -195,7 +208,7 @@ def _how_to(kind: str) -> str:
 
 
 def _is_refused(error: BaseException) -> bool:
-    if _status(error) in (401, 403):
+    if status(error) in (401, 403):
         return True
     return any(
         isinstance(e, PermissionError)
@@ -219,7 +232,7 @@ def _names(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
-def _status(error: BaseException) -> int | None:
+def status(error: BaseException) -> int | None:
     """The HTTP status behind an error."""
     return next((s for e in _chain(error) if (s := _own_status(e)) is not None), None)
 

@@ -37,6 +37,7 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.spread.held import all_stacked_rows
 from llmfoundry.parallel.launch import ALONE, World
 from llmfoundry.train.checkpoints.safe_load import load_tensors
+from llmfoundry.train.stores.stored_run import CHECKPOINTS, named, stored_run
 
 # said by torch for every save and load of a run that has one process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -51,8 +52,12 @@ def is_checkpoint(path: Path) -> bool:
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """All checkpoint folders of a run, whole or not, newest first."""
-    folders = (run_folder / "checkpoints").glob("ba*")
-    found = (f for f in folders if _NAME.fullmatch(f.name) and f.is_dir())
+    run, above = stored_run(run_folder), run_folder / CHECKPOINTS
+    if run is not None:
+        names = run.store.folders(run.name(above))
+    else:
+        names = [folder.name for folder in above.glob("ba*") if folder.is_dir()]
+    found = (above / name for name in names if _NAME.fullmatch(name))
     return sorted(found, key=batch_of, reverse=True)
 
 
@@ -70,11 +75,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads((folder / "state.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder / 'state.json'}: {one_line(error)}") from error
+        raise UserError(f"{named(folder / 'state.json')}: {one_line(error)}") from error
     kinds = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
     sound = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
     if not sound or any(type(state[k]) is not kinds[k] for k in kinds.keys() & state.keys()):
-        raise UserError(f"{folder / 'state.json'}: is not a run's state; choose another checkpoint")
+        raise UserError(
+            f"{named(folder / 'state.json')}: is not a run's state; choose another checkpoint"
+        )
     return state
 
 

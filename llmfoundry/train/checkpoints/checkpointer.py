@@ -7,9 +7,7 @@ once, and tried again when the next is due; a full disk may be emptied meanwhile
 
 from __future__ import annotations
 
-import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,18 +22,11 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.spread.held import Stacked, all_stacked_rows
 from llmfoundry.ops.device_threads import device_thread
 from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.front.paths import show
-from llmfoundry.train.checkpoints.checkpoint import batch_of, list_checkpoints, training_state
-from llmfoundry.train.checkpoints.commit import (
-    COMMIT,
-    has_commit,
-    whole_size,
-    write_commit,
-    write_sums,
-)
+from llmfoundry.train.checkpoints.checkpoint import training_state
+from llmfoundry.train.checkpoints.homes import home_of
 from llmfoundry.train.checkpoints.tensor_files import TensorFiles
 from llmfoundry.train.checkpoints.together import SaveError, Together
-from llmfoundry.train.checkpoints.verify import Sums, find_damage
+from llmfoundry.train.stores.stored_run import named
 
 
 class Checkpointer:
@@ -71,10 +62,10 @@ class Checkpointer:
         self._keep, self._background = keep, background
         self._max_failures, self._warn, self._note = max_failures, warn, note
         self._together = Together(world)
+        self._home = home_of(run_folder, world, self._together)
         self._tensor_files = TensorFiles(self._together)
         self._stacked: Stacked = {}
         self._thread: threading.Thread | None = None
-        self._began = time.time()
         self._saved = saved  # the newest batch that this process knows to be saved
         self._failures = 0  # in a row
         self._problem = ""  # the last one's
@@ -135,8 +126,8 @@ class Checkpointer:
         if self._saved is None or not self._world.is_main:
             return
         try:
-            self._prune(self._saved)
-        except OSError as error:
+            self._home.prune(self._saved, self._keep)
+        except (OSError, UserError) as error:
             self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
 
     def wait(self) -> None:
@@ -164,17 +155,16 @@ class Checkpointer:
             UserError: it was the last.
         """
         try:
-            self._write_files(folder, tensors, state)
+            size = self._write_files(folder, tensors, state)
         except Exception as error:  # SaveError, or the other processes cannot be reached
             self._fail(batch, error, last=last)
-            if self._world.is_main:
-                shutil.rmtree(folder, ignore_errors=True)  # the room that is left is needed
+            self._home.discard(folder)
             if last:
                 raise UserError(f"{self._problem}{self._advice()}") from error
             return
         self._saved, self._failures = batch, 0
         if self._world.is_main:
-            self._note(f"saved {show(folder)} ({whole_size(folder) / 1e6:,.1f} MB)")
+            self._note(f"saved {named(folder)} ({size / 1e6:,.1f} MB)")
         self.tidy()
 
     def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
@@ -186,55 +176,22 @@ class Checkpointer:
             self._warn(f"{self._problem}; training continues, and the next save tries again")
 
     def _advice(self) -> str:
-        newest = next(filter(_seems_whole, list_checkpoints(self._folder)), None)
+        newest = self._home.newest()
         if newest is None:
             return "; nothing is saved; make room there, or write another save_folder"
-        return f"; the newest is {newest.name}; make room there, and run the same command"
+        return f"; the newest is {newest}; make room there, and run the same command"
 
-    def _write_files(self, folder: Path, tensors: Any, state: dict[str, Any]) -> None:
-        """Every step on every process before the next one begins.
+    def _write_files(self, folder: Path, tensors: Any, state: dict[str, Any]) -> int:
+        """Every step on every process before the next one begins; the bytes of all files.
 
         Raises:
             SaveError: a step failed on one of them; on all.
         """
-        rank, size = self._world.rank, self._world.size
-        self._together.run(lambda: _make_anew(folder), only_main=True)
+        self._home.prepare(folder)
         self._tensor_files.write(folder, tensors, self._stacked)
         self._together.run(lambda: self._write_extras(folder, state), only_main=True)
-        self._together.run(lambda: write_sums(folder, rank, size))
-        self._together.run(lambda: write_commit(folder, size), only_main=True)
+        return self._home.commit(folder)
 
     def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:
         write_json(folder / "state.json", state, indent=2)
         self._extras(folder)
-
-    def _prune(self, batch: int) -> None:
-        """Remove what the checkpoint of `batch`, now whole, makes needless.
-
-        That is all before the newest `keep`, and what saves that were cut short have left before
-        this process began. Later batches than this one are of a run that was refused at the start;
-        they stay until there is a newer checkpoint.
-        """
-        older = [f for f in list_checkpoints(self._folder) if batch_of(f) < batch]
-        whole = [f for f in older if _seems_whole(f)]
-        needless = [f for f in older if not has_commit(f) and _last_change(f) < self._began]
-        if self._keep > 0 and len(whole) >= self._keep:
-            last = whole[self._keep - 1]
-            needless += [f for f in older if batch_of(f) <= batch_of(last) and has_commit(f)]
-        for folder in needless:
-            if (folder / COMMIT).is_file():
-                (folder / COMMIT).unlink()  # first, so that a half-deleted folder never counts
-            shutil.rmtree(folder)
-
-
-def _seems_whole(folder: Path) -> bool:
-    return find_damage(folder, sums=Sums.NONE) is None
-
-
-def _make_anew(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _last_change(folder: Path) -> float:
-    return max(path.stat().st_mtime for path in [folder, *folder.rglob("*")])

@@ -6,18 +6,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmfoundry.files import sync, sync_all, write_json
-from llmfoundry.train.checkpoints.crc import checksum
+from llmfoundry.train.checkpoints.crc import checksum, writer_of
+from llmfoundry.train.stores.stored_run import stored_run
 
+Written = dict[str, dict[str, int]]
+"""Bytes and checksum (crc32) of files, by name."""
 COMMIT = "COMMIT"
 _LONGEST = 1 << 28  # bytes; about a hundred for each file
 
 
 def has_commit(folder: Path) -> bool:
     """Whether something is called COMMIT there; without it the folder never was a checkpoint."""
+    run = stored_run(folder)
+    if run is not None:
+        return run.store.size(run.name(folder / COMMIT)) is not None
     try:
         (folder / COMMIT).lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -58,30 +65,28 @@ def read_commit(folder: Path) -> dict[str, tuple[int, int]]:
     return files
 
 
-def whole_size(folder: Path) -> int:
-    """Bytes of a checkpoint's files."""
-    files = json.loads((folder / COMMIT).read_text())["files"]
-    return sum(file["bytes"] for file in files.values())
+def own_files(folder: Path, rank: int) -> list[Path]:
+    """The files of a checkpoint that a process wrote; the main one wrote all but the tensors."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != COMMIT)
+    return [file for file in files if max(0, writer_of(file.name)) == rank]
 
 
-def write_sums(folder: Path, rank: int, n_ranks: int) -> None:
-    """Checksums of this process's share of the files, into sums.<rank>.json."""
-    files = sorted(f for f in folder.rglob("*") if not f.name.startswith("sums.") and f.is_file())
-    sums = {
-        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "crc32": checksum(f)}
-        for f in files[rank::n_ranks]
+def sums_of(folder: Path, files: Iterable[Path]) -> Written:
+    """Bytes and checksum of each of a folder's files."""
+    return {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "crc32": checksum(file)}
+        for file in files
     }
-    write_json(folder / f"sums.{rank}.json", sums)
 
 
-def write_commit(folder: Path, n_ranks: int) -> None:
-    """Merge the sums into COMMIT, last: with this name on the disk the checkpoint counts."""
-    files: dict[str, Any] = {}
-    for rank in range(n_ranks):
-        part = folder / f"sums.{rank}.json"
-        files |= json.loads(part.read_text())
-        part.unlink()
+def listing(files: Written) -> dict[str, Any]:
+    """The content of COMMIT."""
+    return {"version": 1, "files": files}
+
+
+def write_commit(folder: Path, files: Written) -> None:
+    """Write COMMIT, last: with this name on the disk the checkpoint counts."""
     sync_all(folder)  # what libraries wrote, too
     for above in (folder.parent, folder.parent.parent):
         sync(above)
-    write_json(folder / COMMIT, {"version": 1, "files": files})
+    write_json(folder / COMMIT, listing(files))

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from llmfoundry.train.stores.stored_run import open_file
+
 BLOCK = 1 << 22
 """Bytes that are read at once."""
 _POLYNOMIAL = 0xEDB88320  # CRC-32's, its lowest power in the highest bit
@@ -45,7 +47,7 @@ def share(sizes: Mapping[str, int], rank: int, n_ranks: int) -> list[Piece]:
     total = sum(sizes.values())
     first, last = total * rank // n_ranks, total * (rank + 1) // n_ranks
     pieces, start = [], 0
-    for name in sorted(sizes, key=lambda name: (_writer(name), name)):
+    for name in sorted(sizes, key=lambda name: (writer_of(name), name)):
         begin, end = max(first - start, 0), min(last - start, sizes[name])
         if begin < end:
             pieces.append(Piece(name, begin, end))
@@ -53,14 +55,15 @@ def share(sizes: Mapping[str, int], rank: int, n_ranks: int) -> list[Piece]:
     return pieces
 
 
-def _writer(name: str) -> int:
+def writer_of(name: str) -> int:
+    """The rank that wrote a file of tensors; -1 of any other."""
     found = _WRITER.search(name)
     return int(found[1]) if found else -1
 
 
 def blocks(folder: Path, piece: Piece) -> Iterator[bytes]:
     """The bytes of a piece, a block at a time; fewer where the file ends before it."""
-    with (folder / piece.name).open("rb") as file:
+    with open_file(folder / piece.name) as file:
         file.seek(piece.begin)
         left = piece.end - piece.begin
         while left and (block := file.read(min(BLOCK, left))):

@@ -9,10 +9,12 @@ tensors themselves PyTorch reads with weights_only.
 from __future__ import annotations
 
 import io
+import os
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -40,6 +42,7 @@ from llmfoundry.parallel.launch import ALONE, World, on_rank0
 from llmfoundry.train.checkpoints.cut_tensors import CutTensor, as_blocks
 from llmfoundry.train.checkpoints.replicas import own_names, pass_on
 from llmfoundry.train.checkpoints.tensor_files import TABLE, holds_tensors
+from llmfoundry.train.stores.stored_run import named, open_file
 
 
 def load_tensors(
@@ -71,14 +74,25 @@ def load_tensors(
     if not least(world, 1 if problem is None else 0):
         reasons = sorted({line for line in from_all(world, problem) if line})
         raise UserError(
-            f"checkpoint: {folder} cannot be read: {'; '.join(reasons)}; choose another checkpoint"
+            f"checkpoint: {named(folder)} cannot be read: {'; '.join(reasons)};"
+            " choose another checkpoint"
         )
     pass_on(held, world)
+
+
+class _Files(FileSystem):
+    """PyTorch's way to files, for those that are in a store as well."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with open_file(Path(path)) as file:
+            yield cast(io.IOBase, file)
 
 
 def _read(planner: _Planner, table: Metadata, folder: Path, names: Collection[str]) -> None:
     """Fill the tensors of these names, on this process."""
     reader = FileSystemReader(folder)
+    reader.fs = _Files()
     reader.set_up_storage_reader(table, is_coordinator=planner.is_coordinator)
     own = {name: value for name, value in planner.state_dict.items() if name in names}
     plan = create_default_local_load_plan(own, table)

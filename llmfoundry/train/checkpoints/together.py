@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from llmfoundry.errors import one_line
+from llmfoundry.parallel.agree import wait_with_others
 from llmfoundry.parallel.host_messages import HostMessages
 from llmfoundry.parallel.launch import World
 
@@ -25,6 +26,7 @@ class Together:
 
     def __init__(self, world: World) -> None:
         self.is_main, self._messages = world.is_main, HostMessages(world, "checkpoint")
+        self._timeout = world.timeout
 
     def begin(self) -> None:
         """Before each save: nothing more is heard of one before that was cut short."""
@@ -45,6 +47,14 @@ class Together:
         if found:
             raise SaveError("; ".join(found))
         return cast(Made, made)
+
+    def run_long(self, action: Callable[[], Made]) -> Made:
+        """`run` of what may take longer than processes wait for each other's messages.
+
+        Raises:
+            SaveError: as `run`.
+        """
+        return self.run(wait_with_others(action, self.is_everywhere, self._timeout))
 
     def is_everywhere(self, value: bool) -> bool:
         """Whether it is true on every process."""

@@ -8,7 +8,6 @@ long that takes; what one has found all know at the same time, and decide alike.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import zlib
@@ -24,9 +23,11 @@ from llmfoundry.parallel.agree import from_all
 from llmfoundry.parallel.launch import ALONE, World, on_rank0
 from llmfoundry.processes import cores
 from llmfoundry.train.checkpoints.checkpoint import is_checkpoint, list_checkpoints
-from llmfoundry.train.checkpoints.commit import has_commit, read_commit
+from llmfoundry.train.checkpoints.commit import COMMIT, has_commit, read_commit
 from llmfoundry.train.checkpoints.crc import Piece, blocks, joined, share
+from llmfoundry.train.checkpoints.stored_files import bring, fetch_record, forget
 from llmfoundry.train.checkpoints.tensor_files import holds_optimizer, holds_tensors
+from llmfoundry.train.stores.stored_run import local_size, named, stored_run
 
 _CUT = 1 << 26  # bytes that a thread takes at a time
 _THREADS = 8  # of a process at most: beyond, disks and networks are what waits
@@ -71,14 +72,14 @@ def find_checkpoint(
     if is_checkpoint(path):
         problem = find_damage(path, sums=sums, world=world)
         if problem is not None:
-            raise UserError(f"{path}: {problem}; choose another checkpoint")
+            raise UserError(f"{named(path)}: {problem}; choose another checkpoint")
         return path
     for folder in on_rank0(world, lambda: list_checkpoints(path)):
         problem = find_damage(folder, sums=sums, world=world)
         if problem is None:
             return folder
         if world.is_main:
-            note(f"checkpoint {folder} is refused: {problem}")
+            note(f"checkpoint {named(folder)} is refused: {problem}")
     return None
 
 
@@ -98,32 +99,44 @@ def find_damage(folder: Path, *, sums: Sums = Sums.ALL, world: World = ALONE) ->
         return listed
     if sums is Sums.NONE:
         return None
-    sizes = {name: size for name, (size, _) in listed.items()}
-    found = _sum_together(folder, sizes, world)
-    if isinstance(found, str):
-        return found
-    damaged = (name for name, (_, crc) in listed.items() if found.get(name, 0) != crc)
-    return next((f"its file {name} is damaged (checksum)" for name in damaged), None)
+    sizes, run = {name: size for name, (size, _) in listed.items()}, stored_run(folder)
+    for is_last in (run is None, True):
+        if run is not None:
+            bring(run, folder, sizes, world)
+        found = _sum_together(folder, sizes, world)
+        if isinstance(found, str):
+            return found
+        damaged = [name for name, (_, crc) in listed.items() if found.get(name, 0) != crc]
+        # A copy on some machine's disk may be what is damaged.
+        if is_last or not any(from_all(world, forget(folder, damaged))):
+            break
+    return f"its file {damaged[0]} is damaged (checksum)" if damaged else None
 
 
 def _list_files(folder: Path, sums: Sums) -> dict[str, tuple[int, int]] | str:
     """Bytes and checksum of the files that are to be there; or what is wrong with one."""
     try:
-        if not has_commit(folder):
+        run = stored_run(folder)
+        there = None if run is None else fetch_record(run, folder)
+        if COMMIT not in there if there is not None else not has_commit(folder):
             return "it has no COMMIT (saving was cut short)"
         files = read_commit(folder)
         needed = sums.files({name: size for name, (size, _) in files.items()})
         for name, size in needed.items():
-            path = folder / name
-            if not path.is_file():
+            found = _size_of(folder / name) if there is None else there.get(name)
+            if found is None:
                 return f"its file {name} is missing"
-            if path.stat().st_size != size:
-                return f"its file {name} has {path.stat().st_size} bytes, not {size}"
+            if found != size:
+                return f"its file {name} has {found} bytes, not {size}"
     except OSError as error:
         return f"it cannot be read: {one_line(error)}"
     except ValueError as error:
         return f"its COMMIT cannot be read: {error}"
     return {name: files[name] for name in needed}
+
+
+def _size_of(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def _sum_together(folder: Path, sizes: Mapping[str, int], world: World) -> dict[str, int] | str:
@@ -168,7 +181,7 @@ class _Reading:
         self._moved = time.monotonic()
         self._threads = [
             threading.Thread(target=self._read, name="checksums", daemon=True)
-            for _ in range(min(_threads(), len(self._left)))
+            for _ in range(min(_threads(folder), len(self._left)))
         ]
         for thread in self._threads:
             thread.start()
@@ -207,7 +220,6 @@ class _Reading:
             self._problem = f"it cannot be read: {one_line(error)}"
 
 
-def _threads() -> int:
-    """Threads of a process: the cores that are its own."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, min(_THREADS, cores() // local))
+def _threads(folder: Path) -> int:
+    """Threads of a process: the cores that are its own; a store is waited for by more."""
+    return _THREADS if stored_run(folder) else max(1, min(_THREADS, cores() // local_size()))

@@ -14,11 +14,10 @@ from typing import Any
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.remote import MissingError, Remote
 from llmfoundry.data.fetch.remote_backends import Backend, resolve
+from llmfoundry.data.fetch.remote_file import open_parts
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.retry import backoff, retry
-
-_BUFFER = 8 << 20  # bytes of a request
 
 
 def list_url(
@@ -75,52 +74,13 @@ def open_url(url: str, size: int, options: FetchOptions) -> io.BufferedReader:
         UserError: the protocol is not known, or its package or a setting is missing.
     """
     folder, _, name = url.rpartition("/")
-    remote = _Parts(
+    remote = Remote(
         folder,
         storage_options=options.storage_options,
         retry=options.retry,
         timeout=options.timeout,
     )
-    return io.BufferedReader(_RemoteFile(remote, name, size), _BUFFER)
-
-
-class _Parts(Remote):
-    """A folder whose files are read part by part."""
-
-    def part(self, name: str, start: int, n_bytes: int) -> bytes:
-        """At most `n_bytes` from `start` on; none after the end."""
-        return self._request(name, start, n_bytes, self._never)[0]
-
-
-class _RemoteFile(io.RawIOBase):
-    def __init__(self, remote: _Parts, name: str, size: int) -> None:
-        self._remote, self._name, self._size = remote, name, size
-        self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        self._place = start + offset
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        left = min(len(buffer), self._size - self._place)
-        if left <= 0:
-            return 0
-        data = self._remote.part(self._name, self._place, left)
-        if not data:
-            raise UserError(
-                f"{self._remote.url}/{self._name}: ends after {self._place} bytes of"
-                f" {self._size}; it changed while it was read: start again"
-            )
-        buffer[: len(data)] = data
-        self._place += len(data)
-        return len(data)
+    return open_parts(remote, name, size)
 
 
 def _find(backend: Backend) -> dict[str, Mapping[str, Any]]:
