@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,9 +28,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.memory.live_bytes import LiveBytes
+from benchmarks.memory.sent_bytes import SentBytes
 from benchmarks.record import table
 from llmfoundry.assemble.job import build_autocast, build_root, with_defaults
 from llmfoundry.estimate.activations import expert_rows
@@ -40,10 +44,9 @@ from llmfoundry.ops import cross_entropy
 from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.moe import device as moe_device
 from llmfoundry.ops.moe import grouped
-from llmfoundry.parallel.blocks import wrap_blocks
+from llmfoundry.parallel.apply import parallelize
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh
-from llmfoundry.parallel.sharding import materialize
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -94,52 +97,61 @@ def said(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
     return Bytes(*parts, peak), need
 
 
-def count(recipe: TrainRecipe, ranks: int) -> Bytes:
-    """Take one step of one microbatch on rank 0 of `ranks`, and count."""
-    rows = recipe.device_train_microbatch_size
-    assert isinstance(rows, int)
+def count(recipe: TrainRecipe, ranks: int, *, microbatches: int = 1) -> tuple[Bytes, SentBytes]:
+    """Take one step on rank 0 of `ranks`, and count what it holds and what it sends."""
+    live = LiveBytes()
+    with built(recipe, ranks, live) as root:
+        return _step(recipe, root, live, microbatches)
+
+
+@contextmanager
+def built(recipe: TrainRecipe, ranks: int, live: LiveBytes) -> Iterator[Root]:
+    """The recipe's model on rank 0 of `ranks`; `live` counts from its shards on."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         world = World(0, ranks, 0, CPU)
-        mesh = build_mesh(recipe.parallel, world)
-        live = LiveBytes()
-        root, again = build_root(recipe), recipe.parallel.activation_checkpointing
-        wrap_blocks(root, checkpointing=again, compile_mode=None)
+        meshes, root = build_mesh(recipe.parallel, world), build_root(recipe)
         fill = mock.patch.object(root, "to_empty", lambda device: _fill(root, device))
         with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True), live, fill:
-            materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
-            return _step(recipe, root, rows, live)
+            parallelize(root, world, meshes, recipe.parallel, precision=recipe.precision)
+            yield root
     finally:
         dist.destroy_process_group()
 
 
-def _step(recipe: TrainRecipe, root: Root, rows: int, live: LiveBytes) -> Bytes:
+def _step(
+    recipe: TrainRecipe, root: Root, live: LiveBytes, microbatches: int
+) -> tuple[Bytes, SentBytes]:
+    rows = recipe.device_train_microbatch_size
+    assert isinstance(rows, int)
     optimizer = build_optimizer(root.model, recipe.optimizer)
     parameters = list(root.parameters())
-    tokens = torch.zeros(rows, recipe.max_seq_len, dtype=torch.long)
+    tokens = torch.zeros(microbatches * rows, recipe.max_seq_len, dtype=torch.long)
     gradients, live.most = list[int](), 0
 
     def note() -> None:
         gradients.append(sum(_local(p.grad) for p in parameters if p.grad is not None))
 
-    train_step(
-        root,
-        optimizer,
-        Batch(tokens, tokens, None),
-        number=0,
-        microbatch=rows,
-        autocast=build_autocast(recipe.precision, CPU),
-        clipping=recipe.gradient_clipping,
-        guard=Guard(CPU),
-        objective=_Labelled(),
-        on_gradients=note,
-    )
+    with SentBytes() as sent:
+        train_step(
+            root,
+            optimizer,
+            Batch(tokens, tokens, None),
+            number=0,
+            microbatch=rows,
+            autocast=build_autocast(recipe.precision, CPU),
+            clipping=recipe.gradient_clipping,
+            guard=Guard(CPU),
+            reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
+            objective=_Labelled(),
+            on_gradients=note,
+        )
     state = [t for held in optimizer.state.values() for t in held.values()]
     moments = sum(_local(t) for t in state if isinstance(t, torch.Tensor) and t.ndim)
     held = sum(_local(p) for p in parameters)
     # gradients and moments of the step before are there in every step but the first
     peak = live.most + gradients[0] + moments
-    return Bytes(held, gradients[0], moments, peak)
+    return Bytes(held, gradients[0], moments, peak), sent
 
 
 class _Labelled(CrossEntropy):
@@ -175,13 +187,28 @@ def _fill(root: Root, device: torch.device) -> Root:
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
     """The GPU's code where ours differs: what a CPU would ask of values is not asked."""
+    whole = getattr(ShardingPropagator, _WHOLE)
     clip = {"norm": lambda p, bound, norm: torch.nn.utils.clip_grads_with_norm_(p, bound, norm)}
     with (
         mock.patch.object(grouped, "_path", lambda device: moe_device),
         mock.patch.object(cross_entropy, "labelled_places", lambda labels: None),
         mock.patch.dict(step.CLIPPINGS, clip),
+        mock.patch.object(ShardingPropagator, _WHOLE, _unwatched(whole)),
     ):
         yield
+
+
+_WHOLE = "_propagate_tensor_meta_non_cached"  # tries each operation on shapes of whole tensors
+
+
+def _unwatched(shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where nobody counts what it makes: a run makes none of it."""
+
+    def found(*args: Any) -> Any:
+        with _disable_current_modes():
+            return shapes(*args)
+
+    return found
 
 
 COLUMNS = {
@@ -204,7 +231,7 @@ def main() -> None:
     for name in given.recipes:
         words = [] if given.layers is None else [f"model.n_layers={given.layers}"]
         recipe = read(name, given.ranks, words)
-        counted, (expected, _) = count(recipe, given.ranks), said(recipe, given.ranks)
+        (counted, _), (expected, _) = count(recipe, given.ranks), said(recipe, given.ranks)
         how = f"{name} ({recipe.parallel.activation_checkpointing})"
         for kind, found in vars(counted).items():
             believed = vars(expected)[kind]

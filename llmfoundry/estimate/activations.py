@@ -14,10 +14,11 @@ import torch
 from llmfoundry.estimate.trained import ALL, SavedInputs
 from llmfoundry.ops.moe.steps import packed_width
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.parallel import recomputation
+from llmfoundry.recipe.parallel import Degrees, recomputation
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
 CPU = torch.device("cpu")
+ALONE = Degrees()
 LOG_SUM = 4  # bytes of what attention keeps of each query's softmax
 
 
@@ -40,37 +41,46 @@ def row_bytes(
     recipe: TrainRecipe,
     kept: Sequence[SavedInputs] | None = None,
     *,
+    degrees: Degrees = ALONE,
     device: torch.device = CPU,
 ) -> RowBytes:
     """What a row takes; all blocks keep all, or as `kept` says.
 
     Blocks that are behind the first weight that trains keep nothing.
     """
-    model = recipe.model
+    model, tensor = recipe.model, degrees.tensor
     stream = model.d_model * (2 if recipe.precision == "bf16" else 4)
     low = _low(recipe)
     reached = [ALL] * model.n_layers if kept is None else [one for one in kept if one.anything]
     again = recomputation(recipe.parallel.activation_checkpointing)
-    each = {one: _kept(recipe, one, again, device) for one in set(reached)}
-    whole = max((block_bytes(recipe, one, device) for one in each), default=0)
+    each = {one: _kept(recipe, one, again, degrees, device) for one in set(reached)}
+    whole = max((block_bytes(recipe, one, degrees, device) for one in each), default=0)
     most = max(each.values(), default=0)
-    gradients = recipe.max_seq_len * (2 * stream + low * _inner(model))
-    passing = recipe.max_seq_len * expert_rows(model, low)
+    tokens = tokens_of_row(recipe, degrees)
+    gradients = tokens * (2 * stream + low * _inner(model)) // tensor
+    passing = tokens * expert_rows(model, low) // tensor
     return RowBytes(
         kept=sum(each[one] for one in reached),
-        head=recipe.max_seq_len * (3 * 4 * model.d_model + stream),
+        head=tokens * (3 * 4 * model.d_model + stream) // tensor,
         block=whole - most + gradients + passing if reached else 0,
     )
 
 
-def _kept(recipe: TrainRecipe, kept: SavedInputs, again: str, device: torch.device) -> int:
+def tokens_of_row(recipe: TrainRecipe, degrees: Degrees) -> int:
+    """A process's tokens of a row that context parallelism divides."""
+    return -(-recipe.max_seq_len // degrees.context)
+
+
+def _kept(
+    recipe: TrainRecipe, kept: SavedInputs, again: str, degrees: Degrees, device: torch.device
+) -> int:
     """Bytes that one block keeps of one row where `again` is computed again."""
     if again == "selective":
-        return selective_bytes(recipe, kept)
+        return selective_bytes(recipe, kept, degrees)
     if again == "whole":
         stream = recipe.model.d_model * (2 if recipe.precision == "bf16" else 4)
-        return stream * recipe.max_seq_len
-    return block_bytes(recipe, kept, device)
+        return stream * tokens_of_row(recipe, degrees) // degrees.tensor
+    return block_bytes(recipe, kept, degrees, device)
 
 
 def _low(recipe: TrainRecipe) -> int:
@@ -86,25 +96,48 @@ def _inner(model: ModelConfig) -> int:
     return ffn.ffn_hidden_size * (2 if ffn.ffn_type == "mptglu" else 1)
 
 
-def block_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL, device: torch.device = CPU) -> int:
+def block_bytes(
+    recipe: TrainRecipe,
+    kept: SavedInputs = ALL,
+    degrees: Degrees = ALONE,
+    device: torch.device = CPU,
+) -> int:
     """Bytes that the backward pass keeps of one row in one block, nothing computed again.
 
     The inputs of norms in fp32, those of matrix products and of attention in the compute dtype.
+    Tensor parallelism divides all but the inputs of products, which are gathered from the tokens
+    that its processes share; its experts see these tokens alone.
     """
     model, low = recipe.model, _low(recipe)
-    attn, d, hidden = model.attn_config, model.d_model, model.ffn_config.ffn_hidden_size
-    assert model.head_dim and attn.kv_n_heads and hidden, "the recipe was not filled"
-    q, kv = model.n_heads * model.head_dim, attn.kv_n_heads * model.head_dim
+    d, hidden = model.d_model, model.ffn_config.ffn_hidden_size
+    assert hidden, "the recipe was not filled"
     experts = model.ffn_config.ffn_type == "dmoe"
     normed = low if model.norm_type.startswith("low_precision") else 4
     gated = model.ffn_config.ffn_type == "mptglu"
     # autocast casts what a gate and its twin read for each of them
     reads = 2 if gated and recipe.precision == "amp_bf16" else not experts
-    norms = 2 * d * normed + low * d * (kept.qkv + kept.up * reads)
+    norms, inputs = 2 * d * normed, low * d * (kept.qkv + kept.up * reads)
     if device.type == "cpu" and model.norm_type.endswith("rmsnorm"):
         norms += 2 * d * normed  # it has no kernel there, and keeps what it made as well
+    dropped = 2 * d * (4 + 1) if model.resid_pdrop else 0  # what was kept, and which
+    ffn = low * hidden * ((3 if gated else 1) + kept.down)
+    if experts:
+        ffn = expert_bytes(model, low, kept, degrees)
+    divided = norms + _attention_bytes(recipe, kept, degrees, device) + dropped + ffn
+    token = inputs + low * kept.added + -(-divided // degrees.tensor)
+    return token * tokens_of_row(recipe, degrees)
+
+
+def _attention_bytes(
+    recipe: TrainRecipe, kept: SavedInputs, degrees: Degrees, device: torch.device
+) -> int:
+    """Bytes of a token that the backward pass of attention keeps, of all heads."""
+    model, low = recipe.model, _low(recipe)
+    attn = model.attn_config
+    assert model.head_dim and attn.kv_n_heads, "the recipe was not filled"
+    q, kv = model.n_heads * model.head_dim, attn.kv_n_heads * model.head_dim
     wide = 4 if device.type == "cpu" else low  # a CPU's attention computes short rows in fp32
-    attention = wide * (2 * q + 2 * kv) + LOG_SUM * model.n_heads
+    attention = wide * (2 * q + 2 * kv * seen_keys(recipe, degrees)) + LOG_SUM * model.n_heads
     if wide > low:  # copies, which the products' own results do not wait for
         attention += low * q * kept.out
     elif attn.rope:
@@ -115,15 +148,32 @@ def block_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL, device: torch.devi
         attention += 2 * 4 * (q + kv)
     if attn.attn_impl == "torch" or attn.attn_logit_softcapping is not None:
         attention += 3 * 4 * model.n_heads * recipe.max_seq_len  # logits, capped and their softmax
-    dropped = 2 * d * (4 + 1) if model.resid_pdrop else 0  # what was kept, and which
-    ffn = low * hidden * ((3 if gated else 1) + kept.down)
-    if experts:
-        ffn = expert_bytes(model, low, kept)
-    added = low * kept.added
-    return (norms + attention + dropped + ffn + added) * recipe.max_seq_len
+    return attention
 
 
-def selective_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL) -> int:
+def seen_keys(recipe: TrainRecipe, degrees: Degrees) -> int:
+    """How many times its own keys and values a process attends to under context parallelism.
+
+    Gathered ones are those of the whole row. Ulysses has as many of fewer heads, unless there are
+    fewer heads of keys than processes, which then repeat them.
+    """
+    heads = recipe.model.attn_config.kv_n_heads
+    assert heads, "the recipe was not filled"
+    if degrees.context > 1 and context_method(recipe, degrees) == "all_gather":
+        return degrees.context
+    return max(1, degrees.context * degrees.tensor // heads)
+
+
+def context_method(recipe: TrainRecipe, degrees: Degrees) -> str:
+    """What an unset context_parallel_method stands for."""
+    written = recipe.parallel.context_parallel_method
+    if written is not None:
+        return written
+    heads = recipe.model.n_heads // degrees.tensor
+    return "all_gather" if heads % degrees.context else "ulysses"
+
+
+def selective_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL, degrees: Degrees = ALONE) -> int:
     """The same where selective checkpointing keeps results of products, attention and experts.
 
     And a block's input; not the result of the feed-forward layer's last product
@@ -134,19 +184,24 @@ def selective_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL) -> int:
     assert model.head_dim and attn.kv_n_heads and ffn.ffn_hidden_size, "the recipe was not filled"
     q, kv = model.n_heads * model.head_dim, attn.kv_n_heads * model.head_dim
     stream = d * (2 if recipe.precision == "bf16" else 4)
-    products = q + 2 * kv + d + ffn.ffn_hidden_size * (2 if ffn.ffn_type == "mptglu" else 1)
+    products = q + 2 * kv + ffn.ffn_hidden_size * (2 if ffn.ffn_type == "mptglu" else 1)
     experts = 0
     if ffn.ffn_type == "dmoe":
         shared = (ffn.shared_expert_hidden_size or 0) * (2 if ffn.mlp_type == "glu" else 1)
-        products = q + 2 * kv + d + shared + (d if shared else 0)
-        routed = expert_bytes(model, low, SavedInputs(up=False))
+        products = q + 2 * kv + shared + (d if shared else 0)
+        routed = expert_bytes(model, low, SavedInputs(up=False), degrees)
         experts = routed - low * 2 * shared + low * d  # the operator's result too
-    adapters = low * (products if kept.added else 0) + low * kept.added
+    adapters = low * (products + d if kept.added else 0) + low * kept.added
     attention = low * q + LOG_SUM * model.n_heads
-    return (stream + low * products + attention + experts + adapters) * recipe.max_seq_len
+    divided = stream + low * products + attention + experts + adapters
+    scattered = low * d if degrees.tensor > 1 else 0  # attention's product, and what is left of it
+    token = low * d + -(-(divided + scattered) // degrees.tensor)
+    return token * tokens_of_row(recipe, degrees)
 
 
-def expert_bytes(model: ModelConfig, low: int, kept: SavedInputs = ALL) -> int:
+def expert_bytes(
+    model: ModelConfig, low: int, kept: SavedInputs = ALL, degrees: Degrees = ALONE
+) -> int:
     """Bytes that the backward pass of a mixture keeps of one token, in values of `low` bytes."""
     ffn, d, top_k = model.ffn_config, model.d_model, model.ffn_config.moe_top_k
     assert ffn.ffn_hidden_size and ffn.moe_num_experts and top_k, "the recipe was not filled"

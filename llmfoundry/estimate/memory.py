@@ -11,11 +11,13 @@ from typing import NamedTuple
 import torch
 
 from llmfoundry.estimate.activations import row_bytes
+from llmfoundry.estimate.shards import REDUCED, shares
 from llmfoundry.estimate.trained import kept_by_blocks, weigh
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.logits import chunk_tokens, logit_bytes
 from llmfoundry.recipe.optimizer import OPTIMIZERS
+from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
 GIB = 2**30
@@ -25,7 +27,6 @@ HEAP = 1.5
 between those that stay, and freed memory is kept (`ops/host_memory.py`). Measured by
 `benchmarks/finetune/memory.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
 FRAMEWORK = GIB // 2  # PyTorch and all else that is imported, before there is a model
-REDUCED = 4  # bytes of a gradient on its way to its shard: added up in fp32
 
 
 @dataclass(frozen=True)
@@ -108,28 +109,37 @@ def estimate(
     """
     if sketch is not None:
         return _estimate_part(recipe, world_size, sketch, device)
-    model = recipe.model
+    model, degrees = recipe.model, recipe.parallel.degrees(world_size)
     assert model.vocab_size is not None
     width = 2 if recipe.precision == "bf16" else 4
-    parameters, degrees = parameter_count(model), recipe.parallel.degrees(world_size)
-    shard = degrees.weights
-    head = model.vocab_size * model.d_model
-    ends = head * (1 if model.tie_word_embeddings else 2)
-    block = (parameters - ends) // model.n_layers
-    own = width * -(-parameters // shard)
     low = 4 if recipe.precision == "fp32" else 2
-    trained = Whole(low * ends, low * head, low * block, REDUCED * block)
-    rows = row_bytes(recipe, device=device)
+    held = shares(model, degrees)
+    own = width * held.all.shard
+    head, block, experts = (x.gathered for x in (held.head, held.block, held.block_experts))
+    if degrees.expert == 1:
+        block, experts = block + experts, 0  # gathered together
+    largest = max(block, experts)
+    gathered = Whole(
+        ends=low * held.ends.gathered,
+        head=low * head,
+        block=low * block,
+        experts=low * experts,
+        trained=low * largest,
+        reduced=REDUCED * largest,
+    )
+    rows = row_bytes(recipe, degrees=degrees, device=device)
     return MemoryEstimate(
-        parameters=parameters,
+        parameters=parameter_count(model),
         parameter_bytes=own,
         gradient_bytes=own,
         moment_bytes=OPTIMIZERS[recipe.optimizer.name].moments * own,
-        **_whole_weights(recipe, shard, trained, head, values=parameters - ends),
+        **_whole_weights(
+            recipe, degrees, gathered, head, values=(held.dense + held.experts).gathered
+        ),
         row_head=rows.kept + rows.head,
         row_block=rows.kept + rows.block,
-        **_logits(recipe, device),
-        accumulated=accumulated_bytes(recipe, width * parameters, shard),
+        **_logits(recipe, degrees, device),
+        accumulated=accumulated_bytes(recipe, degrees, width * held.all.gathered, own),
         step_rows=recipe.global_train_batch_size // degrees.data,
     )
 
@@ -140,103 +150,120 @@ class Whole(NamedTuple):
     Attributes:
         ends: of embeddings, final norm and head.
         head: the gradient of the head.
-        block: of a block.
-        reduced: a block's gradient, in REDUCED bytes each.
-        trained: the part of `block` that trains; None: all.
+        block: of a block, or of what FSDP gathers of it beside its experts.
+        experts: of a block's experts where they are gathered apart from it; else 0.
+        trained: of what is gathered together the part that trains: the gradient.
+        reduced: the same in REDUCED bytes each.
     """
 
     ends: int
     head: int
     block: int
+    experts: int
+    trained: int
     reduced: int
-    trained: int | None = None
 
 
 def _whole_weights(
-    recipe: TrainRecipe, shard: int, whole: Whole, head: int, *, values: int
+    recipe: TrainRecipe, degrees: Degrees, whole: Whole, head: int, *, values: int
 ) -> dict[str, int]:
     """What is whole of a model beside the shards, when the head and when a block is at work.
 
     At the head: its gradient in fp32, again times the loss's scale, and in the weights' dtype. At a
     block under FSDP: its weights, the next one's, which are fetched already, its gradient, and
-    that of the block before, in fp32, on its way. Without FSDP: the bf16 copies that autocast makes
-    of the blocks' fp32 weights, which the backward pass asks for again.
+    that of the block before, in fp32, on its way; of experts that are gathered apart, its own
+    alone. Without FSDP: the bf16 copies that autocast makes of the blocks' fp32 weights, which the
+    backward pass asks for again.
 
     Args:
         recipe: filled.
-        shard: processes that share the weights.
+        degrees: of its mesh.
         whole: what is gathered.
         head: values of the head that train.
         values: of the blocks that train.
     """
     at_head = (8 * head + whole.head) if whole.head else 0
-    if shard == 1:
+    if degrees.is_replicas:
         copies = 2 * values if recipe.precision == "amp_bf16" else 0
         return {"at_head": at_head + copies, "at_block": whole.head + copies}
-    trained = whole.block if whole.trained is None else whole.trained
-    gathered = 2 * whole.block
+    one = whole.block + whole.experts
+    gathered, before_head = whole.block + one, one
     if recipe.parallel.reshard_after_forward is False:
-        gathered = recipe.model.n_layers * whole.block
+        gathered = recipe.model.n_layers * one
+        before_head = max(gathered // 2, one)
     return {
-        "at_head": whole.ends + max(gathered // 2, whole.block) + at_head,
-        "at_block": whole.ends + whole.head + gathered + trained + whole.reduced,
+        "at_head": whole.ends + before_head + at_head,
+        "at_block": whole.ends + whole.head + gathered + whole.trained + whole.reduced,
     }
 
 
-def _logits(recipe: TrainRecipe, device: torch.device) -> dict[str, int]:
-    """What the loss holds of logits: of a row, and of a chunk of tokens."""
+def _logits(recipe: TrainRecipe, degrees: Degrees, device: torch.device) -> dict[str, int]:
+    """What the loss holds of logits: of a row's share, and of a chunk of tokens.
+
+    Context parallelism divides the row, tensor parallelism the vocabulary.
+    """
     model = recipe.model
     assert model.vocab_size is not None
     capped = model.final_logit_softcapping is not None
-    token = logit_bytes(device, capped=capped) * model.vocab_size
-    chunk = chunk_tokens(model.vocab_size, device, recipe.device_loss_chunk_tokens)
-    return {"row_logits": recipe.max_seq_len * token, "chunk_logits": chunk * token}
+    vocabulary = -(-model.vocab_size // degrees.tensor)
+    token = logit_bytes(device, capped=capped) * vocabulary
+    chunk = chunk_tokens(vocabulary, device, recipe.device_loss_chunk_tokens)
+    tokens = -(-recipe.max_seq_len // degrees.context)
+    return {"row_logits": tokens * token, "chunk_logits": chunk * token}
 
 
 def _estimate_part(
     recipe: TrainRecipe, world_size: int, sketch: Decoder, device: torch.device
 ) -> MemoryEstimate:
     """Of a model of which a part trains: gradients and moments of that alone."""
-    held, degrees = weigh(sketch, device), recipe.parallel.degrees(world_size)
-    shard = degrees.weights
+    degrees = recipe.parallel.degrees(world_size)
+    held = weigh(sketch, device, degrees)
     low = 4 if recipe.precision == "fp32" else 2
     narrow = 2 if recipe.precision == "amp_bf16" else 1  # fp32 weights are gathered in bf16
     whole = Whole(
         ends=held.ends - held.trained_ends + held.trained_ends // narrow,
         head=held.trained_head // narrow,
         block=held.block - held.trained_block + held.trained_block // narrow,
-        reduced=held.trained_block * (2 if recipe.precision == "bf16" else 1),
-        trained=held.trained_block // narrow,
+        experts=held.experts - held.trained_experts + held.trained_experts // narrow,
+        trained=max(held.trained_block, held.trained_experts) // narrow,
+        reduced=max(held.trained_block, held.trained_experts)
+        * (2 if recipe.precision == "bf16" else 1),
     )
     each = 2 if recipe.precision == "bf16" else 4
-    rows = row_bytes(recipe, kept_by_blocks(sketch), device=device)
+    rows = row_bytes(recipe, kept_by_blocks(sketch), degrees=degrees, device=device)
     heap = HEAP if device.type == "cpu" else 1
     beside = _whole_weights(
-        recipe, shard, whole, held.trained_head // each, values=held.trained_matrices
+        recipe, degrees, whole, held.trained_head // each, values=held.trained_matrices
     )
     return MemoryEstimate(
         parameters=held.parameters,
-        parameter_bytes=(held.frozen + held.trained) // shard,
-        gradient_bytes=held.trained // shard,
-        moment_bytes=OPTIMIZERS[recipe.optimizer.name].moments * held.trained // shard,
+        parameter_bytes=held.frozen + held.trained.shard,
+        gradient_bytes=held.trained.shard,
+        moment_bytes=OPTIMIZERS[recipe.optimizer.name].moments * held.trained.shard,
         at_head=beside["at_head"] + low * held.dequantized,
         at_block=beside["at_block"] + low * held.dequantized,
         row_head=round(heap * (rows.kept + rows.head)),
         row_block=round(heap * (rows.kept + rows.block)),
-        **_logits(recipe, device),
-        accumulated=accumulated_bytes(recipe, held.trained, shard),
+        **_logits(recipe, degrees, device),
+        accumulated=accumulated_bytes(recipe, degrees, *reversed(held.trained)),
         step_rows=recipe.global_train_batch_size // degrees.data,
     )
 
 
-def accumulated_bytes(recipe: TrainRecipe, trained: int, shard: int) -> int:
-    """What gradients take between microbatches over the shard's own; `trained`: bytes of weights.
+def accumulated_bytes(recipe: TrainRecipe, degrees: Degrees, gathered: int, shard: int) -> int:
+    """What gradients take between microbatches over the shard's own.
 
     FSDP keeps them in fp32 until the last: those of the shard, or, where none are reduce-scattered
-    before, of the whole model. DDP adds them up in place.
+    before, all that is gathered. DDP adds them up in place.
+
+    Args:
+        recipe: filled.
+        degrees: of its mesh.
+        gathered: bytes of the weights that train, as a process gathers them.
+        shard: bytes of what it keeps of these.
     """
-    if shard == 1:
+    if degrees.is_replicas:
         return 0
-    values = trained // (2 if recipe.precision == "bf16" else 4)
     each = recipe.parallel.reduce_scatter_each_microbatch
-    return 4 * values // (shard if each else 1) - trained // shard
+    width = 2 if recipe.precision == "bf16" else 4
+    return 4 * (shard if each else gathered) // width - shard

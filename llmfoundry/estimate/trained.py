@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from llmfoundry.estimate.shards import Values, total, values_of
+from llmfoundry.models.counts import EXPERTS
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import quantized_shapes, value_count
 from llmfoundry.models.virtual_tokens import NAME as PROMPT
+from llmfoundry.recipe.parallel import Degrees
 
 
 @dataclass(frozen=True)
@@ -45,15 +48,17 @@ ALL = SavedInputs()
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of a model's parameters.
+    """Bytes of a model's parameters as one process has them.
 
     Attributes:
-        parameters: their number, those in 4 bits as those that they stand for.
-        frozen: bytes that nothing but products need.
+        parameters: their number in all, those in 4 bits as those that they stand for.
+        frozen: bytes that it keeps and that nothing but products need.
         trained: bytes that gradients and moments are kept of as well.
-        block: bytes of the largest block.
+        block: bytes of the largest block, gathered.
+        experts: of its experts where they are gathered apart from it; else 0.
         ends: bytes of embeddings, final norm and head.
-        trained_block: of the largest block the bytes that train.
+        trained_block: of `block` the bytes that train.
+        trained_experts: of `experts` the bytes that train.
         trained_ends: of the ends the bytes that train.
         trained_head: of these the bytes of the head.
         trained_matrices: values of the blocks that train.
@@ -62,42 +67,56 @@ class WeightBytes:
 
     parameters: int
     frozen: int
-    trained: int
+    trained: Values
     block: int
+    experts: int
     ends: int
     trained_block: int
+    trained_experts: int
     trained_ends: int
     trained_head: int
     trained_matrices: int
     dequantized: int
 
 
-def weigh(model: nn.Module, device: torch.device) -> WeightBytes:
-    """What the parameters of a model with `blocks` take, computing on a device of that kind."""
-    blocks = [_bytes(block) for block in model.blocks]  # type: ignore[union-attr]
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    inside = {id(p) for block in model.blocks for p in block.parameters()}  # type: ignore[union-attr]
-    total, of_trained = _bytes(model), sum(p.nbytes for _, p in trained)
-    return WeightBytes(
-        parameters=value_count(model),
-        frozen=total - of_trained,
-        trained=of_trained,
-        block=max(blocks, default=0),
-        ends=total - sum(blocks),
-        trained_block=max((_trained_bytes(block) for block in model.blocks), default=0),  # type: ignore[union-attr]
-        trained_ends=sum(p.nbytes for _, p in trained if id(p) not in inside),
-        trained_head=_trained_head(model),
-        trained_matrices=sum(p.numel() for _, p in trained if id(p) in inside),
-        dequantized=_largest_matrix(model, device),
+def weigh(model: nn.Module, device: torch.device, degrees: Degrees) -> WeightBytes:
+    """What a process has of a model with `blocks`, computing on a device of that kind."""
+
+    def held(module: nn.Module, *, trained: bool = False, experts: bool | None = None) -> Values:
+        """Bytes of its parameters; of those that train, of experts alone or of all others."""
+        return total(
+            values_of(n, p.shape, degrees) * p.itemsize
+            for n, p in module.named_parameters()
+            if (p.requires_grad or not trained)
+            and (experts is None or experts == (EXPERTS in n and degrees.expert > 1))
+        )
+
+    blocks: list[nn.Module] = list(model.blocks)  # type: ignore[arg-type]
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    everything, trains = held(model), held(model, trained=True)
+    in_blocks, trains_there = (
+        total(held(b, trained=only) for b in blocks) for only in (False, True)
     )
 
+    def largest(*, trained: bool, experts: bool) -> int:
+        return max((held(b, trained=trained, experts=experts).gathered for b in blocks), default=0)
 
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def _trained_bytes(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    return WeightBytes(
+        parameters=value_count(model),
+        frozen=everything.shard - trains.shard,
+        trained=trains,
+        block=largest(trained=False, experts=False),
+        experts=largest(trained=False, experts=True),
+        ends=everything.gathered - in_blocks.gathered,
+        trained_block=largest(trained=True, experts=False),
+        trained_experts=largest(trained=True, experts=True),
+        trained_ends=trains.gathered - trains_there.gathered,
+        trained_head=_trained_head(model) // degrees.tensor,
+        trained_matrices=sum(
+            p.numel() for p in model.parameters() if p.requires_grad and id(p) in inside
+        ),
+        dequantized=_largest_matrix(model, device),
+    )
 
 
 def _trained_head(model: nn.Module) -> int:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Block, Decoder
 from llmfoundry.models.moe import MoE
@@ -49,7 +49,13 @@ def expert_parameter_count(config: ModelConfig) -> int:
 
 
 def _parameters(config: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
-    """Name, shape and number of the parameters; blocks that are alike are made once.
+    """Name, shape and number of the parameters; blocks that are alike are made once."""
+    for module, count in parts(config):
+        yield from ((name, p, count) for name, p in module.named_parameters())
+
+
+def parts(config: ModelConfig) -> list[tuple[nn.Module, int]]:
+    """On the meta device a decoder without blocks, then each kind of block, with their numbers.
 
     So the time does not grow with n_layers: a recipe of absurd depth is refused for its memory
     before it is built. Blocks differ in whether they take another's keys and values, or not.
@@ -59,11 +65,11 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
     takers = [i for i, layer in enumerate(layers) if layer.kv_from != i]
     kinds = [(0, config.n_layers - len(takers)), *((i, len(takers)) for i in takers[:1])]
     with torch.device("meta"):
-        bare = Decoder(dataclasses.replace(alike, n_layers=0))
-        yield from ((name, p, 1) for name, p in bare.named_parameters())
-        for index, count in kinds:  # the first block takes from none
-            block = Block(config, index, layers[index], is_reused=False)
-            yield from ((name, p, count) for name, p in block.named_parameters())
+        bare: nn.Module = Decoder(dataclasses.replace(alike, n_layers=0))
+        blocks = [  # the first block takes from none
+            (Block(config, index, layers[index], is_reused=False), count) for index, count in kinds
+        ]
+    return [(bare, 1), *blocks]
 
 
 def _active(name: str, parameter: Tensor, config: ModelConfig) -> int:
