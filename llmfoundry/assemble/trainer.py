@@ -58,6 +58,7 @@ from llmfoundry.models.quantized import value_count
 from llmfoundry.parallel.agree import least, together
 from llmfoundry.parallel.apply import parallelize
 from llmfoundry.parallel.blocks import check_compiler
+from llmfoundry.parallel.context import token_cut
 from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.parallel.mesh import Meshes, build_mesh, on_mesh
 from llmfoundry.parallel.sharding import replicate
@@ -141,6 +142,7 @@ def build_trainer(
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
         objective=build_objective(job) or CROSS_ENTROPY,
+        cut=token_cut(root),
         callbacks=build_callbacks(job, state.get("callbacks", {})),
         first_batch=state["batch"],
         window=tuple(state["window"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +96,29 @@ class KVCache:
         self._keys, self._values = self._keys[:, : len(rows)], self._values[:, : len(rows)]
 
 
+class Exchange(Protocol):
+    """How attention sees whole rows of which this process has a part of the tokens alone.
+
+    One of those in `parallel/context.py`, which has the shapes.
+    """
+
+    @property
+    def splits_queries(self) -> bool:
+        """Whether the tokens at hand see all keys; else all tokens are seen, of some heads."""
+
+    def own(self, spec: AttentionSpec) -> AttentionSpec:
+        """Of the heads that attend here."""
+
+    def inward(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
+        """Queries, keys and values as attention takes them."""
+
+    def queries(self, q: Tensor, kv: KeysValues) -> Tensor:
+        """Queries as attention takes them, beside keys and values that are so already."""
+
+    def outward(self, mixed: Tensor) -> Tensor:
+        """What attention made, of this process's tokens and all heads."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What one forward pass hands to every block of one kind.
@@ -106,6 +130,7 @@ class Context:
             are then stored unrotated, and turned when they are read. Otherwise None.
         temperature: factors (..., T, 1, 1) on the queries; None: no factors.
         cache: earlier tokens of the rows.
+        exchange: with the processes that have the rest of each row; None: rows are whole.
     """
 
     plan: AttentionPlan
@@ -113,6 +138,7 @@ class Context:
     cached_rotary: Table | None
     temperature: Tensor | None
     cache: KVCache | None
+    exchange: Exchange | None = None
 
 
 class Attention(nn.Module):
@@ -184,7 +210,14 @@ class Attention(nn.Module):
             q = rotate(q, context.rotary)
         if context.temperature is not None:
             q = (q * context.temperature).to(q.dtype)
+        if context.exchange is not None:
+            if self.owns_kv:
+                q, kv = context.exchange.inward(q, kv)
+            else:
+                q = context.exchange.queries(q, kv)
         mixed = attend(q, *kv, context.plan, training=self.training)  # (B, T, H, hd)
+        if context.exchange is not None:
+            mixed = context.exchange.outward(mixed)
         return self.out_proj(mixed.flatten(-2)), kv if self.is_reused else None
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:

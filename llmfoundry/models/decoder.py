@@ -17,6 +17,7 @@ from llmfoundry.models import init
 from llmfoundry.models.attention import (
     Attention,
     Context,
+    Exchange,
     KeysValues,
     KVCache,
     attention_specs,
@@ -113,8 +114,10 @@ class Decoder(nn.Module):
     Attributes:
         virtual: what its adapter puts in front of every document; None: nothing.
         loss_chunk: tokens whose logits the loss holds at a time; None: as many as suit the device.
+        exchange: with the processes that share its rows while it trains; None: rows are whole.
     """
 
+    exchange: Exchange | None = None
     virtual: VirtualTokens | None = None
     loss_chunk: int | None = None
     prompt_embeddings: nn.Parameter
@@ -174,7 +177,7 @@ class Decoder(nn.Module):
         """Hidden states (B, T, D) of tokens (B, T), the final norm applied.
 
         Args:
-            tokens: (B, T) int64.
+            tokens: (B, T) int64; where rows are shared, those at hand.
             layout: documents or trees, and positions; None: every row is one document.
             cache: earlier tokens of the rows; the new ones are added to it.
         """
@@ -294,26 +297,33 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
     ) -> dict[Kind, Context]:
         """What each kind of block gets; tables are made once, plans once for each window."""
-        device = positions.device
+        device, exchange = positions.device, self.exchange if self.training else None
+        assert (exchange is None) == (layout is None or layout.ranges is None), "who has what"
         rotary, cached_rotary = self._rotary(layout, positions, past, cache)
+        specs = attention_specs(self.config, self.layers, device)
+        ranges = None
+        if exchange is not None:
+            specs = {window: exchange.own(spec) for window, spec in specs.items()}
+            ranges = layout.ranges if layout is not None and exchange.splits_queries else None
         plans = {
             window: plan(
                 layout,
                 spec,
-                queries=positions.shape[1],
+                queries=positions.shape[1] if layout is None else layout.width,
                 past=past,
                 device=device,
                 impl=self.config.attn_config.attn_impl,
                 dtype=dtype,
                 head_dim=self.config.head_dim,
+                ranges=ranges,
             )
-            for window, spec in attention_specs(self.config, self.layers, device).items()
+            for window, spec in specs.items()
         }
         contexts = {}
         for kind in {_kind(layer) for layer in self.layers}:
             window, tuning = kind
             factors = None if tuning is None else query_temperature(positions, *tuning)
-            contexts[kind] = Context(plans[window], rotary, cached_rotary, factors, cache)
+            contexts[kind] = Context(plans[window], rotary, cached_rotary, factors, cache, exchange)
         return contexts
 
     def _rotary(

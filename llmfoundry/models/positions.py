@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.layout import Layout, at
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 Table = tuple[Tensor, Tensor]  # cosine and sine, (..., T, 1, head_dim) in fp32
@@ -103,8 +103,10 @@ def dynamic_lengths(
             f" {config.max_seq_len} or less, or another type"
         )
     rows = [torch.tensor(row) for row in layout.lengths]
-    of_tokens = [row.repeat_interleave(row, output_size=layout.positions.shape[1]) for row in rows]
+    of_tokens = [row.repeat_interleave(row, output_size=layout.width) for row in rows]
     lengths = torch.stack(of_tokens)
+    if layout.ranges is not None:
+        lengths = at(lengths, layout.ranges)
     if device.type == "cuda":
         lengths = lengths.pin_memory()  # from pageable memory the copy would wait for the device
     return lengths.to(device, non_blocking=True)

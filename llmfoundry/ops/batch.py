@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.layout import Layout, Ranges, at
 
 IGNORE = -100  # a label that counts neither in the loss nor in its denominator
 
@@ -106,3 +107,33 @@ class Batch:
             weights = None if self.weights is None else self.weights[start:stop]
             answers = self.answers and self.answers.rows(start, stop)
             yield Batch(self.tokens[start:stop], self.labels[start:stop], layout, weights, answers)
+
+    def padded(self, count: int) -> Batch:
+        """With so many tokens behind each row that nothing learns from and none is asked of."""
+        assert self.answers is None, "rows of answers are not padded"
+        layout = self.layout or whole_rows(self.tokens)
+        return Batch(
+            F.pad(self.tokens, (0, count)),
+            F.pad(self.labels, (0, count), value=IGNORE),
+            layout.padded(count),
+            None if self.weights is None else F.pad(self.weights, (0, count)),
+        )
+
+    def part(self, ranges: Ranges) -> Batch:
+        """The same rows, of whose tokens only those at `ranges` are at hand."""
+        assert self.answers is None, "rows of answers are not shared"
+        layout = self.layout or whole_rows(self.tokens)
+        return Batch(
+            at(self.tokens, ranges),
+            at(self.labels, ranges),
+            layout.part(ranges),
+            None if self.weights is None else at(self.weights, ranges),
+        )
+
+
+def whole_rows(tokens: Tensor) -> Layout:
+    """What a batch without a layout means: each row of tokens (B, T) is one document."""
+    rows, width = tokens.shape
+    positions = torch.arange(width, device=tokens.device).expand(rows, -1)
+    documents = torch.zeros_like(tokens, dtype=torch.int32)
+    return Layout(positions, documents, ((width,),) * rows)

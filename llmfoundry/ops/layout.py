@@ -8,10 +8,21 @@ what each of them goes on with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+Ranges = tuple[tuple[int, int], ...]
+"""Neighbouring places of a row each, first and one past the last, ascending."""
+
+
+def at(x: Tensor, ranges: Ranges) -> Tensor:
+    """X (B, T, ...) at some places of its rows, (B, t, ...)."""
+    if len(ranges) == 1:
+        return x[:, slice(*ranges[0])]
+    return torch.cat([x[:, start:stop] for start, stop in ranges], dim=1)
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,8 @@ class Layout:
         ends: (B, T) int32: token j of a row is seen by its later tokens i < ends[j] and by no
             other. None: nothing branches, and every token is seen to the end of its document.
         depth: with `ends`: tokens of the longest path of all trees, on the host.
+        ranges: places of the tokens at hand, where other processes have the rest of each row:
+            `positions` is then (B, t), of these alone, and all else of whole rows. None: all are.
     """
 
     positions: Tensor
@@ -41,6 +54,12 @@ class Layout:
     padding: tuple[int, ...] | None = None
     ends: Tensor | None = None
     depth: int = 0
+    ranges: Ranges | None = None
+
+    @property
+    def width(self) -> int:
+        """T, tokens of a whole row."""
+        return self.documents.shape[1]
 
     @classmethod
     def from_lengths(
@@ -89,30 +108,68 @@ class Layout:
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Layout:
         """The same layout with its tensors on `device`."""
         ends = self.ends
-        return Layout(
-            self.positions.to(device, non_blocking=non_blocking),
-            self.documents.to(device, non_blocking=non_blocking),
-            self.lengths,
-            self.padding,
-            None if ends is None else ends.to(device, non_blocking=non_blocking),
-            self.depth,
+        return replace(
+            self,
+            positions=self.positions.to(device, non_blocking=non_blocking),
+            documents=self.documents.to(device, non_blocking=non_blocking),
+            ends=None if ends is None else ends.to(device, non_blocking=non_blocking),
         )
 
     def rows(self, start: int, stop: int) -> Layout:
         """The layout of rows start..stop, for microbatches."""
-        return Layout(
-            self.positions[start:stop],
-            self.documents[start:stop],
-            self.lengths[start:stop],
-            None if self.padding is None else self.padding[start:stop],
-            None if self.ends is None else self.ends[start:stop],
-            self.depth,
+        return replace(
+            self,
+            positions=self.positions[start:stop],
+            documents=self.documents[start:stop],
+            lengths=self.lengths[start:stop],
+            padding=None if self.padding is None else self.padding[start:stop],
+            ends=None if self.ends is None else self.ends[start:stop],
         )
 
+    def part(self, ranges: Ranges) -> Layout:
+        """The layout of the same rows, of whose tokens only those at `ranges` are at hand."""
+        assert self.ends is None and self.ranges is None, "documents alone are shared"
+        return replace(self, positions=at(self.positions, ranges), ranges=ranges)
+
+    def padded(self, count: int) -> Layout:
+        """With so many tokens of padding behind each row: a document of its own."""
+        assert self.ends is None and self.ranges is None, "documents alone are padded"
+        places = torch.arange(count, device=self.positions.device).expand(len(self.lengths), -1)
+        last = self.documents[:, -1:] + 1
+        padding = self.padding or (0,) * len(self.lengths)
+        return replace(
+            self,
+            positions=torch.cat([self.positions, places], dim=1),
+            documents=torch.cat([self.documents, last.expand(-1, count)], dim=1),
+            lengths=tuple((*row, count) for row in self.lengths),
+            padding=tuple(n + count for n in padding),
+        )
+
+    def span(self, start: int, stop: int) -> Layout:
+        """Documents of the neighbouring places start..stop, cut where these begin and end."""
+        assert self.ends is None, "documents alone are cut"
+        lengths = []
+        for row in self.lengths:
+            ends = [*accumulate(row)]
+            cut = [min(e, stop) - max(e - n, start) for e, n in zip(ends, row, strict=True)]
+            lengths.append(tuple(n for n in cut if n > 0))
+        documents = self.documents[:, start:stop]
+        return replace(self, documents=documents, lengths=tuple(lengths), ranges=None)
+
     def real_places(self) -> Tensor | None:
-        """(N,) int64 on the host, flat places b * T + t that are no padding; None: all are."""
+        """(N,) int64 on the host, flat places b * t + i of tokens at hand that are no padding.
+
+        None: all are.
+        """
         if self.padding is None or not any(self.padding):
             return None
-        rows, width = self.positions.shape
-        ends = zip(range(0, rows * width, width), self.padding, strict=True)
-        return torch.cat([torch.arange(start, start + width - pad) for start, pad in ends])
+        here = self.positions.shape[1]
+        ranges = self.ranges or ((0, self.width),)
+        places = []
+        for row, pad in enumerate(self.padding):
+            first = row * here
+            for start, stop in ranges:
+                real = max(0, min(stop, self.width - pad) - start)
+                places.append(torch.arange(first, first + real))
+                first += stop - start
+        return torch.cat(places)

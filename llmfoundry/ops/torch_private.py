@@ -100,6 +100,31 @@ def beside(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([first, second])
 
 
+def all_to_all(x: Tensor, group: str) -> Tensor:
+    """x[i] (of as many as there are processes) goes to process i of the group with this name.
+
+    Returns:
+        What they sent here, in their order, in the shape of x.
+
+    `torch.ops._c10d_functional`, as in `all_gather` and `reduce_scatter`: what the compiler and
+    selective checkpointing know collectives by. Without it context parallelism does not work.
+    """
+    ops, sizes = torch.ops._c10d_functional, [1] * len(x)
+    return ops.wait_tensor(ops.all_to_all_single(x, sizes, sizes, group))
+
+
+def all_gather(x: Tensor, group: str, size: int) -> Tensor:
+    """The x of all `size` processes of a group along the first dimension, in their order."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))
+
+
+def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
+    """This process's part, of `size`, of the first dimension of the sum of all x of a group."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
+
+
 def keep_graphs_whole_under_ddp() -> None:
     """Compiled graphs are not cut where DDP's buckets end.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from llmfoundry.models.decoder import Root
 from llmfoundry.parallel.blocks import wrap_blocks
+from llmfoundry.parallel.context import share_rows
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import Meshes
 from llmfoundry.parallel.sharding import materialize
@@ -35,8 +36,10 @@ def parallelize(
         precision: the recipe's.
         compile_mode: torch.compile's; None: not compiled.
     """
-    # 1. Activation memory, and compilation inside of it: each block's forward pass is replaced.
+    # 1. Context: attention asks the processes that share this one's rows for what it needs.
+    share_rows(root, meshes, config)
+    # 2. Activation memory, and compilation inside of it: each block's forward pass is replaced.
     wrap_blocks(root, checkpointing=config.activation_checkpointing, compile_mode=compile_mode)
-    # 2. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
+    # 3. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
     # computed again. Then memory for what is this process's own.
     materialize(root, world, meshes, config, precision=precision)

@@ -34,11 +34,19 @@ def _expert(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
 
 
 def _context(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> Iterator[str]:
-    if parallel.context_parallel_method == "ulysses":
-        heads = model.n_heads // degrees.tensor
-        yield from divides(
-            "parallel.context_parallel_degree", degrees.context, "the heads of a process", heads
-        )
+    key, heads = "parallel.context_parallel_degree", model.n_heads // degrees.tensor
+    if parallel.context_parallel_method == "ulysses" and heads % degrees.context:
+        of = "model.n_heads" if degrees.tensor == 1 else "the heads of a tensor-parallel process"
+        *_, line = divides(key, degrees.context, of, heads)
+        yield f"{line}, or context_parallel_method: all_gather"
+
+
+def context_method(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> str:
+    """How attention sees whole rows that processes share: the method written, or the default."""
+    if parallel.context_parallel_method is not None:
+        return parallel.context_parallel_method
+    heads = model.n_heads // degrees.tensor
+    return "all_gather" if heads % degrees.context else "ulysses"
 
 
 def _tensor(model: ModelConfig, degrees: Degrees) -> Iterator[str]:

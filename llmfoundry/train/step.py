@@ -91,6 +91,8 @@ def train_step(
     clipping: GradientClippingConfig,
     guard: Guard,
     data_group: dist.ProcessGroup | None = None,
+    token_group: dist.ProcessGroup | None = None,
+    cut: Callable[[Batch], Batch] | None = None,
     reduce_scatter_each: bool = True,
     objective: Objective = CROSS_ENTROPY,
     on_gradients: Callable[[], None] | None = None,
@@ -108,6 +110,8 @@ def train_step(
         clipping: bound on the gradient.
         guard: stops updates once a loss or gradient is not finite.
         data_group: the processes whose rows make up the global batch; None: all processes.
+        token_group: those whose tokens do, where several share each row; None: all processes.
+        cut: of the rows of a microbatch, the tokens that are this process's; None: all are.
         reduce_scatter_each: FSDP does so after every microbatch, not after the last alone.
         objective: what is minimised.
         on_gradients: called while parameters hold the step's gradients, before clipping.
@@ -122,7 +126,9 @@ def train_step(
     sums = Sums()
     microbatches, factor = list(batch.split(microbatch)), sum_factor(module)
     for part in microbatches:
-        with gradient_sync(module, last=part is microbatches[-1], each=reduce_scatter_each):
+        last = part is microbatches[-1]
+        part = part if cut is None else cut(part)
+        with gradient_sync(module, last=last, each=reduce_scatter_each):
             with autocast():
                 (total, reported), routing = module(
                     part.tokens, part.layout, objective.of(part), routing=True
@@ -131,7 +137,7 @@ def train_step(
             shares += [loss / rows for loss in routing.losses.values()] if routing else []
             (sum(shares) * factor).backward()
         sums.add(shares, reported, routing)
-    parts, reported, routing = sums.over_processes(data_group)
+    parts, reported, routing = sums.over_processes(token_group)
     loss = sum(parts.values(), torch.zeros_like(parts["loss"]))
     parameters = [p for p in module.parameters() if p.grad is not None]
     norm = total_norm([p.grad for p in parameters if p.grad is not None])

@@ -117,6 +117,8 @@ class Trainer:
     """Settings that a continuation of the run may not change, by recipe key."""
     objective: Objective = CROSS_ENTROPY
     """What is minimised."""
+    cut: Callable[[Batch], Batch] | None = None
+    """Of the rows of a microbatch, the tokens that are this process's; None: all are."""
     callbacks: list[Callback] = field(default_factory=list)
     first_batch: int = 0
     """Steps done before this process started."""
@@ -231,6 +233,8 @@ class Trainer:
                 clipping=self.recipe.gradient_clipping,
                 guard=self.guard,
                 data_group=self.world.data_group,
+                token_group=self.world.token_group,
+                cut=self.cut,
                 reduce_scatter_each=reduce_scatter_each,
                 objective=self.objective,
                 on_gradients=self._on_gradients if logs else None,
@@ -260,12 +264,12 @@ class Trainer:
         )
 
     def _seed(self) -> None:
-        """Make the step's draws a function of (seed, batch, data rank).
+        """Make the step's draws a function of (seed, batch, rank among those of other tokens).
 
         Not torch.manual_seed: on a machine without a GPU it leaves behind, at every call, a stack
         trace for each kind of device that might still come.
         """
-        value = hash((self.recipe.seed, self.batch, self.world.data_rank))
+        value = hash((self.recipe.seed, self.batch, self.world.in_evaluation().data_rank))
         torch.default_generator.manual_seed(value)
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(value)

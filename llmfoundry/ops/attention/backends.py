@@ -28,6 +28,7 @@ from llmfoundry.ops.attention import varlen as attention_varlen
 from llmfoundry.ops.attention.plan import (
     AttentionPlan,
     AttentionSpec,
+    RangePlan,
     alibi_slopes,
     autocast_dtype,
     dense_bias,
@@ -35,7 +36,7 @@ from llmfoundry.ops.attention.plan import (
     without_autocast,
     working_dtype,
 )
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.layout import Layout, Ranges
 
 __all__ = ["AttentionPlan", "AttentionSpec", "alibi_slopes", "attend", "plan", "refusal"]
 
@@ -50,6 +51,7 @@ def plan(
     impl: str,
     dtype: torch.dtype | None = None,
     head_dim: int | None = None,
+    ranges: Ranges | None = None,
 ) -> AttentionPlan:
     """Decide how one forward pass attends. Nothing here waits for the device.
 
@@ -66,6 +68,8 @@ def plan(
         impl: a name of the recipe's attn_impl.
         dtype: of the weights; None: torch's default. Autocast's goes before it.
         head_dim: width of a head; None: one that every kernel has.
+        ranges: places of the queries, where they are not all of the row's `queries` tokens, whose
+            keys are all there; None: they are.
 
     Raises:
         UserError: the backend was named, and cannot serve.
@@ -80,10 +84,34 @@ def plan(
     if (past or queries == 1) and impl != "torch":
         impl = "sdpa" if spec.softcap is None else "torch"
     elif impl == "auto" or (trees and impl not in SERVE_TREES):
-        impl = choose(spec, layout is not None, device, dtype, head_dim, trees=trees)
+        masked = layout is not None or ranges is not None
+        impl = choose(spec, masked, device, dtype, head_dim, trees=trees)
     elif reason := refusal(impl, spec, device, dtype, head_dim=head_dim):
         raise UserError(f"model.attn_config.attn_impl: {reason}")
-    return PLANS[impl](layout, spec, queries=queries, past=past, device=device)
+    if ranges is None:
+        return PLANS[impl](layout, spec, queries=queries, past=past, device=device)
+    parts = (_range_plan(impl, layout, spec, *places, device) for places in ranges)
+    return AttentionPlan(impl, spec, parts=tuple(parts))
+
+
+def _range_plan(
+    impl: str,
+    layout: Layout | None,
+    spec: AttentionSpec,
+    first: int,
+    stop: int,
+    device: torch.device,
+) -> RangePlan:
+    """How the queries first..stop of a row see the keys up to the last of them."""
+    start = 0 if spec.window < 0 else max(0, first - spec.window)
+    seen = None if layout is None else layout.span(start, stop)
+    if seen is not None and all(len(row) == 1 for row in seen.lengths):
+        seen = None
+    if spec.window >= stop - start - 1:
+        spec = replace(spec, window=-1)
+    queries = stop - first
+    made = PLANS[impl](seen, spec, queries=queries, past=first - start, device=device)
+    return RangePlan(queries, start, stop, made)
 
 
 def attend(
@@ -94,6 +122,13 @@ def attend(
     In and out of autocast's dtype where autocast is on, else of that of the values. Dropout only
     where `training`.
     """
+    if plan.parts:
+        queries = q.split([part.queries for part in plan.parts], dim=1)
+        mixed = []
+        for own, part in zip(queries, plan.parts, strict=True):
+            keys, values = k[:, part.start : part.stop], v[:, part.start : part.stop]
+            mixed.append(attend(own, keys, values, part.plan, training=training))
+        return torch.cat(mixed, dim=1)
     if not plan.shared_heads:
         k, v = repeat_heads(q, k, v)
     return IMPLS[plan.impl](q, k, v, plan, plan.spec.dropout if training else 0.0)

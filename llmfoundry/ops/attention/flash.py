@@ -15,8 +15,8 @@ from torch import Tensor
 from llmfoundry.ops.attention.plan import (
     AttentionPlan,
     AttentionSpec,
-    document_borders,
     flash_refusal,
+    packed_plan,
     working_dtype,
 )
 from llmfoundry.ops.layout import Layout
@@ -49,16 +49,18 @@ def prepare(
     layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
 ) -> AttentionPlan:
     """Where documents begin and end, where there are several in a row."""
-    assert past == 0, "cached keys are served by sdpa or torch"
     assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
     if layout is None:
         return AttentionPlan("flash", spec)
-    borders, longest = document_borders(layout, device)
-    return AttentionPlan("flash", spec, borders=borders, longest=longest)
+    return packed_plan("flash", spec, layout, device, past=past)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd); (B, T, H, hd)."""
+    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd).
+
+    Where there are fewer queries than keys they are the last: causality, windows and ALiBi are
+    aligned to the bottom right.
+    """
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     spec, dtype, shape = plan.spec, working_dtype(v), q.shape
@@ -75,8 +77,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
     if plan.borders is None:
         return flash_attn_func(q, k, v, **options)
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    borders, longest = plan.borders, plan.longest
-    out = flash_attn_varlen_func(q, k, v, borders, borders, longest, longest, **options)
+    borders, longest = (plan.borders, plan.key_borders), (plan.longest, plan.longest_keys)
+    out = flash_attn_varlen_func(q, k, v, *borders, *longest, **options)
     return out.view(shape)
 
 

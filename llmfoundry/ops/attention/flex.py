@@ -49,19 +49,19 @@ def prepare(
     layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
 ) -> AttentionPlan:
     """The block mask, and what is done to a logit."""
-    assert past == 0, "cached keys are served by sdpa or torch"
     if layout is not None and layout.ends is not None:
         mask = tree_mask(layout.ends, layout.positions, spec.window)
         return AttentionPlan(
             "flex", spec, block_mask=mask, score_mod=_score_mod(spec, layout.positions)
         )
     documents = None if layout is None else layout.documents
-    mask = block_mask(queries, spec.window, documents, device)
-    return AttentionPlan("flex", spec, block_mask=mask, score_mod=_score_mod(spec))
+    mask = block_mask(queries, spec.window, documents, device, past=past)
+    offset = _offset(past, device)
+    return AttentionPlan("flex", spec, block_mask=mask, score_mod=_score_mod(spec, offset=offset))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd); (B, T, H, hd)."""
+    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd)."""
     from torch.nn.attention.flex_attention import flex_attention
 
     assert not dropout, "plan refuses it"
@@ -95,14 +95,23 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
+def _offset(past: int, device: torch.device) -> Tensor | None:
+    """Keys before the first query, as a tensor, for a number would be compiled in; None: none.
+
+    Filled on the device, which the host does not wait for.
+    """
+    return torch.full((), past, device=device) if past else None
+
+
 def _score_mod(
-    spec: AttentionSpec, positions: Tensor | None = None
+    spec: AttentionSpec, positions: Tensor | None = None, offset: Tensor | None = None
 ) -> Callable[..., Tensor] | None:
     """The softcap, then ALiBi's bias, of one scaled logit; None: neither.
 
     Args:
         spec: what the layers ask.
         positions: (B, T) of trees; elsewhere places differ by as much as positions do.
+        offset: (), keys before the first query; None: none.
     """
     softcap, slopes = spec.softcap, spec.slopes
     if softcap is None and slopes is None:
@@ -114,46 +123,51 @@ def _score_mod(
         if slopes is None:
             return logit
         if positions is None:
-            return logit + slopes[head] * (key - query)
+            place = query if offset is None else query + offset
+            return logit + slopes[head] * (key - place)
         return logit + slopes[head] * (positions[row, key] - positions[row, query])
 
     return change
 
 
 def block_mask(
-    length: int, window: int, documents: Tensor | None, device: torch.device
+    queries: int, window: int, documents: Tensor | None, device: torch.device, *, past: int = 0
 ) -> BlockMask:
-    """Blocks of `length` causal tokens that see one another in part, or wholly.
+    """Blocks of causal tokens that see one another in part, or wholly.
 
     PyTorch's create_block_mask finds the same by writing down who sees whom, a byte for each pair
     of tokens (4 GB a row of 64k). Documents are runs that ascend, and windows bands: a block's
     first and last token tell.
 
     Args:
-        length: tokens in a row.
+        queries: tokens in a row that look; the last ones of it.
         window: keys that a query sees before itself; -1: all.
-        documents: (B, T), ascending in a row; None: one document a row.
+        documents: (B, past + queries), ascending in a row; None: one document a row.
         device: where the tokens are.
+        past: tokens of a row before them, which are keys alone.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
+    length = past + queries
     first = torch.arange(0, length, BLOCK, device=device)
     last = (first + BLOCK - 1).clamp(max=length - 1)
-    some = (first <= first[:, None])[None]  # (B or 1, blocks of queries, blocks of keys)
-    every = ((first < first[:, None]) & (first + BLOCK <= length)[:, None])[None]
+    begin = torch.arange(past, length, BLOCK, device=device)[:, None]  # of the queries' blocks
+    end = (begin + BLOCK - 1).clamp(max=length - 1)
+    some = (first <= end)[None]  # (B or 1, blocks of queries, blocks of keys)
+    every = ((last < begin) & (begin + BLOCK <= length) & (first + BLOCK <= length))[None]
     if window >= 0:
-        some = some & (first[:, None] - last <= window)
-        every = every & (last[:, None] - first <= window)
+        some = some & (begin - last <= window)
+        every = every & (end - first <= window)
     if documents is not None:
-        opening, closing = documents[:, first], documents[:, last]
-        some = some & (closing[:, None, :] >= opening[:, :, None])
-        every = every & (opening[:, None, :] == closing[:, :, None])
+        opening, closing = documents[:, None, first], documents[:, None, last]
+        some = some & (closing >= documents[:, begin])
+        every = every & (opening == documents[:, end])
     return BlockMask.from_kv_blocks(
         *_ordered(some & ~every),
         *_ordered(every),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(window, documents),
-        seq_lengths=(length, length),
+        mask_mod=_mask_mod(window, documents, _offset(past, device)),
+        seq_lengths=(queries, length),
     )
 
 
@@ -218,10 +232,13 @@ def _tree_mask_mod(ends: Tensor, positions: Tensor, window: int) -> Callable[...
     return sees
 
 
-def _mask_mod(window: int, documents: Tensor | None) -> Callable[..., Tensor]:
+def _mask_mod(
+    window: int, documents: Tensor | None, offset: Tensor | None
+) -> Callable[..., Tensor]:
     """Whether a query sees a key, in blocks that are seen in part."""
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query if offset is None else query + offset
         seen = key <= query
         if window >= 0:
             seen = seen & (query - key <= window)

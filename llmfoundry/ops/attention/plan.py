@@ -69,6 +69,23 @@ class TreePiece:
 
 
 @dataclass(frozen=True)
+class RangePlan:
+    """Neighbouring queries of the rows, and the keys that any of them sees.
+
+    Attributes:
+        queries: so many, from where the range before ends.
+        start: place in the row of the first key.
+        stop: one past the last key, which is that of the last query.
+        plan: how they attend.
+    """
+
+    queries: int
+    start: int
+    stop: int
+    plan: AttentionPlan
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """What the layers of one forward pass that have the same spec share.
 
@@ -88,9 +105,16 @@ class AttentionPlan:
         by_run: with `packed`: what attends to runs or pieces.
         block_mask: flex: which blocks of keys a block of queries sees.
         score_mod: flex: what is done to a logit; None: nothing.
-        borders: varlen, flash and flash3, packed rows: (N + 1,) int32, where the N documents of all
-            rows, one after the other, begin and end.
-        longest: with them: tokens of the longest document.
+        borders: varlen, flash and flash3, packed rows: (N + 1,) int32, where the queries of the N
+            documents of all rows, one after the other, begin and end.
+        longest: with them: the most queries that a document has.
+        key_borders: the same of the keys: of a document that begins before the first query there
+            are more, its last query then being that of its last key; else the same tensor.
+        longest_keys: the most keys that a document has.
+        segments: sdpa on a CPU, queries that are the last of packed rows: (queries, keys) of each
+            document of all rows; `bias` is then read from its bottom-right corner.
+        parts: where queries are some of the row's alone: a plan for each range of neighbours, and
+            nothing of the above.
     """
 
     impl: str
@@ -105,6 +129,10 @@ class AttentionPlan:
     score_mod: Callable[..., Tensor] | None = None
     borders: Tensor | None = None
     longest: int = 0
+    key_borders: Tensor | None = None
+    longest_keys: int = 0
+    segments: tuple[tuple[int, int], ...] = ()
+    parts: tuple[RangePlan, ...] = ()
 
 
 def alibi_slopes(n_heads: int, alibi_bias_max: int, device: torch.device) -> Tensor:
@@ -134,13 +162,16 @@ def causal_bias(queries: int, keys: int, spec: AttentionSpec, device: torch.devi
 def dense_bias(
     layout: Layout | None, spec: AttentionSpec, queries: int, past: int, device: torch.device
 ) -> Tensor:
-    """As `causal_bias`, (1 or B, 1 or H, queries, past + queries), documents kept apart."""
+    """As `causal_bias`, (1 or B, 1 or H, queries, past + queries), documents kept apart.
+
+    The layout is that of all past + queries tokens.
+    """
     if layout is not None and layout.ends is not None:
         return _tree_bias(layout.ends, layout.positions, spec)
     bias = causal_bias(queries, past + queries, spec, device)
     if layout is None:
         return bias
-    same = layout.documents[:, None, :, None] == layout.documents[:, None, None, :]
+    same = layout.documents[:, None, past:, None] == layout.documents[:, None, None, :]
     return bias & same if spec.slopes is None else bias.masked_fill(~same, float("-inf"))
 
 
@@ -157,13 +188,51 @@ def _tree_bias(ends: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
     return (spec.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
 
 
-def document_borders(layout: Layout, device: torch.device) -> tuple[Tensor, int]:
-    """Where the N documents of all rows, one after the other, begin and end; the longest's length.
+def document_segments(layout: Layout, past: int) -> tuple[tuple[int, int], ...]:
+    """(queries, keys) of each document of all rows whose first `past` tokens are keys alone.
 
-    Returns:
-        (N + 1,) int32 on the device, from 0 to B * T; tokens.
+    The queries are the last of the document's tokens; there may be none.
     """
-    lengths = [n for row in layout.lengths for n in row]
+    found = []
+    for row in layout.lengths:
+        ends = accumulate(row)
+        found += [(min(n, max(0, end - past)), n) for n, end in zip(row, ends, strict=True)]
+    return tuple(found)
+
+
+def packed_plan(
+    impl: str,
+    spec: AttentionSpec,
+    layout: Layout,
+    device: torch.device,
+    *,
+    past: int,
+    shared_heads: bool = True,
+) -> AttentionPlan:
+    """The plan of a kernel that is told where documents begin and end.
+
+    Documents before the first query have none; FlashAttention's kernels serve such ones, and write
+    zeros as the gradients of their keys (csrc/flash_attn/src/flash_bwd_kernel.h: "This also covers
+    the case where actual_seqlen_q == 0").
+    """
+    segments = document_segments(layout, past)
+    borders, longest = _borders([n for n, _ in segments], device)
+    keys, longest_keys = borders, longest
+    if past:
+        keys, longest_keys = _borders([n for _, n in segments], device)
+    return AttentionPlan(
+        impl,
+        spec,
+        shared_heads=shared_heads,
+        borders=borders,
+        longest=longest,
+        key_borders=keys,
+        longest_keys=longest_keys,
+    )
+
+
+def _borders(lengths: list[int], device: torch.device) -> tuple[Tensor, int]:
+    """Where pieces of these lengths begin and end, (N + 1,) int32 on the device; the longest."""
     borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     if device.type == "cuda":
         borders = borders.pin_memory()  # from pageable memory the copy would wait for the device

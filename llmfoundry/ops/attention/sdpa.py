@@ -20,6 +20,7 @@ from llmfoundry.ops.attention.plan import (
     AttentionSpec,
     causal_bias,
     dense_bias,
+    document_segments,
     without_autocast,
     working_dtype,
 )
@@ -43,6 +44,11 @@ def prepare(
     if device.type == "cpu" and layout is not None and layout.ends is not None:
         by_piece = _outside_of_graphs(_by_piece)
         return AttentionPlan("sdpa", spec, packed=True, pieces=cut(layout, spec), by_run=by_piece)
+    if device.type == "cpu" and layout is not None and past:
+        segments = document_segments(layout, past)
+        asked = [(n, keys) for n, keys in segments if n and not (n == keys and _is_plain(n, spec))]
+        bias, by_run = _bottom_corner(asked, spec, device), _outside_of_graphs(_by_segment)
+        return AttentionPlan("sdpa", spec, bias=bias, packed=True, segments=segments, by_run=by_run)
     if device.type == "cpu" and layout is not None:
         lengths = [n for row in layout.lengths for n in row]
         runs = tuple((len(list(same)), n) for n, same in groupby(lengths))
@@ -71,7 +77,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
         if plan.packed:
             assert plan.by_run is not None
             out = plan.by_run(q, k, v, plan, dropout)
-        elif queries != k.shape[1]:  # cached keys
+        elif queries != k.shape[1]:  # the last of the row, the others cached or elsewhere
             out = _call(q, k, v, plan.bias, spec.scale, dropout)
         else:
             out = _whole(q, k, v, plan.bias, spec, dropout)
@@ -101,11 +107,24 @@ def _corner(lengths: list[int], spec: AttentionSpec, device: torch.device) -> Te
     """The bias of the longest of these lengths; the others take its top-left corner."""
     if not lengths:
         return None
-    bias = causal_bias(max(lengths), max(lengths), spec, device)
+    return _as_numbers(causal_bias(max(lengths), max(lengths), spec, device))
+
+
+def _bottom_corner(
+    shapes: list[tuple[int, int]], spec: AttentionSpec, device: torch.device
+) -> Tensor | None:
+    """A bias for the most queries and keys; others take its bottom-right corner."""
+    if not shapes:
+        return None
+    queries, keys = (max(sizes) for sizes in zip(*shapes, strict=True))
+    return _as_numbers(causal_bias(queries, keys, spec, device))
+
+
+def _as_numbers(bias: Tensor) -> Tensor:
+    """Numbers in place of a mask, once: each call would turn a boolean mask into them."""
     if bias.dtype != torch.bool:
         return bias
-    # as numbers, once: each call would turn a boolean mask into them
-    return torch.zeros(bias.shape, device=device).masked_fill(~bias, float("-inf"))
+    return torch.zeros(bias.shape, device=bias.device).masked_fill(~bias, float("-inf"))
 
 
 def _outside_of_graphs(serve: Serve) -> Serve:
@@ -131,6 +150,28 @@ def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float
         q_run, k_run, v_run = (x.unflatten(0, shape) for x in run)  # (count, length, heads, hd)
         out = _whole(q_run, k_run, v_run, plan.bias, plan.spec, dropout)
         outputs.append(out.flatten(0, 1))
+    return torch.cat(outputs).view(q.shape)
+
+
+def _by_segment(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+    """A call for each document that has queries, the last of its tokens."""
+    queries, keys = zip(*plan.segments, strict=True)
+    parts = zip(
+        q.flatten(0, 1).split(queries),
+        k.flatten(0, 1).split(keys),
+        v.flatten(0, 1).split(keys),
+        strict=True,
+    )
+    outputs = []
+    for q_part, k_part, v_part in parts:  # (queries or keys, heads, hd)
+        wanted, seen = len(q_part), len(k_part)
+        if not wanted:
+            continue
+        one, bias = (q_part[None], k_part[None], v_part[None]), None
+        if wanted < seen or not _is_plain(seen, plan.spec):
+            assert plan.bias is not None
+            bias = plan.bias[..., -wanted:, -seen:]
+        outputs.append(_call(*one, bias, plan.spec.scale, dropout)[0])
     return torch.cat(outputs).view(q.shape)
 
 

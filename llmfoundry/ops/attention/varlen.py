@@ -20,8 +20,8 @@ from llmfoundry.ops.attention.flash3 import serves_varlen
 from llmfoundry.ops.attention.plan import (
     AttentionPlan,
     AttentionSpec,
-    document_borders,
     flash_refusal,
+    packed_plan,
     working_dtype,
 )
 from llmfoundry.ops.layout import Layout
@@ -41,29 +41,32 @@ def prepare(
     layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
 ) -> AttentionPlan:
     """Where documents begin and end."""
-    assert past == 0, "cached keys are served by sdpa or torch"
     assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
     serves_varlen(device)
     shared = "enable_gqa" in _parameters()  # since torch 2.12
     if layout is None:
-        return AttentionPlan("varlen", spec, shared_heads=shared, longest=queries)
-    borders, longest = document_borders(layout, device)
-    return AttentionPlan("varlen", spec, shared_heads=shared, borders=borders, longest=longest)
+        keys = past + queries
+        return AttentionPlan(
+            "varlen", spec, shared_heads=shared, longest=queries, longest_keys=keys
+        )
+    return packed_plan("varlen", spec, layout, device, past=past, shared_heads=shared)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Attention of q (B, T, H, hd) over k, v (B, T, KV, hd); (B, T, H, hd)."""
+    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd)."""
     from torch.nn.attention import varlen
 
     assert not dropout, "plan refuses it"
-    rows, queries, heads, width = q.shape
+    (rows, queries, heads, width), keys = q.shape, k.shape[1]
     dtype, missing = working_dtype(v), -width % 8  # it takes heads of whole 16 bytes
     q, k, v = (x.to(dtype).flatten(0, 1) for x in (q, k, v))
     if missing:
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
-    borders = plan.borders
-    if borders is None:
-        borders = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * queries
+    borders, key_borders = plan.borders, plan.key_borders
+    if borders is None or key_borders is None:
+        places = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+        borders = places * queries
+        key_borders = borders if keys == queries else places * keys
     shared = {"enable_gqa": True} if k.shape[1] != heads else {}
     kernel: Callable[..., Any] = varlen.varlen_attn
     out = kernel(
@@ -71,9 +74,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
         k,
         v,
         borders,
-        borders,
+        key_borders,
         plan.longest,
-        plan.longest,
+        plan.longest_keys,
         scale=plan.spec.scale,
         window_size=(plan.spec.window, 0),
         **shared,
