@@ -118,17 +118,15 @@ def train_step(
         before_update: called before the optimizer; what it raises leaves the weights as they were.
     """
     batch = objective.prepare(batch, _look(module, microbatch, autocast), data_group)
-    own = objective.count(batch)
+    microbatches = [part if cut is None else cut(part) for part in batch.split(microbatch)]
+    own = torch.stack([objective.count(part) for part in microbatches]).sum()
     counts = torch.stack([own, torch.full_like(own, len(batch.tokens))])
-    counts = sum_over_processes(counts, data_group)
-    count, rows = counts.unbind()
+    # tokens count once; a row counts for each process that shares it, as its routers' losses do
+    count, rows = sum_over_processes(counts, token_group).unbind()
     divisor = torch.where(count > 0, count, 1)
-    sums = Sums()
-    microbatches, factor = list(batch.split(microbatch)), sum_factor(module)
+    sums, factor = Sums(), sum_factor(module)
     for part in microbatches:
-        last = part is microbatches[-1]
-        part = part if cut is None else cut(part)
-        with gradient_sync(module, last=last, each=reduce_scatter_each):
+        with gradient_sync(module, last=part is microbatches[-1], each=reduce_scatter_each):
             with autocast():
                 (total, reported), routing = module(
                     part.tokens, part.layout, objective.of(part), routing=True

@@ -28,9 +28,11 @@ from llmfoundry.ops.attention.backends import (
     attend,
     choose,
     plan,
+    range_plan,
     refusal,
 )
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.attention.plan import dense_bias
+from llmfoundry.ops.layout import Layout, Ranges
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.ops.plain_attention import (
@@ -44,6 +46,7 @@ from tests.ops.plain_attention import (
     expected,
     plain_attention,
 )
+from tests.ops.plain_ranges import PAIRS, range_errors
 
 CUDA = torch.device("cuda")
 SDPA = [name for name, case in GRID.items() if case.softcap is None]
@@ -105,6 +108,57 @@ def test_block_mask_is_the_one_that_pytorch_finds_by_looking_at_every_pair(
         torch.testing.assert_close(getattr(ours, full), getattr(theirs, full))
 
 
+@pytest.mark.parametrize(("name", "ranges"), PAIRS)
+@pytest.mark.parametrize("impl", ["torch", "sdpa"])
+def test_queries_that_are_some_of_the_row_see_all_keys_before_them(
+    impl: str, name: str, ranges: Ranges
+) -> None:
+    if impl == "sdpa" and GRID[name].softcap is not None:
+        impl = "auto"
+    assert max(range_errors(impl, GRID[name], ranges)) <= 1
+
+
+@pytest.mark.parametrize(("name", "ranges"), PAIRS)
+def test_flex_is_told_where_its_queries_stand(name: str, ranges: Ranges, eager_flex: None) -> None:
+    forward, _ = range_errors("flex", GRID[name], ranges, "fp32", backward=False)
+    assert forward <= 2
+
+
+@pytest.mark.parametrize("lengths", [None, ((900,), (128, 772)), ((1, 127, 129, 643), (300,) * 3)])
+@pytest.mark.parametrize("window", [-1, 128, 400])
+@pytest.mark.parametrize(("past", "queries"), [(128, 772), (650, 250), (899, 1)])
+def test_block_mask_of_the_last_queries_is_pytorchs(
+    lengths: tuple[tuple[int, ...], ...] | None, window: int, past: int, queries: int
+) -> None:
+    length, documents = past + queries, None
+    if lengths is not None:
+        documents = Layout.from_lengths(lengths).documents[:, :length]
+    ours = attention_flex.block_mask(queries, window, documents, CPU, past=past)
+    rows = None if documents is None else len(documents)
+    theirs = flex_attention.create_block_mask(
+        ours.mask_mod, rows, None, queries, length, device="cpu"
+    )
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    dense = dense_bias(
+        None if lengths is None else Layout.from_lengths(lengths).span(0, length),
+        AttentionSpec(1.0, window=window),
+        queries,
+        past,
+        CPU,
+    )
+    rows_, here = torch.arange(rows or 1)[:, None, None], torch.arange(queries)[:, None]
+    assert torch.equal(
+        ours.mask_mod(rows_, torch.tensor(0), here, torch.arange(length)).expand(
+            len(dense), -1, -1
+        ),
+        dense[:, 0],
+    )
+    whole = ours.full_kv_num_blocks
+    assert whole is not None and theirs.full_kv_num_blocks is not None
+    assert int(whole.sum()) <= int(theirs.full_kv_num_blocks.sum())
+
+
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("impl", ["auto", "torch", "sdpa", "flex", "varlen", "flash"])
 @pytest.mark.parametrize("name", ["gqa-rows", "gqa-alibi-window-rows", "mqa-softcap-rows"])
@@ -155,6 +209,8 @@ def test_a_plan_asks_the_device_for_no_number(impl: str) -> None:
     layout = Layout.from_lengths(((7, 300), (307,))).to(meta)
     spec = AttentionSpec(0.3, None, torch.ones(4, device=meta), window=40)
     chosen = PLANS[impl](layout, spec, queries=307, past=0, device=meta)
+    part = range_plan(impl, layout, spec, 20, 300, meta)
+    assert (part.queries, part.start, part.stop) == (280, 0, 300)
     if impl in ("torch", "sdpa"):
         q = torch.empty(2, 307, 4, 8, device=meta)
         assert attend(q, q, q, chosen).shape == q.shape

@@ -22,6 +22,7 @@ from torch.nn.attention import varlen
 from llmfoundry.ops.attention import varlen as attention_varlen
 from llmfoundry.ops.attention.backends import PLANS, attend, plan
 from llmfoundry.ops.attention.flash3 import is_hopper
+from llmfoundry.ops.layout import Ranges
 from tests.ops.plain_attention import (
     CPU,
     DTYPES,
@@ -32,6 +33,7 @@ from tests.ops.plain_attention import (
     errors,
     expected,
 )
+from tests.ops.plain_ranges import PAIRS, range_errors
 
 SHORT = {name: case for name, case in GRID.items() if sum(case.lengths[0]) <= 256}
 VARLEN = [name for name, case in SHORT.items() if not case.alibi and case.softcap is None]
@@ -47,17 +49,18 @@ def document(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """What both packages document, of one sequence: q (T, H, hd), k and v (T, KV, hd).
+    """What both packages document, of one sequence: q (T, H, hd), k and v (S, KV, hd).
 
-    Key j of query i counts where i - left <= j <= i + right, -1 for no bound; ALiBi's bias is
-    -slope * |i - j|.
+    Key j of query i, counted from S - T, counts where i - left <= j <= i + right, -1 for no bound;
+    ALiBi's bias is -slope * |i - j|.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1).double() for x in (k, v))
     logits = torch.einsum("thd,shd->hts", q.double(), k) * scale
     if softcap > 0:
         logits = torch.tanh(logits / softcap) * softcap
-    i, j = torch.arange(len(q))[:, None], torch.arange(len(q))[None]
+    j = torch.arange(len(k))[None]
+    i = j[0, len(k) - len(q) :, None]
     if slopes is not None:
         assert slopes.dtype == torch.float32
         assert slopes.shape == (q.shape[1],)
@@ -70,14 +73,22 @@ def document(
 
 
 def by_border(
-    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    borders: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    **options: Any,
 ) -> Tensor:
-    assert borders.dtype == torch.int32
-    assert borders[0] == 0
-    assert borders[-1] == len(q) == len(k) == len(v)
-    assert longest >= borders.diff().max()  # it sizes the kernel's grid
-    parts = pairwise(borders.tolist())
-    return torch.cat([document(q[a:b], k[a:b], v[a:b], **options) for a, b in parts])
+    """Of the queries and of the keys: where sequences begin and end, tokens of the longest."""
+    for ends, most, x in zip(borders, longest, (q, k), strict=True):
+        assert ends.dtype == torch.int32
+        assert ends[0] == 0
+        assert ends[-1] == len(x)
+        assert most >= ends.diff().max()  # it sizes the kernel's grid
+    assert len(k) == len(v)
+    parts = zip(*(pairwise(ends.tolist()) for ends in borders), strict=True)
+    return torch.cat([document(q[a:b], k[c:d], v[c:d], **options) for (a, b), (c, d) in parts])
 
 
 def varlen_213(
@@ -93,13 +104,12 @@ def varlen_213(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    assert cu_seq_q is cu_seq_k
-    assert max_q == max_k
     assert query.shape[-1] % 8 == 0  # "head_size should be a multiple of 8"
     assert key.shape[1] == query.shape[1] or enable_gqa
     assert scale is not None
     assert isinstance(window_size, tuple)  # compared with (-1, 0), which means causal
-    return by_border(query, key, value, cu_seq_q, max_q, scale=scale, window=window_size)
+    borders, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
+    return by_border(query, key, value, borders, longest, scale=scale, window=window_size)
 
 
 def varlen_211(
@@ -161,9 +171,8 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         max_seqlen_k: int,
         **options: Any,
     ) -> Tensor:
-        assert cu_seqlens_q is cu_seqlens_k
-        assert max_seqlen_q == max_seqlen_k
-        return by_border(q, k, v, cu_seqlens_q, max_seqlen_q, **handled(options))
+        borders, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        return by_border(q, k, v, borders, longest, **handled(options))
 
     package.flash_attn_func = flash_attn_func
     package.flash_attn_varlen_func = flash_attn_varlen_func
@@ -211,6 +220,15 @@ def test_flash_is_handed_what_gives_the_definitions_output(
 ) -> None:
     agrees("flash", GRID[name])
     assert len(flash_calls) == 1
+
+
+@pytest.mark.parametrize(("name", "ranges"), PAIRS)
+def test_queries_that_are_some_of_the_row_have_borders_of_their_own(
+    name: str, ranges: Ranges, varlen_kernel: None, flash_calls: list[dict[str, Any]]
+) -> None:
+    for impl in ("flash", "varlen") if name in VARLEN else ("flash",):
+        assert max(range_errors(impl, GRID[name], ranges)) <= 1
+    assert len(flash_calls) == len(ranges)
 
 
 @pytest.mark.parametrize("impl", ["varlen", "flash"])

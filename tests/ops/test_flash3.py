@@ -22,7 +22,9 @@ from llmfoundry.attention_limits import LIMITS
 from llmfoundry.ops.attention import flash3
 from llmfoundry.ops.attention.backends import PLANS, attend, choose, refusal
 from llmfoundry.ops.attention.plan import AttentionSpec
+from llmfoundry.ops.layout import Ranges
 from tests.ops.plain_attention import CPU, DTYPES, GRID, Case, distance, expected
+from tests.ops.plain_ranges import PAIRS, range_errors
 from tests.ops.test_attention_kernels import SHORT, agrees, by_border, document
 
 SERVED = [name for name, case in SHORT.items() if not case.alibi]
@@ -75,9 +77,10 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
         num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
     ):  # fmt: skip
-        assert q.shape[-1] % 8 == 0 and cu_seqlens_q is cu_seqlens_k
+        assert q.shape[-1] % 8 == 0
         options = known({n: value for n, value in locals().items() if n not in ("q", "k", "v")})
-        return by_border(q, k, v, cu_seqlens_q, max_seqlen_q, **options)
+        borders, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        return by_border(q, k, v, borders, longest, **options)
 
     module.flash_attn_func = flash_attn_func
     module.flash_attn_varlen_func = flash_attn_varlen_func
@@ -107,6 +110,13 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_it_is_handed_what_gives_the_definitions_output(name: str, package: ModuleType) -> None:
     agrees("flash3", GRID[name])
     assert len(package.calls) == 1 and not package.calls[0]["deterministic"]
+
+
+@pytest.mark.parametrize(("name", "ranges"), [pair for pair in PAIRS if pair[0] in SERVED])
+def test_queries_that_are_some_of_the_row_have_borders_of_their_own(
+    name: str, ranges: Ranges, package: ModuleType
+) -> None:
+    assert max(range_errors("flash3", GRID[name], ranges)) <= 1
 
 
 def test_heads_of_odd_width_and_the_older_pair_of_outputs(

@@ -90,11 +90,11 @@ def plan(
         raise UserError(f"model.attn_config.attn_impl: {reason}")
     if ranges is None:
         return PLANS[impl](layout, spec, queries=queries, past=past, device=device)
-    parts = (_range_plan(impl, layout, spec, *places, device) for places in ranges)
+    parts = (range_plan(impl, layout, spec, *places, device) for places in ranges)
     return AttentionPlan(impl, spec, parts=tuple(parts))
 
 
-def _range_plan(
+def range_plan(
     impl: str,
     layout: Layout | None,
     spec: AttentionSpec,
