@@ -81,8 +81,8 @@ def test_dropout_differs_from_step_to_step_and_from_none(place: Path) -> None:
     assert losses(Path("runs/seeded")) != dropped
 
 
-def test_dropout_falls_elsewhere_on_every_data_rank_and_alike_beside_them() -> None:
-    """Processes that share rows, such as those of a tensor group, must drop the same elements."""
+def test_dropout_falls_elsewhere_on_other_tokens_and_alike_beside_them() -> None:
+    """Processes with the same tokens, those of a tensor group, must drop the same elements."""
     cpu = torch.device("cpu")
 
     def draws(world: World, batch: int = 3) -> list[float]:
@@ -96,7 +96,10 @@ def test_dropout_falls_elsewhere_on_every_data_rank_and_alike_beside_them() -> N
     assert ranks[0] == draws(World(0, 4, 0, cpu)) != draws(World(0, 4, 0, cpu), batch=4)
     for rank in range(4):
         mesh: Any = SimpleNamespace(get_local_rank=lambda rank=rank: rank // 2)
-        assert draws(World(rank, 4, rank, cpu, data_mesh=mesh)) == ranks[rank // 2]
+        beside = World(rank, 4, rank, cpu, data_mesh=mesh, token_mesh=mesh)
+        assert draws(beside) == ranks[rank // 2]
+        sharing_rows = World(rank, 4, rank, cpu, data_mesh=mesh)  # as context_parallel_degree: 2
+        assert draws(sharing_rows) == ranks[rank]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its queue is empty once CUDA is up")
