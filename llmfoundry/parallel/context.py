@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmfoundry.errors import UserError
 from llmfoundry.models.attention import KeysValues
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.attention.plan import AttentionSpec, working_dtype
@@ -42,19 +41,10 @@ from llmfoundry.recipe.parallel_limits import context_method
 
 
 def share_rows(root: Root, meshes: Meshes | None, config: ParallelConfig) -> None:
-    """Let the processes of the context dimension share each row while training.
-
-    Raises:
-        UserError: the model's attention cannot.
-    """
+    """Let the processes of the context dimension share each row while training."""
     if meshes is None or meshes.context is None:
         return
-    if not isinstance(root.model, Decoder):
-        raise UserError(
-            f"parallel.context_parallel_degree: {meshes.degrees.context}, but the model is of a"
-            " class of transformers' own, whose attention sees whole rows alone; write 1, and"
-            " data_parallel_shard_degree: -1"
-        )
+    assert isinstance(root.model, Decoder), "checked before"
     method = context_method(root.model.config, config, meshes.degrees)
     group, index = meshes.context.get_group().group_name, meshes.context.get_local_rank()
     root.model.exchange = EXCHANGES[method](group, index, meshes.degrees.context)

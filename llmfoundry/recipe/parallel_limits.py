@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.parallel import Degrees, ParallelConfig
+from llmfoundry.recipe.parallel import AXES, EXPERT, Degrees, ParallelConfig
 from llmfoundry.recipe.values.checks import divides
 
 
@@ -17,12 +18,25 @@ def limits(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> It
         parallel: the section.
         degrees: its degrees as written, or of all processes.
     """
+    if isinstance(model, HFModelConfig):
+        yield from _transformers(degrees)
+        return
     if degrees.expert > 1:
         yield from _expert(model, degrees)
     if degrees.context > 1:
         yield from _context(model, parallel, degrees)
     if degrees.tensor > 1:
         yield from _tensor(model, degrees)
+
+
+def _transformers(degrees: Degrees) -> Iterator[str]:
+    for key in (*AXES[2:], EXPERT):
+        degree = getattr(degrees, key.removesuffix("_parallel_degree"))
+        if degree > 1:
+            yield (
+                f"parallel.{key}: {degree}, but the model is of a class of transformers' own, which"
+                " FSDP alone cuts; write 1, and data_parallel_shard_degree: -1"
+            )
 
 
 def _expert(model: ModelConfig, degrees: Degrees) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from llmfoundry.recipe.architecture.adapter import AdapterConfig
+from llmfoundry.recipe.architecture.adapter import VIRTUAL, AdapterConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import find_recipe
@@ -62,8 +62,22 @@ class FinetuneRecipe(TrainRecipe):
             )
         if self.adapter.name != "none" and self.freeze:
             yield "freeze: has no effect with an adapter, which freezes all else; remove it"
+        yield from self._check_context()
         if self.load_path is not None:
             yield "load_path: has no effect here; write the checkpoint as model.pretrained"
+
+    def _check_context(self) -> Iterator[str]:
+        """What needs whole rows in each process."""
+        degree, whole = self.parallel.context_parallel_degree, ""
+        if self.preference.name != "none":
+            whole = f"preference.name: {self.preference.name} compares answers of whole rows"
+        elif self.adapter.name in VIRTUAL:
+            whole = f"adapter.name: {self.adapter.name} puts its tokens in front of whole documents"
+        if degree != 1 and whole:
+            yield (
+                f"parallel.context_parallel_degree: {degree}, but {whole}; write 1, and"
+                " data_parallel_shard_degree: -1"
+            )
 
     def _check_model_across(self) -> Iterator[str]:
         """What the model's own files decide is checked once they are read."""

@@ -151,7 +151,6 @@ class TrainRecipe:
         )
         for section in sections:
             yield from section.check()
-        yield from limits(self.model, self.parallel, self.parallel.written_degrees)
         yield from self._check_across()
 
     def _check_compile(self) -> Iterator[str]:
@@ -168,6 +167,7 @@ class TrainRecipe:
 
     def _check_model_across(self) -> Iterator[str]:
         """What the model and the rest of the recipe must agree on."""
+        yield from limits(self.model, self.parallel, self.parallel.written_degrees)
         if self.tokenizer.name == PRETRAINED:
             yield (
                 f"tokenizer.name: {PRETRAINED} is for scripts/finetune.py; write one of"
