@@ -59,9 +59,12 @@ class KVCache:
         max_len: int,
         device: torch.device,
         dtype: torch.dtype,
+        share: int = 1,
     ) -> None:
+        """An empty one; `share` is the number of processes that share the heads."""
         kv_heads, head_dim = config.attn_config.kv_n_heads, config.head_dim
         assert kv_heads is not None and head_dim is not None, "the recipe was not filled"
+        kv_heads //= share
         owners = [i for i, layer in enumerate(config.layers()) if layer.kv_from == i]
         self._slots = {layer: slot for slot, layer in enumerate(owners)}
         shape = (len(owners), batch, max_len, kv_heads, head_dim)
@@ -130,6 +133,7 @@ class Context:
             are then stored unrotated, and turned when they are read. Otherwise None.
         temperature: factors (..., T, 1, 1) on the queries; None: no factors.
         cache: earlier tokens of the rows.
+        tokens: T.
         exchange: with the processes that have the rest of each row; None: rows are whole.
     """
 
@@ -138,6 +142,7 @@ class Context:
     cached_rotary: Table | None
     temperature: Tensor | None
     cache: KVCache | None
+    tokens: int
     exchange: Exchange | None = None
 
 
@@ -152,6 +157,9 @@ class Attention(nn.Module):
         layer: what this block's attention does. With the keys and values of another block it
             projects queries alone, by Wq in the place of Wqkv.
         is_reused: later blocks take this one's keys and values.
+
+    Attributes:
+        widths: of queries, keys and values, of the heads that are here.
     """
 
     def __init__(
@@ -165,7 +173,8 @@ class Attention(nn.Module):
         self.clip, self.per_head = attn.clip_qkv, attn.qk_gn
         q_width, kv_width = config.n_heads * config.head_dim, attn.kv_n_heads * config.head_dim
         self.owns_kv = layer.kv_from == index
-        self.widths = (q_width, kv_width, kv_width) if self.owns_kv else (q_width,)
+        widths = (q_width, kv_width, kv_width) if self.owns_kv else (q_width,)
+        self.widths: tuple[int, ...] = widths
         projection = Linear(config.d_model, sum(self.widths), bias=config.attention_bias)
         if self.owns_kv:
             self.Wqkv = projection
@@ -200,6 +209,8 @@ class Attention(nn.Module):
         if self.clip is not None:
             # clamp's backward pass is four steps, hardtanh's one
             projected = F.hardtanh(projected, -self.clip, self.clip)
+        behind = projected.shape[1] - context.tokens  # `TensorRanks.filled`
+        projected = projected[:, : context.tokens] if behind else projected
         parts = projected.split(self.widths, dim=-1)
         q = self._heads(parts[0], self.q_ln)  # (B, T, H, hd)
         if kv is None:
@@ -218,7 +229,9 @@ class Attention(nn.Module):
         mixed = attend(q, *kv, context.plan, training=self.training)  # (B, T, H, hd)
         if context.exchange is not None:
             mixed = context.exchange.outward(mixed)
-        return self.out_proj(mixed.flatten(-2)), kv if self.is_reused else None
+        mixed = mixed.flatten(-2)
+        mixed = F.pad(mixed, (0, 0, 0, behind)) if behind else mixed
+        return self.out_proj(mixed), kv if self.is_reused else None
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """(B, T, heads, hd) of x (B, T, heads * hd), normalised as a whole or head by head."""

@@ -7,6 +7,7 @@ inside its forward pass, which is the one place where DDP and FSDP need to look.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, TypeVar, overload
 
 import torch
@@ -33,12 +34,13 @@ from llmfoundry.models.positions import (
     rotary_frequencies,
     rotary_table,
 )
+from llmfoundry.models.spread.tensor_ranks import TensorRanks
 from llmfoundry.models.virtual_tokens import VirtualTokens
-from llmfoundry.ops.attention.backends import plan
+from llmfoundry.ops.attention.backends import AttentionSpec, plan
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.ops.layout import Layout
 from llmfoundry.ops.log_probs import linear_log_probs
-from llmfoundry.ops.logits import cap
+from llmfoundry.ops.logits import VocabularyShard, cap
 from llmfoundry.ops.virtual import Widened, in_front
 from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.architecture.blocks import LayerConfig
@@ -112,12 +114,14 @@ class Decoder(nn.Module):
         config: filled (`ModelConfig.fill`), with vocab_size and max_seq_len.
 
     Attributes:
+        tensor_ranks: the processes that share its matrices; None: they are whole.
         virtual: what its adapter puts in front of every document; None: nothing.
         loss_chunk: tokens whose logits the loss holds at a time; None: as many as suit the device.
         exchange: with the processes that share its rows while it trains; None: rows are whole.
     """
 
     exchange: Exchange | None = None
+    tensor_ranks: TensorRanks | None = None
     virtual: VirtualTokens | None = None
     loss_chunk: int | None = None
     prompt_embeddings: nn.Parameter
@@ -154,13 +158,18 @@ class Decoder(nn.Module):
         """(V, D): the output head, or the embedding that it is tied to; without its adapter."""
         return self.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def _head_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states (..., D) and (V, D), or wider ones where the head is adapted."""
+    def _head_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+        """Hidden states (..., D) and (V, D), or wider ones where the head is adapted.
+
+        And which rows these are, where processes share the head.
+        """
+        if self.tensor_ranks is not None:
+            return hidden, *self.tensor_ranks.vocabulary(self.head_weight)
         # transformers puts a plain nn.Linear in its place where it adds rows
         lora = None if self.config.tie_word_embeddings else getattr(self.lm_head, "lora", None)
         if lora is None or not lora.on:
-            return hidden, self.head_weight
-        return head_operands(self.lm_head, hidden, lora)
+            return hidden, self.head_weight, None
+        return *head_operands(self.lm_head, hidden, lora), None
 
     @property
     def logit_scale(self) -> float:
@@ -198,10 +207,12 @@ class Decoder(nn.Module):
         contexts = self._contexts(layout, positions, past, cache, x.dtype)
         shared: dict[int, KeysValues] = {}
         routed: list[Routed] = []
-        real = None
+        real, ranks = None, self.tensor_ranks
         if layout is not None and self.config.ffn_config.ffn_type == "dmoe":
             real = layout.real_places()
-            real = None if real is None else real.to(tokens.device, non_blocking=True)
+        if ranks is not None and self.training:
+            real = ranks.own_places(len(tokens), width, real)
+        real = None if real is None else real.to(tokens.device, non_blocking=True)
         for i, (block, layer) in enumerate(zip(self.blocks, self.layers, strict=True)):
             kept = shared.get(layer.kv_from)
             x, kv, how = block(x, contexts[_kind(layer)], kept, real)
@@ -213,17 +224,22 @@ class Decoder(nn.Module):
             cache.front += width - tokens.shape[1]
             cache.length += tokens.shape[1]
         x = x if wide is None else wide.back(x)
-        return self.norm_f(x), over_layers(routed, self.config.ffn_config) if routed else None
+        x = self.norm_f(x)
+        x = x if ranks is None else ranks.gathered(x, width)
+        return x, over_layers(routed, self.config.ffn_config) if routed else None
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D), scaled and capped.
 
         In autocast's dtype where it is on, else in that of the hidden states.
         """
-        hidden, weight = self._head_operands(hidden)
+        hidden, weight, shard = self._head_operands(hidden)
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
         logits = F.linear(hidden, weight)
+        if shard is not None:
+            assert self.tensor_ranks is not None
+            logits = self.tensor_ranks.all_logits(logits, shard)
         return cap(logits, self.logit_scale, self.config.final_logit_softcapping)
 
     def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -231,7 +247,7 @@ class Decoder(nn.Module):
 
         `weights` (...) are what each label counts; None: 1.
         """
-        hidden, weight = self._head_operands(hidden)
+        hidden, weight, shard = self._head_operands(hidden)
         return linear_cross_entropy(
             hidden,
             weight,
@@ -240,6 +256,7 @@ class Decoder(nn.Module):
             softcap=self.config.final_logit_softcapping,
             weights=weights,
             chunk=self.loss_chunk,
+            shard=shard,
         )
 
     def log_probs(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -247,7 +264,7 @@ class Decoder(nn.Module):
 
         With gradients it takes a product over the head more than `loss`, and no more memory.
         """
-        hidden, weight = self._head_operands(hidden)
+        hidden, weight, shard = self._head_operands(hidden)
         return linear_log_probs(
             hidden,
             weight,
@@ -255,6 +272,7 @@ class Decoder(nn.Module):
             scale=self.logit_scale,
             softcap=self.config.final_logit_softcapping,
             chunk=self.loss_chunk,
+            shard=shard,
         )
 
     def new_cache(
@@ -262,7 +280,10 @@ class Decoder(nn.Module):
     ) -> KVCache:
         """An empty cache of keys and values, for `batch` rows of at most `max_len` tokens."""
         max_len += 0 if self.virtual is None else self.virtual.count
-        return KVCache(self.config, batch=batch, max_len=max_len, device=device, dtype=dtype)
+        ranks = 1 if self.tensor_ranks is None else self.tensor_ranks.n
+        return KVCache(
+            self.config, batch=batch, max_len=max_len, device=device, dtype=dtype, share=ranks
+        )
 
     def init_weights(self, seed: int) -> None:
         """Fill all weights; the same numbers on every layout of processes."""
@@ -275,12 +296,16 @@ class Decoder(nn.Module):
         return in_front(layout, tokens.shape, self.virtual.count, tokens.device)
 
     def _embed(self, tokens: Tensor, positions: Tensor, wide: Widened | None) -> Tensor:
-        """Embeddings (B, W, D) of tokens (B, T) at positions (B or 1, W); W is T, or wider."""
-        x = self.wte(tokens)
+        """Embeddings (B, W, D) of tokens (B, T) at positions (B or 1, W); W is T, or wider.
+
+        Where processes share matrices, of this one's tokens alone.
+        """
+        ranks = self.tensor_ranks
+        x = self.wte(tokens if ranks is None else ranks.filled(tokens))
         if wide is not None:
             x = wide.spread(self.prompt_embeddings, x)
         if self.config.learned_pos_emb:
-            x = x + self.wpe(positions)
+            x = x + self.wpe(positions if ranks is None else ranks.own(positions))
         if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):
             x = x.float()  # FSDP gathers bf16 weights; the residual stream stays fp32 all the same
         share = self.config.embedding_fraction
@@ -299,8 +324,9 @@ class Decoder(nn.Module):
         """What each kind of block gets; tables are made once, plans once for each window."""
         device, exchange = positions.device, self.exchange if self.training else None
         assert (exchange is None) == (layout is None or layout.ranges is None), "who has what"
+        width = positions.shape[1]
         rotary, cached_rotary = self._rotary(layout, positions, past, cache)
-        specs = attention_specs(self.config, self.layers, device)
+        specs = self._specs(device)
         ranges = None
         if exchange is not None:
             specs = {window: exchange.own(spec) for window, spec in specs.items()}
@@ -309,7 +335,7 @@ class Decoder(nn.Module):
             window: plan(
                 layout,
                 spec,
-                queries=positions.shape[1] if layout is None else layout.width,
+                queries=width if layout is None else layout.width,
                 past=past,
                 device=device,
                 impl=self.config.attn_config.attn_impl,
@@ -323,8 +349,21 @@ class Decoder(nn.Module):
         for kind in {_kind(layer) for layer in self.layers}:
             window, tuning = kind
             factors = None if tuning is None else query_temperature(positions, *tuning)
-            contexts[kind] = Context(plans[window], rotary, cached_rotary, factors, cache, exchange)
+            contexts[kind] = Context(
+                plans[window], rotary, cached_rotary, factors, cache, width, exchange
+            )
         return contexts
+
+    def _specs(self, device: torch.device) -> dict[int, AttentionSpec]:
+        """What attention is asked for, by window, of the heads that are here."""
+        specs, ranks = attention_specs(self.config, self.layers, device), self.tensor_ranks
+        if ranks is None or not self.config.attn_config.alibi:
+            return specs
+        own = ranks.heads(self.config.n_heads)
+        return {
+            window: replace(spec, slopes=None if spec.slopes is None else spec.slopes[own])
+            for window, spec in specs.items()
+        }
 
     def _rotary(
         self, layout: Layout | None, positions: Tensor, past: int, cache: KVCache | None

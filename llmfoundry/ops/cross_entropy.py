@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.batch import IGNORE
-from llmfoundry.ops.logits import HeadPass, cap, labelled_places, product_dtype
+from llmfoundry.ops.logits import HeadPass, VocabularyShard, cap, labelled_places, product_dtype
 
 
 def linear_cross_entropy(
@@ -26,6 +26,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     weights: Tensor | None = None,
     chunk: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Sum of -log softmax(cap(hidden @ weight.T))[label] over labelled tokens, an fp32 scalar.
 
@@ -39,6 +40,8 @@ def linear_cross_entropy(
         softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
         weights: (...), what each token's summand is multiplied by; None: 1.
         chunk: tokens whose logits are held at a time; None: as many as suit the device.
+        shard: which rows of the head `weight` is; every process has the same tokens, gets the same
+            result, and a summand of the gradient of hidden states. None: all.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     weights = None if weights is None else weights.flatten()
@@ -49,7 +52,7 @@ def linear_cross_entropy(
     dtype = product_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         return _LinearCrossEntropy.apply(
-            hidden, weight, labels, dtype, scale, softcap, weights, chunk
+            hidden, weight, labels, dtype, scale, softcap, weights, chunk, shard
         )
 
 
@@ -82,6 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         weights: Tensor | None,
         chunk: int | None,
+        shard: VocabularyShard | None,
     ) -> Tensor:
         wants = ctx.needs_input_grad[:2]
         run = HeadPass(
@@ -93,6 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             softcap=softcap,
             wants=wants,
             chunk=chunk,
+            shard=shard,
         )
         total = hidden.new_zeros((), dtype=run.wide)
         for part in run.parts():
@@ -113,4 +118,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None

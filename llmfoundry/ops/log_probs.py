@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llmfoundry.ops.batch import IGNORE
-from llmfoundry.ops.logits import HeadPass, cap, labelled_places, product_dtype
+from llmfoundry.ops.logits import HeadPass, VocabularyShard, cap, labelled_places, product_dtype
 
 
 def linear_log_probs(
@@ -26,6 +26,7 @@ def linear_log_probs(
     scale: float = 1.0,
     softcap: float | None = None,
     chunk: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """(...): log softmax(cap(hidden @ weight.T))[label] of each token, fp32, 0 without a label.
 
@@ -38,12 +39,14 @@ def linear_log_probs(
         scale: factor on the logits.
         softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
         chunk: tokens whose logits are held at a time; None: as many as suit the device.
+        shard: which rows of the head `weight` is; every process has the same tokens, gets the same
+            result, and a summand of the gradient of hidden states. None: all.
     """
     shape, dtype = labels.shape, product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     kept = labelled_places(labels)
     with torch.autocast(hidden.device.type, enabled=False):
-        how = (dtype, scale, softcap, chunk)
+        how = (dtype, scale, softcap, chunk, shard)
         if kept is None:
             return _LinearLogProbs.apply(hidden, weight, labels, *how).view(shape)
         found = _LinearLogProbs.apply(hidden[kept], weight, labels[kept], *how)
@@ -77,9 +80,11 @@ class _LinearLogProbs(torch.autograd.Function):
         scale: float,
         softcap: float | None,
         chunk: int | None,
+        shard: VocabularyShard | None,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = {"dtype": dtype, "scale": scale, "softcap": softcap, "chunk": chunk}
+        ctx.settings["shard"] = shard
         run = HeadPass(hidden, weight, labels, wants=(False, False), **ctx.settings)
         found = hidden.new_empty(len(hidden), dtype=run.wide)
         for part in run.parts():
@@ -96,4 +101,4 @@ class _LinearLogProbs(torch.autograd.Function):
             run.nats(part)
             run.add_gradients(part, factor[part])
         grad_weight = None if run.grad_weight is None else run.grad_weight.to(weight.dtype)
-        return run.grad_hidden, grad_weight, None, None, None, None, None
+        return run.grad_hidden, grad_weight, None, None, None, None, None, None

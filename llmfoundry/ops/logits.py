@@ -8,8 +8,10 @@ gives to the gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from llmfoundry.ops.batch import IGNORE
@@ -84,6 +86,34 @@ def labelled_places(labels: Tensor) -> Tensor | None:
     return kept if 0 < len(kept) < len(labels) else None
 
 
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Rows of an output head that one of several processes has; all have the same tokens.
+
+    Attributes:
+        group: the processes.
+        first: the token that this one's first row is for.
+        size: V, tokens of the whole vocabulary.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+    size: int
+
+    def meet(self, log_sum: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
+        """Both (n, 1) over the whole vocabulary, in one message of 8 bytes a token in fp32.
+
+        Args:
+            log_sum: log of the sum of exp(logits) over this process's rows.
+            at_target: the label's logit where this process has it, else 0.
+        """
+        own = torch.cat([log_sum, at_target], 1)  # (n, 2)
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(every, own, group=self.group)
+        sums, targets = torch.stack(every).unbind(-1)  # (processes, n) each
+        return sums.logsumexp(0)[:, None], targets.sum(0)[:, None]
+
+
 class HeadPass:
     """One pass over tokens: `nats` of a chunk, then, where wanted, `add_gradients` of it.
 
@@ -104,6 +134,7 @@ class HeadPass:
         softcap: float | None,
         wants: tuple[bool, bool],
         chunk: int | None = None,
+        shard: VocabularyShard | None = None,
     ) -> None:
         """Begin one.
 
@@ -116,7 +147,10 @@ class HeadPass:
             softcap: as in `cap`.
             wants: whether gradients of hidden states and of the head are wanted.
             chunk: tokens at a time; None: as `chunk_tokens` says.
+            shard: which rows of the head `weight` is, on every process another: the gradient of
+                hidden states then is a summand of theirs; None: all.
         """
+        self._shard = shard
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.grad_hidden = torch.empty_like(hidden) if wants[0] else None
         self.grad_weight = torch.zeros_like(weight, dtype=self.wide) if wants[1] else None
@@ -129,7 +163,7 @@ class HeadPass:
             else _Scratch(min(self._chunk, len(hidden)), weight, dtype, self.wide)
         )
         self._low_hidden = self._shares = self._nothing = hidden.new_empty(0)
-        self._keep = self._index = labels.new_empty(0)
+        self._keep = self._mine = self._index = labels.new_empty(0)
         self._slope: Tensor | None = None
 
     def parts(self) -> Iterator[slice]:
@@ -145,13 +179,21 @@ class HeadPass:
         logits = self._products.logits(self._low_hidden, self._weight)
         self._slope = _cap_in_place(logits, *self._cap)
         self._keep = (target != IGNORE)[:, None]
-        self._index = torch.where(self._keep, target[:, None], 0)
+        self._mine, place = self._keep, target[:, None]
+        if self._shard is not None:
+            place = place - self._shard.first
+            self._mine = self._keep & (place >= 0) & (place < len(self._weight))
+        self._index = torch.where(self._mine, place, 0)
         at_target, peak = logits.gather(1, self._index), logits.amax(-1, keepdim=True)
         # in the logits' memory; no other device promises that
         on_cpu = logits.device.type == "cpu"
         shares = self._shares = torch.softmax(logits, -1, out=logits if on_cpu else None)
         # log of the sum of exp(logits), by the largest share: that one is never zero
         log_sum = peak - shares.amax(-1, keepdim=True).log()
+        if self._shard is not None:
+            own = log_sum
+            log_sum, at_target = self._shard.meet(own, torch.where(self._mine, at_target, 0))
+            shares.mul_((own - log_sum).exp())
         return torch.where(self._keep, log_sum - at_target, 0.0)
 
     def add_gradients(self, part: slice, factor: Tensor | None) -> None:
@@ -161,7 +203,8 @@ class HeadPass:
         """
         shares, keep = self._shares, self._keep
         # softmax - 1 at the target; one place a row: deterministic
-        shares.scatter_(1, self._index, shares.gather(1, self._index) - 1)
+        one = 1 if self._shard is None else self._mine.to(shares.dtype)
+        shares.scatter_(1, self._index, shares.gather(1, self._index) - one)
         if self._slope is not None:
             shares.mul_(self._slope)
         if factor is not None:

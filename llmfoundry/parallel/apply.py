@@ -12,6 +12,7 @@ from llmfoundry.parallel.context import share_rows
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import Meshes
 from llmfoundry.parallel.sharding import materialize
+from llmfoundry.parallel.tensor import share_matrices
 from llmfoundry.recipe.parallel import ParallelConfig
 
 
@@ -36,10 +37,12 @@ def parallelize(
         precision: the recipe's.
         compile_mode: torch.compile's; None: not compiled.
     """
-    # 1. Context: attention asks the processes that share this one's rows for what it needs.
+    # 1. Tensor: matrices of the dense layers are cut, and each process has its own tokens between.
+    share_matrices(root, meshes)
+    # 2. Context: attention asks the processes that share this one's rows for what it needs.
     share_rows(root, meshes, config)
-    # 2. Activation memory, and compilation inside of it: each block's forward pass is replaced.
+    # 3. Activation memory, and compilation inside of it: each block's forward pass is replaced.
     wrap_blocks(root, checkpointing=config.activation_checkpointing, compile_mode=compile_mode)
-    # 3. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
+    # 4. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
     # computed again. Then memory for what is this process's own.
     materialize(root, world, meshes, config, precision=precision)

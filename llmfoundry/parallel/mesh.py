@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from llmfoundry.models.spread.held import TENSOR
 from llmfoundry.ops.torch_private import beside, flattened, unflattened
 from llmfoundry.parallel.launch import World, bound_waiting
 from llmfoundry.recipe.parallel import Degrees, ParallelConfig
 
 REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
-CONTEXT, TENSOR, EXPERT = "context_parallel", "tensor_parallel", "expert_parallel"
+CONTEXT, EXPERT = "context_parallel", "expert_parallel"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Meshes:
         tensor: those that share this one's matrices; None: it has them alone.
         expert: those that share this one's experts; None: it has them all.
         expert_weights: (replicate, shard): how FSDP cuts the experts of one of these; None as well.
+        mixture_weights: (replicate, shard x context x tensor): how it cuts what else is of a layer
+            with experts, where tensor ranks have other tokens; None: as other weights.
     """
 
     degrees: Degrees
@@ -47,10 +50,12 @@ class Meshes:
     tensor: DeviceMesh | None = None
     expert: DeviceMesh | None = None
     expert_weights: DeviceMesh | None = None
+    mixture_weights: DeviceMesh | None = None
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
         """Each group of processes of all views."""
-        views = (self.root, self.weights, self.data, self.tokens, self.expert, self.expert_weights)
+        views: list[DeviceMesh | None] = [self.root, self.weights, self.data, self.tokens]
+        views += [self.expert, self.expert_weights, self.mixture_weights]
         for view in views:
             if view is not None:
                 yield from view.get_all_groups()
@@ -99,8 +104,11 @@ def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
         context=root[CONTEXT] if context else None,
         tensor=root[TENSOR] if degrees.tensor > 1 else None,
     )
-    if degrees.expert > 1:
+    if degrees.tensor > 1 or degrees.expert > 1:
         lent = flattened(root, [name for name in sizes if name != REPLICATE], backend)
+    if degrees.tensor > 1:
+        meshes = replace(meshes, mixture_weights=beside(root[REPLICATE], lent))
+    if degrees.expert > 1:
         shape = {f"{EXPERT}_shard": degrees.expert_shard, EXPERT: degrees.expert}
         lent = unflattened(lent, shape, backend)
         shards = beside(root[REPLICATE], lent[f"{EXPERT}_shard"])

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.models.decoder import Root
-from llmfoundry.models.moe import ExpertWeights
+from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import REPLICATE, Meshes
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -43,9 +43,10 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
     """Each block its own unit; embeddings, final norm and head stay with the root.
 
     Experts that other processes share are a unit of their own within a block, cut over the
-    processes that hold the same ones. Frozen parameters may be of any dtype beside those that
-    train, which have one: FSDP gathers bytes of 4-bit weights as they are, and reduces gradients
-    only where there are some.
+    processes that hold the same ones. Under tensor parallelism so is a whole layer with experts:
+    its router and a shared expert meet other tokens on each process. Frozen parameters may be of
+    any dtype beside those that train, which have one: FSDP gathers bytes of 4-bit weights as they
+    are, and reduces gradients only where there are some.
     """
     policy = MixedPrecisionPolicy(
         # under bf16 the shards are bfloat16 already, and gradients come back as such
@@ -69,6 +70,10 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
             for experts in (m for m in block.modules() if isinstance(m, ExpertWeights)):
                 mesh = used(meshes.expert_weights)
                 fully_shard(experts, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        if meshes.mixture_weights is not None:
+            for layer in (m for m in block.modules() if isinstance(m, MoE)):
+                mesh = used(meshes.mixture_weights)
+                fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         mesh = used(meshes.weights)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(root, mesh=used(meshes.weights), mp_policy=policy, reshard_after_forward=False)

@@ -64,5 +64,22 @@ def context_method(model: ModelConfig, parallel: ParallelConfig, degrees: Degree
 
 
 def _tensor(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
-    key = "parallel.tensor_parallel_degree"
+    key, attn, ffn = "parallel.tensor_parallel_degree", model.attn_config, model.ffn_config
+    if isinstance(model, HFModelConfig):
+        yield (
+            f"{key}: {degrees.tensor}, but layers of a class of transformers' own are not cut;"
+            " write 1, and data_parallel_shard_degree: -1"
+        )
+        return
     yield from divides(key, degrees.tensor, "model.n_heads", model.n_heads)
+    if attn.kv_n_heads is not None:
+        name = "model.attn_config.kv_n_heads"
+        yield from divides(key, degrees.tensor, name, attn.kv_n_heads)
+    if ffn.ffn_type != "dmoe" and ffn.ffn_hidden_size is not None:
+        name = "model.ffn_config.ffn_hidden_size"
+        yield from divides(key, degrees.tensor, name, ffn.ffn_hidden_size)
+    if attn.qk_ln:
+        yield (
+            f"{key}: {degrees.tensor}, but model.attn_config.qk_ln normalises queries and keys over"
+            " all heads, which lie on several processes; write 1, or qk_gn in its place"
+        )

@@ -21,7 +21,7 @@ from llmfoundry.ops import torch_private
 from llmfoundry.ops.batch import Batch
 from llmfoundry.parallel.sharding import gradient_sync, sum_factor
 from llmfoundry.recipe.optimizer import GradientClippingConfig
-from llmfoundry.train.checkpoints.shards import l2_norms, local, total_norm
+from llmfoundry.train.checkpoints.shards import Shards, l2_norms, local, total_norm
 from llmfoundry.train.objective import CrossEntropy, Look, Objective, sum_over_processes
 
 CROSS_ENTROPY = CrossEntropy()
@@ -243,8 +243,8 @@ def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor
     for parameter in parameters:
         if parameter.ndim >= 2:
             assert parameter.grad is not None
-            grad = local(parameter.grad)
-            grad.mul_(_share(_row_norms(local(parameter.detach())), _row_norms(grad), threshold))
+            norms = [_row_norms(tensor) for tensor in (parameter.detach(), parameter.grad)]
+            local(parameter.grad).mul_(_share(*norms, threshold))
     if vectors:
         gradients = [parameter.grad for parameter in vectors if parameter.grad is not None]
         shares = _share(l2_norms([p.detach() for p in vectors]), l2_norms(gradients), threshold)
@@ -253,9 +253,11 @@ def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor
 
 
 def _row_norms(matrix: Tensor) -> Tensor:
-    """(rows, 1, …), in fp32."""
+    """(rows, 1, …), in fp32, of the rows that are here, whole also where their columns are not."""
+    own, across = local(matrix), Shards.of(matrix).across
     dims = tuple(range(1, matrix.ndim))
-    return torch.linalg.vector_norm(matrix, dim=dims, keepdim=True, dtype=torch.float32)
+    norms = torch.linalg.vector_norm(own, dim=dims, keepdim=True, dtype=torch.float32)
+    return norms if across is None else sum_over_processes(norms.square(), across).sqrt()
 
 
 def _share(weights: Tensor, gradients: Tensor, threshold: float) -> Tensor:

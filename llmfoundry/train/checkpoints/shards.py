@@ -36,6 +36,7 @@ class Shards:
         parts: how many parts there are, of equal height.
         part: the one that this process's shard is of.
         others: of each dimension that makes parts, the processes along it.
+        across: the processes that hold the same rows of other columns; None: rows are whole.
     """
 
     n: int = 1
@@ -44,26 +45,30 @@ class Shards:
     parts: int = 1
     part: int = 0
     others: tuple[dist.ProcessGroup, ...] = ()
+    across: dist.ProcessGroup | None = None
 
     @staticmethod
     def of(parameter: Tensor) -> Shards:
-        """The shards of a parameter that is whole, or cut along dimension 0."""
+        """The shards of a parameter that is whole, or cut by rows, or by columns and rows."""
         if not isinstance(parameter, DTensor):
             return Shards()
         mesh, places = parameter.device_mesh, parameter.placements
         axes = [axis for axis, place in enumerate(places) if not place.is_replicate()]
         if not axes:
             return Shards()
-        # also of FSDP's own _StridedShard, which may be no Shard
-        assert all(getattr(places[axis], "dim", None) == 0 for axis in axes), "only rows are cut"
-        axis, *inner = axes  # FSDP's dimensions are the outermost
+        dims = {axis: getattr(places[axis], "dim", None) for axis in axes}  # also of _StridedShard
+        assert all(dim in (0, 1) for dim in dims.values()), "only rows and columns are cut"
+        columns = [axis for axis in axes if dims[axis] == 1]
+        assert len(columns) < 2 and columns != axes, "FSDP cuts rows, others columns once"
+        axis, *inner = [axis for axis in axes if dims[axis] == 0]  # FSDP's are the outermost
         parts, part = 1, 0
         for other in inner:
             parts, part = parts * mesh.size(other), part * mesh.size(other)
             part += mesh.get_local_rank(other)
         groups = tuple(mesh.get_group(other) for other in inner)
         shards = (mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis))
-        return Shards(*shards, parts, part, groups)
+        across = mesh.get_group(columns[0]) if columns else None
+        return Shards(*shards, parts, part, groups, across)
 
     def bounds(self, height: int, rank: int) -> tuple[int, int]:
         """First row of a shard and the row after its last, of a part of so many rows."""
@@ -71,8 +76,8 @@ class Shards:
         return min(rank * step, height), min((rank + 1) * step, height)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all shards of all parts, in place."""
-        for group in (self.group, *self.others):
+        """The sum over all shards of all parts and columns, in place."""
+        for group in (self.group, *self.others, self.across):
             if group is not None:
                 dist.all_reduce(value, group=group)
         return value
