@@ -39,12 +39,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from llmfoundry.errors import UserError
+from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.attention import Attention
 from llmfoundry.models.decoder import Block, Decoder, Root
 from llmfoundry.models.ffn import FFN
 from llmfoundry.models.moe import MoE
+from llmfoundry.models.quantized import quantization
 from llmfoundry.models.spread.tensor_ranks import TensorRanks
 from llmfoundry.parallel.mesh import Meshes
+from llmfoundry.recipe.parallel import Degrees
+from llmfoundry.recipe.parallel_limits import tensor_adapters
 
 KEY = "parallel.tensor_parallel_degree"
 
@@ -85,6 +89,11 @@ def share_matrices(root: Root, meshes: Meshes | None) -> None:
 def _check(model: Decoder, mesh: DeviceMesh) -> None:
     vocabulary, n = model.config.vocab_size, mesh.size()
     assert vocabulary is not None, "the recipe was not filled"
+    quantize = str(quantization(model)["model.quantize"])
+    adapter = "some" if model.virtual or any(map(is_added, model.state_dict())) else "none"
+    problems = list(tensor_adapters(adapter, quantize, Degrees(tensor=n)))
+    if problems:  # of a degree that was written as -1
+        raise UserError(*problems)
     if -(-vocabulary // n) * (n - 1) >= vocabulary:
         raise UserError(
             f"{KEY}: {n} leaves a process no row of the {vocabulary} of model.vocab_size"
@@ -100,7 +109,7 @@ def _share_block(block: Block, mesh: DeviceMesh) -> None:
     plan: dict[str, ParallelStyle] = {"norm_1": _norm(), "norm_2": _norm()}
     plan |= {f"attn.{name}": style for name, style in _attention_plan(block.attn).items()}
     if isinstance(block.ffn, MoE):
-        block.ffn.sharing = block.ffn.sharing._replace(tensor=mesh.get_group())
+        raise UserError(f"{KEY}: {mesh.size()}, but the model has experts; write 1")
     else:
         assert isinstance(block.ffn, FFN)
         plan |= _ffn_plan(block.ffn)

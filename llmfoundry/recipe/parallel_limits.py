@@ -83,3 +83,12 @@ def _tensor(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
             f"{key}: {degrees.tensor}, but model.attn_config.qk_ln normalises queries and keys over"
             " all heads, which lie on several processes; write 1, or qk_gn in its place"
         )
+
+
+def tensor_adapters(adapter: str, quantize: str, degrees: Degrees) -> Iterator[str]:
+    """Lines for what fine-tuning adds to a model whose matrices processes would share."""
+    key, instead = "parallel.tensor_parallel_degree", "write 1, and data_parallel_shard_degree: -1"
+    if degrees.tensor > 1 and adapter != "none":
+        yield f"{key}: {degrees.tensor}, but an adapter's layers are not cut; {instead}"
+    if degrees.tensor > 1 and quantize != "none":
+        yield f"{key}: {degrees.tensor}, but matrices in 4 bits are not cut; {instead}"

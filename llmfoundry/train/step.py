@@ -243,8 +243,8 @@ def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor
     for parameter in parameters:
         if parameter.ndim >= 2:
             assert parameter.grad is not None
-            norms = [_row_norms(tensor) for tensor in (parameter.detach(), parameter.grad)]
-            local(parameter.grad).mul_(_share(*norms, threshold))
+            share = _share(_row_norms(parameter.detach()), _row_norms(parameter.grad), threshold)
+            local(parameter.grad).mul_(share)
     if vectors:
         gradients = [parameter.grad for parameter in vectors if parameter.grad is not None]
         shares = _share(l2_norms([p.detach() for p in vectors]), l2_norms(gradients), threshold)

@@ -12,6 +12,7 @@ from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import find_recipe
 from llmfoundry.recipe.front.yamlfile import read
+from llmfoundry.recipe.parallel_limits import tensor_adapters
 from llmfoundry.recipe.preference import PreferenceConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import PRETRAINED, TokenizerConfig
@@ -45,6 +46,8 @@ class FinetuneRecipe(TrainRecipe):
         yield from self.adapter.check()
         yield from self.preference.check()
         yield from self.preference.check_data(self.data)
+        degrees = self.parallel.written_degrees
+        yield from tensor_adapters(self.adapter.name, self.model.quantize, degrees)
         if self.model.quantize != "none" and self.adapter.name == "none":
             yield (
                 f"model.quantize: {self.model.quantize} keeps matrices that cannot train; write"
