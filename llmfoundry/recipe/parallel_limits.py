@@ -65,12 +65,6 @@ def context_method(model: ModelConfig, parallel: ParallelConfig, degrees: Degree
 
 def _tensor(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
     key, attn, ffn = "parallel.tensor_parallel_degree", model.attn_config, model.ffn_config
-    if isinstance(model, HFModelConfig):
-        yield (
-            f"{key}: {degrees.tensor}, but layers of a class of transformers' own are not cut;"
-            " write 1, and data_parallel_shard_degree: -1"
-        )
-        return
     yield from divides(key, degrees.tensor, "model.n_heads", model.n_heads)
     if attn.kv_n_heads is not None:
         name = "model.attn_config.kv_n_heads"
