@@ -388,6 +388,7 @@ def build_checkpointer(
         keep=job.recipe.save_num_checkpoints_to_keep,
         background=job.recipe.save_async,
         max_failures=job.recipe.save_max_failures,
+        max_wait=job.recipe.save_max_wait,
         warn=tracker.console.warn,
         note=tracker.note,
         saved=batch_of(found) if found is not None and own else None,

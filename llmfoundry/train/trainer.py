@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -238,7 +239,7 @@ class Trainer:
                 reduce_scatter_each=reduce_scatter_each,
                 objective=self.objective,
                 on_gradients=self._on_gradients if logs else None,
-                before_update=stop.check,
+                before_update=partial(self._before_update, stop),
             )
         self.batch = following
         values = [result.loss, *result.parts.values(), *result.reported.values()]
@@ -253,6 +254,10 @@ class Trainer:
             callback.on_step(self)
         if self.done or self.is_due(self.recipe.save_interval):
             self.save(last=self.done)
+
+    def _before_update(self, stop: StopSignal) -> None:
+        stop.check()
+        self.checkpointer.before_update()
 
     def _smaller(self) -> str:
         """What to write where a step does not fit into the memory."""
@@ -372,6 +377,12 @@ class Trainer:
         }
         with self.training_paused():
             self.checkpointer.save(self.batch, self.root.model, self.optimizer, state, last=last)
+        waits = self.checkpointer.waits
+        waited = {
+            "time/checkpoint_blocking": waits.whole,
+            "time/checkpoint_wait": waits.before,
+        }
+        self.tracker.log(self.batch, self.batch * self.clock.tokens_per_batch, waited)
 
     @contextmanager
     def training_paused(self) -> Iterator[None]:

@@ -13,32 +13,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.checkpoints.tensor_files import TensorFiles
 from tests.warm_scripts import on_ranks
 
 RANKS = 2
-PLANS = ("create_local_plan", "create_global_plan")
+PLANS = {"_list": TensorFiles, "create_global_plan": DefaultSavePlanner}
+"""Of a process's part, and of all: what makes them."""
 
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """The plans that PyTorch makes on this process meanwhile, by the names of its methods."""
+    """The plans that are made on this process meanwhile, by the names of their methods."""
     made: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in PLANS:
-            real = getattr(DefaultSavePlanner, name)
+        for name, maker in PLANS.items():
+            real = getattr(maker, name)
 
             def count(self: Any, *args: Any, name: str = name, real: Any = real) -> Any:
                 made.append(name)
                 return real(self, *args)
 
-            patch.setattr(DefaultSavePlanner, name, count)
+            patch.setattr(maker, name, count)
         yield made
 
 
@@ -139,18 +141,18 @@ def work(rank: int, folder: Path) -> None:
     world = World(rank, RANKS, rank, torch.device("cpu"), timedelta(seconds=60))
     told: dict[str, Any] = {"made": saves(folder / "forms", world)}
     run = Run(folder / "failing", world)
-    real = FileSystemWriter.prepare_local_plan
+    real = TensorFiles._list
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
 
-            def full(self: Any, plan: Any) -> Any:
-                raise OSError(28, "No space left on device")
+            def full(self: Any, planner: Any) -> Any:
+                raise MemoryError("no room for the copies")
 
-            patch.setattr(FileSystemWriter, "prepare_local_plan", full)
+            patch.setattr(TensorFiles, "_list", full)
         run.step()
         run.saver.save(run.batch, run.model, run.optimizer, {})
         run.saver.wait()
-        patch.setattr(FileSystemWriter, "prepare_local_plan", real)
+        patch.setattr(TensorFiles, "_list", real)
         told["after a failure"] = run.save()
     table = run.folder / f"checkpoints/ba{run.batch:07d}"
     told["tensors"] = len(FileSystemReader(str(table)).read_metadata().storage_data)
@@ -180,6 +182,6 @@ def test_shards_are_planned_once_and_a_plan_that_failed_is_not_kept(tmp_path: Pa
     told = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(RANKS)]
     check(told[0]["made"], list(PLANS))
     check(told[1]["made"], list(PLANS)[:1])
-    assert [one["after a failure"] for one in told] == [list(PLANS), list(PLANS)[:1]]
+    assert [one["after a failure"] for one in told] == [list(PLANS)[1:], list(PLANS)[:1]]
     moments = 3 * 4 * RANKS + 4  # three tensors each of four parameters' shards, and their steps
     assert told[0]["tensors"] == told[1]["tensors"] > moments

@@ -95,6 +95,10 @@ class TrainRecipe:
     """Start over in a folder that holds a run already, deleting its checkpoints and metrics."""
     save_async: bool = True
     """Write a checkpoint in the background while training continues."""
+    save_max_wait: Annotated[float | None, Range(0)] = None
+    """Only with save_async: seconds that training waits where the checkpoint before is still being
+    written when the next is due; then that one is left out, and it is said. Unset: 30. The end of a
+    run, and a signal, wait for as long as it takes."""
     save_max_failures: Annotated[int, Range(1)] = 3
     """Saves that may fail in a row, each told at once and tried again at the next, until the run
     ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
@@ -205,6 +209,8 @@ class TrainRecipe:
                 f"device_train_microbatch_size: {micro} rows, but a step has only"
                 f" {self.global_train_batch_size} (global_train_batch_size); write at most that"
             )
+        if self.save_max_wait is not None and not self.save_async:
+            yield "save_max_wait: has no effect with save_async=false; remove it"
         if self.save_num_checkpoints_to_keep == 0:
             yield "save_num_checkpoints_to_keep: 0; write -1 (all) or at least 1"
         if self.load_path is None and self.load_weights_only is not None:
@@ -239,6 +245,8 @@ class TrainRecipe:
         self.callbacks.fill()
         if self.compile and self.compile_mode is None:
             self.compile_mode = "default"
+        if self.save_async and self.save_max_wait is None:
+            self.save_max_wait = 30.0
         if self.load_path is not None and self.load_weights_only is None:
             self.load_weights_only = False
 

@@ -47,6 +47,8 @@ _TITLES = (
     (r"memory/alloc_retries", "allocations tried again", SPEED),
     (r"memory/(?P<name>\w+)", "memory: {name}", SPEED),
     (r"time/data_wait", "seconds of waiting for data", SPEED),
+    (r"time/checkpoint_blocking", "seconds that a checkpoint held training up", SPEED),
+    (r"time/checkpoint_wait", "seconds of waiting for the checkpoint before", SPEED),
     (r"time/train", "seconds of training", SPEED),
     (r"time/val", "seconds of evaluation", SPEED),
     (r"moe/dropped_tokens", "choices of experts that were dropped", EXPERTS),

@@ -8,25 +8,42 @@ once, and tried again when the next is due; a full disk may be emptied meanwhile
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.spread.held import Stacked, all_stacked_rows
+from llmfoundry.models.spread.held import all_stacked_rows
 from llmfoundry.ops.device_threads import device_thread
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.train.checkpoints.checkpoint import training_state
 from llmfoundry.train.checkpoints.homes import home_of
-from llmfoundry.train.checkpoints.tensor_files import TensorFiles
-from llmfoundry.train.checkpoints.together import SaveError, Together
+from llmfoundry.train.checkpoints.tensor_files import Staged, TensorFiles
+from llmfoundry.train.checkpoints.together import Together
 from llmfoundry.train.stores.stored_run import named
+
+
+@dataclass
+class Waits:
+    """Seconds that training waited for a save.
+
+    Attributes:
+        before: for the save before to be written.
+        copies: for what is written in the background to be copied, or for a GPU to begin to.
+        whole: for all of it.
+    """
+
+    before: float = 0.0
+    copies: float = 0.0
+    whole: float = 0.0
 
 
 class Checkpointer:
@@ -41,6 +58,7 @@ class Checkpointer:
         keep: int,
         background: bool,
         max_failures: int,
+        max_wait: float | None = None,
         warn: Callable[[str], None],
         note: Callable[[str], None] = lambda line: None,
         saved: int | None = None,
@@ -54,6 +72,8 @@ class Checkpointer:
             keep: how many newest checkpoints stay; -1: all.
             background: return from `save` once weights are copied, not once they are written.
             max_failures: this many failed saves in a row end the run.
+            max_wait: seconds that a save in the background waits for the one before to be written;
+                then it is left out. None: as long as it takes.
             warn: reports a save that failed, at once.
             note: reports each that is whole.
             saved: the batch whose checkpoint in this folder the run resumes from; None: none.
@@ -61,10 +81,13 @@ class Checkpointer:
         self._folder, self._world, self._extras = run_folder, world, extras
         self._keep, self._background = keep, background
         self._max_failures, self._warn, self._note = max_failures, warn, note
+        # the others hear of it by a collective, which has its own limit
+        self._max_wait = max_wait and min(max_wait, world.timeout.total_seconds() / 2)
+        self.waits = Waits()  # of the latest save
         self._together = Together(world)
         self._home = home_of(run_folder, world, self._together)
-        self._tensor_files = TensorFiles(self._together)
-        self._stacked: Stacked = {}
+        self._tensor_files = TensorFiles(world, self._together)
+        self._staged: Staged | Exception | None = None  # whose copies may be under way
         self._thread: threading.Thread | None = None
         self._saved = saved  # the newest batch that this process knows to be saved
         self._failures = 0  # in a row
@@ -79,7 +102,7 @@ class Checkpointer:
         *,
         last: bool = False,
     ) -> Path:
-        """Save after `batch` steps; waits for the save before to end.
+        """Save after `batch` steps; before the next update, `before_update` has to be called.
 
         Args:
             batch: steps done.
@@ -91,34 +114,84 @@ class Checkpointer:
         Raises:
             UserError: the last save failed, or too many in a row did; on every process.
         """
-        self.wait()
+        began = time.perf_counter()
         folder = self._folder / "checkpoints" / f"ba{batch:07d}"
+        in_time = self._wait_for_the_one_before(None if last else self._max_wait)
+        self.waits = Waits(before=time.perf_counter() - began)
         if not last:
             self.check()
-        if batch == self._saved:
-            return folder  # by its interval, and now once more by a signal or at the end
-        self._together.begin()
-        self._stacked = all_stacked_rows(model)
-        tensors = training_state(model, optimizer)
-        if last or not self._background:
-            self._write(batch, folder, tensors, state, last=last)
-            self.check()
-            return folder
-        try:
-            stager = BlockingAsyncStager(cache_staged_state_dict=False)
-            tensors = self._together.run(lambda: stager.stage(tensors))
-        except SaveError as error:
-            self._fail(batch, error, last=False)
-            self.check()
-            return folder
-        self._thread = device_thread(self._write, batch, folder, tensors, state, name="checkpoint")
-        self._thread.start()
+        if not in_time:
+            self._leave_out(batch)
+        elif batch != self._saved:  # by its interval, and now once more by a signal or at the end
+            stage = partial(self._stage, model, optimizer)
+            self._begin(batch, folder, stage, state, last=last)
+        self.waits.whole = time.perf_counter() - began
         return folder
+
+    def _begin(
+        self,
+        batch: int,
+        folder: Path,
+        stage: Callable[[bool], Staged | Exception],
+        state: dict[str, Any],
+        *,
+        last: bool,
+    ) -> None:
+        """Write in the background, where asked, or now."""
+        self._together.begin()
+        if last or not self._background:
+            self._write(batch, folder, stage(False), state, last)
+            self.check()
+            return
+        began = time.perf_counter()
+        staged = self._staged = stage(True)
+        self.waits.copies = time.perf_counter() - began
+        self._thread = device_thread(self._write, batch, folder, staged, state, name="checkpoint")
+        self._thread.start()
+
+    def _stage(self, model: Decoder, optimizer: Optimizer | None, copy: bool) -> Staged | Exception:
+        """What to write; or why there is none, which the other processes have to be told."""
+        try:
+            if optimizer is None:
+                tensors = {"model": get_model_state_dict(model)}
+            else:
+                tensors = training_state(model, optimizer)
+            return self._tensor_files.stage(tensors, all_stacked_rows(model), copy=copy)
+        except Exception as error:  # no memory
+            return error
+
+    def before_update(self) -> None:
+        """Before weights change: a GPU that still copies them finishes that first."""
+        if isinstance(self._staged, Staged):
+            self._staged.before_update()
+            self._staged = None
+
+    def _wait_for_the_one_before(self, seconds: float | None) -> bool:
+        """Whether the save under way ended in that time; the same on every process."""
+        thread = self._thread
+        if thread is not None and seconds is not None:
+
+            def ended() -> bool:
+                thread.join(seconds)
+                return not thread.is_alive()
+
+            if not on_rank0(self._world, ended):
+                return False
+        self.wait()
+        return True
+
+    def _leave_out(self, batch: int) -> None:
+        if self._world.is_main:
+            self._warn(
+                f"save_max_wait: the checkpoint of batch {batch} is left out: the one before is"
+                f" still being written after {self._max_wait:g} s more; write a longer"
+                " save_interval or save_max_wait, or a faster disk's save_folder"
+            )
 
     def save_weights(self, model: Decoder, state: dict[str, Any]) -> Path:
         """Save a model that has not been trained here, as the checkpoint of batch 0."""
         folder = self._folder / "checkpoints" / f"ba{0:07d}"
-        self._write(0, folder, {"model": get_model_state_dict(model)}, state, last=True)
+        self._write(0, folder, self._stage(model, None, False), state, True)
         return folder
 
     def tidy(self) -> None:
@@ -147,7 +220,12 @@ class Checkpointer:
             raise UserError(f"{self._problem}{many}{self._advice()}")
 
     def _write(
-        self, batch: int, folder: Path, tensors: Any, state: dict[str, Any], *, last: bool = False
+        self,
+        batch: int,
+        folder: Path,
+        staged: Staged | Exception,
+        state: dict[str, Any],
+        last: bool = False,
     ) -> None:
         """Write a checkpoint; if that fails, count it, tell it, and remove what there is of it.
 
@@ -155,7 +233,8 @@ class Checkpointer:
             UserError: it was the last.
         """
         try:
-            size = self._write_files(folder, tensors, state)
+            began = time.perf_counter()
+            size = self._write_files(folder, staged, state)
         except Exception as error:  # SaveError, or the other processes cannot be reached
             self._fail(batch, error, last=last)
             self._home.discard(folder)
@@ -164,7 +243,11 @@ class Checkpointer:
             return
         self._saved, self._failures = batch, 0
         if self._world.is_main:
-            self._note(f"saved {named(folder)} ({size / 1e6:,.1f} MB)")
+            copied = isinstance(staged, Staged) and staged.copies is not None
+            seconds = time.perf_counter() - began
+            waited = self.waits.before + (self.waits.copies if copied else seconds)
+            how = f"{size / 1e6:,.1f} MB in {seconds:.1f} s; training waited {waited:.2f} s"
+            self._note(f"saved {named(folder)} ({how})")
         self.tidy()
 
     def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
@@ -181,17 +264,24 @@ class Checkpointer:
             return "; nothing is saved; make room there, or write another save_folder"
         return f"; the newest is {newest}; make room there, and run the same command"
 
-    def _write_files(self, folder: Path, tensors: Any, state: dict[str, Any]) -> int:
+    def _write_files(self, folder: Path, staged: Staged | Exception, state: dict[str, Any]) -> int:
         """Every step on every process before the next one begins; the bytes of all files.
 
         Raises:
             SaveError: a step failed on one of them; on all.
         """
+        sound = self._together.run(lambda: _sound(staged))
         self._home.prepare(folder)
-        self._tensor_files.write(folder, tensors, self._stacked)
+        written = self._tensor_files.write(folder, sound)
         self._together.run(lambda: self._write_extras(folder, state), only_main=True)
-        return self._home.commit(folder)
+        return self._home.commit(folder, written)
 
     def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:
         write_json(folder / "state.json", state, indent=2)
         self._extras(folder)
+
+
+def _sound(staged: Staged | Exception) -> Staged:
+    if isinstance(staged, Exception):
+        raise staged
+    return staged

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llmfoundry.files import sync, sync_all, write_json
+from llmfoundry.files import sync, write_json
 from llmfoundry.train.checkpoints.crc import checksum, writer_of
 from llmfoundry.train.stores.stored_run import stored_run
 
@@ -65,17 +64,13 @@ def read_commit(folder: Path) -> dict[str, tuple[int, int]]:
     return files
 
 
-def own_files(folder: Path, rank: int) -> list[Path]:
-    """The files of a checkpoint that a process wrote; the main one wrote all but the tensors."""
+def record_of(folder: Path) -> Written:
+    """All files of a checkpoint but its tensors: the main process wrote them."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != COMMIT)
-    return [file for file in files if max(0, writer_of(file.name)) == rank]
-
-
-def sums_of(folder: Path, files: Iterable[Path]) -> Written:
-    """Bytes and checksum of each of a folder's files."""
     return {
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "crc32": checksum(file)}
         for file in files
+        if writer_of(file.name) < 0
     }
 
 
@@ -85,8 +80,12 @@ def listing(files: Written) -> dict[str, Any]:
 
 
 def write_commit(folder: Path, files: Written) -> None:
-    """Write COMMIT, last: with this name on the disk the checkpoint counts."""
-    sync_all(folder)  # what libraries wrote, too
-    for above in (folder.parent, folder.parent.parent):
-        sync(above)
+    """Write COMMIT, last: with this name on the disk the checkpoint counts.
+
+    Who wrote tensors has waited until they were on the disk.
+    """
+    record = [folder / name for name in files if writer_of(name) < 0]
+    folders = {above for file in record for above in file.parents if folder in above.parents}
+    for path in [*record, *folders, folder, folder.parent, folder.parent.parent]:
+        sync(path)  # what libraries wrote, too
     write_json(folder / COMMIT, listing(files))

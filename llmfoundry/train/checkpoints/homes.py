@@ -7,12 +7,14 @@ writes the marker once all have said that theirs are there.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
@@ -23,14 +25,14 @@ from llmfoundry.train.checkpoints.commit import (
     Written,
     has_commit,
     listing,
-    own_files,
-    sums_of,
+    record_of,
     write_commit,
 )
 from llmfoundry.train.checkpoints.together import Together
 from llmfoundry.train.checkpoints.verify import Sums, find_damage
 from llmfoundry.train.stores.stored_run import CHECKPOINTS, StoredRun, stored_run
 
+_LATE_S = 60.0  # as long as NFS may remember that a name was not there
 _FILES = 4  # of a process that are sent at a time; each in several requests
 
 
@@ -40,8 +42,11 @@ class Home(Protocol):
     def prepare(self, folder: Path) -> None:
         """Make a checkpoint's folder, empty, before anything is written into it."""
 
-    def commit(self, folder: Path) -> int:
-        """Make what was written count; its bytes, on the main process."""
+    def commit(self, folder: Path, written: Written) -> int:
+        """Make what was written count; its bytes, on the main process.
+
+        `written` are the files of tensors of this process, summed up.
+        """
 
     def discard(self, folder: Path) -> None:
         """Remove what there is of a save that failed; never raises."""
@@ -77,10 +82,16 @@ class FolderHome:
     def prepare(self, folder: Path) -> None:  # noqa: D102
         self._together.run(lambda: _make_anew(folder), only_main=True)
 
-    def commit(self, folder: Path) -> int:  # noqa: D102
-        files = _told(self._together, folder, self._world.rank)
-        self._together.run(lambda: write_commit(folder, files), only_main=True)
-        return _bytes(files)
+    def commit(self, folder: Path, written: Written) -> int:  # noqa: D102
+        told = self._together.to_main(written)
+
+        def mark() -> Written:
+            _await_files(folder, told)
+            files = _joined([*told, record_of(folder)])
+            write_commit(folder, files)
+            return files
+
+        return _bytes(self._together.run(mark, only_main=True) or {})
 
     def discard(self, folder: Path) -> None:  # noqa: D102
         if self._world.is_main:
@@ -121,9 +132,10 @@ class StoreHome:
 
         self._together.run(make)
 
-    def commit(self, folder: Path) -> int:  # noqa: D102
-        files = _told(self._together, folder, self._world.rank)
-        self._together.run_long(lambda: self._send(folder))
+    def commit(self, folder: Path, written: Written) -> int:  # noqa: D102
+        own = self._together.run(lambda: written | self._record(folder))
+        files = _joined(self._together.to_main(own))
+        self._together.run_long(lambda: self._send(folder, own))
         self._together.run(lambda: self._mark(folder, files), only_main=True)
         self._whole[folder.name] = True
         self._settle(folder)
@@ -155,11 +167,14 @@ class StoreHome:
             return max((name for name, whole in self._whole.items() if whole), default=None)
         return None if found is None else found.name
 
-    def _send(self, folder: Path) -> None:
+    def _record(self, folder: Path) -> Written:
+        return record_of(folder) if self._world.is_main else {}
+
+    def _send(self, folder: Path, own: Iterable[str]) -> None:
         """This process's own files, several at a time."""
         with ThreadPoolExecutor(_FILES, thread_name_prefix="send") as pool:
-            own = own_files(folder, self._world.rank)
-            sent = [pool.submit(self._run.store.upload, self._run.name(f), f) for f in own]
+            files = [folder / name for name in own]
+            sent = [pool.submit(self._run.store.upload, self._run.name(f), f) for f in files]
             for future in sent:
                 future.result()
 
@@ -197,12 +212,29 @@ def remove_checkpoints(run_folder: Path) -> None:
     shutil.rmtree(run_folder / CHECKPOINTS, ignore_errors=True)
 
 
-def _told(together: Together, folder: Path, rank: int) -> Written:
-    """Sizes and checksums of all files, each read by the process that wrote it; on the main one."""
-    files: dict[str, Any] = {}
-    for told in together.to_main(together.run(lambda: sums_of(folder, own_files(folder, rank)))):
-        files |= told
-    return files
+def _joined(told: Iterable[Written]) -> Written:
+    return {name: file for files in told for name, file in files.items()}
+
+
+def _await_files(folder: Path, told: Sequence[Written]) -> None:
+    """Until this machine sees the files of all processes: a shared folder's names come late.
+
+    Raises:
+        OSError: it does not; each machine writes to a disk of its own.
+    """
+    deadline = time.monotonic() + _LATE_S
+    while True:
+        here = set(os.listdir(folder))
+        lacking = [(rank, name) for rank, files in enumerate(told) for name in files.keys() - here]
+        if not lacking:
+            return
+        if time.monotonic() > deadline:
+            rank, name = min(lacking)
+            raise OSError(
+                f"{name}, which rank {rank} wrote, is not in {folder} on the machine of rank 0;"
+                " write a folder that all machines share, or an object store"
+            )
+        time.sleep(0.2)
 
 
 def _bytes(files: Written) -> int:

@@ -1,9 +1,10 @@
 """Writes a checkpoint's tensors by torch.distributed.checkpoint, which plans the first save alone.
 
-A plan says which process writes what: rank 0 makes it of all processes' lists, in Python, beside
-the training step, and sends the table of contents to all: 10 CPU-seconds for 1,300 tensors on 64
-processes. So each process keeps its part, rank 0 the table, for as long as names, shapes, dtypes
-and shards are the same on every process; else all plan anew.
+What a process writes follows from names, shapes and meshes (`replicas.py`), so it is copied and
+listed without a message. A plan of all says where: rank 0 makes it of all processes' lists, in
+Python, beside the training step, with the table of contents: 10 CPU-seconds for 1,300 tensors on 64
+processes. So each process keeps its part, rank 0 the table, for as long as names, shapes, dtypes,
+meshes, placements and translations of layout are the same on every process; else all plan anew.
 
 PyTorch's own cache (`enable_plan_caching`) will not do: all savers of a process share it, it sees
 no change of dtype, still sends the table to all, and in 2.11 keeps the plan of a save that failed:
@@ -12,16 +13,23 @@ the next one writes a table without tensors, and says nothing.
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import re
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -29,7 +37,11 @@ from torch.futures import Future
 from llmfoundry.errors import one_line
 from llmfoundry.files import write_whole
 from llmfoundry.models.spread.held import Stacked
+from llmfoundry.parallel.launch import World
+from llmfoundry.train.checkpoints.commit import Written
 from llmfoundry.train.checkpoints.cut_tensors import CutTensor, as_blocks
+from llmfoundry.train.checkpoints.replicas import own_names
+from llmfoundry.train.checkpoints.staging import Copies, Staging
 from llmfoundry.train.checkpoints.together import SaveError, Together
 
 TABLE = ".metadata"
@@ -45,6 +57,33 @@ def holds_tensors(name: str) -> bool:
 def holds_optimizer(name: str) -> bool:
     """Whether it holds nothing but what training needs; before such files all were of both."""
     return holds_tensors(name) and name.startswith(_OPTIMIZER)
+
+
+@dataclass
+class Staged:
+    """What a process is to write of a state, listed and perhaps copied.
+
+    Attributes:
+        form: of the whole state: all that a plan depends on, to be compared with another's.
+        part: what this process writes.
+        values: what a plan's items stand for: the state's own, or copies.
+        copies: None: the state's own, which must not change before it is written.
+    """
+
+    form: Any
+    part: SavePlan
+    values: SavePlanner
+    copies: Copies | None = None
+
+    def before_update(self) -> None:
+        """Let the GPU finish the copies before it changes what they are of."""
+        if self.copies is not None:
+            self.copies.before_update()
+
+    def wait(self) -> None:
+        """Until the values can be written."""
+        if self.copies is not None:
+            self.copies.wait()
 
 
 @dataclass
@@ -67,38 +106,70 @@ class _Plan:
 class TensorFiles:
     """Writes states, one after another."""
 
-    def __init__(self, together: Together) -> None:
-        self._together = together
+    def __init__(self, world: World, together: Together) -> None:
+        self._world, self._together = world, together
+        self._staging = Staging()
+        self._listed: tuple[Any, SavePlan] | None = None  # of the state before: form and part
         self._plan: _Plan | None = None
 
-    def write(self, folder: Path, state: dict[str, Any], stacked: Stacked) -> None:
-        """Write this process's part of a state; every process calls it.
+    def stage(self, state: dict[str, Any], stacked: Stacked, *, copy: bool) -> Staged:
+        """List what this process writes of a state, and begin to copy it if asked.
+
+        No message is sent and nothing written. Copies last until the next call. `stacked` is of the
+        state's parameters, as in `models.spread.held`.
+        """
+        planner = _Planner()
+        planner.set_up_planner(state, is_coordinator=self._world.is_main)
+        own = own_names(planner.state_dict, self._world)
+        planner.state_dict = as_blocks(planner.state_dict, stacked)
+        form = _form(planner)
+        if self._listed is None or self._listed[0] != form:
+            self._listed = form, self._list(planner, own)
+        part = self._listed[1]
+        if not copy:
+            return Staged(form, part, planner)
+        found = {item.index: planner.resolve_data(item) for item in part.items}
+        tensors = {index: value for index, value in found.items() if isinstance(value, Tensor)}
+        copies = self._staging.copy(list(tensors.values()))
+        found |= dict(zip(tensors, copies.tensors, strict=True))
+        return Staged(form, part, _Copied(planner, found), copies)
+
+    def _list(self, planner: DefaultSavePlanner, own: Collection[str]) -> SavePlan:
+        """What this process writes; of what others hold as well, one of them alone."""
+        held = {name: value for name, value in planner.state_dict.items() if name in own}
+        plan = create_default_local_save_plan(held, self._world.is_main)
+        # names are the same everywhere
+        return replace(plan, planner_data=planner.mappings if self._world.is_main else {})
+
+    def write(self, folder: Path, staged: Staged) -> Written:
+        """Write this process's part; every process calls it.
+
+        Returns:
+            The files of this process, with the bytes and checksum that were written.
 
         `stacked` is of its parameters, as in `models.spread.held`.
 
         Raises:
             SaveError: it failed on one of them; on all.
         """
-        planner = _Planner()
-        planner.set_up_planner(state, is_coordinator=self._together.is_main)
-        planner.state_dict = as_blocks(planner.state_dict, stacked)
-        form = _form(planner)
-        if self._together.is_everywhere(self._plan is not None and self._plan.form == form):
-            assert self._plan is not None
-            self._write_as_before(folder, planner, self._plan)
-            return
-        self._plan = None
+        self._together.run(staged.wait)
         writer = _Writer(folder)
-        self._write_anew(planner, writer)
+        kept = self._plan is not None and self._plan.form == staged.form
+        if self._together.is_everywhere(kept):
+            assert self._plan is not None
+            self._write_as_before(folder, staged, self._plan, writer)
+            return writer.files
+        self._plan = None
+        part = self._write_anew(staged, writer)
         table = self._together.run((folder / TABLE).read_bytes, only_main=True)
-        self._plan = _Plan(form, planner.plan, writer.written, table)
+        self._plan = _Plan(staged.form, part, writer.written, table)
+        return writer.files
 
-    def _write_anew(self, planner: SavePlanner, writer: _Writer) -> None:
+    def _write_anew(self, staged: Staged, writer: _Writer) -> SavePlan:
         """What `dcp.save` does, which speaks by a process group, and sends the table to all."""
-        together = self._together
+        together, planner = self._together, DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         writer.set_up_storage_writer(together.is_main)
-        own = together.run(lambda: writer.prepare_local_plan(planner.create_local_plan()))
-        plans, table = together.to_main(own), Metadata({})
+        plans, table = together.to_main(staged.part), Metadata({})
 
         def share() -> list[SavePlan]:
             nonlocal table
@@ -106,19 +177,32 @@ class TensorFiles:
             return writer.prepare_global_plan(parts)
 
         part = together.from_main(together.run(share, only_main=True))
-        together.run(lambda: writer.write_data(planner.finish_plan(part), planner))
+        together.run_long(lambda: writer.write_data(part, staged.values))
         told = together.to_main(writer.written)
         together.run(lambda: writer.finish(table, told), only_main=True)
+        return part
 
-    def _write_as_before(self, folder: Path, planner: SavePlanner, plan: _Plan) -> None:
-        writer = _Writer(folder)
-        self._together.run(lambda: writer.write_data(plan.part, planner))
+    def _write_as_before(self, folder: Path, staged: Staged, plan: _Plan, writer: _Writer) -> None:
+        self._together.run_long(lambda: writer.write_data(plan.part, staged.values))
         moved = writer.written != plan.written  # a value that is no tensor has another length
         if not self._together.is_everywhere(not moved):
             told = self._together.to_main(writer.written if moved else [])
             plan.table = self._together.run(lambda: _moved(plan.table, told), only_main=True)
             plan.written = writer.written
         self._together.run(lambda: write_whole(folder / TABLE, plan.table), only_main=True)
+
+
+class _Copied(DefaultSavePlanner):
+    """Gives copies of the values that a plan's items stand for."""
+
+    def __init__(
+        self, planner: DefaultSavePlanner, found: Mapping[MetadataIndex, Tensor | io.BytesIO]
+    ) -> None:
+        super().__init__()
+        self.mappings, self._found = planner.mappings, found
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        return self._found[write_item.index]
 
 
 def _form(planner: DefaultSavePlanner) -> Any:
@@ -131,9 +215,10 @@ def _form_of(value: Any) -> tuple[Any, ...]:
     if isinstance(value, CutTensor):
         return *_form_of(value.tensor), value.stacked
     if isinstance(value, DTensor):
-        return value.dtype, value.shape, value.requires_grad, value.device_mesh, value.placements
+        how = value.device_mesh, value.placements, type(value.to_local())
+        return value.dtype, value.shape, value.requires_grad, type(value), *how
     if isinstance(value, Tensor):
-        return value.dtype, value.shape, value.requires_grad
+        return value.dtype, value.shape, value.requires_grad, type(value)
     return ()
 
 
@@ -159,9 +244,16 @@ class _Writer(FileSystemWriter):
 
     Attributes:
         written: what this process wrote, and where.
+        files: the bytes and checksums of its files, taken on the way to the disk.
     """
 
     written: list[WriteResult]
+    files: Written
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.written, self.files = [], {}
+        self.fs = _Summing(self.files)
 
     def storage_meta(self) -> StorageMeta:
         """Nothing: PyTorch's has the folder's path, and a number that is new each time."""
@@ -171,7 +263,6 @@ class _Writer(FileSystemWriter):
         prefix = plan.storage_data.prefix
         weights = [item for item in plan.items if item.index.fqn.startswith("model.")]
         others = [item for item in plan.items if not item.index.fqn.startswith("model.")]
-        self.written = []
         try:
             for items, name in ((weights, prefix), (others, _OPTIMIZER + prefix)):
                 if items:
@@ -183,3 +274,41 @@ class _Writer(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(self.written)
         return done
+
+
+class _Summing(FileSystem):
+    """Files as they are, summed up while they are written."""
+
+    def __init__(self, files: Written) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            summed = _Summed(stream)
+            yield summed
+        if holds_tensors(name := Path(path).name):
+            self._files[name] = {"bytes": summed.bytes, "crc32": summed.crc}
+
+
+class _Summed:
+    """A stream that is written from its beginning to its end, with its length and CRC-32."""
+
+    def __init__(self, stream: io.IOBase) -> None:
+        self._stream, self.bytes, self.crc = stream, 0, 0
+        self.fileno, self.flush, self.close = stream.fileno, stream.flush, stream.close
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        left = view
+        while left:  # a raw stream may take a part
+            left = left[self._stream.write(left) :]
+        self.crc = zlib.crc32(view, self.crc)
+        self.bytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.bytes

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmfoundry.models.spread.held import TENSOR, assign, at, held_blocks, runs
-from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.launch import ALONE
 from llmfoundry.train.checkpoints.safe_load import load_tensors
 from llmfoundry.train.checkpoints.tensor_files import TensorFiles
 from llmfoundry.train.checkpoints.together import Together
@@ -107,6 +107,6 @@ def test_a_checkpoint_of_blocks_loads_into_a_plain_tensor_and_back(
 
 
 def save(state: dict[str, Any], folder: Path) -> None:
-    files = TensorFiles(Together(World(0, 1, 0, torch.device("cpu"))))
+    files = TensorFiles(ALONE, Together(ALONE))
     folder.mkdir()
-    files.write(folder, state, {"w": HEIGHTS})
+    files.write(folder, files.stage(state, {"w": HEIGHTS}, copy=False))

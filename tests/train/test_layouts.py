@@ -1,0 +1,336 @@
+"""A checkpoint of any layout of processes goes on on any other, with the losses of one process.
+
+Each number of processes is started once and runs its layouts in turn: first all save after two
+steps, then each loads what all the others saved and takes a third. What they are compared with is a
+plain loop that never stops. Bytes that leave the disk, opened files and written files are counted:
+of replicas the first alone writes and reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from llmfoundry.files import write_whole
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.ops.batch import IGNORE, Batch
+from llmfoundry.ops.layout import Layout as Rows
+from llmfoundry.parallel.apply import parallelize
+from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.mesh import build_mesh, on_mesh
+from llmfoundry.parallel.sharding import replicate
+from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.train.checkpoints.checkpoint import load_training_state, load_weights
+from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.optimizers.optim import build_optimizer
+from llmfoundry.train.step import Guard, train_step
+from tests.models.test_decoder import make_config
+from tests.warm_scripts import on_ranks
+
+CPU = torch.device("cpu")
+ROWS, LENGTH, CLIP, SAVED = 24, 16, 0.5, 2
+"""Rows of a batch, which 8 and 3 processes share; steps before a save."""
+DENSE: dict[str, Any] = {"vocab_size": 61, "d_model": 32}
+EXPERTS: dict[str, Any] = {  # as DBRX has them
+    "no_bias": True,
+    "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
+    "ffn_config": {
+        "ffn_type": "dmoe",
+        "mlp_type": "glu",
+        "ffn_act_fn": "silu",
+        "ffn_hidden_size": 16,
+        "moe_num_experts": 8,
+        "moe_top_k": 2,
+        "moe_loss_weight": 0.05,
+    },
+}
+MODELS = {"dense": DENSE, "experts": DENSE | EXPERTS}
+"""61 rows for tokens are cut unevenly by every layout, 8 experts by 3 processes."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees by the middle of their keys; a layout of experts alone has `only`."""
+
+    processes: int
+    degrees: dict[str, int] = field(default_factory=dict)
+    only: str = ""
+    routine: bool = True
+    """Runs by default; else behind `slow`."""
+
+    def models(self) -> list[str]:
+        return [self.only] if self.only else [*MODELS]
+
+
+REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
+LAYOUTS = {
+    "one": Layout(1),
+    "ddp-2": Layout(2, {REPLICATE: 2}),
+    "fsdp-3": Layout(3, {SHARD: 3}),
+    "hsdp-2x2": Layout(4, {REPLICATE: 2, SHARD: 2}),
+    "fsdp-4": Layout(4, {SHARD: 4}, routine=False),
+    "fsdp-8": Layout(8, {SHARD: 8}, routine=False),
+    "hsdp-2x4": Layout(8, {REPLICATE: 2, SHARD: 4}, routine=False),
+}
+
+
+def global_batch(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 61, (ROWS, LENGTH), generator=generator)
+    labels = tokens.roll(-1, 1)
+    for row in range(ROWS):
+        labels[row, 1 + (7 * row) % LENGTH :] = IGNORE
+    cuts = [1 + row % (LENGTH - 2) for row in range(ROWS)]
+    return Batch(tokens, labels, Rows.from_lengths([[cut, LENGTH - cut] for cut in cuts]))
+
+
+class Job:
+    """A model on a layout, its optimizer, and how it steps, saves and loads."""
+
+    def __init__(self, layout: Layout, model: str, rank: int) -> None:
+        degrees = {f"{name}_degree": size for name, size in layout.degrees.items()}
+        config = ParallelConfig(**{"data_parallel_replicate_degree": 1} | degrees)
+        config.fill()
+        world = World(rank, layout.processes, rank, CPU)
+        meshes = build_mesh(config, world)
+        self.world = on_mesh(world, meshes)
+        with torch.device("meta"):
+            self.root = Root(Decoder(make_config(n_layers=2, **MODELS[model])))
+        parallelize(self.root, self.world, meshes, config, precision="fp32")
+        self.root.model.init_weights(5)
+        self.module = replicate(self.root, meshes)
+        self.optimizer = build_optimizer(self.root.model, optimizer_config())
+
+    def step(self, number: int) -> float:
+        batch, world = global_batch(number), self.world
+        result = train_step(
+            self.module,
+            self.optimizer,
+            list(batch.split(ROWS // world.data_size))[world.data_rank],
+            number=number,
+            microbatch=4,
+            autocast=nullcontext,
+            clipping=GradientClippingConfig("norm", CLIP),
+            guard=Guard(CPU),
+            data_group=world.data_group,
+        )
+        return result.loss.item()
+
+    def save(self, folder: Path, batch: int) -> Path:
+        """In the background, with the weights changed as soon as that may be."""
+
+        def extras(place: Path) -> None:
+            write_whole(place / "recipe.yaml", "")
+
+        saver = Checkpointer(
+            folder,
+            self.world,
+            extras=extras,
+            keep=-1,
+            background=True,
+            max_failures=1,
+            warn=print,
+        )
+        place = saver.save(batch, self.root.model, self.optimizer, {"batch": batch})
+        saver.before_update()
+        with torch.no_grad():
+            for parameter in self.root.parameters():
+                parameter.zero_()
+        saver.wait()
+        saver.check()
+        return place
+
+    def load(self, folder: Path) -> None:
+        load_training_state(folder, self.root.model, self.optimizer, world=self.world)
+
+
+def optimizer_config() -> OptimizerConfig:
+    config = OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.1)
+    config.fill()
+    return config
+
+
+@contextmanager
+def disk() -> Iterator[Counter[str]]:
+    """Files that this process reads and writes meanwhile: opened, and the bytes of tensors read."""
+    seen: Counter[str] = Counter()
+    opened, created, read = Path.open, FileSystem.create_stream, torch.load
+
+    def open_(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        kind = "written" if set(mode) & set("wa") else "read"
+        seen[f"{kind} {self.name}"] += 1
+        return opened(self, mode, *args, **kwargs)
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        tensor = read(*args, **kwargs)
+        seen["bytes"] += tensor.nbytes
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        patch.setattr(torch, "load", load)
+        yield seen
+    assert created is FileSystem.create_stream
+
+
+def here(names: list[str], processes: int) -> list[str]:
+    return [name for name in names if LAYOUTS[name].processes == processes]
+
+
+def save_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
+    """Two steps on each of these layouts, and a checkpoint."""
+    join(rank, processes, folder / f"save{processes}")
+    for name in here(names, processes):
+        for model in LAYOUTS[name].models():
+            job = Job(LAYOUTS[name], model, rank)
+            for number in range(SAVED):
+                job.step(number)
+            with disk() as seen:
+                job.save(folder / model / name, SAVED)
+            (folder / f"saved-{model}-{name}-{rank}.json").write_text(json.dumps(seen))
+    leave(processes)
+
+
+def load_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
+    """On each layout of so many processes: the next loss after each checkpoint."""
+    join(rank, processes, folder / f"load{processes}")
+    found: dict[str, dict[str, float]] = {}
+    for name in here(names, processes):
+        for model in LAYOUTS[name].models():
+            job = Job(LAYOUTS[name], model, rank)
+            for other in names:
+                if model not in LAYOUTS[other].models():
+                    continue
+                place = folder / model / other / f"checkpoints/ba{SAVED:07d}"
+                with disk() as seen:
+                    job.load(place)
+                key = f"{model}-{other}-{name}"
+                found[key] = {"loss": job.step(SAVED)}
+                (folder / f"loaded-{key}-{rank}.json").write_text(json.dumps(seen))
+                spoil(job.root)
+                load_weights(place, job.root.model, world=job.world)
+                found[key]["weights"] = evaluated(job)
+    if rank == 0:
+        (folder / f"{processes}.json").write_text(json.dumps(found))
+    leave(processes)
+
+
+@torch.no_grad()
+def spoil(root: Root) -> None:
+    for parameter in root.parameters():
+        parameter.fill_(0.1)
+
+
+@torch.no_grad()
+def evaluated(job: Job) -> float:
+    """The sum of all logits, of rows that are whole on every process."""
+    job.root.eval()
+    batch = global_batch(7)
+    found = job.root(batch.tokens, batch.layout, lambda model, hidden: model.head(hidden))
+    job.root.train()
+    return float(found.double().square().sum())
+
+
+def join(rank: int, processes: int, meeting: Path) -> None:
+    torch.set_num_threads(1)
+    if processes > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=processes
+        )
+
+
+def leave(processes: int) -> None:
+    if processes > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def start(work: Any, processes: int, *arguments: Any) -> None:
+    if processes == 1:
+        work(0, 1, *arguments)
+    else:
+        on_ranks(work, (processes, *arguments), processes)
+
+
+def matrix(folder: Path, names: list[str]) -> dict[str, dict[str, float]]:
+    """What each layout finds after each checkpoint."""
+    sizes = sorted({LAYOUTS[name].processes for name in names})
+    found: dict[str, dict[str, float]] = {}
+    for work in (save_all, load_all):
+        for processes in sizes:
+            start(work, processes, names, folder)
+    for processes in sizes:
+        found |= json.loads((folder / f"{processes}.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def routine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("layouts")
+    return folder, matrix(folder, [name for name, layout in LAYOUTS.items() if layout.routine])
+
+
+@cache
+def plain(model: str) -> tuple[list[float], float]:
+    """Losses of a loop as one would write it; and what `evaluated` gives after the save."""
+    decoder = Decoder(make_config(n_layers=2, **MODELS[model]))
+    decoder.init_weights(5)
+    optimizer = torch.optim.AdamW(
+        decoder.parameters(), lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), foreach=False
+    )
+    losses, logits = [], 0.0
+    for step in range(SAVED + 3):
+        if step == SAVED:
+            batch = global_batch(7)
+            with torch.no_grad():
+                found = decoder.head(decoder(batch.tokens, batch.layout))
+            logits = float(found.double().square().sum())
+        batch = global_batch(step)
+        hidden, routing = decoder.run(batch.tokens, batch.layout)
+        scores = decoder.head(hidden)
+        loss = F.cross_entropy(scores.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE)
+        if routing is not None:
+            loss = loss + sum(routing.losses.values()) / ROWS
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, logits
+
+
+def check(found: dict[str, dict[str, float]], names: list[str]) -> None:
+    wanted = {
+        f"{model}-{a}-{b}"
+        for a in names
+        for b in names
+        for model in MODELS
+        if model in LAYOUTS[a].models() and model in LAYOUTS[b].models()
+    }
+    assert found.keys() == wanted
+    for key, values in found.items():
+        losses, logits = plain(key.split("-")[0])
+        assert values["loss"] == pytest.approx(losses[SAVED], rel=1e-6), key
+        assert values["weights"] == pytest.approx(logits, rel=1e-5), key
+
+
+def test_any_layout_goes_on_from_any_other(routine: Any) -> None:
+    check(routine[1], [name for name, layout in LAYOUTS.items() if layout.routine])
+
+
+@pytest.mark.slow
+def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
+    check(matrix(tmp_path, [*LAYOUTS]), [*LAYOUTS])
