@@ -12,6 +12,7 @@ import torch
 from llmfoundry.assemble.eval_budget import EvalBudget
 from llmfoundry.assemble.job import Job
 from llmfoundry.assemble.objective import build_objective
+from llmfoundry.assemble.run_place import run_folder
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
@@ -65,7 +66,7 @@ def build_evaluate(
     gauntlet = build_gauntlet(job, config, generate=generate, is_trained=is_trained)
     evaluated, budget = build_evaluated(job, config, rows), None
     if gauntlet is not None and config.icl_max_fraction is not None:
-        folder = Path(job.recipe.save_folder or ".")
+        folder = run_folder(job.recipe)
         budget = EvalBudget(config.icl_max_fraction, folder, job.world, job.note, resumed=resumed)
     measure_text = build_validation(job, config, rows) if config.validation else dict
 

@@ -33,7 +33,9 @@ from llmfoundry.assemble.job import (
     served_precision,
     with_defaults,
 )
+from llmfoundry.assemble.run_place import find_place, run_folder
 from llmfoundry.assemble.weights.pretrained import open_pretrained, read_model
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -43,7 +45,6 @@ from llmfoundry.models.quantized import quantization
 from llmfoundry.parallel.agree import check_alike
 from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.front.typed import flat, require
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -56,6 +57,7 @@ from llmfoundry.train.checkpoints.checkpoint import (
 )
 from llmfoundry.train.checkpoints.commit import has_commit
 from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
+from llmfoundry.train.stores.stored_run import named
 
 OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
     r"(logger|plugins|parallel\.nproc_per_node|data\.(.*\.)?(paths|remote|local|storage_options"
@@ -78,12 +80,12 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
     Raises:
         UserError: the folder holds a run that the recipe does not allow to resume.
     """
-    folder = Path(recipe.save_folder)
+    folder = run_folder(recipe)
     existing = on_rank0(world, lambda: list_checkpoints(folder))
     if existing and not (recipe.autoresume or recipe.save_overwrite):
         raise UserError(
-            f"save_folder: {folder} holds checkpoints of an earlier run; write autoresume=true to"
-            " resume it, save_overwrite=true to delete it, or another run_name"
+            f"save_folder: {named(folder)} holds checkpoints of an earlier run; write"
+            " autoresume=true to resume it, save_overwrite=true to delete it, or another run_name"
         )
     if existing and not recipe.save_overwrite:
         refused: list[str] = []
@@ -98,11 +100,12 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
     if recipe.load_path is None:
         return Start()
     weights_only, written = bool(recipe.load_weights_only), recipe.load_path
-    path = on_rank0(world, lambda: find_file(written, "load_path"))
+    options = FetchOptions.from_config(recipe.data)
+    path = find_place(written, "load_path", world, options=options)
     sums = Sums.WEIGHTS if weights_only else Sums.ALL
     found = find_checkpoint(path, note=note, sums=sums, world=world)
     if found is None:
-        raise UserError(f"load_path: {path} holds no whole checkpoint; write one that does")
+        raise UserError(f"load_path: {named(path)} holds no whole checkpoint; write one that does")
     return Start(found, weights_only=weights_only)
 
 
@@ -110,7 +113,7 @@ def _refuse_to_begin(folder: Path, existing: list[Path], refused: list[str]) -> 
     """Raise where there once was a checkpoint in a run's folder, though none can be used now."""
     if len(existing) > 1 or has_commit(existing[0]):
         raise UserError(
-            f"save_folder: no checkpoint in {folder} can be used ({refused[0]}); write"
+            f"save_folder: no checkpoint in {named(folder)} can be used ({refused[0]}); write"
             " save_overwrite=true to delete them and begin anew, or another run_name"
         )
 
@@ -147,7 +150,7 @@ def fill_weights(
     state = on_rank0(world, lambda: read_state(folder))
     if "order" not in state and not start.weights_only:
         raise UserError(
-            f"load_weights_only: {folder} holds weights alone; write load_weights_only=true"
+            f"load_weights_only: {named(folder)} holds weights alone; write load_weights_only=true"
         )
     then = state["identity"]
     kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
@@ -157,19 +160,19 @@ def fill_weights(
     if changed:
         raise UserError(
             *(
-                f"{key}: {identity[key]}, but checkpoint {folder} was trained with {then.get(key)};"
-                " write that, or another run_name"
+                f"{key}: {identity[key]}, but checkpoint {named(folder)} was trained with"
+                f" {then.get(key)}; write that, or another run_name"
                 for key in changed
             )
         )
     if start.weights_only:
         load_weights(folder, model, world=world)
-        job.note(f"weights of {folder} (batch {state['batch']})")
+        job.note(f"weights of {named(folder)} (batch {state['batch']})")
         return dict(ANEW)
     if state["batch"] > total:
         raise UserError(
-            f"max_duration: {job.recipe.max_duration} is {total} batches, but {folder} has done"
-            f" {state['batch']} already; write a longer one, or another run_name"
+            f"max_duration: {job.recipe.max_duration} is {total} batches, but {named(folder)} has"
+            f" done {state['batch']} already; write a longer one, or another run_name"
         )
     if has_adapter(job.recipe):  # whose checkpoints do not hold the base
         assert fill is not None
@@ -179,7 +182,7 @@ def fill_weights(
     load_training_state(folder, model, optimizer, world=world)
     for line in _changes(job.recipe, folder, state):
         job.note(line)
-    job.note(f"resuming from {folder}")
+    job.note(f"resuming from {named(folder)}")
     return state
 
 
@@ -314,10 +317,10 @@ def open_checkpoint(
         UserError: there is no whole checkpoint at `path`, or its recipe takes a setting of the
             model from a variable that is not set here.
     """
-    at = on_rank0(world, lambda: find_file(path, "checkpoint"))
+    at = find_place(path, "checkpoint", world)
     folder = find_checkpoint(at, note=note, sums=Sums.WEIGHTS, world=world)
     if folder is None:
-        raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
+        raise UserError(f"checkpoint: {named(at)} holds no whole checkpoint; write a run's folder")
     written = load_run(folder / "recipe.yaml")
     require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
     recipe = with_defaults(written)
@@ -336,8 +339,8 @@ def open_checkpoint(
         then = state["identity"].get(key, value)
         if value != then:
             raise UserError(
-                f"{key}: {value} by {folder}/recipe.yaml, but it was trained with {then}; set the"
-                " variable that the recipe names to that"
+                f"{key}: {value} by {named(folder)}/recipe.yaml, but it was trained with {then};"
+                " set the variable that the recipe names to that"
             )
     root = build_root(recipe)
     fill = partial(_fill_loaded, root, written, recipe, folder, world, note)

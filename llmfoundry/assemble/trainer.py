@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from llmfoundry.assemble.job import (
 )
 from llmfoundry.assemble.objective import build_objective
 from llmfoundry.assemble.reference import open_reference, with_places
+from llmfoundry.assemble.run_place import run_folder
 from llmfoundry.assemble.start import (
     Start,
     check_same_recipe,
@@ -72,8 +72,10 @@ from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.track.loggers import Tracker
 from llmfoundry.train.checkpoints.checkpoint import batch_of, read_state
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.checkpoints.homes import remove_checkpoints
 from llmfoundry.train.optimizers.optim import build_optimizer, freeze
 from llmfoundry.train.step import CROSS_ENTROPY
+from llmfoundry.train.stores.stored_run import named
 from llmfoundry.train.trainer import Trainer
 
 
@@ -215,7 +217,7 @@ def _open_data(
 def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
     """Begin to record, now that nothing can be refused any more."""
     if job.recipe.save_overwrite and job.world.is_main:
-        shutil.rmtree(Path(job.recipe.save_folder) / "checkpoints", ignore_errors=True)
+        remove_checkpoints(run_folder(job.recipe))
     first, clock = trainer.first_batch, trainer.clock
     tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))
 
@@ -368,7 +370,7 @@ def build_checkpointer(
     written: TrainRecipe, job: Job, tracker: Tracker, start: Start
 ) -> Checkpointer:
     """The writer of checkpoints, each with the recipe as written and the tokenizer."""
-    folder = Path(job.recipe.save_folder)
+    folder = run_folder(job.recipe)
     found = None if job.recipe.save_overwrite else start.checkpoint
     own = found is not None and found.parent == folder / "checkpoints"
 
@@ -410,7 +412,7 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
         how += f", blocks compiled ({recipe.compile_mode}): the first step takes a minute for it"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     return [
-        ("run", str(recipe.save_folder)),
+        ("run", named(run_folder(recipe))),
         ("model", f"{recipe.model.name}, {size}"),
         ("tokenizer", tokenizer_summary(job.tokenizer, recipe.tokenizer)),
         (

@@ -9,6 +9,7 @@ import torch
 
 from llmfoundry.assemble.adapters.adapter import export_adapter
 from llmfoundry.assemble.job import build_root, with_defaults
+from llmfoundry.assemble.run_place import read_record
 from llmfoundry.assemble.start import Loaded, load_checkpoint, model_identity
 from llmfoundry.assemble.weights.fill import fill_model
 from llmfoundry.commands.card_scores import card_scores
@@ -30,6 +31,7 @@ from llmfoundry.recipe.scripts.after_training import ConvertRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.stores.stored_run import named
 
 # What tells one training from another, where the recipe has it.
 _TOLD = (
@@ -65,8 +67,8 @@ def _export(recipe: ConvertRecipe) -> None:
     output = Path(recipe.output).expanduser()
     if virtual_of(loaded.root.model) is not None:
         raise UserError(
-            f"to: {loaded.folder} has virtual tokens, which cannot be merged into weights; write"
-            " to=peft, which gives them as an adapter of the base"
+            f"to: {named(loaded.folder)} has virtual tokens, which cannot be merged into weights;"
+            " write to=peft, which gives them as an adapter of the base"
         )
     if isinstance(loaded.recipe.model, HFModelConfig):
         _export_class(loaded, output, recipe)
@@ -80,7 +82,7 @@ def _export(recipe: ConvertRecipe) -> None:
         architecture=recipe.architecture,
         start=loaded.tokenizer.document_start if loaded.is_trained else None,
     )
-    print(f"{show(loaded.folder)} is {architecture} in {show(output)}")
+    print(f"{named(loaded.folder)} is {architecture} in {show(output)}")
 
 
 def _export_adapter(recipe: ConvertRecipe) -> None:
@@ -91,7 +93,7 @@ def _export_adapter(recipe: ConvertRecipe) -> None:
         architecture = export_adapter(
             loaded, folder, architecture=recipe.architecture, experts=recipe.adapter_experts
         )
-    print(f"{show(loaded.folder)} is an adapter of {architecture} in {show(output)}")
+    print(f"{named(loaded.folder)} is an adapter of {architecture} in {show(output)}")
 
 
 def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
@@ -107,12 +109,13 @@ def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
     merge_peft(model)
     tokenizer = loaded.folder / "tokenizer"
     name = save_class(model, tokenizer, output, dtype=recipe.dtype or "fp32", card=_card(loaded))
-    print(f"{show(loaded.folder)} is {name} in {show(output)}")
+    print(f"{named(loaded.folder)} is {name} in {show(output)}")
 
 
 def _card(loaded: Loaded) -> CardInfo:
     """What the model card says of the run."""
     recipe, batch = loaded.recipe, int(loaded.state["batch"])
+    read_record(loaded.folder, ALONE, print)
     written = as_written(recipe)
     tokens = batch * recipe.global_train_batch_size * recipe.max_seq_len
     data, settings = written["data"], dict(flat(written))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from llmfoundry.assemble.job import attention_refusal, served_precision, with_defaults
+from llmfoundry.assemble.run_place import find_place
 from llmfoundry.assemble.start import find_start
 from llmfoundry.assemble.trainer import (
     check_kernels,
@@ -24,6 +25,7 @@ from llmfoundry.assemble.trainer import (
 from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.commands.evaluate import check_models
 from llmfoundry.commands.track import run_with_record
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.errors import UserError
 from llmfoundry.estimate.fit import (
@@ -51,7 +53,10 @@ from llmfoundry.recipe.source import SourceConfig
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.track.console import Console
 from llmfoundry.track.format import count, size
+from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
+from llmfoundry.train.checkpoints.commit import has_commit
 from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
+from llmfoundry.train.stores.stored_run import find_run, is_url, named
 
 Rows = Iterator[tuple[str, str]]
 CPU = torch.device("cpu")
@@ -76,7 +81,8 @@ def plan_training(written: TrainRecipe) -> Rows:
     recipe, model = with_defaults(written), None
     if isinstance(written, FinetuneRecipe):
         if _is_on_hub(written):
-            yield "model", f"{written.model.pretrained} of the hub, fetched when the run begins"
+            place = "" if is_url(str(written.model.pretrained)) else " of the hub"
+            yield "model", f"{written.model.pretrained}{place}, fetched when the run begins"
             yield from _data(recipe)
             return
         recipe, pretrained = resolve(written, _alone(), note=lambda line: None)
@@ -92,8 +98,7 @@ def plan_training(written: TrainRecipe) -> Rows:
         guessed, world_size=world.size, available=free, device=world.device, sketch=model
     )
     rows, need = fit.microbatch, fit.need
-    start = find_start(recipe, _alone(), lambda line: None).checkpoint
-    begins = "at batch 0" if start is None else f"from {show(start)}"
+    begins = _begins(recipe)
     yield "run", f"{recipe.save_folder}, begins {begins}"
     yield "model", _size(guessed, need)
     yield from _data(recipe)
@@ -105,6 +110,18 @@ def plan_training(written: TrainRecipe) -> Rows:
         yield "", checkpointing_line(guessed, fit)
     yield "checkpoints", _checkpoints(recipe, need, model)
     yield "measured", _measured(recipe)
+
+
+def _begins(recipe: TrainRecipe) -> str:
+    """Where a run would begin; of one in a store no more is read than the names."""
+    if is_url(recipe.save_folder):
+        place = find_run(
+            recipe.save_folder, "save_folder", options=FetchOptions.from_config(recipe.data)
+        )
+        start = next(filter(has_commit, list_checkpoints(place)), None)
+    else:
+        start = find_start(recipe, _alone(), lambda line: None).checkpoint
+    return "at batch 0" if start is None else f"from {named(start)}"
 
 
 def _world(recipe: TrainRecipe) -> World:
@@ -247,12 +264,13 @@ def plan_conversion(recipe: ConvertRecipe) -> Rows:
 
 def _checkpoint(path: str) -> Rows:
     """A run's newest whole checkpoint, and what it holds."""
-    at = find_file(path, "checkpoint")
-    folder = find_checkpoint(at, note=lambda line: None, sums=Sums.WEIGHTS)
+    at = find_place(path, "checkpoint", _alone())
+    sums = Sums.RECORD if is_url(path) else Sums.WEIGHTS  # the tensors would be downloaded
+    folder = find_checkpoint(at, note=lambda line: None, sums=sums)
     if folder is None:
-        raise UserError(f"checkpoint: {path} holds no whole checkpoint; write a run's folder")
+        raise UserError(f"checkpoint: {named(at)} holds no whole checkpoint; write a run's folder")
     recipe = load_run(folder / "recipe.yaml")
-    yield "checkpoint", show(folder)
+    yield "checkpoint", named(folder)
     yield "model", f"{recipe.model.name}, {recipe.precision}"
     if not isinstance(recipe, FinetuneRecipe):
         reason = attention_refusal(with_defaults(recipe), CPU)
@@ -265,7 +283,7 @@ def plan_tracking(recipe: TrackRecipe) -> Rows:
     folder = run_with_record(recipe)
     logger = recipe.logger or load_run(folder / "recipe.yaml").logger
     stores = logger.chosen()
-    yield "run", show(folder)
+    yield "run", named(folder)
     yield "to", ", ".join(stores) or "nothing"
 
 

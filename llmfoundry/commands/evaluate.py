@@ -8,6 +8,7 @@ and one page shows them all.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 import time
@@ -22,6 +23,7 @@ from llmfoundry.assemble.data import Data, no_held_out, open_held_out
 from llmfoundry.assemble.evaluate import build_evaluate, eval_rows, read_tasks
 from llmfoundry.assemble.external_models import check_outside, is_outside, open_outside
 from llmfoundry.assemble.job import Job
+from llmfoundry.assemble.run_place import find_place, read_record, send_files
 from llmfoundry.assemble.start import Loaded, open_checkpoint
 from llmfoundry.assemble.trainer import memory_of_process
 from llmfoundry.data.file_spec import FetchOptions
@@ -31,10 +33,10 @@ from llmfoundry.files import whole_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.masking import OPTIONS, public, public_texts
-from llmfoundry.parallel.launch import World, join, relaunch
+from llmfoundry.parallel.launch import ALONE, World, join, relaunch
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
-from llmfoundry.recipe.front.paths import find_file, show
+from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.typed import missing, require
 from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -45,6 +47,7 @@ from llmfoundry.track.console import Console
 from llmfoundry.track.eval_session import log_evaluation
 from llmfoundry.track.pages.eval_page import write_eval_page
 from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
+from llmfoundry.train.stores.stored_run import is_url, named
 
 PAGE, REPORT = "gauntlet.html", "report.html"
 Found = TypeVar("Found")
@@ -110,6 +113,7 @@ def evaluate(recipe: EvalRecipe) -> None:
             found = waiting.popleft()()  # and its weights are let go
             if world.is_main:
                 found.write()
+                send_files(found.folder, console.warn)
                 _tell(console, found, _logged(found, console))
             examined.append(found)
         if world.is_main and len(examined) > 1:
@@ -132,7 +136,10 @@ def check_models(recipe: EvalRecipe) -> None:
     for model in recipe.all_models():
         try:
             if not is_outside(model):
-                path = find_file(model, "models" if model in recipe.models else "checkpoint")
+                key = "models" if model in recipe.models else "checkpoint"
+                if is_url(model) and "RANK" in os.environ:
+                    continue  # looked for before this process was started, or when it is opened
+                path = find_place(model, key, ALONE)
                 if path.parent.name != "checkpoints" and not list_checkpoints(path):
                     raise UserError(
                         f"{model}: holds no checkpoint; write a run's folder, or a checkpoint's"
@@ -161,8 +168,8 @@ def _logged(found: Examined, console: Console) -> list[str]:
 def _tell(console: Console, found: Examined, places: Sequence[str]) -> None:
     metrics: Mapping[str, float] = found.results["metrics"]
     shown = [(key, f"{value:.4f}") for key, value in metrics.items() if "metrics/eval/" in key]
-    page = [("page", show(found.folder / PAGE))] * bool(found.answers)
-    results = ("results", show(found.folder / "results.json"))
+    page = [("page", named(found.folder / PAGE))] * bool(found.answers)
+    results = ("results", named(found.folder / "results.json"))
     logged = [("logged", ", ".join(places))] * bool(places)
     console.finish([*shown, ("model", found.name), results, *page, *logged])
 
@@ -293,6 +300,7 @@ def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Calla
         generate=True,
         is_trained=loaded.is_trained,
     )
+    read_record(loaded.folder, world, console.note)
     run_folder, batch = loaded.folder.parents[1], int(loaded.state["batch"])
     folder = _folder(recipe, run.name, run_folder / "eval" / loaded.folder.name)
     logger = recipe.logger or _logger(loaded, console)
@@ -300,8 +308,8 @@ def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Calla
     def ask() -> Examined:
         run.fill()
         metrics = measure(batch)
-        results = {"checkpoint": show(loaded.folder), "time/batch": batch, "metrics": metrics}
-        name, report = f"{run_folder.name} {loaded.folder.name}", run_folder / REPORT
+        results = {"checkpoint": named(loaded.folder), "time/batch": batch, "metrics": metrics}
+        name, report = f"{Path(named(run_folder)).name} {loaded.folder.name}", run_folder / REPORT
         return Examined(name, folder, {**results, **found}, answered, batch, logger, report)
 
     return ask

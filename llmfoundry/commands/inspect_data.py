@@ -23,6 +23,7 @@ from llmfoundry.assemble.data import Data, build_loader, build_phases, open_data
 from llmfoundry.assemble.job import with_defaults
 from llmfoundry.assemble.trainer import build_clock, make_tokenizer
 from llmfoundry.assemble.weights.pretrained import resolve
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.rows import Row
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ from llmfoundry.terminal import columns
 from llmfoundry.track.console import printable
 from llmfoundry.train.checkpoints.checkpoint import list_checkpoints, read_state
 from llmfoundry.train.checkpoints.verify import Sums, find_damage
+from llmfoundry.train.stores.stored_run import find_run, is_url, named
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 _SHOWN = 80  # characters of a row's text
@@ -185,11 +187,14 @@ def _go_on(recipe: InspectRecipe, loader: Loader, step: int) -> list[str]:
     """Take over what the streams had given at the run's newest checkpoint up to `step`."""
     if not recipe.autoresume or recipe.save_overwrite:
         return []
-    for folder in list_checkpoints(Path(recipe.save_folder)):
+    options = FetchOptions.from_config(recipe.data)
+    at = recipe.save_folder
+    run = find_run(at, "save_folder", options=options) if is_url(at) else Path(at)
+    for folder in list_checkpoints(run):
         damage = find_damage(folder, sums=Sums.RECORD)
         if damage is None and (state := read_state(folder))["batch"] <= step:
             loader.resume(state["order"], state["batch"])
-            return [f"resuming from {folder}"]
+            return [f"resuming from {named(folder)}"]
     return []
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from llmfoundry.assemble.job import with_defaults
-from llmfoundry.assemble.run_lock import only_run
+from llmfoundry.assemble.run_place import find_place, hold_run, read_record
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
-from llmfoundry.recipe.front.paths import find_file
+from llmfoundry.parallel.launch import ALONE
 from llmfoundry.recipe.front.typed import require
 from llmfoundry.recipe.scripts.finetune import load_run
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.track.console import Console
 from llmfoundry.track.loggers import send_record
+from llmfoundry.train.stores.stored_run import named
 
 
 def track(recipe: TrackRecipe) -> None:
@@ -32,8 +30,7 @@ def track(recipe: TrackRecipe) -> None:
     else:
         written.logger = recipe.logger
     console = Console()
-    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    with only_run(folder, alone, note=console.note):  # a run under way sends its record itself
+    with hold_run(folder, ALONE, note=console.note):  # a run under way sends its record itself
         send_record(with_defaults(written), folder, note=console.note, warn=console.warn)
 
 
@@ -44,9 +41,10 @@ def run_with_record(recipe: TrackRecipe) -> Path:
         UserError: it has no record of a run.
     """
     assert recipe.run is not None
-    folder = find_file(recipe.run, "run")
+    folder = find_place(recipe.run, "run", ALONE)
+    read_record(folder, ALONE, print)
     if not (folder / "recipe.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
         raise UserError(
-            f"run: {folder} has no recipe.yaml or no metrics.jsonl; write a run's folder"
+            f"run: {named(folder)} has no recipe.yaml or no metrics.jsonl; write a run's folder"
         )
     return folder

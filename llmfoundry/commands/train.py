@@ -6,7 +6,7 @@ import gzip
 from pathlib import Path
 
 from llmfoundry.assemble.job import Job, with_defaults
-from llmfoundry.assemble.run_lock import only_run
+from llmfoundry.assemble.run_place import hold_run, run_folder
 from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.errors import UserError, one_line
@@ -14,7 +14,6 @@ from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World, join, on_rank0, relaunch
 from llmfoundry.parallel.sharding import set_deterministic
 from llmfoundry.recipe.front.called import as_called
-from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -23,6 +22,7 @@ from llmfoundry.track.loggers import Tracker
 from llmfoundry.track.pages.before_after import changes, console_lines
 from llmfoundry.track.pages.report import metric_rows, read_evaluations
 from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
+from llmfoundry.train.stores.stored_run import named, stored_run
 from llmfoundry.train.trainer import Trainer
 
 GZIP_LIMIT = 50_000_000  # bytes of held-out text up to which gzip is tried: a few seconds
@@ -33,8 +33,8 @@ def train(recipe: TrainRecipe) -> None:
     relaunch(recipe.parallel)
     if recipe.deterministic:
         set_deterministic()
-    folder = Path(recipe.save_folder)
-    with join(recipe.parallel) as world, only_run(folder, world, note=print):
+    folder = run_folder(recipe)
+    with join(recipe.parallel) as world, hold_run(folder, world, note=print):
         _train(recipe, world)
 
 
@@ -44,7 +44,7 @@ def _train(written: TrainRecipe, world: World) -> None:
     if isinstance(written, FinetuneRecipe):
         recipe, pretrained = resolve(written, world, note=notes.append)
         notes.append(f"model.pretrained: {pretrained.summary}")
-    folder = Path(recipe.save_folder)
+    folder = run_folder(recipe)
     tracker = Tracker(recipe, folder, is_main=world.is_main)
     status, final = "failed", {}
     try:
@@ -70,8 +70,8 @@ def _write_what_it_is(written: TrainRecipe, job: Job, folder: Path) -> None:
         job.tokenizer.save(folder / "tokenizer")
     except OSError as error:
         raise UserError(
-            f"save_folder: {folder} cannot be written: {one_line(error)}; make room there, or write"
-            " another folder"
+            f"save_folder: {named(folder)} cannot be written: {one_line(error)}; make room there, or"
+            " write another folder"
         ) from error
 
 
@@ -85,16 +85,17 @@ def _results(trainer: Trainer, job: Job, folder: Path) -> list[tuple[str, str]]:
     if bits is not None:
         rows.append(("held-out text", f"{bits:.3f} bits per byte{_beside_gzip(job)}"))
     checkpoints = list_checkpoints(folder)
-    name, named = show(folder), ",".join(job.recipe.plugins)
-    plugins = f" plugins=[{named}]" * bool(named)
+    name, brought = named(folder), ",".join(job.recipe.plugins)
+    plugins = f" plugins=[{brought}]" * bool(brought)
+    output = f"{name}/hf" if stored_run(folder) is None else f"runs/{job.recipe.run_name}/hf"
     rows += console_lines(changes(read_evaluations(folder), metric_rows(folder)))
     return [
         *rows,
         ("report", f"{name}/report.html"),
-        ("checkpoint", show(checkpoints[0]) if checkpoints else "none"),
+        ("checkpoint", named(checkpoints[0]) if checkpoints else "none"),
         ("next", as_called(_try_it(job, name) + plugins)),
         ("", as_called(f"python scripts/eval.py {name}{plugins}")),
-        ("", as_called(f"python scripts/convert.py {name} to=hf output={name}/hf{plugins}")),
+        ("", as_called(f"python scripts/convert.py {name} to=hf output={output}{plugins}")),
     ]
 
 

@@ -28,7 +28,7 @@ class FaultyS3:
     def __init__(self, upstream_port: int) -> None:
         self.upstream_port = upstream_port
         self.requests: Counter[str] = Counter()
-        self.bodies: Counter[str] = Counter()
+        self.methods: Counter[str] = Counter()
         self.faults: dict[str, tuple[str, int]] = {}  # key: (kind, how often; -1: for good)
         self.started = threading.Event()
         self.lock = threading.Lock()
@@ -43,17 +43,20 @@ class FaultyS3:
     def reset(self) -> None:
         with self.lock:
             self.requests.clear()
-            self.bodies.clear()
+            self.methods.clear()
             self.faults.clear()
             self.started.clear()
 
-    def next_fault(self, key: str) -> str | None:
+    def next_fault(self, key: str, method: str) -> str | None:
+        """The fault of the next request: by its key, by method and key's end, of any."""
         with self.lock:
             self.requests[key] += 1
-            kind, left = self.faults.get(key, self.faults.get("*", ("", 0)))
+            self.methods[method] += 1
+            end = f"{method} {key.rpartition('/')[2]}"
+            name = next((n for n in (key, end, f"{method} *", "*") if n in self.faults), "")
+            kind, left = self.faults.get(name, ("", 0))
             if left == 0:
                 return None
-            name = key if key in self.faults else "*"
             self.faults[name] = (kind, left - 1)
             return kind
 
@@ -75,16 +78,36 @@ def _handler(faulty: FaultyS3) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             self.pass_on("GET")
 
+        def do_PUT(self) -> None:
+            self.pass_on("PUT")
+
+        def do_POST(self) -> None:
+            self.pass_on("POST")
+
+        def do_DELETE(self) -> None:
+            self.pass_on("DELETE")
+
         def pass_on(self, method: str) -> None:
+            sent = self.received()
             path = unquote(self.path.partition("?")[0])
             key = path.partition(f"/{BUCKET}/")[2].removeprefix("o/")  # o/: Google's
-            fault = faulty.next_fault(key)
+            fault = faulty.next_fault(key, method)
+            if fault == "reset":
+                self.close_connection = True
+                self.connection.close()
+                return
+            if fault == "slow":
+                time.sleep(0.3)
             if fault in _ANSWERS:
                 self.answer(*_ANSWERS[fault])
                 return
             upstream = HTTPConnection("127.0.0.1", faulty.upstream_port)
             headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
-            upstream.request(method, self.path, headers=headers)
+            if fault == "half sent":  # what a broken proxy makes of it
+                sent = sent[: len(sent) // 2]
+                headers = {k: v for k, v in headers.items() if k.lower() not in _OF_BODY}
+                headers["Content-Length"] = str(len(sent))
+            upstream.request(method, self.path, body=sent or None, headers=headers)
             response = upstream.getresponse()
             body = response.read()
             upstream.close()
@@ -93,7 +116,13 @@ def _handler(faulty: FaultyS3) -> type[BaseHTTPRequestHandler]:
                 # Without checksums, as older objects and other stores have none.
                 if name.lower() in _HEADERS or (fault == "spoiled" and "checksum" in name.lower()):
                     self.send_header(name, value)
-            self.send_body(body, fault)
+            length = response.getheader("Content-Length") if method == "HEAD" else None
+            self.send_body(body, fault, length)
+
+        def received(self) -> bytes:
+            if "chunked" in self.headers.get("Transfer-Encoding", ""):
+                raise AssertionError("chunked bodies are not passed on")
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
         def answer(self, status: int, code: str) -> None:
             body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
@@ -101,12 +130,12 @@ def _handler(faulty: FaultyS3) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", "application/xml")
             self.send_body(b"" if self.command == "HEAD" else body, None)
 
-        def send_body(self, body: bytes, fault: str | None) -> None:
+        def send_body(self, body: bytes, fault: str | None, length: str | None = None) -> None:
             if fault == "truncated":  # a whole answer, of half the bytes
                 body = body[: len(body) // 2]
             if fault in ("damaged", "spoiled"):
                 body = body[:-1] + bytes([body[-1] ^ 1])
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", length or str(len(body)))
             self.end_headers()
             faulty.started.set()
             with contextlib.suppress(OSError):
@@ -126,6 +155,7 @@ def _handler(faulty: FaultyS3) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+_OF_BODY = ("content-length", "content-md5", "x-amz-checksum-crc32", "x-amz-sdk-checksum-algorithm")
 _HEADERS = ("content-type", "content-range", "etag", "last-modified", "accept-ranges")
 _ANSWERS = {
     "slow down": (503, "SlowDown"),

@@ -15,6 +15,7 @@ from llmfoundry.assemble.adapters.adapter import FOLDER, has_adapter
 from llmfoundry.assemble.job import with_defaults
 from llmfoundry.assemble.weights.hf_folder import Pretrained, open_folder
 from llmfoundry.assemble.weights.run_weights import fill_from_run, merge_run
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.export.read import hf_folder
@@ -34,6 +35,7 @@ from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.values.checks import nearest, one_of
 from llmfoundry.train.checkpoints.checkpoint import is_checkpoint, list_checkpoints
 from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
+from llmfoundry.train.stores.stored_run import find_run, is_url, named
 
 TRUST = "LLMFOUNDRY_TRUST_REMOTE_CODE"
 """An environment variable: 1 runs the code of models that were trained with trust_remote_code."""
@@ -57,7 +59,8 @@ def resolve(
     recipe = with_defaults(written)
     assert isinstance(recipe, FinetuneRecipe)
     asked = recipe.model
-    pretrained = open_pretrained(asked, world, note=note)
+    options = FetchOptions.from_config(recipe.data)
+    pretrained = open_pretrained(asked, world, note=note, options=options)
     config = pretrained.config
     assert config.max_seq_len is not None
     if config.learned_pos_emb and recipe.max_seq_len > config.max_seq_len:
@@ -78,14 +81,21 @@ def resolve(
 
 
 def open_pretrained(
-    asked: PretrainedConfig, world: World, *, note: Callable[[str], None]
+    asked: PretrainedConfig,
+    world: World,
+    *,
+    note: Callable[[str], None],
+    options: FetchOptions | None = None,
 ) -> Pretrained:
-    """The model that `model.pretrained` names.
+    """The model that `model.pretrained` names; `options`: how a store is asked, if it is in one.
 
     Raises:
         UserError: there is none, or it cannot be held.
     """
     assert asked.pretrained is not None
+    if is_url(asked.pretrained):
+        folder = find_run(asked.pretrained, "model.pretrained", options=options)
+        return _open_run(asked, folder, world, note)
     try:
         folder = find_file(asked.pretrained, "model.pretrained")
     except UserError:
@@ -127,7 +137,9 @@ def _open_run(
 ) -> Pretrained:
     folder = find_checkpoint(path, note=note, sums=Sums.WEIGHTS, world=world)
     if folder is None:
-        raise UserError(f"model.pretrained: {path} holds no whole checkpoint; write a run's folder")
+        raise UserError(
+            f"model.pretrained: {named(path)} holds no whole checkpoint; write a run's folder"
+        )
     tokenizer = Tokenizer.load(folder / "tokenizer")
     config = read_model(folder, asked.config_overrides)
     config.fill(vocab_size=tokenizer.vocab_size)

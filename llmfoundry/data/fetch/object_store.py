@@ -166,7 +166,7 @@ class ObjectStore(Remote):
         found = self.size(name)
         if found != size:
             raise UserError(
-                f"{self.url}/{name}: has {found} bytes after {size} were sent; the store or what is"
+                f"{self._where(name)}: has {found} bytes after {size} were sent; the store or what is"
                 " before it loses data"
             )
 
@@ -265,6 +265,9 @@ class ObjectStore(Remote):
             }
 
         return self._persist(name, find)
+
+    def _where(self, name: str) -> str:
+        return f"{self._key}: {super()._where(name)}"
 
     def _path(self, name: str) -> str:
         return f"{self._backend.root}/{name}" if name else self._backend.root

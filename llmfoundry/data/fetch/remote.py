@@ -217,7 +217,11 @@ class Remote:
             key=self._key,
         )
         kind = MissingError if remote_errors.is_missing(error) else UserError
-        return kind(f"{self.url}/{name}: {line}")
+        return kind(f"{self._where(name)}: {line}")
+
+    def _where(self, name: str) -> str:
+        """A file, as messages call it."""
+        return f"{self.url}/{name}"
 
 
 def _within(seconds: float, call: Callable[[], bytes]) -> bytes:

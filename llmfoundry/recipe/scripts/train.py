@@ -54,7 +54,16 @@ class TrainRecipe:
     run_name: Annotated[str | None, RUN_NAME] = None
     """Name of the run; unset: the recipe file's name."""
     save_folder: Annotated[str, PATH] = "runs/${run_name}"
-    """The run's folder: recipe.yaml, metrics.jsonl, report.html, tokenizer, checkpoints."""
+    """The run's folder: recipe.yaml, metrics.jsonl, report.html, tokenizer, checkpoints. Or a URL,
+    s3://bucket/runs/${run_name} (gs, az, oci too), asked as data.storage_options, download_retry
+    and download_timeout say: the run then works in save_local_folder, and the store follows."""
+    save_local_folder: Annotated[str | None, PATH] = None
+    """Only with a URL as save_folder: the folder of each machine below which the run works, before
+    files are sent; unset: runs/ in data.cache_folder."""
+    save_local_copies: Annotated[int, Range(0, 1000)] = 0
+    """Only with a URL as save_folder: newest checkpoints that stay on the machines' own disks too,
+    each machine's files also on the next one's, so that a restart reads no more from the store than
+    what was lost with two neighbours."""
     seed: Annotated[int, Range(0)] = 17
     """Decides initial weights, the order of samples and every random draw."""
     deterministic: bool = False
@@ -105,7 +114,8 @@ class TrainRecipe:
     autoresume: bool = True
     """Go on from the newest whole checkpoint in save_folder, where there is one."""
     load_path: Annotated[str | None, PATH] = None
-    """A checkpoint, or a run's folder, to start from where save_folder holds none."""
+    """A checkpoint, or a run's folder, or the URL of one, to start from where save_folder holds
+    none."""
     load_weights_only: bool | None = None
     """Only with load_path: take its weights, and start at batch 0 with new optimizer and order."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -213,12 +223,31 @@ class TrainRecipe:
             yield "save_max_wait: has no effect with save_async=false; remove it"
         if self.save_num_checkpoints_to_keep == 0:
             yield "save_num_checkpoints_to_keep: 0; write -1 (all) or at least 1"
+        yield from self._check_store()
         if self.load_path is None and self.load_weights_only is not None:
             yield "load_weights_only: has no effect without load_path; remove it"
         if not self.data.holds_out() and self.eval.validation:
             yield (
                 "eval.validation: true, but nothing is held out; write eval.validation=false, or"
                 " set data.validation (shards), or data.validation_fraction (a corpus)"
+            )
+
+    def _check_store(self) -> Iterator[str]:
+        """What a run at a URL has, and another has not."""
+        scheme, separator, place = self.save_folder.partition("://")
+        if separator and not place.strip("/"):
+            yield f"save_folder: {self.save_folder} names no bucket; write {scheme}://BUCKET/FOLDER"
+        if separator:
+            return
+        if self.save_local_folder is not None:
+            yield (
+                "save_local_folder: has no effect where save_folder is a folder; remove it, or"
+                " write a URL as save_folder"
+            )
+        if self.save_local_copies:
+            yield (
+                "save_local_copies: has no effect where save_folder is a folder; remove it, or"
+                " write a URL as save_folder"
             )
 
     def early_stop_unseen(self) -> bool:

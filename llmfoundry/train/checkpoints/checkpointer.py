@@ -252,9 +252,8 @@ class Checkpointer:
 
     def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
         self._failures += 1
-        self._problem = (
-            f"save_folder: the checkpoint of batch {batch} was not saved: {one_line(error)}"
-        )
+        why = one_line(error).removeprefix("save_folder: ")
+        self._problem = f"save_folder: the checkpoint of batch {batch} was not saved: {why}"
         if not last and self._failures < self._max_failures:
             self._warn(f"{self._problem}; training continues, and the next save tries again")
 
