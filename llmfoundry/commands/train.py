@@ -70,8 +70,8 @@ def _write_what_it_is(written: TrainRecipe, job: Job, folder: Path) -> None:
         job.tokenizer.save(folder / "tokenizer")
     except OSError as error:
         raise UserError(
-            f"save_folder: {named(folder)} cannot be written: {one_line(error)}; make room there, or"
-            " write another folder"
+            f"save_folder: {named(folder)} cannot be written: {one_line(error)}; make room there,"
+            " or write another folder"
         ) from error
 
 

@@ -111,6 +111,10 @@ def _handler(faulty: FaultyS3) -> type[BaseHTTPRequestHandler]:
             response = upstream.getresponse()
             body = response.read()
             upstream.close()
+            if fault == "unanswered":
+                self.close_connection = True
+                self.connection.close()
+                return
             self.send_response(response.status)
             for name, value in response.getheaders():
                 # Without checksums, as older objects and other stores have none.

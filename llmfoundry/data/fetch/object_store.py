@@ -77,7 +77,7 @@ class ObjectStore(Remote):
     def folders(self, name: str) -> list[str]:
         """The names of the folders in a folder; none where it is not there."""
         found = self._ask_names(name, lambda files, path: files.ls(path, detail=True))
-        return [entry for entry, facts in found.items() if facts["type"] == "directory"]
+        return sorted(entry for entry, facts in found.items() if facts["type"] == "directory")
 
     def files(self, name: str = "", *, skip: Sequence[str] = ()) -> dict[str, int]:
         """Bytes of every file below a folder, by its name in this one; `skip` folders at its top.
@@ -166,8 +166,8 @@ class ObjectStore(Remote):
         found = self.size(name)
         if found != size:
             raise UserError(
-                f"{self._where(name)}: has {found} bytes after {size} were sent; the store or what is"
-                " before it loses data"
+                f"{self._where(name)}: has {found} bytes after {size} were sent; the store or what"
+                " is before it loses data"
             )
 
     def download(self, name: str, path: Path, n_bytes: int) -> None:
@@ -209,6 +209,10 @@ class ObjectStore(Remote):
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     files.rm_file(path)
+                if self._backend.protocol == "file":  # in which empty folders are something
+                    with contextlib.suppress(OSError):
+                        for above in Path(path).parents:
+                            above.rmdir()
 
         self._persist(names_of(paths), remove)
 
