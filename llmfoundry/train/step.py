@@ -257,7 +257,9 @@ def _row_norms(matrix: Tensor) -> Tensor:
     own, across = local(matrix), Shards.of(matrix).across
     dims = tuple(range(1, matrix.ndim))
     norms = torch.linalg.vector_norm(own, dim=dims, keepdim=True, dtype=torch.float32)
-    return norms if across is None else sum_over_processes(norms.square(), across).sqrt()
+    if across is None or across.dim == 0:
+        return norms
+    return sum_over_processes(norms.square(), across.group).sqrt()
 
 
 def _share(weights: Tensor, gradients: Tensor, threshold: float) -> Tensor:

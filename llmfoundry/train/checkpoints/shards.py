@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from llmfoundry.models.spread.held import TENSOR
 from llmfoundry.ops import torch_private
 
 _NORM_VALUES = 1 << 20  # whose squares are summed at once on a CPU: 4 MiB in fp32
@@ -20,6 +21,23 @@ _NORM_VALUES = 1 << 20  # whose squares are summed at once on a CPU: 4 MiB in fp
 def local(tensor: Tensor) -> Tensor:
     """The rows of a tensor that this process holds; they share its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Across:
+    """Processes that have as many rows, or columns, of every matrix that a parameter stacks.
+
+    Attributes:
+        group: the processes.
+        n: how many there are.
+        rank: this one's number among them.
+        dim: what they cut: 0 rows, 1 columns.
+    """
+
+    group: dist.ProcessGroup
+    n: int
+    rank: int
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +54,8 @@ class Shards:
         parts: how many parts there are, of equal height.
         part: the one that this process's shard is of.
         others: of each dimension that makes parts, the processes along it.
-        across: the processes that hold the same rows of other columns; None: rows are whole.
+        across: the processes that hold the rest of each matrix beside FSDP's shards: tensor ranks;
+            None: there are none.
     """
 
     n: int = 1
@@ -45,7 +64,7 @@ class Shards:
     parts: int = 1
     part: int = 0
     others: tuple[dist.ProcessGroup, ...] = ()
-    across: dist.ProcessGroup | None = None
+    across: Across | None = None
 
     @staticmethod
     def of(parameter: Tensor) -> Shards:
@@ -57,18 +76,20 @@ class Shards:
         if not axes:
             return Shards()
         dims = {axis: getattr(places[axis], "dim", None) for axis in axes}  # also of _StridedShard
-        assert all(dim in (0, 1) for dim in dims.values()), "only rows and columns are cut"
-        columns = [axis for axis in axes if dims[axis] == 1]
-        assert len(columns) < 2 and columns != axes, "FSDP cuts rows, others columns once"
-        axis, *inner = [axis for axis in axes if dims[axis] == 0]  # FSDP's are the outermost
+        across = [axis for axis in axes if (mesh.mesh_dim_names or {axis: ""})[axis] == TENSOR]
+        axis, *inner = [axis for axis in axes if axis not in across]  # FSDP's are the outermost
+        assert all(dims[axis] == 0 for axis in (axis, *inner)), "FSDP cuts rows"
         parts, part = 1, 0
         for other in inner:
             parts, part = parts * mesh.size(other), part * mesh.size(other)
             part += mesh.get_local_rank(other)
         groups = tuple(mesh.get_group(other) for other in inner)
         shards = (mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis))
-        across = mesh.get_group(columns[0]) if columns else None
-        return Shards(*shards, parts, part, groups, across)
+        rest = None
+        for tensor in across:
+            here = (mesh.get_group(tensor), mesh.size(tensor), mesh.get_local_rank(tensor))
+            rest = Across(*here, dims[tensor] or 0)
+        return Shards(*shards, parts, part, groups, rest)
 
     def bounds(self, height: int, rank: int) -> tuple[int, int]:
         """First row of a shard and the row after its last, of a part of so many rows."""
@@ -76,8 +97,9 @@ class Shards:
         return min(rank * step, height), min((rank + 1) * step, height)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all shards of all parts and columns, in place."""
-        for group in (self.group, *self.others, self.across):
+        """The sum over all that hold a part of the parameter, in place."""
+        across = () if self.across is None else (self.across.group,)
+        for group in (self.group, *self.others, *across):
             if group is not None:
                 dist.all_reduce(value, group=group)
         return value

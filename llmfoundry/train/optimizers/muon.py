@@ -3,7 +3,8 @@
 Muon (Jordan et al., 2024) makes the running gradient of a matrix orthogonal, so that a step moves
 all of its directions alike. That needs whole matrices: where FSDP has cut them into rows, as many
 as there are processes are brought together at a time, each on another process, which computes it
-and sends the rows back (all-to-all, in bf16; no matrix is computed twice among the shards).
+and sends the rows back (all-to-all, in bf16; no matrix is computed twice among the shards). Tensor
+ranks, which have a part of each of these, then exchange theirs in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.ops.processor import HAS_BF16
-from llmfoundry.train.checkpoints.shards import Shards, local
+from llmfoundry.train.checkpoints.shards import Across, Shards, local
 
 # Jordan's quintic: its slope at 0 is as steep as convergence allows, so 5 rounds are enough.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -101,7 +102,8 @@ class MatrixShard:
     """What this process holds of one matrix.
 
     Attributes:
-        weight: its rows, (r, columns), a view of the parameter.
+        weight: its rows, (r, columns), a view of the parameter; under tensor parallelism of this
+            rank's rows or columns.
         grad: their gradient.
         mean: their running gradient.
         heights: how many of its rows each shard holds.
@@ -117,7 +119,10 @@ class MatrixShard:
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, columns) of the whole matrix."""
-        return sum(self.heights), self.weight.shape[1]
+        shape, across = [sum(self.heights), self.weight.shape[1]], self.shards.across
+        if across is not None:
+            shape[across.dim] *= across.n
+        return shape[0], shape[1]
 
     def advance(self, momentum: float, found: Tensor | None) -> Tensor:
         """Take the gradient into the running one; what is to be made orthogonal (Nesterov's)."""
@@ -131,10 +136,13 @@ def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[
     """The matrices of `rows` rows that a parameter stacks; of experts those of its part alone."""
     assert parameter.grad is not None
     shards = Shards.of(parameter)
-    height = parameter.shape[0] // shards.parts
+    across = shards.across
+    ranks = across.n if across is not None and across.dim == 0 else 1
+    height = parameter.shape[0] // (shards.parts * ranks)
     parts = [local(tensor) for tensor in (parameter, parameter.grad, mean)]
     start = -shards.part * height  # of each matrix, from where the part begins
-    for n in tuple(rows) or (parameter.shape[0],):
+    for rows_of_all in tuple(rows) or (parameter.shape[0],):
+        n = rows_of_all // ranks
         if start + n <= 0 or start >= height:
             start += n
             continue
@@ -160,26 +168,58 @@ def _turns(matrices: list[MatrixShard]) -> Iterator[list[MatrixShard]]:
         kinds.setdefault(matrix.shards, []).append(matrix)
     for shards, alike in kinds.items():
         alike.sort(key=lambda matrix: -math.prod(matrix.shape))
-        for first in range(0, len(alike), shards.n):
-            yield alike[first : first + shards.n]
+        n = shards.n * _at_a_shard(shards)
+        for first in range(0, len(alike), n):
+            yield alike[first : first + n]
+
+
+def _at_a_shard(shards: Shards) -> int:
+    """Matrices of a turn that one shard brings together: one for each of its tensor ranks."""
+    return 1 if shards.across is None else shards.across.n
 
 
 def _orthogonal(updates: list[Tensor], turn: list[MatrixShard]) -> list[Tensor]:
-    """Each update made orthogonal, in `_dtype`; of a cut one this process's rows."""
-    shards = turn[0].shards
+    """Each update made orthogonal, in `_dtype`; of a cut one what this process has of it."""
+    shards, each = turn[0].shards, _at_a_shard(turn[0].shards)
     if shards.group is None:
         return [orthogonal(update) for update in updates]
-    idle = [0] * (shards.n - len(turn))  # in the last turn
-    sent = [update.numel() for update in updates] + idle
-    received, columns = [0] * shards.n, 1
-    if shards.rank < len(turn):
-        columns = turn[shards.rank].shape[1]
-        received = [height * columns for height in turn[shards.rank].heights]
+    taken = [slice(rank * each, (rank + 1) * each) for rank in range(shards.n)]
+    sent = [sum(update.numel() for update in updates[part]) for part in taken]
+    mine = turn[taken[shards.rank]]
+    sizes = [[m.heights[rank] * m.weight.shape[1] for m in mine] for rank in range(shards.n)]
+    received = [sum(part) for part in sizes]
     flat = torch.cat([update.to(_dtype(update)).flatten() for update in updates])
-    whole = _all_to_all(flat, sent, received, shards.group).view(-1, columns)
-    back = orthogonal(whole).flatten() if whole.numel() else whole.flatten()
-    parts = _all_to_all(back, received, sent, shards.group).split(sent)
-    return [part.view_as(update) for part, update in zip(parts, updates, strict=False)]
+    got = _all_to_all(flat, sent, received, shards.group).split(received)
+    pieces = [p for part, size in zip(got, sizes, strict=True) for p in part.split(size)]
+    whole = [
+        torch.cat(pieces[k :: len(mine)]).view(-1, matrix.weight.shape[1])
+        for k, matrix in enumerate(mine)
+    ]
+    done = _over_tensor_ranks(whole, shards.across)
+    rows = [update.split(m.heights) for update, m in zip(done, mine, strict=True)]
+    back = [part[rank].flatten() for rank in range(shards.n) for part in rows]
+    parts = _all_to_all(torch.cat([flat[:0], *back]), received, sent, shards.group)
+    split = parts.split([update.numel() for update in updates])
+    return [part.view_as(update) for part, update in zip(split, updates, strict=True)]
+
+
+def _over_tensor_ranks(parts: list[Tensor], across: Across | None) -> list[Tensor]:
+    """Matrices made orthogonal of which tensor ranks have parts of one size: each computes one."""
+    if across is None:
+        return [orthogonal(part) for part in parts]
+    if not parts:
+        return []
+    idle = [0] * (across.n - len(parts))
+    sent = [part.numel() for part in parts] + idle
+    mine = parts[across.rank] if across.rank < len(parts) else parts[0][:0]
+    received = [mine.numel()] * across.n
+    flat = torch.cat([part.flatten() for part in parts])
+    back = _all_to_all(flat, sent, received, across.group)
+    if mine.numel():
+        whole = torch.cat([part.view_as(mine) for part in back.split(received)], across.dim)
+        back = torch.cat([p.flatten() for p in orthogonal(whole).chunk(across.n, across.dim)])
+    split = _all_to_all(back, received, sent, across.group).split(sent)
+    return [part.view_as(own) for part, own in zip(split, parts, strict=False)]
 
 
 def _all_to_all(
