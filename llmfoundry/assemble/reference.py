@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llmfoundry.assemble.adapters.adapter import begin_adapter
 from llmfoundry.assemble.data import Data
@@ -381,6 +381,6 @@ def _sums(tensor: Tensor) -> Tensor:
             of_rows = (bits * factors).sum(1)
             sums += torch.stack([of_rows.sum(), (of_rows * of_rows).sum()])
     if isinstance(tensor, DTensor):
-        kinds = [Partial() if isinstance(p, Shard) else Replicate() for p in tensor.placements]
+        kinds = [Replicate() if p.is_replicate() else Partial() for p in tensor.placements]
         return DTensor.from_local(sums, tensor.device_mesh, kinds).full_tensor()
     return sums

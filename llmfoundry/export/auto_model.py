@@ -18,7 +18,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.moe import ExpertWeights, Router, Routing
+from llmfoundry.models.moe import ExpertWeights, Router
+from llmfoundry.models.routing import Routing
 from llmfoundry.ops.layout import Layout
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build, to_dict

@@ -22,7 +22,7 @@ from llmfoundry.hf_models.build import build_class
 from llmfoundry.hf_models.cache import RowCache
 from llmfoundry.hf_models.layouts import WAYS, document_rows, mask_types
 from llmfoundry.hf_models.prefix import prefix_cache
-from llmfoundry.models.moe import Routing
+from llmfoundry.models.routing import Routing
 from llmfoundry.models.virtual_tokens import VirtualTokens, switched_off
 from llmfoundry.ops.batch import IGNORE
 from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy

@@ -26,7 +26,7 @@ from llmfoundry.models.attention import (
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.models.linear import Embedding, Linear
 from llmfoundry.models.low_rank import head_operands
-from llmfoundry.models.moe import MoE, Routed, Routing, over_layers
+from llmfoundry.models.moe import MoE
 from llmfoundry.models.positions import (
     Table,
     dynamic_lengths,
@@ -34,6 +34,7 @@ from llmfoundry.models.positions import (
     rotary_frequencies,
     rotary_table,
 )
+from llmfoundry.models.routing import Routed, Routing, over_layers
 from llmfoundry.models.spread.tensor_ranks import TensorRanks
 from llmfoundry.models.virtual_tokens import VirtualTokens
 from llmfoundry.ops.attention.backends import AttentionSpec, plan

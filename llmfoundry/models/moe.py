@@ -1,79 +1,32 @@
-"""The mixture-of-experts layer: a router, stacked experts, and what the router tells.
+"""The mixture-of-experts layer: a router and stacked experts, here or on several processes.
 
-`decoder.py` puts it where a feed-forward layer stands; the products are `ops.moe.mixture`'s. What
-the router did comes back as a result (`Routed`), never through a list that layers write to: so it
-is right when a checkpointed block runs twice, when blocks are compiled, and when FSDP cuts them.
-All of it is sums over rows, which microbatches and processes can add up.
+`decoder.py` puts it where a feed-forward layer stands; the products are `ops.moe.mixture`'s, what
+the router did is told as `routing.py` has it. Where processes share the experts, tokens travel to
+them and back (`ops/moe/exchange.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 
 from llmfoundry.models.ffn import FFN
 from llmfoundry.models.linear import Linear, whole
 from llmfoundry.models.low_rank import LowRank, adapted
+from llmfoundry.models.routing import Places, Routed, Sharing, Statistics
 from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.autocast import has_autocast, without_autocast
 from llmfoundry.ops.moe.backends import mixture
+from llmfoundry.ops.moe.exchange import Exchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
-from llmfoundry.recipe.architecture.model import FFNConfig, ModelConfig
-
-
-class Routed(NamedTuple):
-    """What one layer's router did with a microbatch of B rows, while training.
-
-    Attributes:
-        balance: (), the load-balancing loss at weight 1, times B: B at perfect balance.
-        z: (), the mean squared logsumexp of the logits, times B.
-        load: (E,), choices that fell on each expert; B * T * k in all.
-        probability: (E,), the router's probabilities, summed over tokens; B * T in all.
-        tokens: (), how many were routed: B * T less padding, which is left out of all of this.
-    """
-
-    balance: Tensor
-    z: Tensor
-    load: Tensor
-    probability: Tensor
-    tokens: Tensor
-
-
-class Routing(NamedTuple):
-    """The same of all L layers.
-
-    Attributes:
-        losses: what is added to the loss, times B: `lbl` and `z`, those that the recipe asks for,
-            weighted and averaged over layers.
-        load: (L, E).
-        probability: (L, E).
-        tokens: (L,).
-    """
-
-    losses: dict[str, Tensor]
-    load: Tensor
-    probability: Tensor
-    tokens: Tensor
-
-
-def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
-    """What all layers' routers did, the losses weighted as the recipe says.
-
-    With the mean over layers the balancing loss is megablocks' batched_load_balancing_loss, its
-    weight at perfect balance; tests/models/test_moe.py has the formula.
-    """
-    parts = (torch.stack(part) for part in zip(*layers, strict=True))
-    balance, z, load, probability, tokens = parts
-    losses = {}
-    if ffn.moe_loss_weight is not None:
-        losses["lbl"] = ffn.moe_loss_weight * balance.mean()
-    if ffn.moe_zloss_weight is not None:
-        losses["z"] = ffn.moe_zloss_weight * z.mean()
-    return Routing(losses, load, probability, tokens)
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 
 class Router(Linear):
@@ -149,13 +102,18 @@ class ExpertWeights(nn.Module):
     Adapters stand beside them, stacked alike: `w1_lora_A` (E * r, in), `w1_lora_B` (E * out, r); a
     pair that all experts share has no E; PiSSA's start is `w1_lora_A_init` and `w1_lora_B_init`.
 
+    Under expert parallelism (`parallel/experts.py`) parameters are DTensors cut into whole experts,
+    those without E the same on every process; what computes takes this process's part.
+
     Attributes:
+        n: E, of all processes together.
         lora: the adapters by the weight's name.
         packing: how one expert's frozen matrix lies in bytes (`models/quantized.py`): each weight
             then is uint8 (E * packing.nbytes,); None: they are not quantised.
     """
 
     MATRICES = ("w1", "v1", "w2")
+    w1: nn.Parameter
     packing: Nf4Layout | None = None
 
     def __init__(self, config: ModelConfig) -> None:
@@ -173,12 +131,17 @@ class ExpertWeights(nn.Module):
             if not config.no_bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(self.n * width)))
 
+    def forward(
+        self, x: Tensor, weights: Tensor, experts: Tensor, *, impl: str, compress: bool
+    ) -> Tensor:
+        """`mixture` of the experts that are here: a call, for FSDP's hooks around it."""
+        return mixture(x, weights, experts, self.experts(), impl=impl, compress=compress)
+
     def experts(self) -> Experts:
-        """The same weights as `mixture` takes them, with a dimension of experts."""
+        """This process's weights as `mixture` takes them, with a dimension of experts."""
 
         def view(name: str, *shape: int) -> Tensor | None:
-            parameter = getattr(self, name, None)
-            return None if parameter is None else parameter.view(self.n, *shape)
+            return _here(getattr(self, name)).view(-1, *shape) if hasattr(self, name) else None
 
         shape = (self.f, self.d) if self.packing is None else (self.packing.nbytes,)
         w1, v1, w2 = (view(name, *shape) for name in self.MATRICES)
@@ -194,7 +157,7 @@ class ExpertWeights(nn.Module):
         """
         weight = getattr(self, name, None)
         if weight is None or self.packing is None:
-            return None if weight is None else weight.view(self.n, self.f, self.d)
+            return None if weight is None else whole(weight).view(self.n, self.f, self.d)
         shape, parts = (self.f, self.d), whole(weight).view(self.n, -1)
         each = (dequantize(p, shape, torch.float32, double=self.packing.double) for p in parts)
         return torch.stack(list(each))
@@ -207,18 +170,28 @@ class ExpertWeights(nn.Module):
         pairs = [(f"{name}_lora_A", f"{name}_lora_B", lora.scaling)]
         if lora.init == "pissa":
             pairs.append((f"{name}_lora_A_init", f"{name}_lora_B_init", -lora.scaling))
-        count = len(getattr(self, f"{name}_lora_A")) // lora.r  # of experts, or 1: it is shared
         split = [
-            (self._by_expert(a, count), self._by_expert(b, count) * scale) for a, b, scale in pairs
+            (self._by_expert(a, lora), self._by_expert(b, lora) * scale) for a, b, scale in pairs
         ]
         if len(split) == 1:
             return split[0]
         return torch.cat([a for a, _ in split], 1), torch.cat([b for _, b in split], 2)
 
-    def _by_expert(self, name: str, count: int) -> Tensor:
-        """(E, rows, columns) of the factor `name`, of `count` experts: a shared one is repeated."""
-        factor = getattr(self, name)
-        return factor.view(count, -1, factor.shape[1]).expand(self.n, -1, -1)
+    def _by_expert(self, name: str, lora: LowRank) -> Tensor:
+        """(E, rows, columns) of the factor `name`, E the experts here: a shared one is repeated."""
+        factor = _here(getattr(self, name))
+        rows = self.f if self.packing is None else self.packing.nbytes
+        here = len(_here(self.w1)) // rows
+        count = 1 if lora.shared else here
+        return factor.view(count, -1, factor.shape[1]).expand(here, -1, -1)
+
+
+def _here(parameter: Tensor) -> Tensor:
+    """This process's part; of what all have alike each finds another share of the gradient."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    kinds = [Partial() if place.is_replicate() else place for place in parameter.placements]
+    return parameter.to_local(grad_placements=kinds)
 
 
 class MoE(nn.Module):
@@ -229,7 +202,14 @@ class MoE(nn.Module):
 
     Args:
         config: filled.
+
+    Attributes:
+        group: the processes that share the experts; None: all are here.
+        sharing: whose tokens count in `Routed`.
     """
+
+    group: dist.ProcessGroup | None = None
+    sharing = Sharing()
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -248,7 +228,7 @@ class MoE(nn.Module):
             real: (N,) int64, flat places b * T + t of tokens that are no padding; the others come
                 back as zeros, and no expert sees them. None: all.
         """
-        ffn, tokens = self.config, x.flatten(0, 1)  # (B * T, D)
+        tokens = x.flatten(0, 1)  # (B * T, D)
         if real is not None:
             tokens = tokens.index_select(0, real)  # (N, D)
         if has_autocast(x):  # once, so that the router and the experts keep the same copy
@@ -256,16 +236,33 @@ class MoE(nn.Module):
         logits = self.router(tokens)  # (N, E)
         scores = logits.softmax(-1)
         weights, experts = self._choose(scores)  # (N, k) each
-        assert ffn.moe_impl is not None, "the recipe was not filled"
-        compress = bool(ffn.moe_compress_activations)
-        w = self.experts.experts()  # w1, v1 and w2 (E, f, D)
-        y = mixture(tokens, weights, experts, w, impl=ffn.moe_impl, compress=compress)  # (N, D)
-        if self.shared is not None:
-            y = y + self.shared(tokens)
+        y = self._mixed(tokens, weights, experts)  # (N, D)
         if real is not None:
             y = y.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, real, y)
-        routed = self._routed(logits, scores, experts, x.shape, real) if self.training else None
-        return y.view(x.shape), routed
+        if not self.training:
+            return y.view(x.shape), None
+        by_row = self.config.moe_lbl_scope in (None, "row")
+        places = Places(x.shape[0], x.shape[1], real)
+        told = Statistics.of(logits, scores, experts, places, by_row=by_row)
+        return y.view(x.shape), told.routed(self.sharing, top_k=experts.shape[1], rows=x.shape[0])
+
+    def _mixed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """What the experts chosen, here or elsewhere, and the shared one give for x (N, D)."""
+        assert self.config.moe_impl is not None, "the recipe was not filled"
+        multiply = partial(
+            self.experts,
+            impl=self.config.moe_impl,
+            compress=bool(self.config.moe_compress_activations),
+        )
+        if self.group is None:
+            y = multiply(x, weights, experts)
+            return y if self.shared is None else y + self.shared(x)
+        exchange = Exchange(x, experts, n_experts=self.experts.n, group=self.group)
+        shared = None if self.shared is None else self.shared(x)  # while rows travel
+        rows, here = exchange.arrived()  # (M, D) and (M, 1)
+        exchange.send_back(multiply(rows, weights.new_ones(here.shape), here))
+        y = exchange.combined(weights)
+        return y if shared is None else y + shared
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts (N, k) of tokens by their scores (N, E)."""
@@ -284,38 +281,6 @@ class MoE(nn.Module):
         if ffn.uniform_expert_assignment:
             experts = _in_turn(chosen, scores.shape[1])
         return weights, experts
-
-    def _routed(
-        self,
-        logits: Tensor,
-        scores: Tensor,
-        experts: Tensor,
-        shape: tuple[int, ...],
-        real: Tensor | None,
-    ) -> Routed:
-        """E / (T k) * sum over e of load_e * mean score_e, over the T tokens of each group.
-
-        A group is a row or, as in megablocks, the microbatch. Loads have no gradient.
-        """
-        rows, (n_experts, top_k) = shape[0], (scores.shape[1], experts.shape[1])
-        groups = rows if self.config.moe_lbl_scope != "microbatch" else 1
-        number = torch.arange(n_experts, device=experts.device)
-        # compared and summed: one_hot and bincount would wait for the device
-        chosen = (experts[:, :, None] == number).sum(1).to(scores.dtype)
-        if real is None:
-            load = chosen.view(groups, -1, n_experts).sum(1)  # (groups, E)
-            sums = scores.view(groups, -1, n_experts).sum(1)
-            tokens = load.new_full((groups, 1), len(scores) / groups)
-        else:
-            group = real // shape[1] if groups > 1 else torch.zeros_like(real)
-            empty = scores.new_zeros(groups, n_experts)
-            load, sums = (empty.index_add(0, group, part) for part in (chosen, scores))
-            tokens = load.sum(1, keepdim=True) / top_k
-        mean = sums / tokens.clamp(min=1)
-        share = load / (tokens.clamp(min=1) * top_k)
-        balance = n_experts * (share * mean).sum() * (rows / groups)
-        z = logits.logsumexp(-1).square().mean() * rows
-        return Routed(balance, z, load.sum(0), sums.detach().sum(0), tokens.sum())
 
 
 def _in_turn(chosen: Tensor, n_experts: int) -> Tensor:

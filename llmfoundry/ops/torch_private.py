@@ -125,6 +125,35 @@ def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
     return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
 
 
+def start_all_to_all(
+    rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Begin to send `sent[p]` rows to each process p of a group, in order; what `wait` is given.
+
+    `torch.ops._c10d_functional.all_to_all_single`: none of the public functions both returns a
+    tensor that recomputation can keep and waits later. Without it no expert_parallel_degree works.
+
+    Returns:
+        Not to be read yet: the rows that come, `received[p]` from each process.
+    """
+    name = group.group_name
+    return torch.ops._c10d_functional.all_to_all_single(rows, received, sent, name)
+
+
+def start_all_reduce(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Begin to add up `values` over a group; what `wait` is given.
+
+    `torch.ops._c10d_functional.all_reduce`, for the same reason; without it routers' statistics are
+    those of one process alone, and what shares a row's tokens does not work.
+    """
+    return torch.ops._c10d_functional.all_reduce(values, "sum", group.group_name)
+
+
+def wait(values: Tensor) -> Tensor:
+    """What a collective above gave, once it is there: `torch.ops._c10d_functional.wait_tensor`."""
+    return torch.ops._c10d_functional.wait_tensor(values)
+
+
 def keep_graphs_whole_under_ddp() -> None:
     """Compiled graphs are not cut where DDP's buckets end.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from llmfoundry.models.decoder import Root
 from llmfoundry.parallel.blocks import wrap_blocks
 from llmfoundry.parallel.context import share_rows
+from llmfoundry.parallel.experts import share_experts, share_statistics
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import Meshes
 from llmfoundry.parallel.sharding import materialize
@@ -39,10 +40,14 @@ def parallelize(
     """
     # 1. Tensor: matrices of the dense layers are cut, and each process has its own tokens between.
     share_matrices(root, meshes)
-    # 2. Context: attention asks the processes that share this one's rows for what it needs.
+    # 2. Experts: each process holds some of them whole, and tokens travel to them.
+    share_experts(root, meshes)
+    # 3. Context: attention asks the processes that share this one's rows for what it needs. What
+    # routers' losses count are the tokens of all that share a row.
     share_rows(root, meshes, config)
-    # 3. Activation memory, and compilation inside of it: each block's forward pass is replaced.
+    share_statistics(root, world, meshes)
+    # 4. Activation memory, and compilation inside of it: each block's forward pass is replaced.
     wrap_blocks(root, checkpointing=config.activation_checkpointing, compile_mode=compile_mode)
-    # 4. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
+    # 5. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
     # computed again. Then memory for what is this process's own.
     materialize(root, world, meshes, config, precision=precision)

@@ -47,6 +47,7 @@ KEPT = (
     "llmfoundry::moe_forward",
     "aten::topk",  # a router's choice
     "_c10d_functional::all_to_all_single",
+    "_c10d_functional::all_reduce",
     "_c10d_functional::reduce_scatter_tensor",
 )
 """Operators, by how their names begin, whose results selective checkpointing keeps: matrix

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmfoundry.models.moe import Routing
+from llmfoundry.models.routing import Routing
 from llmfoundry.train.objective import Objective
 from llmfoundry.train.step import Guard, StepResult
 

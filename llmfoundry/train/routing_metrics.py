@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmfoundry.models.moe import Routing
+from llmfoundry.models.routing import Routing
 
 
 def routing_metrics(routing: Routing, *, choices: int) -> dict[str, float]:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.moe import Routing, move_biases
+from llmfoundry.models.moe import move_biases
+from llmfoundry.models.routing import Routing
 from llmfoundry.ops import torch_private
 from llmfoundry.ops.batch import Batch
 from llmfoundry.parallel.sharding import gradient_sync, sum_factor

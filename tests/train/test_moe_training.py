@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.moe import Routing
+from llmfoundry.models.routing import Routing
 from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.layout import Layout
 from llmfoundry.parallel.blocks import wrap_blocks

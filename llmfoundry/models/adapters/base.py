@@ -7,15 +7,16 @@ Face folder, in fp32 or bf16, whole or in shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.spread.held import all_stacked_rows, held_blocks
 
 NUMBERS = 8  # of each tensor
 ROUNDING = 2.0**-7  # relative: what bfloat16 may change
@@ -33,54 +34,44 @@ def base_sample(model: Decoder, *, frozen: bool, rows: int | None = None) -> dic
         rows: of embedding and head to look at; None: all.
     """
     tables = model.vocabulary() if rows is not None else ()
-    names, found = [], []
+    stacked = all_stacked_rows(model)
+    names, found, cut = list[str](), list[Tensor](), dict[Any, list[int]]()
     for name, parameter in model.named_parameters():
         if is_added(name) or (frozen and parameter.requires_grad):
             continue
         if not parameter.is_floating_point():
             continue
+        if isinstance(parameter, DTensor):
+            kinds = [Replicate() if p.is_replicate() else Partial() for p in parameter.placements]
+            cut.setdefault((parameter.device_mesh, tuple(kinds)), []).append(len(names))
         names.append(name)
-        found.append(_numbers(parameter, rows if name in tables else None))
+        wanted = rows if name in tables else None
+        found.append(_numbers(parameter, wanted, stacked.get(name, ())))
     if not found:
         return {}
-    stacked = torch.stack(found)
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        _add_up(stacked, model)
-    return dict(zip(names, stacked.tolist(), strict=True))
+    samples = torch.stack(found)
+    for (mesh, kinds), places in cut.items():  # replicas hold the same
+        samples[places] = DTensor.from_local(samples[places], mesh, kinds).full_tensor()
+    return dict(zip(names, samples.tolist(), strict=True))
 
 
-def _numbers(parameter: Tensor, rows: int | None) -> Tensor:
+def _numbers(parameter: Tensor, rows: int | None, stacked: Sequence[int]) -> Tensor:
     """(NUMBERS,) fp64; of a shard those that it holds, zeros elsewhere."""
     size = parameter.numel() if rows is None else parameter[:rows].numel()
     places = torch.linspace(0, size - 1, NUMBERS, device=parameter.device).long()
     if not isinstance(parameter, DTensor):
         return parameter.detach().flatten()[places].double()
-    local = parameter.to_local().detach().flatten()
-    width = parameter.numel() // max(1, parameter.shape[0])
-    places = places - _first_row(parameter) * width
-    mine = (places >= 0) & (places < local.numel())
-    if not local.numel():
-        return torch.zeros(NUMBERS, dtype=torch.float64, device=local.device)
-    return torch.where(mine, local[places.clamp(0, local.numel() - 1)].double(), 0.0)
-
-
-def _first_row(parameter: DTensor) -> int:
-    """The row of the whole parameter that this process's rows begin with."""
-    axes = [axis for axis, place in enumerate(parameter.placements) if not place.is_replicate()]
-    if not axes:
-        return 0
-    (axis,), mesh, height = axes, parameter.device_mesh, parameter.shape[0]
-    assert parameter.placements[axis].is_shard(0), "only rows are sharded"
-    # as torch.chunk cuts: the last shards may be short or empty
-    return min(mesh.get_local_rank(axis) * -(-height // mesh.size(axis)), height)
-
-
-def _add_up(stacked: Tensor, model: nn.Module) -> None:
-    """Sum over the processes that share one copy of the model."""
-    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    names = mesh.mesh_dim_names
-    group = mesh.get_group(names[-1] if names else 0)  # the shards; replicas hold the same
-    dist.all_reduce(stacked, group=group)
+    local = parameter.to_local().detach()
+    found = torch.zeros(NUMBERS, dtype=torch.float64, device=local.device)
+    where = torch.unravel_index(places, parameter.shape)  # in each dimension
+    for block in held_blocks(parameter, stacked):
+        mine, here = torch.ones_like(places, dtype=torch.bool), list[Tensor]()
+        for place, (first, last), (begin, _) in zip(where, block.local, block.whole, strict=True):
+            own = place - begin + first
+            mine &= (own >= first) & (own < last)
+            here.append(own.clamp(first, last - 1))
+        found = torch.where(mine, local[tuple(here)].double(), found)
+    return found
 
 
 def base_difference(then: Mapping[str, list[float]], now: Mapping[str, list[float]]) -> str | None:

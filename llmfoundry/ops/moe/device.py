@@ -34,7 +34,7 @@ def forward(
     x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool, compress: bool
 ) -> tuple[Tensor, SavedActivations]:
     """Output (T, d), and the pre-activations where they are to be kept; as `cpu.forward`."""
-    steps, top_k, ends = _steps(x.device.type), weights.shape[1], routing.ends
+    steps, top_k, ends = steps_of(x.device.type), weights.shape[1], routing.ends
     rows = steps.gather(x, routing.order, top_k)  # (N, d), sorted by expert
     # Two products, not one over concatenated weights: copying w1 and v1 each step moves more bytes
     # than reading the rows twice where experts are large, and checkpoints know two names.
@@ -69,7 +69,7 @@ def backward(
     frozen: bool,
 ) -> Gradients:
     """All gradients from that of the output, grad (T, d); as `cpu.backward`."""
-    steps, top_k, ends = _steps(x.device.type), weights.shape[1], routing.ends
+    steps, top_k, ends = steps_of(x.device.type), weights.shape[1], routing.ends
     packed, f = kept.gate.dtype == torch.int8, w.hidden(x.shape[1])
     whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)
     a = unpack(kept.gate, f, x.dtype) if packed else kept.gate
@@ -117,16 +117,16 @@ def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
 
 def pack(x: Tensor) -> Tensor:
     """`steps.pack`, by a kernel where there is one."""
-    return _steps(x.device.type).pack(x)
+    return steps_of(x.device.type).pack(x)
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """`steps.unpack`, by a kernel where there is one."""
-    return _steps(packed.device.type).unpack(packed, width, dtype)
+    return steps_of(packed.device.type).unpack(packed, width, dtype)
 
 
 @cache
-def _steps(device_type: str) -> ModuleType:
+def steps_of(device_type: str) -> ModuleType:
     """Triton's kernels where they run, PyTorch's functions elsewhere."""
     if device_type != "cuda" or find_spec("triton") is None:
         return moe_steps

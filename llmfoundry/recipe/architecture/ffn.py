@@ -22,7 +22,7 @@ OTHER_MOE_NAMES = {  # LLM Foundry's, of which each is something else
 }
 MLP_TYPES = ("mlp", "glu")
 BALANCING = ("loss", "bias", "none")
-LBL_SCOPES = ("row", "microbatch")
+LBL_SCOPES = ("row", "microbatch", "global")
 MOE_IMPLS = ("grouped_mm", "torch", "megablocks")
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the arguments each takes
@@ -84,7 +84,9 @@ class FFNConfig:
     """Only with moe_balancing: loss, its weight (its value at perfect balance); default 0.01."""
     moe_lbl_scope: Annotated[str | None, choice(LBL_SCOPES)] = None
     """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the
-    default: the same whatever the microbatch) or of each microbatch, as megablocks does."""
+    default: the same whatever the microbatch), of each microbatch, as megablocks does, or global:
+    of the microbatches of all processes together (Qiu et al., 2025), which lets experts specialise
+    in kinds of text; a message of a few hundred numbers a layer more."""
     moe_bias_update_rate: Annotated[float | None, POSITIVE] = None
     """Only with moe_balancing: bias, how far a step moves a bias; default 0.001."""
     moe_zloss_weight: Annotated[float | None, POSITIVE] = None

@@ -1,0 +1,175 @@
+"""What routers tell of a microbatch: the losses that balance experts, and how loaded each was.
+
+`moe.py` makes `Statistics` of each layer, the decoder `Routing` of all. What a router did comes
+back as a result, never through a list that layers write to: so it is right when a checkpointed
+block runs twice, when blocks are compiled, and when FSDP cuts them. All of it is sums over rows,
+which microbatches and processes can add up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmfoundry.ops.torch_private import start_all_reduce, wait
+from llmfoundry.recipe.architecture.model import FFNConfig
+
+
+class Routed(NamedTuple):
+    """What one layer's router did with a microbatch of B rows, while training.
+
+    Attributes:
+        balance: (), the load-balancing loss at weight 1, times B: B at perfect balance.
+        z: (), the mean squared logsumexp of the logits, times B.
+        load: (E,), choices that fell on each expert; B * T * k in all.
+        probability: (E,), the router's probabilities, summed over tokens; B * T in all.
+        tokens: (), how many were routed: B * T less padding, which is left out of all of this.
+    """
+
+    balance: Tensor
+    z: Tensor
+    load: Tensor
+    probability: Tensor
+    tokens: Tensor
+
+
+class Routing(NamedTuple):
+    """The same of all L layers.
+
+    Attributes:
+        losses: what is added to the loss, times B: `lbl` and `z`, those that the recipe asks for,
+            weighted and averaged over layers.
+        load: (L, E).
+        probability: (L, E).
+        tokens: (L,).
+    """
+
+    losses: dict[str, Tensor]
+    load: Tensor
+    probability: Tensor
+    tokens: Tensor
+
+
+def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
+    """What all layers' routers did, the losses weighted as the recipe says.
+
+    With the mean over layers the balancing loss is megablocks' batched_load_balancing_loss, its
+    weight at perfect balance; tests/models/test_moe.py has the formula.
+    """
+    parts = (torch.stack(part) for part in zip(*layers, strict=True))
+    balance, z, load, probability, tokens = parts
+    losses = {}
+    if ffn.moe_loss_weight is not None:
+        losses["lbl"] = ffn.moe_loss_weight * balance.mean()
+    if ffn.moe_zloss_weight is not None:
+        losses["z"] = ffn.moe_zloss_weight * z.mean()
+    return Routing(losses, load, probability, tokens)
+
+
+class Sharing(NamedTuple):
+    """Whose tokens count in a layer's statistics beside this process's; `parallel` sets it.
+
+    Balance and z are those of all tokens that count. The gradient of each process is that of its
+    own tokens, exactly: gradients are summed over processes later, and nothing travels backward.
+
+    Attributes:
+        tensor: processes with other tokens of the same rows, over which `Routed` is not added up
+            later: what it says is theirs together, the same on each of them.
+        added: processes over which `Routed` and rows are added up later, and whose tokens count
+            all the same: those with other tokens of the same rows (context parallelism; each then
+            counts its rows), or with other rows too (moe_lbl_scope: global). All have as many rows.
+    """
+
+    tensor: dist.ProcessGroup | None = None
+    added: dist.ProcessGroup | None = None
+
+
+class Places(NamedTuple):
+    """Where the tokens that were routed stand.
+
+    Attributes:
+        rows: B.
+        length: T, on this process.
+        real: (N,) flat places b * T + t of those that are no padding; None: all are.
+    """
+
+    rows: int
+    length: int
+    real: Tensor | None
+
+
+class Statistics(NamedTuple):
+    """What a router's losses are made of, by groups of tokens: rows, or all of them.
+
+    Attributes:
+        load: (groups, E), choices that fell on each expert.
+        scores: (groups, E), summed over tokens.
+        tokens: (groups, 1).
+        squares: (), squared logsumexp of the logits, summed over tokens.
+    """
+
+    load: Tensor
+    scores: Tensor
+    tokens: Tensor
+    squares: Tensor
+
+    @staticmethod
+    def of(
+        logits: Tensor, scores: Tensor, experts: Tensor, places: Places, *, by_row: bool
+    ) -> Statistics:
+        """Of logits and scores (N, E) and the experts chosen (N, k)."""
+        groups = places.rows if by_row else 1
+        n_experts, top_k, real = scores.shape[1], experts.shape[1], places.real
+        number = torch.arange(n_experts, device=experts.device)
+        # compared and summed: one_hot and bincount would wait for the device
+        chosen = (experts[:, :, None] == number).sum(1).to(scores.dtype)
+        if real is None:
+            load = chosen.view(groups, -1, n_experts).sum(1)  # (groups, E)
+            sums = scores.view(groups, -1, n_experts).sum(1)
+            tokens = load.new_full((groups, 1), len(scores) / groups)
+        else:
+            group = real // places.length if by_row else torch.zeros_like(real)
+            empty = scores.new_zeros(groups, n_experts)
+            load, sums = (empty.index_add(0, group, part) for part in (chosen, scores))
+            tokens = load.sum(1, keepdim=True) / top_k
+        return Statistics(load, sums, tokens, logits.logsumexp(-1).square().sum())
+
+    def routed(self, sharing: Sharing, *, top_k: int, rows: int) -> Routed:
+        """What is told of them, the tokens of other processes counted where `sharing` names some.
+
+        Balance is E / (T k) * sum over e of load_e * mean score_e, over the T tokens of each group:
+        a row or, as in megablocks, the microbatch, of this process or of all (Qiu et al., 2025,
+        "Demons in the detail"). Loads have no gradient.
+        """
+        told = self if sharing.tensor is None else self._over(sharing.tensor)
+        every = told
+        if sharing.added is not None:
+            every = told._over(sharing.added, times=sharing.added.size())
+        tokens = every.tokens.clamp(min=1)
+        balance = (every.load / (tokens * top_k) * (every.scores / tokens)).sum()
+        balance = balance * (self.load.shape[1] * rows / len(self.load))
+        z = every.squares / every.tokens.sum().clamp(min=1) * rows
+        probability = told.scores.detach().sum(0)
+        return Routed(balance, z, told.load.sum(0), probability, told.tokens.sum())
+
+    def _over(self, group: dist.ProcessGroup, *, times: int = 1) -> Statistics:
+        """Added up over processes; gradients of this one's part, `times` as large."""
+        flat = torch.cat([part.flatten() for part in self])
+        parts = _Added.apply(flat, group, times).split([part.numel() for part in self])
+        return Statistics(*(p.view_as(own) for p, own in zip(parts, self, strict=True)))
+
+
+class _Added(torch.autograd.Function):
+    """A sum over processes, each of which finds the gradient of its own summand."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, times: int) -> Tensor:
+        ctx.times = times
+        return wait(start_all_reduce(values, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.times, None, None
