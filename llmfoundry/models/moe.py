@@ -236,7 +236,7 @@ class MoE(nn.Module):
         logits = self.router(tokens)  # (N, E)
         scores = logits.softmax(-1)
         weights, experts = self._choose(scores)  # (N, k) each
-        y = self._mixed(tokens, weights, experts)  # (N, D)
+        y = self.mixed(tokens, weights, experts)  # (N, D)
         if real is not None:
             y = y.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, real, y)
         if not self.training:
@@ -246,7 +246,7 @@ class MoE(nn.Module):
         told = Statistics.of(logits, scores, experts, places, by_row=by_row)
         return y.view(x.shape), told.routed(self.sharing, top_k=experts.shape[1], rows=x.shape[0])
 
-    def _mixed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """What the experts chosen, here or elsewhere, and the shared one give for x (N, D)."""
         assert self.config.moe_impl is not None, "the recipe was not filled"
         multiply = partial(

@@ -7,7 +7,7 @@ pickle names (`train/checkpoints/safe_load.py`) is data and not called.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -152,6 +152,42 @@ def start_all_reduce(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 def wait(values: Tensor) -> Tensor:
     """What a collective above gave, once it is there: `torch.ops._c10d_functional.wait_tensor`."""
     return torch.ops._c10d_functional.wait_tensor(values)
+
+
+def selective_contexts(is_kept: Callable[..., bool]) -> tuple[Any, Any]:
+    """As `create_selective_checkpoint_contexts`, where operators that are not kept may differ.
+
+    FSDP's hooks around a module inside of what is computed again run other operators the second
+    time, which PyTorch's own contexts refuse. `torch.utils._python_dispatch.TorchDispatchMode`, of
+    which they are made; without it selective checkpointing does not work beside expert parallelism.
+
+    Args:
+        is_kept: of an operator and its arguments, alike both times.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
+
+    kept: dict[Any, list[Any]] = {}
+
+    class Keep(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = op(*args, **(kwargs or {}))
+            if is_kept(op, *args):
+                alias = tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
+                kept.setdefault(op, []).append(alias)
+            return result
+
+    class Give(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if is_kept(op, *args):
+                return kept[op].pop(0)
+            return op(*args, **(kwargs or {}))
+
+    return Keep(), Give()
 
 
 def keep_graphs_whole_under_ddp() -> None:

@@ -24,7 +24,12 @@ from torch.utils.checkpoint import (
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops.torch_private import compiler_errors, keep_graphs_whole_under_ddp
+from llmfoundry.models.moe import MoE
+from llmfoundry.ops.torch_private import (
+    compiler_errors,
+    keep_graphs_whole_under_ddp,
+    selective_contexts,
+)
 from llmfoundry.recipe.parallel import LEVELS, recomputation
 from llmfoundry.recipe.scripts.train import GRAPH_ADVICE, GRAPH_MODES
 
@@ -78,6 +83,10 @@ def wrap_blocks(root: Root, *, checkpointing: bool | str, compile_mode: str | No
     if level == "selective":
         forward = _checkpointed(forward, _selection(root))
     if compile_mode is not None:
+        for layer in _shared_mixtures(root):  # the host waits for how many rows come, FSDP's hooks
+            setattr(
+                layer, "mixed", torch.compiler.disable(layer.mixed)
+            )  # for experts: no graph has these
         forward = _compiled(forward, compile_mode, len(root.model.blocks))
     if level == "whole":
         forward = _checkpointed(forward)
@@ -129,17 +138,27 @@ def _selection(root: Root) -> Callable[[], Any]:
     model = root.model.config
     last = (model.ffn_config.ffn_hidden_size, model.d_model)
 
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def is_kept(op: Any, *args: Any) -> bool:
         name = op.name() if callable(getattr(op, "name", None)) else str(op)
         if not name.startswith(KEPT):
-            return CheckpointPolicy.PREFER_RECOMPUTE
+            return False
         if name.startswith(("aten::mm", "aten::addmm")):
             left, right = args[-2:]
-            if (left.shape[-1], right.shape[-1]) == last:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
+            return (left.shape[-1], right.shape[-1]) != last
+        return True
 
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = is_kept(op, *args)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    if _shared_mixtures(root):
+        return partial(selective_contexts, is_kept)  # FSDP's hooks of the experts are inside
     return partial(create_selective_checkpoint_contexts, policy)
+
+
+def _shared_mixtures(root: Root) -> list[MoE]:
+    """The layers whose experts are on several processes."""
+    return [m for m in root.modules() if isinstance(m, MoE) and m.group is not None]
 
 
 def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:

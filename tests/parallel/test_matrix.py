@@ -34,10 +34,9 @@ from llmfoundry.gauntlet.questions import Prompt, Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.layout import Layout
-from llmfoundry.parallel.blocks import wrap_blocks
+from llmfoundry.parallel.apply import parallelize
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, on_mesh
-from llmfoundry.parallel.sharding import materialize
 from llmfoundry.parallel.sharding import replicate as wrap
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
@@ -52,6 +51,7 @@ from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 STEPS, ROWS, LENGTH, CLIP = 4, 12, 16, 0.5
+EPS = 1e-5  # AdamW's: an element whose gradient is hardly more than rounding hardly moves
 MICROBATCH = {1: 5, 2: 4, 4: 2}  # of 12, 6 and 3 rows a process
 EXPERTS: dict[str, Any] = {  # as DBRX has them, with both losses of its routers
     "no_bias": True,
@@ -67,6 +67,21 @@ EXPERTS: dict[str, Any] = {  # as DBRX has them, with both losses of its routers
         "moe_zloss_weight": 0.01,
     },
 }
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "shared": {"ffn_config": {"shared_expert_hidden_size": 24, "moe_normalize_expert_weights": 1}},
+    "biases": {"no_bias": False},
+    "bias": {
+        "ffn_config": {
+            "moe_balancing": "bias",
+            "moe_loss_weight": None,
+            "moe_bias_update_rate": 0.1,
+            "moe_normalize_expert_weights": 2,
+        }
+    },
+    "microbatch": {"ffn_config": {"moe_lbl_scope": "microbatch"}},
+    "reference": {"ffn_config": {"moe_impl": "torch", "mlp_type": "mlp", "moe_top_k": 3}},
+}
 REQUESTS = [Request((n, 5, 9, 7), (7, n), "a") for n in range(1, 8)]
 LABELS = (16, 1, 9, 2, 16, 3, 0, 0, 0, 16, 5, 1)  # of each row; on 4 processes the third has none
 
@@ -78,16 +93,32 @@ class Entry:
     processes: int
     replicate: int = 1
     shard: int = 1
-    checkpointing: bool = False
+    checkpointing: bool | str = False
     compiled: bool = False
     precision: str = "fp32"
     once: bool = False
     """Gradients are reduce-scattered once a step, not after every microbatch."""
     experts: bool = False
+    expert: int = 1
+    """Processes that share a layer's experts."""
+    variant: str = ""
+    """Of the mixture: one of VARIANTS."""
 
     @property
     def data_size(self) -> int:
         return self.replicate * self.shard
+
+    @property
+    def config(self) -> ParallelConfig:
+        """What a recipe says, filled."""
+        config = ParallelConfig(
+            data_parallel_replicate_degree=self.replicate,
+            data_parallel_shard_degree=self.shard,
+            expert_parallel_degree=self.expert,
+            activation_checkpointing=self.checkpointing,
+        )
+        config.fill()
+        return config
 
 
 ENTRIES = {
@@ -107,6 +138,24 @@ ENTRIES = {
     "fsdp-2-experts": Entry(2, shard=2, experts=True),
     "fsdp-4-experts": Entry(4, shard=4, experts=True),
     "hsdp-2x2-experts": Entry(4, replicate=2, shard=2, experts=True),
+    "expert-2": Entry(2, shard=2, experts=True, expert=2),
+    "expert-2-shared": Entry(2, shard=2, experts=True, expert=2, variant="shared"),
+    "expert-2-selective": Entry(
+        2, shard=2, experts=True, expert=2, variant="shared", checkpointing="selective"
+    ),
+    "expert-2-checkpointing": Entry(2, shard=2, experts=True, expert=2, checkpointing=True),
+    "expert-2-biases": Entry(2, shard=2, experts=True, expert=2, variant="biases"),
+    "expert-2-bias": Entry(2, shard=2, experts=True, expert=2, variant="bias"),
+    "expert-2-once": Entry(2, shard=2, experts=True, expert=2, once=True),
+    "expert-2-reference": Entry(2, shard=2, experts=True, expert=2, variant="reference"),
+    "expert-2-compiled": Entry(2, shard=2, experts=True, expert=2, compiled=True),
+    "expert-2-compiled-checkpointing": Entry(
+        2, shard=2, experts=True, expert=2, compiled=True, checkpointing=True
+    ),
+    "expert-4": Entry(4, shard=4, experts=True, expert=4),
+    "expert-2-fsdp-4": Entry(4, shard=4, experts=True, expert=2),
+    "expert-2-hsdp-2x2": Entry(4, replicate=2, shard=2, experts=True, expert=2),
+    "expert-2-hsdp-2x2-once": Entry(4, replicate=2, shard=2, experts=True, expert=2, once=True),
 }
 LOW = {
     "one-bf16": Entry(1, precision="bf16"),
@@ -133,7 +182,7 @@ def share(batch: Batch, world: World) -> Batch:
 
 
 def make_optimizer_config() -> OptimizerConfig:
-    config = OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.1)
+    config = OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.1, eps=EPS)
     config.fill()
     return config
 
@@ -143,17 +192,13 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
 
     Of the last step also `held`: bytes that it has made and keeps as each microbatch begins.
     """
-    config = ParallelConfig(
-        data_parallel_replicate_degree=entry.replicate, data_parallel_shard_degree=entry.shard
-    )
-    config.fill()
+    config = entry.config
     mesh = build_mesh(config, world)
     world = on_mesh(world, mesh)
     with torch.device("meta"):
-        root = Root(make_decoder(entry.experts)).to(weight_dtype(entry.precision))
+        root = Root(make_decoder(entry.experts, entry.variant)).to(weight_dtype(entry.precision))
     mode = "default" if entry.compiled else None
-    wrap_blocks(root, checkpointing=entry.checkpointing, compile_mode=mode)
-    materialize(root, world, mesh, config, precision=entry.precision)
+    parallelize(root, world, mesh, config, precision=entry.precision, compile_mode=mode)
     root.model.init_weights(5)
     module = wrap(root, mesh)
     optimizer = build_optimizer(root.model, make_optimizer_config())
@@ -191,8 +236,12 @@ def beside_data(world: World) -> World:
     return on_mesh(world, build_mesh(config, world))
 
 
-def make_decoder(experts: bool) -> Decoder:
-    return Decoder(make_config(n_layers=2, **EXPERTS if experts else {}))
+def make_decoder(experts: bool, variant: str = "") -> Decoder:
+    if not experts:
+        return Decoder(make_config(n_layers=2))
+    changes = VARIANTS[variant]
+    ffn = EXPERTS["ffn_config"] | changes.get("ffn_config", {})
+    return Decoder(make_config(n_layers=2, **EXPERTS | changes | {"ffn_config": ffn}))
 
 
 def measured(world: World, folder: Path) -> dict[str, Any]:
@@ -262,12 +311,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @cache
-def plain(experts: bool = False) -> tuple[list[float], list[float], dict[str, float]]:
+def plain(
+    experts: bool = False, variant: str = ""
+) -> tuple[list[float], list[float], dict[str, float]]:
     """Losses, gradient norms, and the last weights' norms, of a loop as one would write it."""
-    model = make_decoder(experts)
+    model = make_decoder(experts, variant)
     model.init_weights(5)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), foreach=False
+        model.parameters(), lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=EPS, foreach=False
     )
     losses, norms = [], []
     for step in range(STEPS):
@@ -282,6 +333,10 @@ def plain(experts: bool = False) -> tuple[list[float], list[float], dict[str, fl
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        if variant == "bias":
+            assert routing is not None
+            for block, load in zip(model.blocks, routing.load, strict=True):
+                block.ffn.router.bias_steps += (load.mean() - load).sign().int()
     return (
         losses,
         norms,
@@ -293,7 +348,7 @@ def plain(experts: bool = False) -> tuple[list[float], list[float], dict[str, fl
 def test_losses_norms_and_weights_are_those_of_a_plain_loop(
     found: dict[str, Any], name: str
 ) -> None:
-    losses, norms, weights = plain(ENTRIES[name].experts)
+    losses, norms, weights = plain(ENTRIES[name].experts, ENTRIES[name].variant)
     assert min(norms) > CLIP, "the bound must bind"
     assert found[name]["loss"] == pytest.approx(losses, rel=1e-6)
     assert found[name]["norm"] == pytest.approx(norms, rel=1e-6)
@@ -313,11 +368,14 @@ def test_gradients_between_microbatches_are_of_the_shard_alone(
 ) -> None:
     """4 bytes for each parameter of the shard; of the whole model where they wait for the last."""
     entry = ENTRIES[name]
-    whole = 4 * sum(p.numel() for p in make_decoder(entry.experts).parameters())
+    sizes = {n: 4 * p.numel() for n, p in make_decoder(entry.experts).named_parameters()}
+    whole, whole_experts = sum(sizes.values()), sum(sizes[n] for n in sizes if ".experts." in n)
     before, *held = found[name]["held"]
     assert len(held) == -(-ROWS // entry.data_size // MICROBATCH[entry.data_size]) - 1 > 0
     for bytes_held in held:
         gradients = whole if entry.once else whole / entry.shard
+        if entry.once and entry.expert > 1:
+            gradients = whole - whole_experts * (1 - 1 / entry.expert)
         assert bytes_held - before == pytest.approx(gradients, rel=0.02)
 
 

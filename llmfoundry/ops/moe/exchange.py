@@ -21,6 +21,7 @@ whole blocks sends the forward pass's messages again; selective checkpointing ke
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Exchange:
     def __init__(
         self, x: Tensor, experts: Tensor, *, n_experts: int, group: dist.ProcessGroup
     ) -> None:
-        size, self._group = group.size(), group
+        size = group.size()
         self._order, self._inverse, ends = route(experts, n_experts)
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()  # (E,)
         even = [n_experts // size] * size
@@ -53,53 +54,72 @@ class Exchange:
         rows = _Gathered.apply(x, self._order, self._inverse, experts.shape[1])  # (N, D)
         theirs = wait(theirs).view(size, -1)  # (P, E / P), of each process for each expert here
         mine = counts.view(size, -1)
-        self._sent, self._received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+        sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
         here = torch.arange(theirs.shape[1], device=x.device).repeat(size)
-        self._experts = here.repeat_interleave(theirs.flatten(), output_size=sum(self._received))
-        self._rows = _Start.apply(rows, self._received, self._sent, group)
+        self._experts = here.repeat_interleave(theirs.flatten(), output_size=sum(received))
+        self._there, self._back = _Way(received, sent, group), _Way(sent, received, group)
+        self._rows = _Start.apply(rows, self._there)
 
     def arrived(self) -> tuple[Tensor, Tensor]:
         """Wait for the rows (M, D), process after process, and the expert here of each: (M, 1)."""
-        rows = _Finish.apply(self._rows, self._received, self._sent, self._group)
+        rows = _Finish.apply(self._rows, self._there)
         return rows, self._experts[:, None]
 
     def send_back(self, rows: Tensor) -> None:
         """Start what experts made of the rows (M, D) on their way home."""
-        self._rows = _Start.apply(rows, self._sent, self._received, self._group)
+        self._rows = _Start.apply(rows, self._back)
 
     def combined(self, weights: Tensor) -> Tensor:
         """Wait for them; the sum of each token's rows times the router's weights (T, k): (T, D)."""
-        rows = _Finish.apply(self._rows, self._sent, self._received, self._group)  # (N, D)
+        rows = _Finish.apply(self._rows, self._back)  # (N, D)
         return _Combined.apply(rows, weights, self._order, self._inverse)
+
+
+@dataclass
+class _Way:
+    """One message of a layer: how many rows go to each process, and how many come.
+
+    Attributes:
+        received: rows from each process, in order.
+        sent: rows to each.
+        group: they.
+        gradient: on its way back, which `_Finish` starts and `_Start` waits for. It has as many
+            rows as were sent: as a gradient of what came it could not pass from one to the other.
+    """
+
+    received: list[int]
+    sent: list[int]
+    group: dist.ProcessGroup
+    gradient: Tensor | None = None
 
 
 class _Start(torch.autograd.Function):
     """Begin to send rows; nobody may read the result before `_Finish`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        return start_all_to_all(rows.contiguous(), received, sent, group)
+    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return start_all_to_all(rows.contiguous(), way.received, way.sent, way.group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return wait(grads[0]), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        gradient, ctx.way.gradient = ctx.way.gradient, None
+        return wait(gradient), None
 
 
 class _Finish(torch.autograd.Function):
     """Wait for what `_Start` sent; the gradient sets out here, and is waited for there."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.way_back = (sent, received, group)
+    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
         return wait(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return start_all_to_all(grads[0].contiguous(), *ctx.way_back), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        way = ctx.way
+        way.gradient = start_all_to_all(grads[0].contiguous(), way.sent, way.received, way.group)
+        return grads[0], None  # `_Start` looks at way.gradient alone
 
 
 class _Gathered(torch.autograd.Function):
