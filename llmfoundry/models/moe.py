@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial
 from llmfoundry.models.ffn import FFN
 from llmfoundry.models.linear import Linear, whole
 from llmfoundry.models.low_rank import LowRank, adapted
-from llmfoundry.models.routing import Places, Routed, Sharing, Statistics
+from llmfoundry.models.routing import OtherTokens, Places, Routed, Statistics
 from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.autocast import has_autocast, without_autocast
 from llmfoundry.ops.moe.backends import mixture
@@ -205,11 +205,11 @@ class MoE(nn.Module):
 
     Attributes:
         group: the processes that share the experts; None: all are here.
-        sharing: whose tokens count in `Routed`.
+        others: whose tokens count in `Routed`, as `parallel/experts.py` sets it.
     """
 
     group: dist.ProcessGroup | None = None
-    sharing = Sharing()
+    others = OtherTokens()
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class MoE(nn.Module):
         by_row = self.config.moe_lbl_scope in (None, "row")
         places = Places(x.shape[0], x.shape[1], real)
         told = Statistics.of(logits, scores, experts, places, by_row=by_row)
-        return y.view(x.shape), told.routed(self.sharing, top_k=experts.shape[1], rows=x.shape[0])
+        return y.view(x.shape), told.routed(self.others, top_k=experts.shape[1], rows=x.shape[0])
 
     def mixed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """What the experts chosen, here or elsewhere, and the shared one give for x (N, D)."""

@@ -69,8 +69,8 @@ def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
     return Routing(losses, load, probability, tokens)
 
 
-class Sharing(NamedTuple):
-    """Whose tokens count in a layer's statistics beside this process's; `parallel` sets it.
+class OtherTokens(NamedTuple):
+    """Whose tokens count in a layer's statistics beside this process's.
 
     Balance and z are those of all tokens that count. The gradient of each process is that of its
     own tokens, exactly: gradients are summed over processes later, and nothing travels backward.
@@ -137,17 +137,17 @@ class Statistics(NamedTuple):
             tokens = load.sum(1, keepdim=True) / top_k
         return Statistics(load, sums, tokens, logits.logsumexp(-1).square().sum())
 
-    def routed(self, sharing: Sharing, *, top_k: int, rows: int) -> Routed:
-        """What is told of them, the tokens of other processes counted where `sharing` names some.
+    def routed(self, others: OtherTokens, *, top_k: int, rows: int) -> Routed:
+        """What is told of them, the tokens of other processes counted where `others` names some.
 
         Balance is E / (T k) * sum over e of load_e * mean score_e, over the T tokens of each group:
         a row or, as in megablocks, the microbatch, of this process or of all (Qiu et al., 2025,
         "Demons in the detail"). Loads have no gradient.
         """
-        told = self if sharing.tensor is None else self._over(sharing.tensor)
+        told = self if others.tensor is None else self._over(others.tensor)
         every = told
-        if sharing.added is not None:
-            every = told._over(sharing.added, times=sharing.added.size())
+        if others.added is not None:
+            every = told._over(others.added, times=others.added.size())
         tokens = every.tokens.clamp(min=1)
         balance = (every.load / (tokens * top_k) * (every.scores / tokens)).sum()
         balance = balance * (self.load.shape[1] * rows / len(self.load))

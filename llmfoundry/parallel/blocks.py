@@ -83,10 +83,9 @@ def wrap_blocks(root: Root, *, checkpointing: bool | str, compile_mode: str | No
     if level == "selective":
         forward = _checkpointed(forward, _selection(root))
     if compile_mode is not None:
-        for layer in _shared_mixtures(root):  # the host waits for how many rows come, FSDP's hooks
-            setattr(
-                layer, "mixed", torch.compiler.disable(layer.mixed)
-            )  # for experts: no graph has these
+        for layer in _shared_mixtures(root):
+            # no graph has the host's waiting for how many rows come, nor FSDP's hooks of experts
+            layer.mixed = torch.compiler.disable(layer.mixed)  # type: ignore[method-assign]
         forward = _compiled(forward, compile_mode, len(root.model.blocks))
     if level == "whole":
         forward = _checkpointed(forward)

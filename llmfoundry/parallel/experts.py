@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import ExpertWeights, MoE
+from llmfoundry.models.routing import OtherTokens
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import Meshes
 
@@ -34,15 +35,21 @@ def share_experts(root: Root, meshes: Meshes | None) -> None:
         _cut(layer.experts, meshes)
 
 
-def share_statistics(root: Root, world: World) -> None:
-    """Let routers whose recipe says `moe_lbl_scope: global` count the tokens of all processes."""
-    if world.size == 1:
+def share_statistics(root: Root, world: World, meshes: Meshes | None) -> None:
+    """Let routers' losses count the tokens of other processes, where rows or the recipe ask for it.
+
+    Processes of the context and tensor dimensions have other tokens of the same rows; with
+    `moe_lbl_scope: global` those of all rows count.
+    """
+    if meshes is None:
         return
-    group = world.token_group
+    tensor = None if meshes.tensor is None else meshes.tensor.get_group()
+    context = None if meshes.context is None else meshes.context.get_group()
+    assert dist.group.WORLD is not None
+    every = world.token_group or dist.group.WORLD
     for layer in mixtures(root):
-        if layer.config.moe_lbl_scope == "global":
-            assert dist.group.WORLD is not None
-            layer.sharing = layer.sharing._replace(added=group or dist.group.WORLD)
+        is_global = layer.config.moe_lbl_scope == "global"
+        layer.others = OtherTokens(tensor, every if is_global else context)
 
 
 def mixtures(root: Root) -> Iterator[MoE]:
