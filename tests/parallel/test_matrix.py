@@ -52,7 +52,7 @@ from tests.warm_scripts import on_ranks
 CPU = torch.device("cpu")
 STEPS, ROWS, LENGTH, CLIP = 4, 12, 16, 0.5
 EPS = 1e-5  # AdamW's: an element whose gradient is hardly more than rounding hardly moves
-MICROBATCH = {1: 5, 2: 4, 4: 2}  # of 12, 6 and 3 rows a process
+MICROBATCH = {1: 5, 2: 4, 4: 2, 6: 1}  # of 12, 6, 3 and 2 rows a process
 EXPERTS: dict[str, Any] = {  # as DBRX has them, with both losses of its routers
     "no_bias": True,
     "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
@@ -79,7 +79,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "moe_normalize_expert_weights": 2,
         }
     },
-    "microbatch": {"ffn_config": {"moe_lbl_scope": "microbatch"}},
     "reference": {"ffn_config": {"moe_impl": "torch", "mlp_type": "mlp", "moe_top_k": 3}},
 }
 REQUESTS = [Request((n, 5, 9, 7), (7, n), "a") for n in range(1, 8)]
@@ -138,24 +137,31 @@ ENTRIES = {
     "fsdp-2-experts": Entry(2, shard=2, experts=True),
     "fsdp-4-experts": Entry(4, shard=4, experts=True),
     "hsdp-2x2-experts": Entry(4, replicate=2, shard=2, experts=True),
-    "expert-2": Entry(2, shard=2, experts=True, expert=2),
-    "expert-2-shared": Entry(2, shard=2, experts=True, expert=2, variant="shared"),
     "expert-2-selective": Entry(
         2, shard=2, experts=True, expert=2, variant="shared", checkpointing="selective"
     ),
-    "expert-2-checkpointing": Entry(2, shard=2, experts=True, expert=2, checkpointing=True),
-    "expert-2-biases": Entry(2, shard=2, experts=True, expert=2, variant="biases"),
-    "expert-2-bias": Entry(2, shard=2, experts=True, expert=2, variant="bias"),
-    "expert-2-once": Entry(2, shard=2, experts=True, expert=2, once=True),
-    "expert-2-reference": Entry(2, shard=2, experts=True, expert=2, variant="reference"),
-    "expert-2-compiled": Entry(2, shard=2, experts=True, expert=2, compiled=True),
-    "expert-2-compiled-checkpointing": Entry(
-        2, shard=2, experts=True, expert=2, compiled=True, checkpointing=True
-    ),
-    "expert-4": Entry(4, shard=4, experts=True, expert=4),
     "expert-2-fsdp-4": Entry(4, shard=4, experts=True, expert=2),
-    "expert-2-hsdp-2x2": Entry(4, replicate=2, shard=2, experts=True, expert=2),
+    "expert-2-hsdp-2x2": Entry(
+        4, replicate=2, shard=2, experts=True, expert=2, variant="bias", checkpointing=True
+    ),
+}
+EXPERT_2 = Entry(2, shard=2, experts=True, expert=2)
+SLOW = {  # behind `slow`: the product of what the others have singly
+    **{f"expert-2-{variant}": replace(EXPERT_2, variant=variant) for variant in VARIANTS},
+    "expert-2-once": replace(EXPERT_2, once=True),
+    "expert-2-checkpointing": replace(EXPERT_2, checkpointing=True),
+    "expert-2-compiled": replace(EXPERT_2, compiled=True, variant="shared"),
+    "expert-2-compiled-checkpointing": replace(EXPERT_2, compiled=True, checkpointing=True),
+    "expert-4": Entry(4, shard=4, experts=True, expert=4),
     "expert-2-hsdp-2x2-once": Entry(4, replicate=2, shard=2, experts=True, expert=2, once=True),
+    "expert-2-fsdp-4-selective": Entry(
+        4, shard=4, experts=True, expert=2, variant="shared", checkpointing="selective"
+    ),
+    # 64 rows of experts' matrices over 3 processes: shards are uneven
+    "expert-2-fsdp-6": Entry(6, shard=6, experts=True, expert=2, variant="biases"),
+    "expert-2-hsdp-3x2": Entry(
+        6, replicate=3, shard=2, experts=True, expert=2, variant="shared", checkpointing=True
+    ),
 }
 LOW = {
     "one-bf16": Entry(1, precision="bf16"),
@@ -268,7 +274,7 @@ def measured(world: World, folder: Path) -> dict[str, Any]:
     return found | {"language": build_validation(job, config, 1)()}
 
 
-def work(rank: int, size: int, folder: Path) -> None:
+def work(rank: int, size: int, folder: Path, slow: bool = False) -> None:
     """All entries of so many processes."""
     torch.set_num_threads(1)
     if size > 1:
@@ -279,12 +285,12 @@ def work(rank: int, size: int, folder: Path) -> None:
     try:
         found = {
             name: take_steps(entry, World(rank, size, rank, CPU))
-            for name, entry in (ENTRIES | LOW).items()
+            for name, entry in (SLOW if slow else ENTRIES | LOW).items()
             if entry.processes == size
         }
     finally:
         torch.compile = compile
-    if size != 2:
+    if size != 2 and not slow:
         world = World(rank, size, rank, CPU)
         world = world if size == 1 else beside_data(world)
         text = json.dumps(measured(world, folder / f"cache-{size}-{rank}"))
@@ -307,6 +313,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         results |= json.loads((folder / f"{size}.json").read_text())
         for file in folder.glob(f"measured-{size}-*.json"):
             results[file.stem] = json.loads(file.read_text())
+    return results
+
+
+@pytest.fixture(scope="module")
+def found_slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What every entry of SLOW gave."""
+    folder, results = tmp_path_factory.mktemp("slow"), {}
+    for size in sorted({entry.processes for entry in SLOW.values()}):
+        on_ranks(work, (size, folder, True), size)
+        results |= json.loads((folder / f"{size}.json").read_text())
     return results
 
 
@@ -348,29 +364,45 @@ def plain(
 def test_losses_norms_and_weights_are_those_of_a_plain_loop(
     found: dict[str, Any], name: str
 ) -> None:
-    losses, norms, weights = plain(ENTRIES[name].experts, ENTRIES[name].variant)
+    compare(ENTRIES[name], found[name])
+    if not ENTRIES[name].experts:
+        assert found[name]["metrics"] == pytest.approx(found["one"]["metrics"], rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_layouts_too(found_slow: dict[str, Any], name: str) -> None:
+    compare(SLOW[name], found_slow[name])
+    if not SLOW[name].compiled and SLOW[name].processes < 6:  # whose shards are padded
+        compare_held(SLOW[name], found_slow[name]["held"])
+
+
+def compare(entry: Entry, found: dict[str, Any]) -> None:
+    """Losses, norms and weights with a plain loop's."""
+    losses, norms, weights = plain(entry.experts, entry.variant)
     assert min(norms) > CLIP, "the bound must bind"
-    assert found[name]["loss"] == pytest.approx(losses, rel=1e-6)
-    assert found[name]["norm"] == pytest.approx(norms, rel=1e-6)
-    metrics = found[name]["metrics"]
+    assert found["loss"] == pytest.approx(losses, rel=1e-6)
+    assert found["norm"] == pytest.approx(norms, rel=1e-6)
+    metrics = found["metrics"]
     for parameter, norm in weights.items():
         assert metrics[f"l2_norm/param/{parameter}"] == pytest.approx(norm, rel=2e-3)
     gradients = [value for key, value in metrics.items() if key.startswith("l2_norm/grad/")]
     assert math.hypot(*gradients) == pytest.approx(norms[-1], rel=1e-5)
-    if not ENTRIES[name].experts:
-        one = found["one"]["metrics"]
-        assert metrics == pytest.approx(one, rel=2e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [n for n, e in ENTRIES.items() if e.shard > 1 and not e.compiled])
 def test_gradients_between_microbatches_are_of_the_shard_alone(
     found: dict[str, Any], name: str
 ) -> None:
+    compare_held(ENTRIES[name], found[name]["held"])
+
+
+def compare_held(entry: Entry, found: list[int]) -> None:
     """4 bytes for each parameter of the shard; of the whole model where they wait for the last."""
-    entry = ENTRIES[name]
-    sizes = {n: 4 * p.numel() for n, p in make_decoder(entry.experts).named_parameters()}
+    model = make_decoder(entry.experts, entry.variant)
+    sizes = {n: 4 * p.numel() for n, p in model.named_parameters()}
     whole, whole_experts = sum(sizes.values()), sum(sizes[n] for n in sizes if ".experts." in n)
-    before, *held = found[name]["held"]
+    before, *held = found
     assert len(held) == -(-ROWS // entry.data_size // MICROBATCH[entry.data_size]) - 1 > 0
     for bytes_held in held:
         gradients = whole if entry.once else whole / entry.shard
