@@ -97,7 +97,7 @@ def test_rows_of_ones_own_fit_the_recipes(name: str) -> None:
 
 def test_all_recipes_of_the_table_are_there() -> None:
     named = "mpt-7b-sft mpt-7b-domain-adapt dbrx-full dbrx-lora llama-8b-sft llama-8b-lora"
-    named += " llama-8b-qlora qwen3-lora llama-8b-dpo"
+    named += " llama-8b-qlora qwen3-lora llama-8b-dpo mpt-7b-32k llama-8b-128k"
     assert {path.stem for path in HUB} == set(named.split())
 
 
@@ -107,6 +107,7 @@ def test_a_recipe_takes_two_steps_with_a_tiny_model(path: Path, tmp_path: Path) 
     assert written.model.pretrained is not None
     tiny_model(written.model.pretrained, tmp_path / "model")
     words = ["eval=off", "logger=none", "max_duration=2ba", "global_train_batch_size=2"]
+    words += ["parallel.context_parallel_degree=1"]  # more are in tests/parallel
     words += ["max_seq_len=128", f"save_folder={tmp_path / 'run'}", "log_interval=1ba"]
     words += [f"model.pretrained={tmp_path / 'model'}", f"data.cache_folder={tmp_path / 'cache'}"]
     if written.data.is_supervised:
