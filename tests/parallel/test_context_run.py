@@ -98,7 +98,8 @@ def test_after_a_kill_another_degree_repeats_what_was_lost(
 def test_generated_text_and_the_gauntlet_are_those_of_one_process(alone: Path) -> None:
     """Processes that share rows in training have whole prompts, each its own, in evaluation."""
     words = (
-        *("max_duration=2ba", "eval=generated_easy", "eval.icl_rows=8", "eval.validation_rows=3"),
+        *("max_duration=2ba", "eval=generated_easy", "eval.icl_rows=4", "eval.validation_rows=3"),
+        "data.validation_fraction=0.6",
         *("callbacks.generate.prompts=[line 1]", "callbacks.generate.interval=1ba"),
         *("callbacks.generate.max_new_tokens=5", "max_seq_len=256", "save_interval=0ba"),
     )
