@@ -21,6 +21,9 @@ class UserError(Exception):
         super().__init__("\n".join(problems))
         self.problems = problems
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.problems  # one process's mistake may be told by all
+
     def lines(self) -> list[str]:
         """The problems as a terminal can show them: each one line, none of them endless."""
         shown = [_printable(problem) for problem in self.problems[:MOST_LINES]]

@@ -2,7 +2,7 @@
 
 Read `open_data` first. Process 0 alone reads the indices of shards, and what must be measured on
 their samples, and hands them to the others: thousands of processes would ask a store for the same
-file. Corpora are prepared on every machine, into its own cache.
+file. Corpora are prepared, and found in its own cache, by the first process of each machine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from llmfoundry.data.sources import (
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World, on_rank0
+from llmfoundry.parallel.launch import World, on_each_machine, on_rank0
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.filter import FilterConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -266,7 +267,8 @@ class _Opening:
     def held_out(self, config: StreamConfig) -> HeldOut:
         """Shards, or supervised rows, to measure on."""
         if config.is_supervised:
-            rows, lines = open_validation_rows(config, self._recipe, self._tokenizer)
+            opened = partial(open_validation_rows, config, self._recipe, self._tokenizer)
+            rows, lines = on_each_machine(self._world, opened, patient=True)
             self.silent += lines
             return rows
         key, folder = "data.validation", open_folder(config, self._options)
@@ -286,14 +288,16 @@ class _Opening:
         return index
 
     def _supervised(self, name: str, source: SourceConfig) -> _Opened:
-        found = open_supervised(name, source, self._recipe, self._tokenizer)
+        opened = partial(open_supervised, name, source, self._recipe, self._tokenizer)
+        found = on_each_machine(self._world, opened, patient=True)
         stream = OrderedStream(found.source, self._order(found.source.sizes))
         validation: list[HeldOut] = [] if found.validation is None else [found.validation]
         return _Opened(stream, found.bytes_per_token, found.notes, validation)
 
     def _corpus(self, name: str, source: SourceConfig) -> _Opened:
         config = self._config if name == ONLY else self._config.alone(source)
-        prepared = prepare(config, self._tokenizer, progress=self._world.is_main)
+        opened = partial(prepare, config, self._tokenizer, progress=self._world.is_main)
+        prepared = on_each_machine(self._world, opened, patient=True)
         dataset = prepared.train
         found = TokenSource(name, dataset, self._recipe.max_seq_len)
         if not found.n_rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.prompts.settings import Chat, PromptSettings
 from llmfoundry.models.virtual_tokens import longest_document
+from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -159,6 +161,7 @@ def build_gauntlet(
         cache_folder=job.recipe.data.cache_folder,
         note=job.note,
         fetching=FetchOptions.from_config(job.recipe.data),
+        world=job.world,
     )
 
 
@@ -170,6 +173,7 @@ def read_tasks(
     validation_texts: Callable[[], list[str]] | None,
     cache_folder: str,
     note: Callable[[str], None],
+    world: World,
     fetching: FetchOptions | None = None,
 ) -> Gauntlet | None:
     """The recipe's gauntlet, with what the recipe says of how to ask; None where it names none.
@@ -181,6 +185,7 @@ def read_tasks(
         validation_texts: the run's held-out documents; None: there is no run.
         cache_folder: the recipe's.
         note: reports what a reader must know.
+        world: this process; rank 0 reads.
         fetching: how rows at an address are asked for; unset: with the environment's rights.
     """
     if config.gauntlet is None:
@@ -200,6 +205,7 @@ def read_tasks(
         cache_folder=Path(cache_folder).expanduser() / "prompts",
         say=note,
         fetching=fetching,
+        once=partial(on_rank0, world),
     )
     for problem in gauntlet.problems:
         note(problem)

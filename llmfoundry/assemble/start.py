@@ -45,7 +45,7 @@ from llmfoundry.models.quantized import quantization
 from llmfoundry.parallel.agree import check_alike
 from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import flat, require
+from llmfoundry.recipe.front.typed import flat, know_secrets, require
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.checkpoints.checkpoint import (
@@ -321,17 +321,22 @@ def open_checkpoint(
     folder = find_checkpoint(at, note=note, sums=Sums.WEIGHTS, world=world)
     if folder is None:
         raise UserError(f"checkpoint: {named(at)} holds no whole checkpoint; write a run's folder")
-    written = load_run(folder / "recipe.yaml")
-    require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
+
+    def read_files() -> tuple[TrainRecipe, Tokenizer, ModelConfig | None]:
+        written = load_run(folder / "recipe.yaml")
+        require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
+        model = read_model(folder) if isinstance(written, FinetuneRecipe) else None
+        return written, Tokenizer.load(folder / "tokenizer"), model
+
+    written, tokenizer, model = on_rank0(world, read_files)
+    know_secrets(written)
     recipe = with_defaults(written)
-    if isinstance(recipe, FinetuneRecipe):
-        recipe.model = read_model(folder)  # type: ignore[assignment]
+    recipe.model = model or recipe.model
     recipe.precision = served_precision(precision or recipe.precision, world, note)
     reason = attention_refusal(recipe, world.device)
     if reason is not None:
         recipe.model.attn_config.attn_impl = "auto"
         note(f"model.attn_config.attn_impl: auto here; {reason}")
-    tokenizer = Tokenizer.load(folder / "tokenizer")
     tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     state = on_rank0(world, lambda: read_state(folder))

@@ -237,7 +237,8 @@ def make_tokenizer(
         return tokenizer
     learns = recipe.tokenizer.name == "train"
     data = learning_corpus(recipe.data) if learns else recipe.data
-    return build_tokenizer(recipe.tokenizer, data, progress=world.is_main)
+    build = partial(build_tokenizer, recipe.tokenizer, data, progress=True)
+    return on_rank0(world, build, patient=True)
 
 
 @enough_memory(

@@ -362,6 +362,7 @@ def _outside(
         validation_texts=None if host is None else host.texts,
         cache_folder=recipe.cache_folder,
         note=console.note,
+        world=world,
         fetching=None if host is None else host.fetching,
     )
     assert gauntlet is not None, "checked before"

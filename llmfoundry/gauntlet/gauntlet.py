@@ -1,7 +1,8 @@
 """`Gauntlet`: a file of tasks, read and tokenised once, put to a model any number of times.
 
 The trainer and `scripts/eval.py` make one before the first step, so that every mistake in the file
-or its rows shows then, and call `run` whenever an evaluation is due.
+or its rows shows then, and call `run` whenever an evaluation is due. Of several processes one reads
+and tokenises, a task at a time, and hands on what came out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
@@ -23,16 +26,18 @@ from llmfoundry.gauntlet.grading.categories import (
 from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.metrics import empty_aliases
 from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
-from llmfoundry.gauntlet.prompts.cache import cached_questions
+from llmfoundry.gauntlet.prompts.cache import cached_questions, pack, unpack
 from llmfoundry.gauntlet.prompts.settings import PromptSettings
 from llmfoundry.gauntlet.questions import (
     EvaluatedModel,
+    Once,
     Question,
     Refusal,
     Request,
     Score,
     TaskConfig,
     TaskRow,
+    here,
 )
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.gauntlet.tasks.gauntlet_file import EvalGauntlet, read_gauntlet
@@ -66,6 +71,16 @@ class _Ready:
         """The same with a share of the questions."""
         asked = self.questions[: part_of(len(self.questions), share)]
         return _Ready(self.task, _sized(self.blank, asked), asked)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = [question.row for question in self.questions]
+        return _unpacked, (self.task, self.blank, rows, pack(self.questions))
+
+
+def _unpacked(
+    task: TaskConfig, blank: TaskResult, rows: Sequence[TaskRow], packed: bytes
+) -> _Ready:
+    return _Ready(task, blank, unpack(packed, rows))
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,7 @@ class Gauntlet:
         cache_folder: Path,
         say: Callable[[str], None],
         fetching: FetchOptions | None = None,
+        once: Once = here,
     ) -> None:
         """Read, check and tokenise everything.
 
@@ -131,11 +147,13 @@ class Gauntlet:
             cache_folder: where prompts are kept for the next time.
             say: told when a cached file is damaged.
             fetching: how rows at an address are asked for; unset: with the environment's rights.
+            once: of several processes: what calls the readers on one of them.
 
         Raises:
             UserError: every mistake in the file, or the first kind of mistake in a task's rows.
         """
-        self._file, self._settings, self._fetching = read_gauntlet(path), settings, fetching
+        self._file = once(lambda: read_gauntlet(path))
+        self._settings, self._fetching = settings, fetching
         self._texts, self._cache, self._say = validation_texts, cache_folder, say
         self._ready: list[_Ready] = []
         self._harness: list[tuple[TaskConfig, int, HarnessTasks]] = []
@@ -146,9 +164,12 @@ class Gauntlet:
                 self._harness += _harness_tasks(task, settings.rows)
                 continue
             try:
-                self._ready += self._prepare(task)
+                ready, hollow = once(partial(self._prepare, task))
             except RowsNotFound as error:
                 missing += error.problems
+                continue
+            self._ready += ready
+            self._hollow += hollow
         if missing and not settings.allow_missing:
             raise UserError(*missing)
         blanks = [ready.blank for ready in self._ready]
@@ -226,10 +247,10 @@ class Gauntlet:
         alone = len(found) == 1
         return [_from_harness(part, task.label if alone else part.label, shots) for part in found]
 
-    def _prepare(self, task: TaskConfig) -> Iterator[_Ready]:
-        """The task with each of its numbers of worked examples."""
-        settings, rows = self._settings, self._rows(task)
-        self._hollow += empty_aliases(rows, task) if type_of(task).generates else []
+    def _prepare(self, task: TaskConfig) -> tuple[list[_Ready], list[str]]:
+        """The task with each of its numbers of worked examples, and notes about its rows."""
+        settings, rows, ready = self._settings, self._rows(task), list[_Ready]()
+        hollow = list(empty_aliases(rows, task)) if type_of(task).generates else []
         order = row_order(rows)[: settings.rows]
         places = {index: place for place, index in enumerate(sorted(order))}
         for shots in task.num_fewshot:
@@ -248,7 +269,8 @@ class Gauntlet:
                 chat=settings.chat,
             )
             asked = [asked[places[index]] for index in order]
-            yield _Ready(task, _sized(self._blank(task, shots, rows), asked), asked)
+            ready.append(_Ready(task, _sized(self._blank(task, shots, rows), asked), asked))
+        return ready, hollow
 
     def _rows(self, task: TaskConfig) -> list[TaskRow]:
         if not task.dataset_uri.startswith("heldout://"):

@@ -6,9 +6,11 @@ them (`models`), `metrics` judges the answers, and `grading` sums up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,18 @@ class Refusal:
 
 class RefusedError(Exception):
     """A model would not take a question, where that cannot be counted as a wrong answer."""
+
+
+class Once(Protocol):
+    """Calls a function on one process of several, and gives what it gives to all."""
+
+    def __call__(self, make: Callable[[], Made]) -> Made:
+        """Every process calls it."""
+
+
+def here(make: Callable[[], Made]) -> Made:
+    """`Once` of a process that is alone."""
+    return make()
 
 
 class EvaluatedModel(Protocol):

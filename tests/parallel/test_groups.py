@@ -225,6 +225,22 @@ def stay_away(world: World) -> list[str]:
     return said
 
 
+def late_reader(rank: int, size: int) -> list[int]:
+    """The last exchange of a run, of which one process hears late."""
+    with join(ParallelConfig()) as world:
+        last = HostMessages(world, "last")
+        if rank == 1:
+            last.to_main(rank)
+            time.sleep(1)
+            return [last.from_main([])]
+        last.to_main(rank)
+        return [last.from_main([7, 8, 9])]
+
+
+def test_rank_0_which_may_hold_the_store_leaves_last() -> None:
+    assert results(late_reader, 3) == [[7], [8], [9]]
+
+
 def test_messages_by_the_store_and_the_steps_do_not_mix() -> None:
     found = results(messages, 3)
     for rank, one in enumerate(found):
@@ -276,21 +292,15 @@ def test_a_process_beyond_the_visible_gpus_is_refused(
         pass
 
 
-@pytest.mark.parametrize("uuids", [["a", "b", "a"], ["a", "b", "c"]])
-def test_two_processes_with_one_gpu_are_named(
-    uuids: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Properties:
-        uuid = uuids[0]
+@pytest.mark.parametrize("gpus", ["aba", "abc"])
+def test_two_processes_with_one_gpu_are_named(gpus: str) -> None:
+    found = [("node7 a4c3", gpu) for gpu in gpus] + [("node8 b1d2", gpu) for gpu in gpus[:2]]
+    if gpus == "abc":
+        return launch.check_devices(found)
+    with pytest.raises(UserError, match=r"ranks 0 and 2 have the same GPU of node7; start") as told:
+        launch.check_devices(found)
+    assert str(told.value).startswith("parallel.nproc_per_node: ")
 
-    def gather(found: list[Any], own: tuple[str, str]) -> None:
-        found[:] = [(own[0], uuid) for uuid in uuids]
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    world = World(0, 3, 0, torch.device("cuda", 0))
-    if len(set(uuids)) == 3:
-        launch.own_device(world)
-        return
-    with pytest.raises(UserError, match=r"^parallel.nproc_per_node: ranks 0 and 2 have the same G"):
-        launch.own_device(world)
+def test_processors_have_no_name_that_could_be_the_same() -> None:
+    launch.check_devices([("node7", ""), ("node7", "")])

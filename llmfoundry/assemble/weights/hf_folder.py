@@ -18,6 +18,7 @@ from llmfoundry.export.config.settings import OWN_TYPE, check_layers
 from llmfoundry.export.read import UNTIED, open_hf
 from llmfoundry.export.weights import read_json
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.parallel.launch import ALONE, World, on_rank0
 from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
@@ -42,8 +43,12 @@ class Pretrained:
     summary: str
 
 
-def open_folder(folder: Path, asked: PretrainedConfig, note: Callable[[str], None]) -> Pretrained:
+def open_folder(
+    folder: Path, asked: PretrainedConfig, note: Callable[[str], None], world: World = ALONE
+) -> Pretrained:
     """A Hugging Face folder, held by the decoder where it expresses the model, else by its class.
+
+    Every process calls it; rank 0 reads all but the weights.
 
     Raises:
         UserError: neither can hold it; or the one that was asked for cannot.
@@ -53,7 +58,7 @@ def open_folder(folder: Path, asked: PretrainedConfig, note: Callable[[str], Non
             f"model.pretrained: {folder} is an adapter; write it as adapter.pretrained, and the"
             " model that it was made for as model.pretrained"
         )
-    written = read_json(folder / "config.json")
+    written = on_rank0(world, lambda: read_json(folder / "config.json"))
     if not isinstance(written, dict):
         raise UserError(
             f"{folder / 'config.json'}: is not a model's; write a folder that holds one"
@@ -62,23 +67,30 @@ def open_folder(folder: Path, asked: PretrainedConfig, note: Callable[[str], Non
     for key, value in asked.config_overrides.items():
         _override_hf(written, key, value, code)
     check_layers(written)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = on_rank0(world, lambda: Tokenizer.load(folder))
     reason = "model.name asks for it"
     if asked.name != HF_CAUSAL_LM and code is None:
         try:
-            return _by_decoder(folder, written, tokenizer, note)
+            return _by_decoder(folder, written, tokenizer, note, world)
         except UserError as error:
             if asked.name != "auto":
                 raise
             reason = error.problems[0].partition(" (can be:")[0]
-    return _by_class(folder, written, asked, code, tokenizer, reason, note)
+    return _by_class(folder, written, asked, code, tokenizer, reason, note, world)
 
 
 def _by_decoder(
-    folder: Path, written: dict[str, Any], tokenizer: Tokenizer, note: Callable[[str], None]
+    folder: Path,
+    written: dict[str, Any],
+    tokenizer: Tokenizer,
+    note: Callable[[str], None],
+    world: World,
 ) -> Pretrained:
-    with open_hf(folder, written=written, note=note) as opened:  # reads all but the weights
-        config, name = opened.config, opened.architecture
+    def read() -> tuple[ModelConfig, str]:
+        with open_hf(folder, written=written, note=note) as opened:  # reads all but the weights
+            return opened.config, opened.architecture
+
+    config, name = on_rank0(world, read)
 
     def fill(model: Decoder) -> None:
         with open_hf(folder, written=written, note=lambda _: None) as again:
@@ -95,6 +107,7 @@ def _by_class(
     tokenizer: Tokenizer,
     reason: str,
     note: Callable[[str], None],
+    world: World,
 ) -> Pretrained:
     from llmfoundry.assemble.weights.hf_model import check_class, class_config, fill_class
 
@@ -106,7 +119,7 @@ def _by_class(
     if written.get("quantization_config") is not None:
         raise UserError("config.json: quantization_config; write a folder that is not quantised")
     config = class_config(written, attn_impl=asked.attn_impl, code=code)
-    if check_class(config, folder):
+    if on_rank0(world, lambda: check_class(config, folder)):
         note(UNTIED.format(embedding="the embedding"))
         untied = {**written, "tie_word_embeddings": False}
         config = class_config(untied, attn_impl=asked.attn_impl, code=code)

@@ -28,10 +28,11 @@ from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.front.paths import find_file
-from llmfoundry.recipe.front.typed import Problem, build, dump, flat, require, to_dict
+from llmfoundry.recipe.front.typed import Problem, build, dump, flat, know_secrets, require, to_dict
 from llmfoundry.recipe.front.yamlfile import read
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.checks import nearest, one_of
 from llmfoundry.train.checkpoints.checkpoint import is_checkpoint, list_checkpoints
 from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
@@ -102,12 +103,12 @@ def open_pretrained(
         if asked.pretrained.startswith((".", "/", "~", "runs/")):
             raise
         folder = _download(asked.pretrained, asked.revision, world)
-        return open_folder(folder, asked, note)
+        return open_folder(folder, asked, note, world)
     if asked.revision is not None:
         raise UserError(f"model.revision: {folder} is a folder, not a hub id; remove it")
     if is_checkpoint(folder) or on_rank0(world, lambda: list_checkpoints(folder)):
         return _open_run(asked, folder, world, note)
-    return open_folder(folder, asked, note)
+    return open_folder(folder, asked, note, world)
 
 
 def _download(name: str, revision: str | None, world: World) -> Path:
@@ -140,15 +141,19 @@ def _open_run(
         raise UserError(
             f"model.pretrained: {named(path)} holds no whole checkpoint; write a run's folder"
         )
-    tokenizer = Tokenizer.load(folder / "tokenizer")
-    config = read_model(folder, asked.config_overrides)
+
+    def read_run() -> tuple[Tokenizer, ModelConfig, TrainRecipe]:
+        model = read_model(folder, asked.config_overrides)
+        return Tokenizer.load(folder / "tokenizer"), model, load_run(folder / "recipe.yaml")
+
+    tokenizer, config, written = on_rank0(world, read_run)
+    know_secrets(written)
     config.fill(vocab_size=tokenizer.vocab_size)
     if asked.name not in ("auto", config.name):
         raise UserError(
             f"model.name: {asked.name}, but {folder} is of a run of {config.name}; write auto, or"
             " the folder that scripts/convert.py to=hf makes of it"
         )
-    written = load_run(folder / "recipe.yaml")
     if has_adapter(written):
         assert isinstance(written, FinetuneRecipe)
         if written.adapter.name in VIRTUAL:

@@ -92,12 +92,12 @@ class Store:
     @cached_property
     def examples(self) -> np.ndarray:
         """(rows,) of EXAMPLE."""
-        return np.load(self._folder / "examples.npy")
+        return np.load(self._folder / "examples.npy", mmap_mode="r")
 
     @cached_property
     def documents(self) -> np.ndarray:
         """(documents,) of DOCUMENT: where each ends in `ids`, and its side."""
-        return np.load(self._folder / "documents.npy")
+        return np.load(self._folder / "documents.npy", mmap_mode="r")
 
     @cached_property
     def ids(self) -> np.ndarray:
@@ -141,7 +141,7 @@ class Store:
 
     def close(self) -> None:
         """Let go of the files; reading opens them again."""
-        for name in ("ids", "weights"):
+        for name in ("ids", "weights", "documents", "examples"):
             self.__dict__.pop(name, None)
 
 

@@ -7,11 +7,12 @@ sequence of tokens as what it adds to the one before, as neighbours share most o
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -118,7 +119,19 @@ def cached_questions(
     return _make_once(place, asked, make)
 
 
-def save_questions(file: Path, asked: Sequence[Question]) -> None:
+def pack(asked: Sequence[Question]) -> bytes:
+    """Questions without their rows, for another process."""
+    file = io.BytesIO()
+    save_questions(file, asked)
+    return file.getvalue()
+
+
+def unpack(packed: bytes, rows: Sequence[TaskRow]) -> list[Question]:
+    """What `pack` packed, about the same rows."""
+    return load_questions(io.BytesIO(packed), rows)
+
+
+def save_questions(file: Path | IO[bytes], asked: Sequence[Question]) -> None:
     """Write questions, but not their rows."""
     shared: list[int] = []
     added: list[int] = []
@@ -151,11 +164,10 @@ def save_questions(file: Path, asked: Sequence[Question]) -> None:
     }
     content: dict[str, Any] = {name: np.array(values, np.int32) for name, values in arrays.items()}
     content["texts"] = np.frombuffer(json.dumps(texts).encode(), np.uint8)
-    with file.open("wb") as out:
-        np.savez_compressed(out, **content)
+    np.savez_compressed(file, **content)
 
 
-def load_questions(file: Path, rows: Sequence[TaskRow]) -> list[Question]:
+def load_questions(file: Path | IO[bytes], rows: Sequence[TaskRow]) -> list[Question]:
     """Questions that `save_questions` wrote, about the same rows.
 
     Raises:
@@ -213,7 +225,8 @@ def _make_once(
 
     def build(temporary: Path) -> None:
         made.append(make())
-        save_questions(temporary / _FILE, made[0])
+        with (temporary / _FILE).open("wb") as file:
+            save_questions(file, made[0])
 
     build_once(place, build)
     if made:

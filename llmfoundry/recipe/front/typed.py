@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from llmfoundry.errors import MOST_LINES, UserError
-from llmfoundry.masking import MASK, public_values
+from llmfoundry.masking import MASK, hide, public_values
 from llmfoundry.recipe.schema import Schema, options, section_of
 from llmfoundry.recipe.values.checks import nearest
 
@@ -112,6 +112,12 @@ def missing(recipe: Any, *needed: str) -> list[str]:
     """The lines that `require` would raise; without `needed` of every key."""
     below = re.compile("|".join(rf"{re.escape(key)}(?:[.\[]|$)" for key in needed))
     return [line for key, line in _origin(recipe).pending.items() if below.match(key)]
+
+
+def know_secrets(recipe: Any) -> None:
+    """Mask the secrets of a recipe that another process has read, as reading it would."""
+    hide(_origin(recipe).raw)
+    hide(to_dict(recipe))
 
 
 def is_named(recipe: Any) -> bool:
