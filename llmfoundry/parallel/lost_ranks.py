@@ -23,7 +23,7 @@ from llmfoundry.errors import RunFailure
 # Seconds for the marks of others: they wait for the lost one too, but have not begun when we did.
 _AFTER_TIMEOUT, _AFTER_LOSS = 10.0, 3.0
 _NAMED = 8  # ranks at most
-_TIMEOUT, _LOSS = "timeout", "loss"
+_TIMEOUT, _LOSS, _MARKS = "timeout", "loss", "llmfoundry/failed"
 # In what PyTorch raises of them where it is not a DistError. The last is said of what waits in the
 # same group behind a collective that has timed out.
 _SIGNS = ("gloo", "nccl", "pair closure")
@@ -75,29 +75,31 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def _missing(store: dist.Store, rank: int, size: int, timed_out: bool) -> tuple[list[int], bool]:
-    """Ranks without a mark, and whether any process waited to the end of its time."""
+    """Ranks without a mark, and whether any process waited to the end of its time.
+
+    All marks are one text: a request for each mark, by every process, would be n x n of them.
+    """
     patience = _AFTER_TIMEOUT if timed_out else _AFTER_LOSS
     deadline = time.monotonic() + patience
     found: list[tuple[list[int], bool]] = []
 
     def ask() -> None:
-        missing = list(range(size))
+        marks, pause = dict[int, str](), 0.1
         with suppress(RuntimeError):  # that the store is gone
-            store.set(_mark(rank), _TIMEOUT if timed_out else _LOSS)
-            while missing and time.monotonic() < deadline:
-                missing = [other for other in missing if not store.check([_mark(other)])]
-                time.sleep(0.1)
-            marks = [store.get(_mark(other)) for other in range(size) if other not in missing]
-            found.append((missing, _TIMEOUT.encode() in marks))
+            mark = f"{rank} {_TIMEOUT if timed_out else _LOSS}\n"
+            store.append(_MARKS, mark)  # type: ignore[attr-defined]  # of every kind but a file's
+            while len(marks) < size and time.monotonic() < deadline:
+                time.sleep(pause)
+                lines = store.get(_MARKS).decode().splitlines()
+                marks = {int(who): why for who, why in map(str.split, lines)}
+                pause = min(2 * pause, 1.0)
+            missing = [other for other in range(size) if other not in marks]
+            found.append((missing, _TIMEOUT in marks.values()))
 
     asking = threading.Thread(target=ask, daemon=True)  # a store that hangs keeps it for ever
     asking.start()
     asking.join(patience + 2)
     return found[0] if found else ([0], timed_out)  # it is rank 0's, or its launcher's
-
-
-def _mark(rank: int) -> str:
-    return f"llmfoundry/failed/{rank}"
 
 
 def names(ranks: list[int]) -> str:

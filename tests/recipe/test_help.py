@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,11 @@ from mutations import SCRIPTS, SOUND
 from recipe_front import Front
 
 from llmfoundry.errors import UserError
+from llmfoundry.recipe.front.argv import CommandLine
+from llmfoundry.recipe.front.called import as_called
+from llmfoundry.recipe.front.help.explain import explain
 from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.front.paths import ROOT, YAMLS
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -28,6 +32,21 @@ def test_help_lists_flags_groups_recipes_and_keys(front: Front) -> None:
     for recipe in YAMLS.glob("*.yaml"):
         assert recipe.name in got.out
     assert "recipe/scripts/train.py" in got.out and "device_train_microbatch_size" in got.out
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("script", sorted(ROOT.glob("scripts/*.py")), ids=lambda path: path.stem)
+def test_help_fits_a_terminal(script: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the console command too, whose name is longer in torchrun's lines."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("LLMFOUNDRY_CONSOLE", "1")
+    docstring = ast.get_docstring(ast.parse(script.read_text()))
+    assert docstring
+    text = as_called(explain(Schema.of(TrainRecipe), CommandLine(), docstring))
+    assert max(map(len, text.splitlines())) <= width
+    assert "recipe/scripts/train.py" in text  # which is a file, and no command
+    words = as_called(docstring).split()
+    assert text.replace("\\\n", " ").replace(" # ", " ").split()[: len(words)] == words
 
 
 def test_help_on_a_recipe_shows_its_header(front: Front, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import re
 
 _MARK = "LLMFOUNDRY_CONSOLE"
 _TORCHRUN = re.compile(r"(torchrun [^\n]*?)scripts/(\w+)\.py")
-_SCRIPT = re.compile(r"(?:python )?\bscripts/(\w+)\.py")
+_SCRIPT = re.compile(r"(?:python )?(?<![\w/])scripts/(\w+)\.py")  # not recipe/scripts/train.py
 
 
 def mark_console() -> None:

@@ -6,6 +6,8 @@ All of it is the schema's; the flags are `argv.py`'s, the groups what lies in th
 from __future__ import annotations
 
 import inspect
+import os
+import re
 import shutil
 import sys
 import textwrap
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.argv import FLAGS, CommandLine
+from llmfoundry.recipe.front.called import as_called
 from llmfoundry.recipe.front.help.hints import unknown_key
 from llmfoundry.recipe.front.paths import (
     find_recipe,
@@ -29,6 +32,7 @@ from llmfoundry.recipe.schema import Key, Schema
 from llmfoundry.recipe.values.bounds import Choice
 
 WIDEST = 98
+_NOTE = re.compile(r"(?<=\S)  +(?=\S)")  # between a command and what it is for
 
 
 def explain(schema: Schema, command: CommandLine, help: str) -> str:
@@ -36,7 +40,7 @@ def explain(schema: Schema, command: CommandLine, help: str) -> str:
     if command.topic is not None:
         return "\n".join(_topic(schema, command.topic))
     recipe = None if command.recipe is None else find_recipe(command.recipe)
-    parts = [help.strip()]
+    parts = [_fitted(as_called(help.strip()))]
     if recipe is not None:
         parts.append(f"{command.recipe}:\n{textwrap.indent(_header(recipe), '  ')}")
     parts.append(_table("Flags", FLAGS))
@@ -49,7 +53,8 @@ def explain(schema: Schema, command: CommandLine, help: str) -> str:
         parts.append("\n".join(["Recipes", *recipes]))
     source = show(Path(inspect.getfile(schema.cls)))
     parts.append(
-        f"Keys (--help KEY explains one, or all of a section; source: {source})\n"
+        _indented(f"Keys (--help KEY explains one, or all of a section; source: {source})\n", "")
+        + "\n"
         + _indented(", ".join(schema.keys), "  ")
     )
     return "\n\n".join(part for part in parts if part)
@@ -104,9 +109,38 @@ def _indented(text: str, indent: str) -> str:
     )
 
 
+def _fitted(help: str) -> str:
+    """A script's docstring in a terminal's width: paragraphs filled, notes below long commands."""
+    return "\n\n".join(map(_fitted_paragraph, help.split("\n\n")))
+
+
+def _fitted_paragraph(text: str) -> str:
+    lines = text.splitlines()
+    if max(map(len, lines)) <= _width():
+        return text
+    if not text.startswith(" "):
+        return _indented(text, "")
+    return "\n".join(map(_fitted_command, lines))
+
+
+def _fitted_command(line: str) -> str:
+    """An indented command, and behind it what it is for."""
+    command, *note = _NOTE.split(line.rstrip(), maxsplit=1)
+    if len(command) > _width():
+        indent = command[: len(command) - len(command.lstrip())]
+        fitted = textwrap.wrap(
+            command, _width() - 2, subsequent_indent=2 * indent, break_on_hyphens=False
+        )
+        command = " \\\n".join(fitted)
+    last = command.rpartition("\n")[2]
+    if note and len(last) + len(note[0]) + 4 > _width():
+        return f"{command}\n        # {note[0]}"
+    return "  # ".join([command, *note])
+
+
 def _width() -> int:
     """Characters of a line: a terminal's, and no more than can be read."""
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         return WIDEST
     return min(WIDEST, shutil.get_terminal_size().columns)
 
