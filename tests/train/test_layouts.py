@@ -9,6 +9,7 @@ of replicas the first alone writes and reads.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,13 +22,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from llmfoundry.files import write_whole
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.layout import Layout as Rows
 from llmfoundry.parallel.apply import parallelize
+from llmfoundry.parallel.context import token_cut
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh, on_mesh
 from llmfoundry.parallel.sharding import replicate
@@ -43,10 +46,12 @@ from tests.warm_scripts import on_ranks
 CPU = torch.device("cpu")
 ROWS, LENGTH, CLIP, SAVED = 24, 16, 0.5, 2
 """Rows of a batch, which 8 and 3 processes share; steps before a save."""
-DENSE: dict[str, Any] = {"vocab_size": 61, "d_model": 32}
+DENSE: dict[str, Any] = {
+    "vocab_size": 61,
+    "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
+}
 EXPERTS: dict[str, Any] = {  # as DBRX has them
     "no_bias": True,
-    "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
     "ffn_config": {
         "ffn_type": "dmoe",
         "mlp_type": "glu",
@@ -76,6 +81,7 @@ class Layout:
 
 
 REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
+CONTEXT, TENSOR, EXPERT = "context_parallel", "tensor_parallel", "expert_parallel"
 LAYOUTS = {
     "one": Layout(1),
     "ddp-2": Layout(2, {REPLICATE: 2}),
@@ -84,6 +90,11 @@ LAYOUTS = {
     "fsdp-4": Layout(4, {SHARD: 4}, routine=False),
     "fsdp-8": Layout(8, {SHARD: 8}, routine=False),
     "hsdp-2x4": Layout(8, {REPLICATE: 2, SHARD: 4}, routine=False),
+    "tensor-2": Layout(2, {TENSOR: 2}, "dense", routine=False),
+    "tensor-2x2": Layout(4, {SHARD: 2, TENSOR: 2}, "dense"),
+    "tensor-hsdp-2x2x2": Layout(8, {REPLICATE: 2, SHARD: 2, TENSOR: 2}, "dense", routine=False),
+    "context-2x2": Layout(4, {SHARD: 2, CONTEXT: 2}, routine=False),
+    "context-tensor-2x2x2": Layout(8, {SHARD: 2, CONTEXT: 2, TENSOR: 2}, "dense", routine=False),
 }
 
 
@@ -126,6 +137,8 @@ class Job:
             clipping=GradientClippingConfig("norm", CLIP),
             guard=Guard(CPU),
             data_group=world.data_group,
+            token_group=world.token_group,
+            cut=token_cut(self.root),
         )
         return result.loss.item()
 
@@ -165,13 +178,12 @@ def optimizer_config() -> OptimizerConfig:
 
 @contextmanager
 def disk() -> Iterator[Counter[str]]:
-    """Files that this process reads and writes meanwhile: opened, and the bytes of tensors read."""
+    """How often this process opens each file meanwhile, and the bytes of tensors that it reads."""
     seen: Counter[str] = Counter()
-    opened, created, read = Path.open, FileSystem.create_stream, torch.load
+    opened, read = Path.open, torch.load
 
     def open_(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        kind = "written" if set(mode) & set("wa") else "read"
-        seen[f"{kind} {self.name}"] += 1
+        seen[self.name] += 1
         return opened(self, mode, *args, **kwargs)
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +195,6 @@ def disk() -> Iterator[Counter[str]]:
         patch.setattr(Path, "open", open_)
         patch.setattr(torch, "load", load)
         yield seen
-    assert created is FileSystem.create_stream
 
 
 def here(names: list[str], processes: int) -> list[str]:
@@ -329,6 +340,42 @@ def check(found: dict[str, dict[str, float]], names: list[str]) -> None:
 
 def test_any_layout_goes_on_from_any_other(routine: Any) -> None:
     check(routine[1], [name for name, layout in LAYOUTS.items() if layout.routine])
+
+
+def tensor_bytes(place: Path) -> int:
+    """Of all tensors of a checkpoint, each once."""
+    table = FileSystemReader(str(place)).read_metadata().state_dict_metadata
+    tensors = [item for item in table.values() if isinstance(item, TensorStorageMetadata)]
+    return sum(math.prod(t.size) * t.properties.dtype.itemsize for t in tensors)
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "fsdp-3", "hsdp-2x2", "tensor-2x2"])
+def test_each_byte_is_read_by_one_process_and_the_table_by_the_first(
+    routine: Any, name: str
+) -> None:
+    """On the layout that wrote them; each of several processes reads a part."""
+    folder = routine[0]
+    whole = tensor_bytes(folder / "dense" / name / f"checkpoints/ba{SAVED:07d}")
+    seen = [
+        json.loads((folder / f"loaded-dense-{name}-{name}-{rank}.json").read_text())
+        for rank in range(LAYOUTS[name].processes)
+    ]
+    assert [one.get(".metadata", 0) for one in seen] == [1] + [0] * (len(seen) - 1)
+    read = [one.get("bytes", 0) for one in seen]
+    assert sum(read) == whole
+    readers = 2 if name == "hsdp-2x2" else len(seen)
+    assert min(read[:readers]) > 0.6 * whole / readers and not any(read[readers:])
+
+
+def test_only_the_first_replica_writes(routine: Any) -> None:
+    folder = routine[0]
+    for name, writers in (("ddp-2", 2), ("fsdp-3", 3), ("hsdp-2x2", 2), ("tensor-2x2", 4)):
+        for rank in range(LAYOUTS[name].processes):
+            seen = json.loads((folder / f"saved-dense-{name}-{rank}.json").read_text())
+            own = {file for file in seen if file.endswith(".distcp")}
+            files = {f"__{rank}_0.distcp", f"optimizer__{rank}_0.distcp"}
+            assert own == (files if rank < writers else set()), (name, rank)
+            assert rank == 0 or seen.keys() == own
 
 
 @pytest.mark.slow

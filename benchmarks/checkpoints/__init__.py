@@ -1,0 +1,1 @@
+"""What saving costs a run."""
