@@ -28,7 +28,9 @@ from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.typed import as_written, flat, to_yaml
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.source import TEXT
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.stores.stored_run import named
@@ -119,13 +121,24 @@ def _card(loaded: Loaded) -> CardInfo:
     written = as_written(recipe)
     tokens = batch * recipe.global_train_batch_size * recipe.max_seq_len
     data, settings = written["data"], dict(flat(written))
+    kinds = {form for _, form in recipe.data.formats()}
+    is_chat = loaded.tokenizer.has_chat and not kinds <= {TEXT}
     return CardInfo(
         name=str(recipe.run_name),
         data=public(", ".join([data["dataset"] or data["name"], *data["paths"]])),
         settings={key: str(settings[key]) for key in _TOLD if settings.get(key) is not None},
         trained=f"{batch:,} batches, {tokens:,} tokens",
         scores=card_scores(loaded.folder, batch),
+        base=public(str(_base(loaded) or "")),
+        is_chat=is_chat,
+        prompt="What can you do?" if is_chat else "Once upon a time",
     )
+
+
+def _base(loaded: Loaded) -> str | None:
+    """What a fine-tuned run began with."""
+    written = load_run(loaded.folder / "recipe.yaml")
+    return written.model.pretrained if isinstance(written, FinetuneRecipe) else None
 
 
 def _import(recipe: ConvertRecipe) -> None:

@@ -17,10 +17,20 @@ import torch
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
-tokens = tokenizer("{prompt}", return_tensors="pt", add_special_tokens=False).input_ids
+{ask}"""
+_TEXT = """\
+text = tokenizer("{prompt}", return_tensors="pt", add_special_tokens=False)
 document_start = torch.tensor([[model.config.bos_token_id]])  # as in training
-tokens = torch.cat([document_start, tokens], dim=1)
+tokens = torch.cat([document_start, text.input_ids], dim=1)
 print(tokenizer.decode(model.generate(tokens, max_new_tokens=64)[0]))
+"""
+_CHAT = """\
+chat = [{{"role": "user", "content": "{prompt}"}}]
+asked = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+answer = model.generate(**asked, max_new_tokens=64)[0, asked.input_ids.shape[1]:]
+print(tokenizer.decode(answer, skip_special_tokens=True))
 """
 
 
@@ -51,7 +61,9 @@ class CardInfo:
         settings: of the training that tell it from others, by recipe key.
         trained: how long, a line such as `20000 batches, 2.6e9 tokens`.
         scores: measured results.
-        prompt: an example to continue.
+        prompt: an example to continue, or to answer.
+        base: the model that it was fine-tuned from; empty: it began with none.
+        is_chat: it was trained on conversations, by its tokenizer's template.
     """
 
     name: str
@@ -60,6 +72,8 @@ class CardInfo:
     trained: str = ""
     scores: Sequence[CardScore] = ()
     prompt: str = "Once upon a time"
+    base: str = ""
+    is_chat: bool = False
 
 
 def write_card(
@@ -103,18 +117,21 @@ def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Ite
         "Weights": dtype,
         "Vocabulary": f"{config.vocab_size:,} rows",
         "Context": f"{config.max_seq_len:,} tokens",
+        "Fine-tuned from": card.base,
         "Data": card.data,
         "Trained": card.trained,
         "Licence": "not chosen; write it here and above (`license:`)",
     }
-    yield from ("| | |", "|---|---|")
+    yield from ("| property | value |", "|---|---|")
     yield from (f"| {name} | {_cell(value)} |" for name, value in rows.items() if value)
     yield from ("", "## How to load", "", "```python")
     first = "import llmfoundry.hf  # registers the model's class\n" if architecture == OWN else ""
     prompt = card.prompt.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    yield _LOAD.format(first=first, name=card.name, prompt=prompt) + "```"
+    ask = (_CHAT if card.is_chat else _TEXT).format(prompt=prompt)
+    program = _LOAD.format(first=first, name=card.name, ask=ask)
+    yield program.removeprefix("import torch\n" * card.is_chat) + "```"
     if card.scores:
-        yield from ("", "## Scores", "", "| | score | ± standard error | chance |")
+        yield from ("", "## Scores", "", "| measured | score | ± standard error | chance |")
         yield "|---|---:|---:|---:|"
         for score in card.scores:
             yield f"| {_cell(score.name)} | {score.value} | {score.stderr} | {score.chance} |"
@@ -128,7 +145,7 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 def _training(card: CardInfo) -> Iterator[str]:
     if card.settings:
-        yield from ("", "## Training", "", "| recipe key | |", "|---|---|")
+        yield from ("", "## Training", "", "| recipe key | value |", "|---|---|")
         yield from (f"| `{key}` | {_cell(value)} |" for key, value in card.settings.items())
 
 

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoTokenizer
 
-from llmfoundry.export.card import CardInfo, CardScore
+from llmfoundry.export.card import CardInfo, CardScore, write_card
 from llmfoundry.export.hf import to_hf
 from tests.export.random_models import decoder, settings, write_tokenizer
 
@@ -71,3 +73,30 @@ def test_the_cards_program_runs(
     exec(shorter, {})
     words = capsys.readouterr().out.split()
     assert words[:3] == ["<|endoftext|>", "w3", "w4"] and len(words) > 3
+
+
+def test_the_card_of_a_model_that_talks_asks_it_by_its_template(tmp_path: Path) -> None:
+    talks = CardInfo(name="talks", data="chats", base="runs/a", is_chat=True, prompt='Say "a"')
+    write_card(tmp_path / "README.md", talks, decoder(settings()), architecture="X", dtype="fp32")
+    text = (tmp_path / "README.md").read_text()
+    program = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert program and "import torch\n" not in program[1]
+    folder = tmp_path / "tokenizer"
+    write_tokenizer(folder)
+    asked: list[str] = []
+    template = "{% for m in messages %}w1 {{ m.content }} w2{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained(folder, chat_template=template)
+
+    class Model:
+        def generate(self, input_ids: torch.Tensor, **_: object) -> torch.Tensor:
+            asked.append(tokenizer.decode(input_ids[0]))
+            return torch.cat([input_ids, input_ids[:, :1]], dim=1)
+
+    lines = program[1].splitlines()
+    body = "\n".join(
+        line for line in lines if "from_pretrained" not in line and "import" not in line
+    )
+    exec(body, {"tokenizer": tokenizer, "model": Model()})
+    assert len(asked) == 1 and asked[0].startswith("w1") and asked[0].endswith("w2")
+    assert "| Fine-tuned from | runs/a |" in text and "| | |" not in text
+    assert max(map(len, program[1].splitlines())) <= 88  # no bar to scroll by on the hub's pages
