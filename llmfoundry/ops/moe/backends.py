@@ -115,7 +115,7 @@ def reference(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor
     function = w.act.function
     parts = zip(segments, *stacks, strict=True)
     rows = torch.cat([_expert(*part, act=function) for part in parts])  # (T * k, d)
-    picked = rows[inverse].view(*weights.shape, -1)  # (T, k, d)
+    picked = rows[inverse].view(*weights.shape, x.shape[1])  # (T, k, d)
     return (picked * weights[..., None]).sum(1).to(x.dtype)
 
 
