@@ -204,32 +204,46 @@ LAYOUTS = {
     2: {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 2},
     4: {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 4},
 }
-ON_FOUR = ("padding", "global", "muon", "lora shared", "qlora", "first process")
+ROUTINE = ("padding", "first process", "global", "muon", "lora shared", "qlora")
+"""The others, and these on four processes, are behind `slow`."""
 
 
-def work(rank: int, size: int, folder: Path) -> None:
-    """All cases, and what is done to layers alone and in generation."""
+def work(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
+    """Some cases, and what is done to layers alone and in generation."""
     torch.set_num_threads(1)
     muon.DTYPE = torch.float32  # sums in another order differ in their last bit; bf16 shows it more
     meeting = f"file://{folder}/meeting{size}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     world, degrees = World(rank, size, rank, CPU), LAYOUTS[size] | {"expert_parallel_degree": 2}
-    names = CASES if size == 2 else ON_FOUR
     found: dict[str, Any] = {name: take_steps(CASES[name], world, degrees) for name in names}
-    if size == 2:
+    if names == ROUTINE and size == 2:
         found["texts"] = texts(spread(world, degrees), world)
         found["balance"] = {kind: shared_row(kind, rank) for kind in ("added", "tensor")}
     torch.save(found, folder / f"{size}-{rank}.pt")
     dist.destroy_process_group()
 
 
+Found = list[dict[str, Any]]  # by rank
+
+
+def on(size: int, folder: Path, *names: str) -> Found:
+    on_ranks(work, (size, folder, names), size)
+    return [torch.load(folder / f"{size}-{rank}.pt") for rank in range(size)]
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[str, Any]]:
-    """By number of processes and rank."""
-    folder = tmp_path_factory.mktemp("experts")
-    for size in LAYOUTS:
-        on_ranks(work, (size, folder), size)
-    return {(n, r): torch.load(folder / f"{n}-{r}.pt") for n in LAYOUTS for r in range(n)}
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return on(2, tmp_path_factory.mktemp("two"), *ROUTINE)
+
+
+@pytest.fixture(scope="module")
+def found_slow(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return on(2, tmp_path_factory.mktemp("slow"), *(n for n in CASES if n not in ROUTINE))
+
+
+@pytest.fixture(scope="module")
+def found_on_four(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return on(4, tmp_path_factory.mktemp("four"), *ROUTINE)
 
 
 def alone(name: str) -> dict[str, Any]:
@@ -244,31 +258,40 @@ def alone(name: str) -> dict[str, Any]:
         muon.DTYPE = dtype
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_steps_are_those_of_one_process(
-    found: dict[tuple[int, int], dict[str, Any]], name: str
-) -> None:
+@pytest.mark.parametrize("name", ROUTINE)
+def test_steps_are_those_of_one_process(found: Found, name: str) -> None:
+    compare(found, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ROUTINE])
+def test_more_steps_are_too(found_slow: Found, name: str) -> None:
+    compare(found_slow, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTINE)
+def test_steps_of_four_processes_are_too(found_on_four: Found, name: str) -> None:
+    compare(found_on_four, name)
+
+
+def compare(found: Found, name: str) -> None:
+    """What each process found with what one process finds."""
     expected, close = alone(name), CASES[name].close
-    for size in (2, 4) if name in ON_FOUR else (2,):
-        for rank in range(size):
-            own = found[size, rank][name]
-            assert own["loss"] == pytest.approx(expected["loss"], rel=close)
-            assert own["norm"] == pytest.approx(expected["norm"], rel=close)
-            if close > 1e-4:
-                continue
-            assert own["load"] == expected["load"]
-            for key, weight in expected["weights"].items():
-                torch.testing.assert_close(own["weights"][key], weight, rtol=1e-4, atol=2e-6)
-            for key, numbers in expected["sample"].items():
-                assert own["sample"][key] == pytest.approx(numbers, rel=1e-4, abs=2e-6)
-
-
-def test_loads_are_as_strange_as_meant() -> None:
-    """So that no case above tests less than its name says."""
-    for name in ("first process", "second process", "one expert"):
-        load = torch.tensor(alone(name)["load"][0])
-        others = [e for e in range(4) if e not in CASES[name].favourite]
-        assert (load[:, others] == 0).all() and (load.sum(1) > 0).all()
+    for rank in found:
+        own = rank[name]
+        assert own["loss"] == pytest.approx(expected["loss"], rel=close)
+        assert own["norm"] == pytest.approx(expected["norm"], rel=close)
+        if close > 1e-4:
+            continue
+        assert own["load"] == expected["load"]
+        for expert in range(4) if CASES[name].favourite else ():
+            loads = [layer[expert] for layer in own["load"][0]]
+            assert all((load > 0) == (expert in CASES[name].favourite) for load in loads)
+        for key, weight in expected["weights"].items():
+            torch.testing.assert_close(own["weights"][key], weight, rtol=1e-4, atol=2e-6)
+        for key, numbers in expected["sample"].items():
+            assert own["sample"][key] == pytest.approx(numbers, rel=1e-4, abs=2e-6)
 
 
 def spread(world: World, degrees: dict[str, int]) -> Root:
@@ -301,9 +324,9 @@ def texts(root: Root, world: World) -> list[list[str]]:
     ]
 
 
-def test_texts_are_those_of_one_process(found: dict[tuple[int, int], dict[str, Any]]) -> None:
+def test_texts_are_those_of_one_process(found: Found) -> None:
     expected = texts(spread(World(0, 1, 0, CPU), {}), World(0, 1, 0, CPU))
-    assert found[2, 0]["texts"] == found[2, 1]["texts"] == expected
+    assert found[0]["texts"] == found[1]["texts"] == expected
 
 
 def shared_row(kind: str, rank: int | None) -> dict[str, Tensor]:
@@ -334,12 +357,10 @@ def shared_row(kind: str, rank: int | None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["added", "tensor"])
-def test_a_router_counts_the_tokens_of_all_that_share_a_row(
-    found: dict[tuple[int, int], dict[str, Any]], kind: str
-) -> None:
+def test_a_router_counts_the_tokens_of_all_that_share_a_row(found: Found, kind: str) -> None:
     """Added up later over the processes: a row then counts twice, and so does its loss."""
     expected = shared_row(kind, None)
-    first, second = (found[2, rank]["balance"][kind] for rank in range(2))
+    first, second = (rank["balance"][kind] for rank in found)
     times = 2 if kind == "added" else 1
     torch.testing.assert_close(first["grad"] + second["grad"], times * expected["grad"])
     for name in ("balance", "z"):
