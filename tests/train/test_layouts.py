@@ -93,6 +93,10 @@ LAYOUTS = {
     "tensor-2": Layout(2, {TENSOR: 2}, "dense", routine=False),
     "tensor-2x2": Layout(4, {SHARD: 2, TENSOR: 2}, "dense"),
     "tensor-hsdp-2x2x2": Layout(8, {REPLICATE: 2, SHARD: 2, TENSOR: 2}, "dense", routine=False),
+    "expert-4": Layout(4, {SHARD: 4, EXPERT: 4}, "experts", routine=False),
+    "expert-2x2": Layout(4, {SHARD: 4, EXPERT: 2}, "experts"),
+    "expert-hsdp-2x2x2": Layout(8, {REPLICATE: 2, SHARD: 4, EXPERT: 2}, "experts", routine=False),
+    "expert-context-2x2x2": Layout(8, {SHARD: 4, CONTEXT: 2, EXPERT: 4}, "experts", routine=False),
     "context-2x2": Layout(4, {SHARD: 2, CONTEXT: 2}, routine=False),
     "context-tensor-2x2x2": Layout(8, {SHARD: 2, CONTEXT: 2, TENSOR: 2}, "dense", routine=False),
 }

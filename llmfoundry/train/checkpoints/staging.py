@@ -53,7 +53,7 @@ class Staging:
     """The buffer of a process, which serves one save at a time."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = host_buffer(0)
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, sources: Sequence[Tensor]) -> Copies:
@@ -82,13 +82,13 @@ class Staging:
         """Contiguous tensors of these shapes and dtypes in the buffer, each its own storage."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in like]
         rooms = [math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes]
-        if sum(rooms) > self._buffer.numel():
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go before there is another
+        if sum(rooms) > self._buffer.nbytes:
+            self._buffer = host_buffer(0)  # let go before there is another
             self._buffer = host_buffer(sum(rooms))
-        memory, begin, places = self._buffer.numpy().data, 0, list[Tensor]()
+        begin, places = 0, list[Tensor]()
         for tensor, size, room in zip(like, sizes, rooms, strict=True):
             if size:
-                flat = torch.frombuffer(memory[begin : begin + size], dtype=tensor.dtype)
+                flat = torch.frombuffer(self._buffer[begin : begin + size], dtype=tensor.dtype)
             else:
                 flat = torch.empty(0, dtype=tensor.dtype)
             places.append(flat.view(tensor.shape))
