@@ -13,7 +13,6 @@ import torch
 from llmfoundry.assemble.eval_budget import EvalBudget
 from llmfoundry.assemble.job import Job
 from llmfoundry.assemble.objective import build_objective
-from llmfoundry.assemble.run_place import run_folder
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
@@ -29,6 +28,7 @@ from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.preference.accuracy import validate_answers
+from llmfoundry.train.stores.run_place import run_folder
 from llmfoundry.train.validation import validate
 
 Record = Callable[[int, GauntletResult, list[Answered]], None]

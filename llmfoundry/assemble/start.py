@@ -33,7 +33,6 @@ from llmfoundry.assemble.job import (
     served_precision,
     with_defaults,
 )
-from llmfoundry.assemble.run_place import find_place, run_folder
 from llmfoundry.assemble.weights.pretrained import open_pretrained, read_model
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import HeldOut
@@ -57,6 +56,7 @@ from llmfoundry.train.checkpoints.checkpoint import (
 )
 from llmfoundry.train.checkpoints.commit import has_commit
 from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
+from llmfoundry.train.stores.run_place import find_place, run_folder
 from llmfoundry.train.stores.stored_run import named
 
 OF_MACHINE = re.compile(  # keys in which the machines of a run may differ

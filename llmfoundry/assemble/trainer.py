@@ -27,7 +27,6 @@ from llmfoundry.assemble.job import (
 )
 from llmfoundry.assemble.objective import build_objective
 from llmfoundry.assemble.reference import open_reference, with_places
-from llmfoundry.assemble.run_place import run_folder
 from llmfoundry.assemble.start import (
     Start,
     check_same_recipe,
@@ -75,6 +74,7 @@ from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.checkpoints.homes import remove_checkpoints
 from llmfoundry.train.optimizers.optim import build_optimizer, freeze
 from llmfoundry.train.step import CROSS_ENTROPY
+from llmfoundry.train.stores.run_place import run_folder
 from llmfoundry.train.stores.stored_run import named
 from llmfoundry.train.trainer import Trainer
 

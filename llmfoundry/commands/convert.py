@@ -9,7 +9,6 @@ import torch
 
 from llmfoundry.assemble.adapters.adapter import export_adapter
 from llmfoundry.assemble.job import build_root, with_defaults
-from llmfoundry.assemble.run_place import read_record
 from llmfoundry.assemble.start import Loaded, load_checkpoint, model_identity
 from llmfoundry.assemble.weights.fill import fill_model
 from llmfoundry.commands.card_scores import card_scores
@@ -33,6 +32,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import TEXT
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.stores.run_place import read_record
 from llmfoundry.train.stores.stored_run import named
 
 # What tells one training from another, where the recipe has it.

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from llmfoundry.assemble.job import attention_refusal, served_precision, with_defaults
-from llmfoundry.assemble.run_place import find_place
 from llmfoundry.assemble.start import find_start
 from llmfoundry.assemble.trainer import (
     check_kernels,
@@ -56,6 +55,7 @@ from llmfoundry.track.format import count, size
 from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
 from llmfoundry.train.checkpoints.commit import has_commit
 from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
+from llmfoundry.train.stores.run_place import find_place
 from llmfoundry.train.stores.stored_run import find_run, is_url, named
 
 Rows = Iterator[tuple[str, str]]

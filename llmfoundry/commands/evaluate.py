@@ -23,7 +23,6 @@ from llmfoundry.assemble.data import Data, no_held_out, open_held_out
 from llmfoundry.assemble.evaluate import build_evaluate, eval_rows, read_tasks
 from llmfoundry.assemble.external_models import check_outside, is_outside, open_outside
 from llmfoundry.assemble.job import Job
-from llmfoundry.assemble.run_place import find_place, read_record, send_files
 from llmfoundry.assemble.start import Loaded, open_checkpoint
 from llmfoundry.assemble.trainer import memory_of_process
 from llmfoundry.data.file_spec import FetchOptions
@@ -47,6 +46,7 @@ from llmfoundry.track.console import Console
 from llmfoundry.track.eval_session import log_evaluation
 from llmfoundry.track.pages.eval_page import write_eval_page
 from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
+from llmfoundry.train.stores.run_place import find_place, read_record, send_files
 from llmfoundry.train.stores.stored_run import is_url, named
 
 PAGE, REPORT = "gauntlet.html", "report.html"

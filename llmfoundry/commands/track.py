@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmfoundry.assemble.job import with_defaults
-from llmfoundry.assemble.run_place import find_place, hold_run, read_record
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import ALONE
 from llmfoundry.recipe.front.typed import require
@@ -13,6 +12,7 @@ from llmfoundry.recipe.scripts.finetune import load_run
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.track.console import Console
 from llmfoundry.track.loggers import send_record
+from llmfoundry.train.stores.run_place import find_place, hold_run, read_record
 from llmfoundry.train.stores.stored_run import named
 
 

@@ -6,7 +6,6 @@ import gzip
 from pathlib import Path
 
 from llmfoundry.assemble.job import Job, with_defaults
-from llmfoundry.assemble.run_place import hold_run, run_folder
 from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.errors import UserError, one_line
@@ -22,6 +21,7 @@ from llmfoundry.track.loggers import Tracker
 from llmfoundry.track.pages.before_after import changes, console_lines
 from llmfoundry.track.pages.report import metric_rows, read_evaluations
 from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
+from llmfoundry.train.stores.run_place import hold_run, run_folder
 from llmfoundry.train.stores.stored_run import named, stored_run
 from llmfoundry.train.trainer import Trainer
 

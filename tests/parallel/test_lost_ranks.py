@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.assemble.run_lock import NAME
 from llmfoundry.locks import try_lock
+from llmfoundry.train.stores.run_lock import NAME
 from tests.tiny import ENV, ROOT, write_recipe
 
 TARGETS = """
 import time
 from pathlib import Path
 import torch, torch.distributed as dist
-from llmfoundry.assemble import run_lock
+from llmfoundry.train.stores import run_lock
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.parallel import lost_ranks
 from llmfoundry.parallel.launch import join

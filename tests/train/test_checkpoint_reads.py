@@ -26,8 +26,8 @@ from llmfoundry.assemble.weights.pretrained import open_pretrained
 from llmfoundry.errors import RunFailure
 from llmfoundry.parallel.launch import World, bound_waiting
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
-from llmfoundry.train.checkpoints.crc import Piece, joined, share
 from llmfoundry.train.checkpoints.verify import Sums, find_damage
+from llmfoundry.train.stores.crc import Piece, joined, share
 from tests.tiny import write_recipe
 from tests.train.here import train_here
 from tests.warm_scripts import on_ranks

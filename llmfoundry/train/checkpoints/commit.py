@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmfoundry.files import sync, write_json
-from llmfoundry.train.checkpoints.crc import checksum, writer_of
+from llmfoundry.train.stores.crc import checksum, writer_of
 from llmfoundry.train.stores.stored_run import stored_run
 
 Written = dict[str, dict[str, int]]

@@ -24,9 +24,9 @@ from llmfoundry.parallel.launch import ALONE, World, on_rank0
 from llmfoundry.processes import cores
 from llmfoundry.train.checkpoints.checkpoint import is_checkpoint, list_checkpoints
 from llmfoundry.train.checkpoints.commit import COMMIT, has_commit, read_commit
-from llmfoundry.train.checkpoints.crc import Piece, blocks, joined, share
 from llmfoundry.train.checkpoints.stored_files import bring, fetch_record, forget
 from llmfoundry.train.checkpoints.tensor_files import holds_optimizer, holds_tensors
+from llmfoundry.train.stores.crc import Piece, blocks, joined, share
 from llmfoundry.train.stores.stored_run import local_size, named, stored_run
 
 _CUT = 1 << 26  # bytes that a thread takes at a time

@@ -1,1 +1,1 @@
-"""Runs in object stores: each works in a folder of this machine, and the store follows."""
+"""Where a run's files are, and whose they are: a folder, or a URL with a folder that stands for it."""

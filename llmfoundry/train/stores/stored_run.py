@@ -1,6 +1,6 @@
 """A run at a URL, and the folder of this machine in which it works, or is read.
 
-`assemble.run_place` opens one for a recipe's `save_folder`, `find_run` for what a script is to
+`train.stores.run_place` opens one for a recipe's `save_folder`, `find_run` for what a script is to
 read. The idea: all of the house knows folders alone. A folder that stands for a URL is known here,
 by process; whoever looks for a checkpoint, or opens a file of one that is not on this disk, asks
 here and gets it from the store. What is told to users has the URL (`named`).

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.assemble import run_lock
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
+from llmfoundry.train.stores import run_lock
 from tests.tiny import ENV, write_recipe
 from tests.train.here import train_here
 
@@ -24,7 +24,7 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 HOLDER = """
 import os, sys, time, torch
 from pathlib import Path
-from llmfoundry.assemble.run_lock import only_run
+from llmfoundry.train.stores.run_lock import only_run
 from llmfoundry.parallel.launch import World
 with only_run(Path(sys.argv[1]), World(0, 1, 0, torch.device("cpu")), note=print):
     if os.fork() == 0:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmfoundry.assemble.run_lock import only_run
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.parallel.launch import World, on_rank0
@@ -17,6 +16,7 @@ from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.stores.lease import Lease
 from llmfoundry.train.stores.mirror import READ, Mirror, pull
+from llmfoundry.train.stores.run_lock import only_run
 from llmfoundry.train.stores.stored_run import StoredRun, find_run, is_url, open_run, stored_run
 
 
