@@ -1,1 +1,1 @@
-"""Where a run's files are, and whose they are: a folder, or a URL with a folder that stands for it."""
+"""Where a run's files are: in a folder, or at a URL with a folder that stands for it; and whose."""
