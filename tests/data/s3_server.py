@@ -29,6 +29,7 @@ class FaultyS3:
         self.upstream_port = upstream_port
         self.requests: Counter[str] = Counter()
         self.methods: Counter[str] = Counter()
+        self.gets: Counter[str] = Counter()
         self.faults: dict[str, tuple[str, int]] = {}  # key: (kind, how often; -1: for good)
         self.started = threading.Event()
         self.lock = threading.Lock()
@@ -44,6 +45,7 @@ class FaultyS3:
         with self.lock:
             self.requests.clear()
             self.methods.clear()
+            self.gets.clear()
             self.faults.clear()
             self.started.clear()
 
@@ -52,6 +54,7 @@ class FaultyS3:
         with self.lock:
             self.requests[key] += 1
             self.methods[method] += 1
+            self.gets[key] += method == "GET"
             end = f"{method} {key.rpartition('/')[2]}"
             name = next((n for n in (key, end, f"{method} *", "*") if n in self.faults), "")
             kind, left = self.faults.get(name, ("", 0))

@@ -85,7 +85,7 @@ class Checkpointer:
         self._max_wait = max_wait and min(max_wait, world.timeout.total_seconds() / 2)
         self.waits = Waits()  # of the latest save
         self._together = Together(world)
-        self._home = home_of(run_folder, world, self._together)
+        self._home = home_of(run_folder, world, self._together, warn)
         self._tensor_files = TensorFiles(world, self._together)
         self._staged: Staged | Exception | None = None  # whose copies may be under way
         self._thread: threading.Thread | None = None

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_json
+from llmfoundry.files import write_json, write_whole
 from llmfoundry.parallel.launch import World
 from llmfoundry.train.checkpoints.checkpoint import batch_of, list_checkpoints
 from llmfoundry.train.checkpoints.commit import (
@@ -28,9 +28,10 @@ from llmfoundry.train.checkpoints.commit import (
     record_of,
     write_commit,
 )
-from llmfoundry.train.checkpoints.together import Together
+from llmfoundry.train.checkpoints.together import SaveError, Together
 from llmfoundry.train.checkpoints.verify import Sums, find_damage
-from llmfoundry.train.stores.stored_run import CHECKPOINTS, StoredRun, stored_run
+from llmfoundry.train.stores.neighbours import Door, Told, copies_on_next, exchange
+from llmfoundry.train.stores.stored_run import CHECKPOINTS, StoredRun, local_size, stored_run
 
 _LATE_S = 60.0  # as long as NFS may remember that a name was not there
 _FILES = 4  # of a process that are sent at a time; each in several requests
@@ -63,12 +64,14 @@ class Home(Protocol):
         """The name of the newest checkpoint that seems whole; the main process."""
 
 
-def home_of(run_folder: Path, world: World, together: Together) -> Home:
-    """Where the checkpoints of the run of a folder are kept."""
+def home_of(
+    run_folder: Path, world: World, together: Together, warn: Callable[[str], None]
+) -> Home:
+    """Where the checkpoints of the run of a folder are kept; `warn` tells what is not vital."""
     run = stored_run(run_folder)
     if run is None:
         return FolderHome(run_folder, world, together)
-    return StoreHome(run, world, together)
+    return StoreHome(run, world, together, warn)
 
 
 class FolderHome:
@@ -117,9 +120,12 @@ class FolderHome:
 class StoreHome:
     """An object store, and a folder of each machine in which files are written before they go."""
 
-    def __init__(self, run: StoredRun, world: World, together: Together) -> None:
+    def __init__(
+        self, run: StoredRun, world: World, together: Together, warn: Callable[[str], None]
+    ) -> None:
         """Nothing is asked of the store yet."""
-        self._run, self._world, self._together = run, world, together
+        self._run, self._world, self._together, self._warn = run, world, together, warn
+        self._door: Door | None = None
         self._leads = world.local_rank == 0  # of its machine's processes
         self._whole: dict[str, bool] = {}  # by name: whether it has a marker
 
@@ -137,15 +143,15 @@ class StoreHome:
         files = _joined(self._together.to_main(own))
         self._together.run_long(lambda: self._send(folder, own))
         self._together.run(lambda: self._mark(folder, files), only_main=True)
-        self._whole[folder.name] = True
+        if self._run.local_copies and self._world.size > local_size():
+            self._copy(folder, written)
         self._settle(folder)
         return _bytes(files)
 
     def discard(self, folder: Path) -> None:  # noqa: D102
         if self._leads:
             shutil.rmtree(folder, ignore_errors=True)
-        if self._world.is_main:
-            self._whole.pop(folder.name, None)
+        if self._world.is_main and not self._whole.get(folder.name):  # else it does count
             with suppress(UserError):  # the next save, or the next start, removes it
                 self._remove(folder.name)
 
@@ -183,14 +189,36 @@ class StoreHome:
         self._run.before_commit()
         write_json(folder / COMMIT, listing(files))
         self._run.store.upload(self._run.name(folder / COMMIT), folder / COMMIT)
+        self._whole[folder.name] = True
+
+    def _copy(self, folder: Path, written: Written) -> None:
+        """Keep this machine's files on the next one's disk, too; a failure costs the copy alone."""
+        marker = (folder / COMMIT).read_bytes() if self._world.is_main else b""
+        marker = self._together.from_main([marker] * self._world.size)
+        sizes = {name: file["bytes"] for name, file in written.items()}
+        try:
+            door = self._door = self._together.run(lambda: self._door or Door())
+            told = self._together.to_main(Told(door.address, self._run.identity(), sizes))
+            part = self._together.from_main(copies_on_next(told))
+
+            def hand_over() -> None:
+                exchange(door, folder, part)
+                if self._leads:
+                    write_whole(folder / COMMIT, marker)
+
+            self._together.run_long(hand_over)
+        except SaveError as error:
+            if self._world.is_main:
+                self._warn(f"save_local_copies: not every machine's files were copied: {error}")
 
     def _settle(self, folder: Path) -> None:
         """Leave on this machine's disk what is to stay there: the newest few checkpoints."""
         if not self._leads:
             return
-        here = sorted((f for f in folder.parent.iterdir() if f.is_dir()), reverse=True)
-        for old in here[self._run.local_copies :]:
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):
+            here = sorted((f for f in folder.parent.iterdir() if f.is_dir()), reverse=True)
+            for old in here[self._run.local_copies :]:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint, or what there is of one: its marker first."""

@@ -4,7 +4,7 @@
 and reads the small ones, which all machines get from it. Where one machine has all of a run's
 processes, they fetch the tensors together, each other files; where there are more, every process
 reads from the store the part that it verifies and the tensors that it loads, and no machine has to
-hold it all.
+hold it all, but for what it has kept by `save_local_copies`, or gets back from its neighbour.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from pathlib import Path
 from llmfoundry.data.fetch.remote import DamagedError
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
-from llmfoundry.parallel.agree import least, together, wait_with_others
+from llmfoundry.parallel.agree import from_all, least, together, wait_with_others
 from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.train.checkpoints.commit import COMMIT, read_commit
 from llmfoundry.train.checkpoints.tensor_files import holds_tensors
+from llmfoundry.train.stores.crc import writer_of
+from llmfoundry.train.stores.neighbours import Door, Told, exchange, parts_given_back
 from llmfoundry.train.stores.stored_run import StoredRun, local_size, named
 
 _FORGOTTEN_S = 86_400.0  # a checkpoint that was only read is kept for a day after its last use
@@ -63,9 +65,11 @@ def bring(run: StoredRun, folder: Path, sizes: Mapping[str, int], world: World) 
     _share_record(folder, sizes, world)
     tensors = sorted(name for name in sizes if holds_tensors(name))
     lacking = [name for name in tensors if not _is_here(folder / name, sizes[name])]
-    together(world, lambda: None)  # all have looked before one of them fetches
     if world.size != local_size():
+        if run.local_copies:
+            _get_back(run, folder, {name: sizes[name] for name in tensors}, lacking, world)
         return
+    together(world, lambda: None)  # all have looked before one of them fetches
 
     def fetch() -> None:
         with _reported(folder):
@@ -76,6 +80,26 @@ def bring(run: StoredRun, folder: Path, sizes: Mapping[str, int], world: World) 
         return bool(least(world, int(done)))
 
     together(world, wait_with_others(fetch, all_done, world.timeout))
+
+
+def _get_back(
+    run: StoredRun, folder: Path, sizes: Mapping[str, int], lacking: list[str], world: World
+) -> None:
+    """Get files that this machine has lost from another that keeps a copy.
+
+    What does not come is read from the store.
+    """
+    door = Door()
+    here = {name: size for name, size in sizes.items() if name not in lacking}
+    told = from_all(world, Told(door.address, run.identity(), here))
+    part = parts_given_back(told, {name: writer_of(name) for name in sizes})[world.rank]
+
+    def get() -> None:
+        with suppress(OSError):
+            exchange(door, folder, part)
+
+    wait_with_others(get, lambda done: bool(least(world, int(done))), world.timeout)()
+    door.close()
 
 
 def forget(folder: Path, names: list[str]) -> bool:

@@ -26,7 +26,7 @@ from llmfoundry.train.checkpoints.checkpoint import is_checkpoint, list_checkpoi
 from llmfoundry.train.checkpoints.commit import COMMIT, has_commit, read_commit
 from llmfoundry.train.checkpoints.stored_files import bring, fetch_record, forget
 from llmfoundry.train.checkpoints.tensor_files import holds_optimizer, holds_tensors
-from llmfoundry.train.stores.crc import Piece, blocks, joined, share
+from llmfoundry.train.stores.crc import Piece, blocks, joined, share, share_files
 from llmfoundry.train.stores.stored_run import local_size, named, stored_run
 
 _CUT = 1 << 26  # bytes that a thread takes at a time
@@ -142,7 +142,9 @@ def _size_of(path: Path) -> int | None:
 def _sum_together(folder: Path, sizes: Mapping[str, int], world: World) -> dict[str, int] | str:
     """CRC-32 of the files, read by all processes; or why one of them could not read."""
     limit = world.timeout.total_seconds()
-    reading = _Reading(folder, share(sizes, world.rank, world.size))
+    run = stored_run(folder)
+    deal = share if run is None or not run.local_copies else share_files
+    reading = _Reading(folder, deal(sizes, world.rank, world.size))
     while True:
         reading.wait(min(_SECONDS, limit / 4))
         told = from_all(world, reading.progress())

@@ -55,6 +55,15 @@ def share(sizes: Mapping[str, int], rank: int, n_ranks: int) -> list[Piece]:
     return pieces
 
 
+def share_files(sizes: Mapping[str, int], rank: int, n_ranks: int) -> list[Piece]:
+    """As `share`, but whole files, each read where it was written, and may have been kept."""
+    return [
+        Piece(name, 0, size)
+        for name, size in sorted(sizes.items())
+        if max(0, writer_of(name)) % n_ranks == rank and size
+    ]
+
+
 def writer_of(name: str) -> int:
     """The rank that wrote a file of tensors; -1 of any other."""
     found = _WRITER.search(name)
