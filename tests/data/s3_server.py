@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -31,6 +31,7 @@ class FaultyS3:
         self.methods: Counter[str] = Counter()
         self.gets: Counter[str] = Counter()
         self.faults: dict[str, tuple[str, int]] = {}  # key: (kind, how often; -1: for good)
+        self.killed: Callable[[], None] = lambda: None  # by the fault "kill"
         self.started = threading.Event()
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -114,7 +115,9 @@ def _handler(faulty: FaultyS3) -> type[BaseHTTPRequestHandler]:
             response = upstream.getresponse()
             body = response.read()
             upstream.close()
-            if fault == "unanswered":
+            if fault == "kill":
+                faulty.killed()
+            if fault in ("kill", "unanswered"):
                 self.close_connection = True
                 self.connection.close()
                 return

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from llmfoundry.commands.convert import convert
@@ -279,11 +280,34 @@ def test_training_begins_with_what_a_url_has(place: Path, tmp_path: Path) -> Non
         assert losses(Path(f"runs/on-url{kind}")) == losses(Path(f"runs/on-folder{kind}"))
 
 
+def test_beginning_anew_leaves_nothing_of_the_run_before(place: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/runs/anew"
+    store = store_of(url)
+    train_at(url, *SHORT, "max_duration=3ba", "save_interval=1ba")
+    store.write("eval/ba0000001.json", b'{"time/batch": 1}')
+    forget(place)
+    with pytest.raises(UserError, match=f"^save_folder: {url} holds checkpoints of an earlier run"):
+        train_at(url, *SHORT, "autoresume=false")
+    train_at(url, *SHORT, "max_duration=2ba", "save_overwrite=true")
+    assert store.folders("checkpoints") == ["ba0000002"] and not store.files("eval")
+    assert max(losses_at(url, tmp_path / "read")) == 2
+
+
+def test_what_leads_out_of_the_folder_is_refused(place: Path, tmp_path: Path) -> None:
+    fsspec.filesystem("memory").pipe_file("/strange/runs/x/a/../../../escaped", b"")
+    fsspec.filesystem("memory").pipe_file("/strange/runs/x/checkpoints/ba0000001/COMMIT", b"{}")
+    with pytest.raises(UserError, match=r"'[a-z/.]*escaped' cannot be the name of a run's"):
+        train_at("memory://strange/runs/x", *SHORT)
+
+
 def test_what_says_nothing_without_a_url_is_refused() -> None:
     for key, value in (("save_local_folder", "x"), ("save_local_copies", "1")):
         with pytest.raises(
             UserError, match=rf"^{key}: has no effect where save_folder is a folder"
         ):
             checked(TrainRecipe, None, [f"{key}={value}"])
+    for recipe in (EvalRecipe, ConvertRecipe):
+        with pytest.raises(UserError, match=r"output: s3://b/x is an address; write a folder"):
+            checked(recipe, None, ["checkpoint=runs/x", "output=s3://b/x"])
     with pytest.raises(UserError, match=r"^save_folder: s3:// names no bucket; write s3://BUCKET"):
         checked(TrainRecipe, None, ["save_folder=s3://"])

@@ -88,12 +88,14 @@ class ObjectStore(Remote):
         if not skip:
             found = self._ask_names(name, lambda files, path: files.find(path, detail=True))
             prefix = f"{name}/" if name else ""
+            self._check_names(found)
             return {
                 f"{prefix}{file}": int(facts["size"] or 0)
                 for file, facts in found.items()
                 if facts["type"] == "file" and file and not file.endswith("/")
             }
         top = self._ask_names(name, lambda files, path: files.ls(path, detail=True))
+        self._check_names(top)
         sizes: dict[str, int] = {}
         for entry, facts in top.items():
             if facts["type"] == "file" and entry and not entry.endswith("/"):
@@ -269,6 +271,12 @@ class ObjectStore(Remote):
             }
 
         return self._persist(name, find)
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Refuse what would lead out of the folder into which it is fetched."""
+        for name in names:
+            if ".." in name.split("/") or name.startswith("/") or not name.isprintable():
+                raise UserError(f"{self._where('')}: {name!r} cannot be the name of a run's file")
 
     def _where(self, name: str) -> str:
         return f"{self._key}: {super()._where(name)}"

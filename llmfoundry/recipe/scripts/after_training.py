@@ -1,6 +1,7 @@
 """The recipes of scripts that take a trained model: eval.py, convert.py, generate.py, chat.py.
 
-Each takes a `checkpoint`: a run's folder (its newest whole checkpoint) or one checkpoint's folder.
+Each takes a `checkpoint`: a run's folder (its newest whole checkpoint) or one checkpoint's folder,
+or the URL of one, such as s3://bucket/runs/mine.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def _needs_checkpoint(checkpoint: str | None) -> Iterator[str]:
         yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
 
 
+def _is_here(output: str | None) -> Iterator[str]:
+    if output is not None and "://" in output:
+        yield f"output: {output} is an address; write a folder of this machine"
+
+
 @dataclass
 class EvalRecipe:
     """Evaluate checkpoints as their runs would, and models from elsewhere."""
@@ -43,10 +49,10 @@ class EvalRecipe:
     FOLDER_KEY: ClassVar[str] = "checkpoint"
 
     checkpoint: Annotated[str | None, PATH] = None
-    """A run's folder, or one checkpoint's."""
+    """A run's folder, or one checkpoint's, or the URL of one."""
     models: Annotated[list[str], PATH] = field(default_factory=list)
-    """Models beside it, each of: a run's or a checkpoint's folder; a folder that transformers
-    saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an OpenAI-compatible server, such as
+    """Models beside it, each of: a run's or a checkpoint's folder or URL; a folder that
+    transformers saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an OpenAI-compatible server, such as
     http://localhost:8000/v1#my-model, or chat:ADDRESS#MODEL, for generation tasks."""
     output: Annotated[str | None, PATH] = None
     """Where results.json, rows.jsonl and gauntlet.html go; unset: beside the checkpoint's run,
@@ -72,6 +78,7 @@ class EvalRecipe:
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
         yield from out_of_bounds("", self)
+        yield from _is_here(self.output)
         if not self.models:
             yield from _needs_checkpoint(self.checkpoint)
         for model in {m for m in self.all_models() if self.all_models().count(m) > 1}:
@@ -94,7 +101,8 @@ class ConvertRecipe:
     FOLDER_KEY: ClassVar[str] = "checkpoint"
 
     checkpoint: Annotated[str | None, PATH] = None
-    """What to read: a run's folder or one checkpoint's; with from=hf a hub id or its folder."""
+    """What to read: a run's folder or one checkpoint's, or the URL of one; with from=hf a hub id or
+    its folder."""
     to: Annotated[str | None, choice(EXPORTS)] = None
     """Format to write: hf, a folder that transformers loads, an adapter merged into its base; or
     peft, an adapter alone, for the hf folder of its base."""
@@ -118,6 +126,7 @@ class ConvertRecipe:
         """Every problem, a line each."""
         yield from out_of_bounds("", self)
         yield from _needs_checkpoint(self.checkpoint)
+        yield from _is_here(self.output)
         if self.to is None:
             yield from inert("", self, ["architecture"], "without to")
         if self.to != "hf":
@@ -142,7 +151,7 @@ class DrawRecipe:
     FOLDER_KEY: ClassVar[str] = "checkpoint"
 
     checkpoint: Annotated[str | None, PATH] = None
-    """A run's folder, or one checkpoint's."""
+    """A run's folder, or one checkpoint's, or the URL of one."""
     max_new_tokens: Annotated[int, NEW_TOKENS] = 128
     """Length of what is written, in tokens, unless its end comes first."""
     temperature: Annotated[float, TEMPERATURE] = 0.8

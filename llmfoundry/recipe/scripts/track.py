@@ -17,7 +17,7 @@ class TrackRecipe:
     FOLDER_KEY: ClassVar[str] = "run"
 
     run: Annotated[str | None, PATH] = None
-    """The run's folder; the run must have ended, as a running one sends its values itself."""
+    """The run's folder or URL; it must have ended, as a running one sends its values itself."""
     logger: LoggerConfig | None = None
     """Where to (group logger/); unset: where the run's own recipe says."""
     plugins: list[str] = field(default_factory=list)
