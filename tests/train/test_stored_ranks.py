@@ -28,6 +28,7 @@ from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 from tests.warm_scripts import on_ranks
 
+SCHEDULE = ("schedule.t_max=6ba", "schedule.t_warmup=1ba")
 BRIEF = ("max_duration=6ba", "save_interval=2ba", "eval=off", "device_train_microbatch_size=1")
 
 
@@ -97,15 +98,15 @@ def fetched(server: FaultyS3) -> set[str]:
 
 @pytest.mark.slow
 def test_it_goes_on_on_any_number_of_processes_and_machines(place: Path, server: FaultyS3) -> None:
-    train_here("alone", *BRIEF)
+    train_here("alone", *BRIEF, *SCHEDULE)
     url = url_of(place)
     store = ObjectStore(url, FetchOptions(), key="save_folder")
-    said = [train_on(2, 2, f"save_folder={url}", "schedule.t_max=6ba", "max_duration=2ba")]
+    said = [train_on(2, 2, f"save_folder={url}", *SCHEDULE, "max_duration=2ba")]
     assert store.folders("checkpoints") == ["ba0000002"]
     for n, (ranks, machines) in enumerate([(1, 1), (4, 2)], start=2):
         for disk in place.glob("machine*"):
             shutil.rmtree(disk)
-        words = (f"save_folder={url}", "schedule.t_max=6ba", f"max_duration={2 * n}ba")
+        words = (f"save_folder={url}", *SCHEDULE, f"max_duration={2 * n}ba")
         said.append(train_on(ranks, machines, *words))
         assert f"resuming from {url}/checkpoints/ba000000{2 * n - 2}" in said[-1]
     alone = losses(Path("runs/alone"))
@@ -118,8 +119,8 @@ def test_machines_read_what_they_kept_and_the_lost_one_its_neighbours_copy(
     place: Path, server: FaultyS3
 ) -> None:
     url = url_of(place)
-    words = (f"save_folder={url}", "save_local_copies=1")
-    train_on(3, 3, *words, "max_duration=4ba", "schedule.t_max=6ba")
+    words = (f"save_folder={url}", "save_local_copies=1", "global_train_batch_size=3")
+    train_on(3, 3, *words, "max_duration=4ba", *SCHEDULE)
     kept = {
         n: {f.name for f in (place / f"machine{n}").glob("*/checkpoints/ba0000004/*.distcp")}
         for n in range(3)
@@ -135,7 +136,7 @@ def test_machines_read_what_they_kept_and_the_lost_one_its_neighbours_copy(
         for n in lost:
             shutil.rmtree(place / f"machine{n}")
         server.reset()
-        said = train_on(3, 3, *words, "max_duration=4ba", "schedule.t_max=6ba")
+        said = train_on(3, 3, *words, "max_duration=4ba", *SCHEDULE)
         assert "resuming from" in said and "refused" not in said
         assert len(fetched(server)) == wanted, (lost, fetched(server))
         for n in range(3):
@@ -146,7 +147,7 @@ def test_machines_read_what_they_kept_and_the_lost_one_its_neighbours_copy(
     spoilt[len(spoilt) // 2] ^= 1
     copy.write_bytes(bytes(spoilt))
     server.reset()
-    said = train_on(3, 3, *words, "max_duration=6ba", "schedule.t_max=6ba")
+    said = train_on(3, 3, *words, "max_duration=6ba", *SCHEDULE)
     assert f"resuming from {url}/checkpoints/ba0000004" in said and "refused" not in said
 
 

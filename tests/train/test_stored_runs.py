@@ -70,7 +70,7 @@ def forget(place: Path) -> None:
     stored_run._opened.clear()
 
 
-@pytest.mark.parametrize("kind", ["memory://bucket", "file"])
+@pytest.mark.parametrize("kind", ["memory://bucket", pytest.param("file", marks=pytest.mark.slow)])
 def test_a_run_at_a_url_leaves_there_what_one_in_a_folder_does(
     kind: str, place: Path, tmp_path: Path
 ) -> None:
@@ -148,7 +148,11 @@ class FailingStore:
 
 
 @pytest.mark.parametrize(
-    ("file", "background"), [("optimizer__0_0.distcp", "true"), ("COMMIT", "false")]
+    ("file", "background"),
+    [
+        ("optimizer__0_0.distcp", "true"),
+        pytest.param("COMMIT", "false", marks=pytest.mark.slow),
+    ],
 )
 def test_a_store_that_fails_costs_a_save_and_not_the_run(
     file: str, background: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -164,6 +168,7 @@ def test_a_store_that_fails_costs_a_save_and_not_the_run(
     assert losses_at(url, tmp_path / "read") == losses(Path("runs/local"))
 
 
+@pytest.mark.slow
 def test_a_last_save_that_fails_is_an_error_and_the_same_command_goes_on(
     place: Path, tmp_path: Path
 ) -> None:

@@ -52,8 +52,8 @@ class EvalRecipe:
     """A run's folder, or one checkpoint's, or the URL of one."""
     models: Annotated[list[str], PATH] = field(default_factory=list)
     """Models beside it, each of: a run's or a checkpoint's folder or URL; a folder that
-    transformers saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an OpenAI-compatible server, such as
-    http://localhost:8000/v1#my-model, or chat:ADDRESS#MODEL, for generation tasks."""
+    transformers saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an OpenAI-compatible server,
+    such as http://localhost:8000/v1#my-model, or chat:ADDRESS#MODEL, for generation tasks."""
     output: Annotated[str | None, PATH] = None
     """Where results.json, rows.jsonl and gauntlet.html go; unset: beside the checkpoint's run,
     eval/<batch>/, for others runs/<name>/eval/."""

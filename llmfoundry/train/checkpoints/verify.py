@@ -74,7 +74,10 @@ def find_checkpoint(
         if problem is not None:
             raise UserError(f"{named(path)}: {problem}; choose another checkpoint")
         return path
-    for folder in on_rank0(world, lambda: list_checkpoints(path)):
+    for name in on_rank0(world, lambda: [f.relative_to(path) for f in list_checkpoints(path)]):
+        folder = (
+            path / name
+        )  # of a run in a store each machine's working copy has a path of its own
         problem = find_damage(folder, sums=sums, world=world)
         if problem is None:
             return folder
