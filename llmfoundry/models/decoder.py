@@ -208,11 +208,7 @@ class Decoder(nn.Module):
         contexts = self._contexts(layout, positions, past, cache, x.dtype)
         shared: dict[int, KeysValues] = {}
         routed: list[Routed] = []
-        real, ranks = None, self.tensor_ranks
-        if layout is not None and self.config.ffn_config.ffn_type == "dmoe":
-            real = layout.real_places()
-        if ranks is not None and self.training:
-            real = ranks.own_places(len(tokens), width, real)
+        ranks, real = self.tensor_ranks, self._real_places(layout, len(tokens), width)
         real = None if real is None else real.to(tokens.device, non_blocking=True)
         for i, (block, layer) in enumerate(zip(self.blocks, self.layers, strict=True)):
             kept = shared.get(layer.kv_from)
@@ -289,6 +285,15 @@ class Decoder(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fill all weights; the same numbers on every layout of processes."""
         init.init_weights(self, self.config, seed)
+
+    def _real_places(self, layout: Layout | None, rows: int, width: int) -> Tensor | None:
+        """(N,) on the host: the flat places that experts see; None: all of this process's."""
+        if self.config.ffn_config.ffn_type != "dmoe":
+            return None
+        real = None if layout is None else layout.real_places()
+        if self.tensor_ranks is None or (real is None and not self.training):
+            return real  # in generation what fills a row up is a token like any other
+        return self.tensor_ranks.own_places(rows, width, real)
 
     def _widened(self, tokens: Tensor, layout: Layout | None) -> Widened | None:
         """The batch with virtual tokens in it; None: the model has none."""
