@@ -45,6 +45,7 @@ from llmfoundry.parallel.agree import check_alike
 from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import flat, know_secrets, require
+from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.checkpoints.checkpoint import (
@@ -331,6 +332,8 @@ def open_checkpoint(
     written, tokenizer, model = on_rank0(world, read_files)
     know_secrets(written)
     recipe = with_defaults(written)
+    recipe.parallel = ParallelConfig()  # each process has all of the model
+    recipe.parallel.fill()
     recipe.model = model or recipe.model
     recipe.precision = served_precision(precision or recipe.precision, world, note)
     reason = attention_refusal(recipe, world.device)

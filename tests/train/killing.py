@@ -55,6 +55,16 @@ MODES = {
     "mlflow": Mode(("save_async=true", "logger.mlflow=true", "logger.tensorboard=true")),
     "ddp": Mode(("save_async=true", "parallel=ddp"), ranks=2),
     "fsdp": Mode(("save_async=true", "parallel=fsdp"), ranks=2),
+    "expert": Mode(
+        (
+            "save_async=true",
+            "parallel=fsdp",
+            "parallel.expert_parallel_degree=2",
+            "model.ffn_config={ffn_type: dmoe, mlp_type: glu, ffn_act_fn: silu,"
+            " ffn_hidden_size: 16, moe_num_experts: 4, moe_top_k: 2}",
+        ),
+        ranks=2,
+    ),
     "compiled": Mode(("save_async=true", "compile=true")),
     "lora": Mode(("save_async=true", "model.quantize=none"), recipe="finetune.yaml"),
     "qlora": Mode(("save_async=true",), recipe="finetune.yaml"),
@@ -231,6 +241,9 @@ def strike(folder: Path, name: str, mode: Mode, blow: Blow, whole: dict[str, Any
     """Start, strike, and start again until the run is complete; how it ended."""
     statuses = start(folder, name, mode, blow)
     struck = -blow.number in statuses
+    torn = damaged(folder / "runs" / name)
+    if torn:
+        return f"{torn} after the blow"
     for _ in range(3):
         again = start(folder, name, mode, Blow())
         if not any(again):
@@ -244,6 +257,17 @@ def strike(folder: Path, name: str, mode: Mode, blow: Blow, whole: dict[str, Any
         return f"left {left}"
     shutil.rmtree(folder / "runs" / name)
     return "equal" if struck or blow.number != signal.SIGKILL else "equal, not hit"
+
+
+def damaged(run_folder: Path) -> str:
+    """What is wrong with a checkpoint that counts; empty: all of them are whole."""
+    from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
+    from llmfoundry.train.checkpoints.commit import has_commit
+    from llmfoundry.train.checkpoints.verify import find_damage
+
+    counting = filter(has_commit, list_checkpoints(run_folder))
+    problems = ((place.name, find_damage(place)) for place in counting)
+    return "; ".join(f"{place}: {problem}" for place, problem in problems if problem)
 
 
 def attack(folder: Path, name: str, points: int, seed: int | None) -> Counter[str]:

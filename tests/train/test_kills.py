@@ -34,6 +34,13 @@ def test_a_dozen_kills_leave_the_losses_and_weights_as_they_were(modes: tuple[st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", ["fsdp", "expert"])
+def test_twenty_kills_around_saves_leave_every_checkpoint_that_counts_whole(mode: str) -> None:
+    assert "20 points, " in strike("--kills", "20", "--modes", mode)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lora", "qlora", "qlora-fsdp"])
 def test_kills_while_an_adapter_trains_leave_losses_and_weights_as_they_were(mode: str) -> None:
     assert "6 points, " in strike("--kills", "6", "--modes", mode)

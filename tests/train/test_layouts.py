@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -41,6 +42,7 @@ from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.optimizers.optim import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.models.test_decoder import make_config
+from tests.tiny import run, write_recipe
 from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
@@ -385,3 +387,79 @@ def test_only_the_first_replica_writes(routine: Any) -> None:
 @pytest.mark.slow
 def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
     check(matrix(tmp_path, [*LAYOUTS]), [*LAYOUTS])
+
+
+CHAIN = ("expert-hsdp-2x2x2", "fsdp-3", "one", "fsdp-8")
+
+
+def link(rank: int, processes: int, number: int, folder: Path) -> None:
+    """A link of the chain: load what the one before saved, one step, save."""
+    join(rank, processes, folder / f"link{number}")
+    job = Job(LAYOUTS[CHAIN[number]], "experts", rank)
+    if number:
+        job.load(folder / f"checkpoints/ba{number:07d}")
+    loss = job.step(number)
+    job.save(folder, number + 1)
+    if rank == 0:
+        (folder / f"{number}.json").write_text(json.dumps(loss))
+    leave(processes)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_eight_to_three_to_one_to_eight_processes(tmp_path: Path) -> None:
+    for number, name in enumerate(CHAIN):
+        start(link, LAYOUTS[name].processes, number, tmp_path)
+    found = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(4)]
+    assert found == pytest.approx(plain("experts")[0][:4], rel=1e-6)
+
+
+SCRIPTS = {
+    "tensor": (
+        "parallel.tensor_parallel_degree=2",
+        "model.attn_config={attn_type: grouped_query_attention, kv_n_heads: 2, rope: true}",
+        "model.n_heads=4",
+    ),
+    "expert": (
+        "parallel.data_parallel_shard_degree=2",
+        "parallel.expert_parallel_degree=2",
+        "model.ffn_config={ffn_type: dmoe, mlp_type: glu, ffn_act_fn: silu, ffn_hidden_size: 16,"
+        " moe_num_experts: 4, moe_top_k: 2}",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SCRIPTS)
+def test_eval_convert_and_generate_take_the_weights_of_any_layout(
+    tmp_path: Path, layout: str
+) -> None:
+    """Of two processes, beside those of the same steps on one."""
+    write_recipe(tmp_path)
+    # The gradient of keys' biases is rounding alone, which Adam makes as large as any.
+    brief = ("tiny.yaml", "max_duration=3ba", "schedule.t_warmup=1ba", "model.no_bias=true")
+    one = [words for words in SCRIPTS[layout] if not words.startswith("parallel.")]
+    run("train.py", *brief, "run_name=one", *one, cwd=tmp_path)
+    degrees = ("parallel.data_parallel_replicate_degree=1", *SCRIPTS[layout])
+    run("train.py", *brief, "run_name=two", *degrees, cwd=tmp_path, processes=2)
+    texts, scores, tensors = [], [], []
+    for name in ("one", "two"):
+        place = f"checkpoint=runs/{name}"
+        words = ("prompt=line 7 of", "max_new_tokens=12", "temperature=0")
+        texts.append(run("generate.py", place, *words, cwd=tmp_path).stdout)
+        run("eval.py", place, f"output=scores-{name}", cwd=tmp_path)
+        results = json.loads((tmp_path / f"scores-{name}/results.json").read_text())
+        scores.append({k: v for k, v in results["metrics"].items() if k.startswith("metrics/")})
+        run(
+            "convert.py",
+            place,
+            "to=hf",
+            "architecture=llmfoundry",
+            f"output=hf-{name}",
+            cwd=tmp_path,
+        )
+        tensors.append(load_file(tmp_path / f"hf-{name}/model.safetensors"))
+    assert texts[0] == texts[1]
+    assert scores[0] and scores[1] == pytest.approx(scores[0], rel=1e-5)
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        torch.testing.assert_close(tensors[1][name], tensor, rtol=0, atol=2e-5)
