@@ -67,7 +67,10 @@ def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
     recipe = checked(TrainRecipe, path, words)
     recipe.fill()
     folder = tmp_path / "run" / "checkpoints" / "ba0000300"
-    loaded: Any = SimpleNamespace(recipe=recipe, folder=folder, state={"batch": 300})
+    tokenizer = SimpleNamespace(has_chat=False)
+    loaded: Any = SimpleNamespace(
+        recipe=recipe, folder=folder, state={"batch": 300}, tokenizer=tokenizer
+    )
     card = _card(loaded)
     assert card.name == "small"
     assert card.trained == f"300 batches, {300 * 4 * 64:,} tokens"  # of 4 rows of 64
