@@ -14,6 +14,7 @@ LONG = (  # by the seconds of CPU that they take, from 60 to 10
     "tests/commands/test_evaluate.py",
     "tests/test_whole_path.py",
     "tests/train/test_moe_training.py",
+    "tests/train/test_layouts.py",
     "tests/gauntlet/test_harness.py",
     "tests/train/test_saving.py",
     "tests/parallel/test_frozen.py",

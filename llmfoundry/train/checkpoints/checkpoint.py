@@ -8,7 +8,7 @@
         COMMIT                        names, sizes and checksums of the above, written last
 
 A folder without COMMIT, or whose files differ from it, does not count: it is refused by name and
-the one before is used. Loads on any number of processes. `checkpointer.py` writes, `verify.py`
+the one before is used. Loads on any layout of processes. `checkpointer.py` writes, `verify.py`
 finds one that is whole.
 """
 
