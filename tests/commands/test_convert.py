@@ -67,6 +67,8 @@ def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
     recipe = checked(TrainRecipe, path, words)
     recipe.fill()
     folder = tmp_path / "run" / "checkpoints" / "ba0000300"
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(path.read_text())
     tokenizer = SimpleNamespace(has_chat=False)
     loaded: Any = SimpleNamespace(
         recipe=recipe, folder=folder, state={"batch": 300}, tokenizer=tokenizer
