@@ -5,6 +5,8 @@ What is compiled, and when, is in tests/parallel/test_blocks.py, with a backend 
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +14,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from llmfoundry.assemble import trainer
+from llmfoundry.assemble.job import with_defaults
+from llmfoundry.estimate.fit import USABLE
+from llmfoundry.estimate.memory import estimate
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import losses, write_recipe
 from tests.train.here import dtypes, rows, train_here
+from tests.warm_scripts import on_ranks
 
 BITS = "metrics/eval/bits_per_byte"
 OPTIONS = (
@@ -82,3 +91,56 @@ def test_a_run_goes_on_compiled_or_not(place: Path) -> None:
     train_here("switched", *OPTIONS)
     found = losses(Path("runs/switched"))
     assert found == pytest.approx(losses(Path("runs/eager")), rel=0, abs=1e-5)
+
+
+SHARDS = (
+    "parallel=fsdp",
+    "max_duration=4ba",
+    "schedule.t_warmup=1ba",
+    "save_interval=4ba",
+    "device_train_microbatch_size=2",
+    "max_seq_len=256",
+)
+
+
+def sharded(rank: int, folder: str, port: str, name: str, *overrides: str) -> None:
+    """A run in two shards; `auto` finds room for no more than a block's inputs."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.chdir(folder)
+
+    def need(level: str) -> int:
+        asked = [*SHARDS, f"parallel.activation_checkpointing={level}", "run_name=none"]
+        recipe = with_defaults(checked(TrainRecipe, "tiny.yaml", asked))
+        recipe.model.fill(vocab_size=257)
+        return estimate(recipe, 2, device=torch.device("cpu")).total(2)
+
+    if overrides:
+        least, most = need("whole"), need("none")
+        assert least < most
+        available = int((least + most) / USABLE)  # of both processes
+        trainer.available_memory = lambda device: available  # type: ignore[assignment]
+    train_here(name, *SHARDS, *overrides)
+    if rank == 0 and "compile=true" in overrides:
+        (Path("runs") / name / "graphs").write_text(str(counters["stats"]["unique_graphs"]))
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_the_uncompiled_run_in_shards_that_are_computed_again(
+    tmp_path: Path,
+) -> None:
+    """All three at once: blocks compiled, recomputed as auto decides, and cut by FSDP2."""
+    write_recipe(tmp_path)
+    again = ("compile=true", "parallel.activation_checkpointing=auto")
+    for name, overrides in (("plain", ()), ("all", again)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        on_ranks(sharded, (str(tmp_path), port, name, *overrides), 2)
+    compiled, plain = (tmp_path / "runs" / name for name in ("all", "plain"))
+    assert (
+        'activation_checkpointing": "whole'
+        in next(compiled.glob("checkpoints/*/state.json")).read_text()
+    )
+    assert int((compiled / "graphs").read_text()) > 1, "nothing but the probe was compiled"
+    assert losses(compiled) == pytest.approx(losses(plain), rel=0, abs=1e-5)
