@@ -13,8 +13,9 @@ import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -110,3 +111,14 @@ def open_to_all(path: Path) -> None:
     for file in path.rglob("*") if path.is_dir() else [path]:
         if file.is_file() and not file.is_symlink():
             file.chmod(mode)
+
+
+def remove_partials(folder: Path, *, seconds: float = 3600.0) -> None:
+    """Remove what killed processes left half written in a folder, unless it is newer than that.
+
+    Another process may be writing there now; its file is published, or gone, long before.
+    """
+    for partial in folder.glob("*.partial"):
+        with suppress(OSError):
+            if time.time() - partial.stat().st_mtime > seconds:
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()

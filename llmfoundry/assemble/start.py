@@ -33,7 +33,7 @@ from llmfoundry.assemble.job import (
     served_precision,
     with_defaults,
 )
-from llmfoundry.assemble.weights.pretrained import open_pretrained, read_model
+from llmfoundry.assemble.weights.pretrained import base_of, open_pretrained, read_model
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.loader import Loader
@@ -372,6 +372,6 @@ def _fill_loaded(
     choose_trained(root.model, recipe, lambda line: None, checkpoint=folder)
     hold_frozen(root.model, recipe, written, lambda line: None)
     root.to_empty(device=world.device)
-    open_pretrained(written.model, world, note=note).fill(root.model)
+    open_pretrained(base_of(written, folder), world, note=note).fill(root.model)
     check_base(root.model, folder / FOLDER, "model.pretrained")
     load_adapter(folder, root.model, world=world)

@@ -108,6 +108,34 @@ def test_a_run_opens_one_socket_for_each_other_process() -> None:
         assert many[rank]["opened"] <= needed_files(6, holds_store=rank == 0)
 
 
+def connected(size: int, full_mesh: int) -> list[float]:
+    """Files that joining opened, and sums that took every process; of a run of gloo."""
+    launch.FULL_MESH = full_mesh
+    before = open_now()
+    with join(ParallelConfig()):
+        opened, total = open_now() - before, torch.ones(1000)
+        dist.all_reduce(total)
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, dist.get_rank())
+        assert found == list(range(size))
+        return [opened, float(total.sum())]
+
+
+def connected_to_all(rank: int, size: int) -> list[float]:
+    return connected(size, size)
+
+
+def connected_to_few(rank: int, size: int) -> list[float]:
+    return connected(size, size - 1)
+
+
+def test_many_processes_connect_to_those_alone_that_they_have_something_for() -> None:
+    to_all, to_few = results(connected_to_all, 8), results(connected_to_few, 8)
+    for (n_all, sum_all), (n_few, sum_few) in zip(to_all, to_few, strict=True):
+        assert sum_all == sum_few == 8 * 1000
+        assert n_few <= n_all - 3
+
+
 def test_every_group_waits_for_dist_timeout() -> None:
     for found in a_run(2):
         assert len(found["waits"]) >= 3  # the default group, and those of two meshes

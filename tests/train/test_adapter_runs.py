@@ -77,6 +77,19 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(place: Path) -> No
     assert len(moments) == 2 * len(model)
 
 
+def test_a_run_that_was_copied_with_its_base_is_opened_from_anywhere(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits("runs/lora")
+    for name in ("base", "lora"):
+        shutil.copytree(f"runs/{name}", tmp_path / "there/runs" / name)
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(logits("there/runs/lora"), expected)
+    shutil.copytree("there/runs/lora", "alone")
+    with pytest.raises(UserError, match=r"^model\.pretrained: nothing at runs/base"):
+        logits("alone")
+
+
 def test_a_resumed_run_takes_the_same_steps_bit_for_bit(place: Path) -> None:
     shutil.copytree("runs/lora", "runs/again")
     shutil.rmtree("runs/again/checkpoints/ba0000004")

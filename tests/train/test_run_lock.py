@@ -102,3 +102,16 @@ def test_without_locks_a_run_goes_on_and_says_so(
     with run_lock.only_run(tmp_path / "run", ALONE, note=notes.append):
         pass
     assert len(notes) == 1 and "has no locks" in notes[0]
+
+
+def test_what_a_killed_run_left_half_written_goes_with_the_next_start(tmp_path: Path) -> None:
+    """But not what another process writes at this moment, as eval.py does."""
+    (tmp_path / "tokenizer").mkdir()
+    old, new = "report.html.0a1b.partial", "results.json.0c2d.partial"
+    for name in (old, new, f"tokenizer/{old}", "report.html"):
+        (tmp_path / name).write_text("half")
+    for name in (old, f"tokenizer/{old}", "report.html"):
+        os.utime(tmp_path / name, (0, 0))
+    hold(tmp_path)
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"report.html", new}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,26 @@ def open_pretrained(
     return open_folder(folder, asked, note, world)
 
 
+def base_of(written: FinetuneRecipe, checkpoint: Path) -> PretrainedConfig:
+    """What an adapter's run began with, also where both were copied to another place together.
+
+    A relative path that is not there is looked for from each folder above the run; that it is the
+    right base is checked by its numbers (`check_base`).
+    """
+    asked = written.model
+    assert asked.pretrained is not None, "checked by the recipe"
+    given = Path(asked.pretrained).expanduser()
+    if is_url(asked.pretrained) or given.is_absolute():
+        return asked
+    try:
+        find_file(given, "model.pretrained")
+    except UserError:
+        for above in checkpoint.absolute().parents:
+            if (above / given).is_dir():
+                return replace(asked, pretrained=str(above / given))
+    return asked
+
+
 def _download(name: str, revision: str | None, world: World) -> Path:
     """A hub id's files, fetched by one process of each machine."""
     import torch.distributed as dist
@@ -167,7 +188,7 @@ def _open_run(
                 f"model.pretrained: {folder} is an adapter on a model of transformers' class; merge"
                 " it first by scripts/convert.py to=hf, and write its output"
             )
-        base = open_pretrained(written.model, world, note=note)
+        base = open_pretrained(base_of(written, folder), world, note=note)
         own = copy.deepcopy(config)  # which does not grow
 
         def merge(model: Decoder) -> None:

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from llmfoundry.errors import UserError
+from llmfoundry.files import remove_partials
 from llmfoundry.locks import LockedFile, try_lock
 from llmfoundry.parallel.launch import World, on_rank0
 
@@ -44,6 +45,8 @@ def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iter
     def take() -> None:
         made.extend(path for path in (folder, *folder.parents) if not path.exists())
         held.extend(_take(folder, note))
+        for place in (folder, folder / "tokenizer"):
+            remove_partials(place)
 
     on_rank0(world, take)
     try:
