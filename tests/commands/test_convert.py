@@ -68,12 +68,16 @@ def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
     recipe.fill()
     folder = tmp_path / "run" / "checkpoints" / "ba0000300"
     folder.mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(path.read_text())
-    tokenizer = SimpleNamespace(has_chat=False)
+    base = "s3://me:hunter2@host/base"
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": {"pretrained": base}}))
     loaded: Any = SimpleNamespace(
-        recipe=recipe, folder=folder, state={"batch": 300}, tokenizer=tokenizer
+        recipe=recipe,
+        folder=folder,
+        state={"batch": 300},
+        tokenizer=SimpleNamespace(has_chat=True),  # which text alone does not teach to talk
     )
     card = _card(loaded)
+    assert not card.is_chat and card.base.endswith("host/base") and "hunter2" not in card.base
     assert card.name == "small"
     assert card.trained == f"300 batches, {300 * 4 * 64:,} tokens"  # of 4 rows of 64
     assert "rows.jsonl" in card.data and "hunter2" not in card.data
