@@ -39,6 +39,7 @@ from tests.models.test_quantized import GLU, MIXTURE
 from tests.parallel.test_matrix import (
     CLIP,
     CPU,
+    EPS,
     MICROBATCH,
     STEPS,
     global_batch,
@@ -186,7 +187,7 @@ def plain(kind: Kind) -> tuple[list[float], list[float]]:
             pairs[f"{path}.{name}"] = (a, b, one.parts)
     trained = [factor for a, b, _ in pairs.values() for factor in (a, b)]
     optimizer = torch.optim.AdamW(
-        trained, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), foreach=False
+        trained, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=EPS, foreach=False
     )
     losses, norms = [], []
     for step in range(STEPS):

@@ -122,7 +122,7 @@ def test_seeding_leaves_nothing_behind_for_a_gpu_that_never_comes(place: Path) -
             r"^device_eval_batch_size: the evaluation ran out of memory at 4; write 2 \(tried",
         ),
         (
-            "llmfoundry.assemble.trainer.materialize",
+            "llmfoundry.assemble.trainer.parallelize",
             r"^model: its weights ran out of memory; .* \(",
         ),
     ],
