@@ -109,12 +109,16 @@ def relaunch(config: ParallelConfig) -> None:
     """Start the same command under torchrun where more than one local process is wanted.
 
     Does nothing under torchrun or Slurm. Never returns where it does start one.
+
+    Raises:
+        UserError: the recipe's degrees do not fit so many.
     """
     if "RANK" in os.environ or slurm_environment():
         return
     wanted = wanted_processes(config)
     if wanted == 1:
         return
+    config.degrees(wanted)  # one line here, before each process says it
     if is_watched():
         print(f"starting {wanted} processes ...", file=sys.stderr, flush=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -183,7 +183,8 @@ class ParallelConfig:
             raise UserError(
                 f"parallel.{EXPERT}: {expert} does not divide the processes of one copy of the"
                 f" model ({lent}, the product of data_parallel_shard_degree,"
-                f" context_parallel_degree and tensor_parallel_degree); write {close}"
+                f" context_parallel_degree and tensor_parallel_degree); write {close}, or a"
+                f" data_parallel_shard_degree that makes it a multiple of {expert}"
             )
         replicate, shard, context, tensor = filled
         return Degrees(replicate, shard, context, tensor, expert)
