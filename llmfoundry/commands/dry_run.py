@@ -38,11 +38,13 @@ from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, r
 from llmfoundry.masking import public
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.operate.check.paths import recipe_paths
 from llmfoundry.parallel.launch import World, wanted_processes
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
+from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe
@@ -300,6 +302,21 @@ def plan_fetching(recipe: FetchRecipe) -> Rows:
     yield "to", recipe.output or "eval/local_data"
 
 
+def plan_check(recipe: Checked) -> Rows:
+    """Of scripts/check.py."""
+    settings = recipe.health_check
+    processes = int(os.environ.get("WORLD_SIZE", 0)) or wanted_processes(recipe.parallel)
+    yield "processes", str(processes)
+    yield "machines", "GPU counters, kernel log, paths, clocks, limits, versions"
+    if recipe.level == "full":
+        yield "burn", f"{settings.burn_seconds:g} s of products, and copies in memory"
+        rounds = "all rounds" if settings.pair_rounds is None else f"{settings.pair_rounds} rounds"
+        yield "pairs", f"all-reduces between {settings.pairs_of}, {rounds}"
+    for path in [] if isinstance(recipe, CheckRecipe) else recipe_paths(recipe):
+        yield "path", f"{path.key}: {path.path}, {'written' if path.is_written else 'read'}"
+    yield "report", recipe.output
+
+
 PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "train": plan_training,
     "prepare_data": plan_preparing,
@@ -310,4 +327,5 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "convert": plan_conversion,
     "track": plan_tracking,
     "fetch_eval_data": plan_fetching,
+    "check": plan_check,
 }

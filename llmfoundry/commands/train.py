@@ -8,6 +8,7 @@ from pathlib import Path
 from llmfoundry.assemble.job import Job, with_defaults
 from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.assemble.weights.pretrained import resolve
+from llmfoundry.commands.check import before_run
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
 from llmfoundry.parallel.launch import World, join, on_rank0, relaunch
@@ -35,6 +36,7 @@ def train(recipe: TrainRecipe) -> None:
         set_deterministic()
     folder = run_folder(recipe)
     with join(recipe.parallel) as world, hold_run(folder, world, note=print):
+        before_run(with_defaults(recipe), world, folder)
         _train(recipe, world)
 
 

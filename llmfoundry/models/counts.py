@@ -209,8 +209,14 @@ def peak_flops(device: torch.device) -> float | None:
     """The device's dense bf16 peak in FLOP/s; None where it is not known, as for every CPU."""
     if device.type != "cuda":
         return None
-    words = set(re.split(r"[\s/-]+", torch.cuda.get_device_name(device)))
+    known = known_device(torch.cuda.get_device_name(device))
+    return None if known is None else PEAK_FLOPS[known]
+
+
+def known_device(name: str) -> str | None:
+    """The key of PEAK_FLOPS for a device of this name; None where it is not in the table."""
+    words = set(re.split(r"[\s/-]+", name))
     known = [key for key in PEAK_FLOPS if words.issuperset(key.split())]
     if not known or words & CUT_DOWN:
         return None
-    return PEAK_FLOPS[max(known, key=lambda key: len(key.split()))]
+    return max(known, key=lambda key: len(key.split()))

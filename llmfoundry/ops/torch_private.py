@@ -70,6 +70,40 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
+def small_group(
+    store: dist.Store, rank: int, size: int, *, device: torch.device, timeout: timedelta
+) -> Any:
+    """A few processes that reduce together, known to no other and to no registry of PyTorch's.
+
+    `dist.ProcessGroupNCCL` and `dist.ProcessGroupGloo`, as torchft makes them: `new_group` is for
+    all processes in one order, and one that hangs would stop the others. Without them a check of
+    links fails.
+
+    Args:
+        store: where these processes meet, and no others.
+        rank: among them.
+        size: how many they are.
+        device: of what is reduced.
+        timeout: of each collective.
+    """
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def leave_group(group: Any, *, failed: bool) -> None:
+    """Give back what a `small_group` holds.
+
+    `abort` and `shutdown` of NCCL's, `abort` where a process is gone and would be waited for;
+    without them its communicator stays until the process ends. gloo's is closed by itself.
+    """
+    end = getattr(group, "abort" if failed else "shutdown", None)
+    if end is not None and isinstance(group, getattr(dist, "ProcessGroupNCCL", ())):
+        end()
+
+
 def flattened(mesh: DeviceMesh, names: list[str], backend: str | None) -> DeviceMesh:
     """Some neighbouring dimensions of a mesh as one, a view of the same mesh.
 

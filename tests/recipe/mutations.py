@@ -29,6 +29,7 @@ from llmfoundry.recipe.scripts.after_training import (
     EvalRecipe,
     GenerateRecipe,
 )
+from llmfoundry.recipe.scripts.check import CheckRunRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.inspect import InspectRecipe
@@ -47,6 +48,7 @@ SCRIPTS: dict[str, type] = {
     "track": TrackRecipe,
     "finetune": FinetuneRecipe,
     "chat": ChatRecipe,
+    "check": CheckRunRecipe,
 }
 SOUND = {  # what the scripts without a recipe's file need
     "eval": ["checkpoint=runs/x"],

@@ -11,6 +11,7 @@ from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.typed import flat
+from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import AXES, EXPERT, ParallelConfig
@@ -39,10 +40,10 @@ GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 # how it is computed. Model and tokenizer may not change at all (build.start.run_identity).
 NOT_LEARNT = re.compile(
     r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
-    r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|callbacks(?!\.early_stopper)"
-    r"|data\.validation|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch"
-    r"|prefetch_factor|download_\w+|requests_per_second|validate_hash|allow_changed|num_workers"
-    r"|loader_workers)"
+    r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|health_check"
+    r"|callbacks(?!\.early_stopper)|data\.validation"
+    r"|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch|prefetch_factor"
+    r"|download_\w+|requests_per_second|validate_hash|allow_changed|num_workers|loader_workers)"
     r")(\..*)?"
 )
 
@@ -138,6 +139,8 @@ class TrainRecipe:
     """Where it is recorded (group logger/)."""
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     """Observers of the loop."""
+    health_check: HealthCheckConfig = field(default_factory=HealthCheckConfig)
+    """Whether machines are looked at first."""
     plugins: list[str] = field(default_factory=list)
     """Python files, my_file.py, or modules, my_package.module, imported before anything is checked;
     they add optimizers, schedules, callbacks, loggers, norms, task types and kinds of files."""
@@ -162,6 +165,7 @@ class TrainRecipe:
             self.eval,
             self.logger,
             self.callbacks,
+            self.health_check,
         )
         for section in sections:
             yield from section.check()

@@ -1,0 +1,164 @@
+"""`scripts/check.py`: whether machines are sound; and the same before a run begins.
+
+Alone it starts one process for each GPU and stays their parent, so that a process that hangs in a
+broken GPU is ended and named. Under torchrun, srun or in a run it is one of the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from llmfoundry.errors import RunFailure, UserError
+from llmfoundry.operate.check.findings import BAD, STATUS_BAD, Report
+from llmfoundry.operate.check.host import NamedPath
+from llmfoundry.operate.check.paths import recipe_paths
+from llmfoundry.operate.check.report import JSON, lines, write
+from llmfoundry.operate.check.sweep import sweep
+from llmfoundry.parallel.launch import World, join, slurm_environment, wanted_processes
+from llmfoundry.processes import keep_children
+from llmfoundry.recipe.health_check import HealthCheckConfig
+from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+
+_OURS = "LLMFOUNDRY_CHECK_STARTED"  # in the environment of processes that `check` has started
+_GRACE = 5.0  # seconds from the report until a process that has not ended hangs
+
+
+def check(recipe: Checked) -> None:
+    """Check, print, write check.json and check.html.
+
+    Raises:
+        SystemExit: 3 where anything is bad.
+        UserError: a file that the recipe names is not there.
+    """
+    _check_files(recipe.health_check)
+    is_started = "RANK" in os.environ or bool(slurm_environment())
+    wanted = 1 if is_started else wanted_processes(recipe.parallel)
+    folder = Path(recipe.output).expanduser()
+    if wanted > 1:
+        _leave(_start(folder, wanted))
+    if isinstance(recipe, CheckRecipe):
+        paths = [NamedPath("output", recipe.output, is_written=True)]
+    else:
+        paths = recipe_paths(recipe)
+    with join(recipe.parallel) as world:
+        status = _check(recipe.health_check, paths, world, folder, is_full=recipe.level == "full")
+    if status and _OURS not in os.environ:  # who started this reads check.json
+        _leave(status)
+
+
+def before_run(recipe: TrainRecipe, world: World, folder: Path) -> None:
+    """The check that a recipe asks for, its report in the run's folder of this machine.
+
+    Ends every process where anything is bad.
+
+    Raises:
+        SystemExit: 3.
+    """
+    settings = recipe.health_check
+    if settings.before_run == "none":
+        return
+    _check_files(settings)
+    is_full = settings.before_run == "full"
+    status = _check(settings, recipe_paths(recipe), world, folder, is_full=is_full)
+    if status:
+        _leave(status)
+
+
+def _check(
+    settings: HealthCheckConfig,
+    paths: list[NamedPath],
+    world: World,
+    folder: Path,
+    *,
+    is_full: bool,
+) -> int:
+    """The exit status, the same on every process; rank 0 prints and writes."""
+
+    def publish(report: Report) -> None:
+        page = write(report, folder)
+        print(*lines(report, page), sep="\n", flush=True)
+
+    level = sweep(settings, paths, world, is_full=is_full, publish=publish)
+    return STATUS_BAD if level == BAD else 0
+
+
+def _check_files(settings: HealthCheckConfig) -> None:
+    """Refuse a kernel log that is nowhere; of a machine that lacks it the check says so itself."""
+    path = settings.kernel_log
+    if path is not None and int(os.environ.get("RANK", 0)) == 0:
+        found = Path(path).expanduser()
+        if not found.is_file():
+            raise UserError(
+                f"health_check.kernel_log: no file at {path}; write a file with the kernel's"
+                " messages, or remove it: /dev/kmsg and dmesg are read then"
+            )
+
+
+def _start(folder: Path, processes: int) -> int:
+    """Check with so many processes of this machine; the exit status.
+
+    They are torchrun's. Once the report is there, those that do not end are killed: torchrun itself
+    would wait for a process that hangs.
+    """
+    keep_children()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={processes}", *sys.argv]
+    report, before = folder / JSON, _written(folder / JSON)
+    started = subprocess.Popen(command, env={**os.environ, _OURS: "1"})
+    reported_at: float | None = None
+    try:
+        while started.poll() is None:
+            time.sleep(0.1)
+            if reported_at is None and _written(report) != before:
+                reported_at = time.monotonic()
+            if reported_at is not None and time.monotonic() - reported_at > _GRACE:
+                break
+    finally:
+        _kill(started)
+    if _written(report) == before:
+        status = started.returncode
+        if status == 2:
+            return 2
+        raise RunFailure(f"the check itself ended with status {status} and without a report")
+    return STATUS_BAD if json.loads(report.read_text(encoding="utf-8"))["level"] == BAD else 0
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """Tells one writing of a file from the next."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _kill(started: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started, stopped ones too."""
+    if started.poll() is not None:
+        return
+    family = [psutil.Process(started.pid)]
+    family += family[0].children(recursive=True)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    started.wait()
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process; one of several without waiting for the others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        os._exit(status)
+    sys.exit(status)

@@ -1,0 +1,1 @@
+"""Whether machines are sound: `probes` read and measure, the files beside it decide."""

@@ -1,0 +1,92 @@
+"""The recent lines of the kernel's log, from wherever this user may read them.
+
+A file that the recipe names, else /dev/kmsg, else `dmesg`, else `journalctl`. Nothing is decided
+here; `xids` does that. The idea: an error of last month, before a repair, is no reason to take a
+machine out, so lines older than some hours are left out where their age can be told.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+_KMSG = Path("/dev/kmsg")
+_COMMANDS = (
+    ["dmesg", "--time-format", "iso", "--nopager"],
+    ["journalctl", "--dmesg", "--output", "short-iso", "--no-pager", "--quiet"],
+)
+_ISO = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*([+-]\d\d:?\d\d|Z)?")
+_PATIENCE = 20  # seconds, of a command
+
+
+def read(path: str | None, *, hours: float) -> tuple[list[str], str]:
+    """Lines that are not older than `hours`, and "" or why there are none to be had."""
+    if path is not None:
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return [], f"health_check.kernel_log: {path}: {error.strerror}"
+        return list(recent(text.splitlines(), hours=hours)), ""
+    try:
+        return list(_from_kernel(hours)), ""
+    except OSError as error:
+        reason = f"{_KMSG}: {error.strerror}"
+    for command in _COMMANDS:
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=_PATIENCE, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        lines = done.stdout.decode(errors="replace").splitlines()
+        if lines:
+            return list(recent(lines, hours=hours)), ""
+    return (
+        [],
+        f"the kernel's log may not be read here ({reason}); name a file: health_check.kernel_log",
+    )
+
+
+def recent(lines: Iterable[str], *, hours: float, now: float | None = None) -> Iterator[str]:
+    """Lines with a date of the last `hours`, and those without a date."""
+    oldest = (time.time() if now is None else now) - 3600 * hours
+    for line in lines:
+        match = _ISO.search(line[:60])
+        if match is None or _seconds(match) >= oldest:
+            yield line
+
+
+def _seconds(match: re.Match[str]) -> float:
+    """Since 1970; a date without a zone is of this machine's."""
+    zone = (match[4] or "").replace("Z", "+00:00")
+    try:
+        return datetime.fromisoformat(f"{match[1]}T{match[2]}{zone}").timestamp()
+    except ValueError:  # the 31st of February, a zone as Python 3.10 does not read it
+        return time.time()
+
+
+def _from_kernel(hours: float) -> Iterator[str]:
+    """Records of /dev/kmsg: `6,1234,5678901,-;text`, microseconds since the machine was started.
+
+    Raises:
+        OSError: this user may not.
+    """
+    oldest = (time.clock_gettime(time.CLOCK_MONOTONIC) - 3600 * hours) * 1e6
+    descriptor = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                record = os.read(descriptor, 8192).decode(errors="replace")
+            except BlockingIOError:  # that was the last
+                return
+            except BrokenPipeError:  # overwritten while it was read; the next one is there
+                continue
+            head, _, text = record.partition(";")
+            stamp = head.split(",")[2:3]
+            if not stamp or not stamp[0].isdigit() or int(stamp[0]) >= oldest:
+                yield text.splitlines()[0] if text else ""
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,280 @@
+"""Whole checks by gloo processes, with faults put in where hardware would have them.
+
+Eight processes on four made-up nodes run all their checks one after another; what is slow or wrong
+comes in through `Tools`. A process that stops is stopped by a real signal (slow).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmfoundry.operate.check.findings import BAD, Finding, Report
+from llmfoundry.operate.check.host import NamedPath
+from llmfoundry.operate.check.pairs import Pair
+from llmfoundry.operate.check.probes import links
+from llmfoundry.operate.check.sweep import Tools, sweep
+from llmfoundry.parallel.launch import World
+from llmfoundry.recipe.health_check import HealthCheckConfig
+from tests.tiny import ENV, command
+from tests.warm_scripts import on_ranks
+
+SIZE, DELAY = 8, 0.1
+CPU = torch.device("cpu")
+
+
+def delayed(is_slow: Callable[[Pair], bool]) -> Tools:
+    """All-reduces that take longer between some units."""
+
+    def reduce(group: Any, tensor: Tensor, pair: Pair) -> None:
+        if is_slow(pair):
+            time.sleep(DELAY)
+        links.all_reduce(group, tensor, pair)
+
+    return Tools(all_reduce=reduce)
+
+
+def wrong_once() -> Tools:
+    """Products of which one has a flipped bit, in its second repeat."""
+    calls = iter(range(10**9))
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        product = a @ b
+        if next(calls) == 2:
+            product[3, 5] += 0.25
+        return product
+
+    return Tools(multiply=multiply)
+
+
+def failing() -> Tools:
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+
+    return Tools(multiply=multiply)
+
+
+def slow_products() -> Tools:
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        time.sleep(1.5)
+        return a @ b
+
+    return Tools(multiply=multiply)
+
+
+def silent_in(part: str) -> Tools:
+    """A process that hangs in its products, or in its all-reduces, for longer than is waited."""
+
+    def hang() -> None:
+        time.sleep(15)
+        os._exit(0)
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        if part == "products":
+            hang()
+        return a @ b
+
+    def reduce(group: Any, tensor: Tensor, pair: Pair) -> None:
+        if part == "all-reduces":
+            hang()
+        links.all_reduce(group, tensor, pair)
+
+    return Tools(multiply=multiply, all_reduce=reduce)
+
+
+CASES: dict[str, Callable[[int], Tools | None]] = {  # what each rank has in its hands
+    "quiet": lambda rank: None,
+    "one pair": lambda rank: delayed(lambda pair: pair == (2, 5)),
+    "one rank": lambda rank: delayed(lambda pair: 3 in pair),
+    "halves": lambda rank: delayed(lambda pair: (pair[0] < 4) != (pair[1] < 4)),
+    "wrong": lambda rank: wrong_once() if rank == 6 else None,
+    "failing": lambda rank: failing() if rank == 1 else None,
+    "slow": lambda rank: slow_products() if rank == 4 else None,
+    "clock": lambda rank: Tools(now=lambda: time.time() + 30) if rank in (2, 3) else None,
+}
+LONGER = ["one pair", "slow", "nodes"]
+SILENT = {"products": 5, "all-reduces": 2}  # each the last of its processes
+
+
+def work(rank: int, folder: Path, size: int, cases: list[str]) -> None:
+    os.environ["GROUP_RANK"] = str(rank // 2)  # two processes a node
+    os.environ["NODE_NAME"] = f"n{rank // 2}"
+    os.environ.pop("SLURMD_NODENAME", None)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=2),
+    )
+    world = World(rank, size, rank % 2, CPU)
+    paths = [NamedPath("save_folder", str(folder), is_written=True)]
+    if rank in (2, 3):
+        paths = [NamedPath("save_folder", "/proc/1/x", is_written=True)]
+    for case in cases:
+        settings = HealthCheckConfig(
+            burn_seconds=0.1, payloads=["4kb"], pairs_of="processes", timeout=30
+        )
+        if case == "quiet":
+            settings.payloads.append("16kb")
+        if case in ("wrong", "failing", "slow", "clock"):
+            settings.pair_rounds = 1
+        tools = CASES[case](rank) if case in CASES else None
+        if case in SILENT:
+            settings.timeout = 3
+            tools = silent_in(case) if rank == SILENT[case] else None
+        if case == "nodes":
+            settings.pairs_of = "auto"
+            tools = delayed(lambda pair: 1 in pair)
+
+        def publish(report: Report, case: str = case) -> None:
+            found = {
+                "findings": [finding.as_json() for finding in report.findings],
+                "nodes": report.nodes,
+                "units": report.units,
+                "pairs": report.pairs,
+            }
+            (folder / f"{case}.json").write_text(json.dumps(found))
+
+        try:
+            level = sweep(settings, paths, world, is_full=True, publish=publish, tools=tools)
+            (folder / f"{case}.{rank}").write_text(level)
+        except RuntimeError:  # a silent one: the others have left it
+            assert case in SILENT
+    os._exit(0)  # gloo waits for those that are silent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reports of eight processes."""
+    folder = tmp_path_factory.mktemp("checks")
+    on_ranks(work, (folder, SIZE, [case for case in CASES if case not in LONGER]), SIZE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found_later(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reports of those that take longer."""
+    folder = tmp_path_factory.mktemp("checks")
+    on_ranks(work, (folder, SIZE, LONGER), SIZE)
+    return folder
+
+
+def bad(folder: Path, case: str) -> list[Finding]:
+    """What is bad, but for the path that is so in every case."""
+    raw = json.loads((folder / f"{case}.json").read_text())["findings"]
+    findings = [Finding(**{**one, "nodes": tuple(one["nodes"])}) for one in raw]
+    return [one for one in findings if one.level == BAD and one.check != "paths"]
+
+
+def test_a_quiet_check_finds_nothing_but_the_path_of_one_node(found: Path) -> None:
+    report = json.loads((found / "quiet.json").read_text())
+    assert bad(found, "quiet") == []
+    assert report["nodes"] == ["n0", "n1", "n2", "n3"]
+    assert len(report["pairs"]["4000"]) == len(report["pairs"]["16000"]) == 28
+    paths = [one for one in report["findings"] if one["check"] == "paths"]
+    assert {one["where"]: one["level"] for one in paths} == {
+        "n0": "sound", "n1": "bad", "n2": "sound", "n3": "sound"}  # fmt: skip
+    checks = {one["check"] for one in report["findings"]}
+    assert {"gpus", "paths", "host", "compute", "memory", "pairs"} <= checks
+    levels = {(found / f"quiet.{rank}").read_text() for rank in range(SIZE)}
+    assert levels == {BAD}, "every process ends alike"
+
+
+@pytest.mark.slow
+def test_a_delay_in_one_pair_names_the_pair(found_later: Path) -> None:
+    (one,) = bad(found_later, "one pair")
+    assert one.where == "n1, rank 2 - n2, rank 5" and one.nodes == () and one.check == "pairs"
+
+
+def test_a_delay_in_one_rank_names_its_device_and_node(found: Path) -> None:
+    (one,) = bad(found, "one rank")
+    assert one.where == "n1, rank 3" and one.nodes == ("n1",) and "all 6 pairs" in one.why
+
+
+def test_a_delay_between_halves_names_the_switch_and_no_node(found: Path) -> None:
+    (one,) = bad(found, "halves")
+    assert one.where == "n0, rank 0, n0, rank 1, n1, rank 2, n1, rank 3" and one.nodes == ()
+    assert "slow to n2, rank 4" in one.why and "switch" in one.action
+
+
+@pytest.mark.slow
+def test_nodes_are_paired_with_all_their_processes(found_later: Path) -> None:
+    report = json.loads((found_later / "nodes.json").read_text())
+    assert report["units"] == ["n0", "n1", "n2", "n3"] and len(report["pairs"]["4000"]) == 6
+    (one,) = bad(found_later, "nodes")
+    assert one.where == "n1" and one.nodes == ("n1",)
+
+
+def test_a_flipped_bit_and_a_failure_are_named(found: Path) -> None:
+    (wrong,) = bad(found, "wrong")
+    assert wrong.where == "n3, rank 6" and "1 repeats of one product differ" in wrong.why
+    (failed,) = bad(found, "failing")
+    assert failed.where == "n0, rank 1"
+    assert failed.why == "failed: CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.slow
+def test_a_slow_device_is_named(found_later: Path) -> None:
+    (slow,) = bad(found_later, "slow")
+    assert slow.where == "n2, rank 4" and slow.check == "compute" and slow.nodes == ("n2",)
+
+
+def test_a_clock_that_is_ahead_names_its_node(found: Path) -> None:
+    (one,) = bad(found, "clock")
+    assert one.where == "n1" and "30.0 s ahead" in one.why and one.nodes == ("n1",)
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_a_process_that_goes_silent_is_named_with_its_part(case: str, tmp_path: Path) -> None:
+    on_ranks(work, (tmp_path, 4 if case == "all-reduces" else 6, [case]),
+             4 if case == "all-reduces" else 6)  # fmt: skip
+    rank = SILENT[case]
+    (one,) = bad(tmp_path, case)
+    assert one.where == f"n{rank // 2}, rank {rank}" and one.nodes == (f"n{rank // 2}",)
+    assert one.why == f"no answer for 3 s in {case}"
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_is_named_and_does_not_outlive_the_check(tmp_path: Path) -> None:
+    words = ["parallel.nproc_per_node=4", "health_check.burn_seconds=8", "health_check.timeout=8"]
+    env = ENV | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    running = subprocess.Popen(
+        command("check.py", *words), cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    )
+    stopped = _worker(running.pid, 2)
+    time.sleep(4)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    out, _ = running.communicate(timeout=240)
+    assert running.returncode == 3, out
+    assert "rank 2" in out and "no answer for 8 s in products" in out
+    assert not stopped.is_running()
+
+
+def _worker(pid: int, rank: int) -> psutil.Process:
+    """A rank of torchrun's below a process, once it has begun to compute."""
+    for _ in range(1200):
+        for process in psutil.Process(pid).children(recursive=True):
+            try:
+                environment, used = process.environ(), process.cpu_times().user
+            except psutil.Error:
+                continue
+            if environment.get("LOCAL_RANK") == str(rank) and used > 3:
+                return process
+        time.sleep(0.1)
+    sys.exit("no such worker")
