@@ -1,7 +1,7 @@
 """What a user did wrong: the one exception that every room raises and every script prints.
 
 A `UserError` becomes one line per problem on stderr and exit status 2, never a traceback; so does a
-`RunFailure`, with status 1. Anything else that escapes is a defect of ours and keeps its traceback.
+`RunFailure`, with its own. Anything else that escapes is a defect of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -59,6 +59,23 @@ def import_optional(module: str, where: str, *, extra: str = "", package: str = 
 
 class RunFailure(Exception):
     """What ended a run by no mistake of its user's, as a line; the same command may succeed."""
+
+    status = 1
+    """The exit status."""
+
+
+class GivenUp(RunFailure):
+    """What ended a run that is not to be started again before somebody has looked, as a line."""
+
+    status = 93
+    """The exit status, as NVIDIA's resiliency extension has it for "do not requeue"."""
+
+
+class StoppedToRestart(RunFailure):
+    """What ended a run that has saved, and is to be started again elsewhere, as a line."""
+
+    status = 75
+    """The exit status: EX_TEMPFAIL of sysexits.h."""
 
 
 @contextmanager

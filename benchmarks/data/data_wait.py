@@ -82,7 +82,7 @@ def _seconds(trainer: Trainer, batches: Iterator[Batch]) -> float:
             microbatch=trainer.microbatch,
             autocast=trainer.autocast,
             clipping=trainer.recipe.gradient_clipping,
-            guard=trainer.guard,
+            guard=trainer.watch.guard,
         )
     result.loss.item()  # waits for the device
     return (time.perf_counter() - started) / STEPS

@@ -138,6 +138,15 @@ class Loader:
         self.mixture.resume(state["mixture"], step)
         self._plan = None
 
+    def skip(self, step: int, steps: int) -> None:
+        """Leave out the batches number `step` … `step + steps - 1`: the next one takes their place.
+
+        Each stream goes on with the first sample that none of them had; phases of a mixture begin
+        at their own steps. No prefetcher may read meanwhile.
+        """
+        self.mixture.resume(self.mixture.state(step + steps), step)
+        self._plan = None
+
     def _plan_of(self, step: int) -> _Plan:
         """A plan that has this step; made for some at a time, which costs little more than one.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from llmfoundry.recipe.operate.watch import WatchConfig
 from llmfoundry.recipe.values.bounds import (
     NEW_TOKENS,
     TEMPERATURE,
@@ -212,6 +213,8 @@ class CallbacksConfig:
     gc_interval: Annotated[int, Range(0)] = 1000
     """Batches between garbage collections, at the same batch on all processes; Python's own, which
     comes at any time and makes the others wait, is off. 0 leaves Python's own on."""
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    """What the run notices about itself: spikes, slow processes, drops of speed."""
     early_stopper: EarlyStopperConfig = field(default_factory=EarlyStopperConfig)
     """Ends a run that no longer improves."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -222,12 +225,14 @@ class CallbacksConfig:
     def check(self, key: str = "callbacks.") -> Iterator[str]:
         """Lines for values that cannot be."""
         yield from out_of_bounds(key, self)
+        yield from self.watch.check(f"{key}watch.")
         yield from self.early_stopper.check(f"{key}early_stopper.")
         yield from self.generate.check(f"{key}generate.")
         yield from check_plugins(key, self.plugins, CALLBACKS, _SHIPPED_CALLBACKS)
 
     def fill(self) -> None:
         """Write derived values in place."""
+        self.watch.fill()
         self.early_stopper.fill()
         self.generate.fill()
         self.plugins = {**settings_of(self.plugins, CALLBACKS)}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.events import NAME, add_event
 from llmfoundry.files import write_json
 from llmfoundry.masking import public, public_texts
 from llmfoundry.recipe.front.typed import as_written, flat
@@ -84,21 +85,29 @@ class Tracker:
         facts = [(label, public(text)) for label, text in facts]  # which are kept
         if facts:
             self.console.banner(facts)
-        dropped = self._metrics.start(first_batch) + self._samples.start(first_batch)
-        if self._has_routing:
-            dropped += self._routing.start(first_batch)
-        for path in sorted(self._folder.glob("eval/*.json")):
-            if first_batch == 0 or int(read_json(path)[BATCH]) > first_batch:
-                path.unlink()
-                dropped += 1
-        if dropped:
-            self.console.note(f"dropped {dropped} records of steps after batch {first_batch}")
+        self._drop_after(first_batch)
         before = read_json(self._folder / "run.json") if first_batch > 0 else {}
         # Until this process has made a step, the record is the earlier one's.
         self._run |= {"facts": facts, "environment": before.get("environment", {})}
         self._run["summary"] = {"status": "running"}
         self._is_open = True
         self._write_run()
+
+    def rewind(self, batch: int) -> None:
+        """Drop what was recorded of steps after `batch`: the run went back there."""
+        if self._is_main:
+            self._drop_after(batch)
+
+    def _drop_after(self, batch: int) -> None:
+        dropped = self._metrics.start(batch) + self._samples.start(batch)
+        if self._has_routing:
+            dropped += self._routing.start(batch)
+        for path in sorted(self._folder.glob("eval/*.json")):
+            if batch == 0 or int(read_json(path)[BATCH]) > batch:
+                path.unlink()
+                dropped += 1
+        if dropped:
+            self.console.note(f"dropped {dropped} records of steps after batch {batch}")
 
     def log(self, batch: int, tokens: int, metrics: Mapping[str, float]) -> None:
         """Record metrics at `batch` and `tokens`; training losses get a line on the console."""
@@ -146,6 +155,16 @@ class Tracker:
     def note(self, text: str) -> None:
         """Say what the run decided or did."""
         self.console.note(text)
+
+    def event(self, kind: str, seen: str, done: str, *, step: int, action: str) -> None:
+        """Warn of what happened in a step (from 1), and keep it in events.jsonl."""
+        if not self._is_main:
+            return
+        self.console.warn(f"{seen}; {done}")
+        try:
+            add_event(self._folder, kind, seen, step=step, action=action, done=done)
+        except OSError as error:
+            self.console.warn(f"{self._folder / NAME} was not written: {error.strerror}")
 
     def report(self) -> Path | None:
         """Write report.html as things stand; None, and a warning, if that fails."""

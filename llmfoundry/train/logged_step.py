@@ -16,7 +16,8 @@ from torch import Tensor
 
 from llmfoundry.models.routing import Routing
 from llmfoundry.train.objective import Objective
-from llmfoundry.train.step import Guard, StepResult
+from llmfoundry.train.step import StepResult
+from llmfoundry.train.watch.guard import Guard, Verdict, read_verdicts
 
 
 class HostCopy:
@@ -60,6 +61,7 @@ class LoggedStep:
         known: metrics that the host knew at its end.
         losses: names of the loss and, where there are several, its summands.
         reported: names of what else the objective reported.
+        looked: steps, from 0, at which the guard looked since the last log.
         values: what the device knew.
     """
 
@@ -68,6 +70,7 @@ class LoggedStep:
     known: dict[str, float]
     losses: list[str]
     reported: list[str]
+    looked: list[int]
     values: HostCopy
 
     @classmethod
@@ -75,8 +78,7 @@ class LoggedStep:
         cls,
         batch: int,
         result: StepResult,
-        sums: Tensor,
-        steps: int,
+        losses: tuple[Tensor, int, Tensor],
         guard: Guard,
         measured: Mapping[str, float | Tensor],
     ) -> LoggedStep:
@@ -85,20 +87,22 @@ class LoggedStep:
         Args:
             batch: steps done, this one included.
             result: of the step.
-            sums: of the losses and of what the objective reports, since the last log.
-            steps: that the sums are of.
-            guard: which step was the first that went wrong.
+            losses: since the last log, of `LossWindow.take`.
+            guard: which step was the first that went wrong, and what else it saw.
             measured: metrics of the step, known already or on the device.
         """
-        tensors = {"sums": sums, "norm": result.grad_norm, "first bad": guard.first}
+        sums, steps, left_out = losses
+        looked, seen = guard.unread()
+        tensors = {"sums": sums, "norm": result.grad_norm, "first bad": guard.first, "seen": seen}
+        tensors["left out"] = left_out
         if result.routing is not None:
             _, load, probability, tokens = result.routing
             tensors |= {"load": load, "probability": probability, "tokens": tokens}
         waiting = {n: value for n, value in measured.items() if isinstance(value, Tensor)}
         known = {n: value for n, value in measured.items() if not isinstance(value, Tensor)}
-        losses, reported = ["total", *result.parts], [*result.reported]
+        names, reported = ["total", *result.parts], [*result.reported]
         copy = HostCopy(tensors | {f"metric {name}": value for name, value in waiting.items()})
-        return cls(batch, steps, known, losses, reported, copy)
+        return cls(batch, steps, known, names, reported, looked, copy)
 
     def read(self) -> ReadStep:
         """All values, on the host."""
@@ -113,8 +117,13 @@ class ReadStep:
     values: dict[str, Tensor]
 
     @property
+    def verdicts(self) -> list[Verdict]:
+        """What the guard saw since the last log."""
+        return read_verdicts(self.step.looked, self.values["seen"])
+
+    @property
     def first_bad(self) -> int | None:
-        """The run's first step, counted from 0, whose loss or gradient was not finite."""
+        """The step, counted from 0, from which there are no updates, where there is one."""
         first = int(self.values["first bad"])
         return None if first < 0 else first
 
@@ -127,10 +136,12 @@ class ReadStep:
 
     def metrics(self, objective: Objective, *, bytes_per_token: float) -> dict[str, float]:
         """loss/train/*, what the objective makes of its sums, and all that was measured."""
-        sums, steps = self.values["sums"].tolist(), self.step.steps
+        sums, steps = self.values["sums"].tolist(), self.step.steps - int(self.values["left out"])
         names = self.step.losses
         reported = dict(zip(self.step.reported, sums[len(names) :], strict=True))
-        losses = {name: x / steps for name, x in zip(names, sums, strict=False)}
+        losses = {
+            name: x / steps if steps else math.nan for name, x in zip(names, sums, strict=False)
+        }
         found = {
             **{f"loss/train/{name}": loss for name, loss in losses.items()},
             "l2_norm/grad/global": self.values["norm"].item(),

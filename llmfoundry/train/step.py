@@ -1,8 +1,7 @@
 """One optimizer step: microbatches, exact global mean loss, clipping, guard, update.
 
-Nothing here asks the device for a value: loss, norm and the guard stay tensors until the trainer
-logs. The guard lives in the optimizer's fused kernel, which leaves weights and state alone while
-`found_inf` is 1 (the switch that PyTorch's GradScaler uses); once 1, it stays so for the run.
+Nothing here asks the device for a value: loss, norm and what the guard (`watch/guard.py`) sees stay
+tensors until the trainer logs.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import move_biases
 from llmfoundry.models.routing import Routing
@@ -24,6 +24,7 @@ from llmfoundry.parallel.sharding import gradient_sync, sum_factor
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.train.checkpoints.shards import Shards, l2_norms, local, total_norm
 from llmfoundry.train.objective import CrossEntropy, Look, Objective, sum_over_processes
+from llmfoundry.train.watch.guard import Guard
 
 CROSS_ENTROPY = CrossEntropy()
 
@@ -51,34 +52,29 @@ class StepResult:
     reported: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Guard:
-    """Remembers, on the device, the first step whose loss or gradient was not finite.
-
-    Attributes:
-        found_inf: (), 1.0 from that step on, else 0.0: what keeps the optimizer from updating.
-        first: (), int64, that step's number; -1: there was none.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.found_inf = torch.zeros((), device=device)
-        self.first = torch.full((), -1, device=device, dtype=torch.int64)
-
-    def observe(self, batch: int, result: StepResult) -> None:
-        """Look at a step before its update."""
-        bad = ~(torch.isfinite(result.loss) & torch.isfinite(result.grad_norm))
-        self.first = torch.where(bad & (self.first < 0), batch, self.first)
-        self.found_inf = (self.first >= 0).float()
-
-    def first_bad(self) -> int | None:
-        """The first bad step, if there was one; waits for the device."""
-        first = int(self.first)
-        return None if first < 0 else first
-
-
 def not_finite(model: nn.Module) -> str:
     """A parameter with numbers that are not finite in what this process holds; empty: none."""
     every = model.named_parameters()
     return next((name for name, p in every if not local(p.detach()).isfinite().all()), "")
+
+
+def not_a_step(model: nn.Module | None, batch: int) -> UserError:
+    """Why a step that is not finite ends the run.
+
+    Args:
+        model: where it was the run's first, as the weights may be what is wrong; else None.
+        batch: steps done before it.
+    """
+    if model is not None and (name := not_finite(model)):
+        return UserError(
+            f"{name}: the weights that the run began with are damaged: they hold numbers that"
+            " are not finite; write others (model.pretrained, adapter.pretrained, load_path)"
+        )
+    return UserError(
+        f"optimizer.lr: the loss or its gradient was not finite in step {batch + 1}; the"
+        " optimizer did not see it, and the newest checkpoint is sound; write a smaller lr, a"
+        " longer schedule.t_warmup, or precision=fp32, and run the same command"
+    )
 
 
 def train_step(
@@ -109,7 +105,7 @@ def train_step(
         microbatch: rows computed at a time.
         autocast: gives the context of the forward pass.
         clipping: bound on the gradient.
-        guard: stops updates once a loss or gradient is not finite.
+        guard: says, on the device, whether the step is no update.
         data_group: the processes whose rows make up the global batch; None: all processes.
         token_group: those whose tokens do, where several share each row; None: all processes.
         cut: of the rows of a microbatch, the tokens that are this process's; None: all are.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.loader import Loader
-from llmfoundry.errors import UserError, enough_memory
+from llmfoundry.errors import enough_memory
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.launch import World
@@ -29,27 +29,14 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 from llmfoundry.train.logged_step import LoggedStep, ReadStep
+from llmfoundry.train.loss_window import LossWindow
 from llmfoundry.train.objective import Objective
 from llmfoundry.train.optimizers.schedule import lr_factor
 from llmfoundry.train.routing_metrics import routing_metrics
 from llmfoundry.train.signals import StopSignal
-from llmfoundry.train.step import CROSS_ENTROPY, Guard, StepResult, not_finite, train_step
-
-
-class TrainingLog(Protocol):
-    """What the loop tells: `track.loggers.Tracker`, which this floor may not import."""
-
-    def log(self, batch: int, tokens: int, metrics: dict[str, float]) -> None:
-        """Record a logged step."""
-
-    def routing(self, batch: int, tokens: int, load: list[list[int]]) -> None:
-        """Record the load of every expert of every layer, at a logged step."""
-
-    def samples(self, batch: int, samples: list[tuple[str, ...]]) -> None:
-        """Record generated text."""
-
-    def note(self, text: str) -> None:
-        """Tell the user something."""
+from llmfoundry.train.step import CROSS_ENTROPY, StepResult, not_a_step, train_step
+from llmfoundry.train.watch.roll_back import go_back
+from llmfoundry.train.watch.steps import RollBack, StepWatch, TrainingLog
 
 
 class Callback:
@@ -125,21 +112,30 @@ class Trainer:
     """Steps done before this process started."""
     window: tuple[float | list[float], int] = (0.0, 0)
     """Sums and number of the losses since the last log before it."""
+    spikes: dict[str, Any] = field(default_factory=dict)
+    """What the guard knew before it; empty: nothing."""
 
     def __post_init__(self) -> None:
         self.batch = self.logged_batch = self.first_batch
         self._launched: LoggedStep | None = None  # whose values are not read yet
         self.train_seconds = self.eval_seconds = 0.0
         self._wait_seconds = 0.0  # for batches, since the last log
+        self.waited = 0.0  # for the step's batch, in seconds
+        self.paused_seconds = 0.0  # in evaluation, samples and saving, so far
         self._batches: BatchPrefetcher
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
         self.ended_early = ""
-        self.guard = Guard(self.world.device)
-        self._loss_sum = torch.tensor(self.window[0], device=self.world.device)
-        self._loss_count = self.window[1]
+        watch = self.recipe.callbacks.watch
+        self.watch = StepWatch(watch, self.world.device, self.tracker, self.spikes)
+        self._losses = self._begin_losses(*self.window)
+        self._saves_soon = False  # what the run went back to is to outlive a kill
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._started = time.perf_counter()
+
+    def _begin_losses(self, sums: float | list[float] = 0.0, steps: int = 0) -> LossWindow:
+        only_finite = self.watch.config.not_finite != "stop"
+        return LossWindow(self.world.device, sums, steps, only_finite=only_finite)
 
     def fit(self) -> str:
         """Train to the end, or until a signal.
@@ -165,14 +161,14 @@ class Trainer:
     def _fit(self) -> str:
         signal_name = ""
         self._started = time.perf_counter()
-        with (
-            StopSignal(self.world) as stop,
-            closing(BatchPrefetcher(self.loader, self.batch)) as batches,
-        ):
-            self._batches = batches
+        self._batches = BatchPrefetcher(self.loader, self.batch)
+        with StopSignal(self.world) as stop, closing(_Newest(self)):
             try:
                 while not (self.done or signal_name):
-                    self._step(self._take(stop), stop)
+                    try:
+                        self._step(self._take(stop), stop)
+                    except RollBack as why:
+                        self._go_back(why)
                     signal_name = stop.agreed() if not self.done else ""
             except BaseException:
                 with suppress(Exception):  # the step before the one that failed was sound
@@ -181,6 +177,29 @@ class Trainer:
             if signal_name:
                 self.save(last=True)
         return signal_name
+
+    def _go_back(self, why: RollBack) -> None:
+        """Begin again before a spike, with other batches."""
+        self._launched = None
+        self._batches.close()
+        to = go_back(
+            why.decision.batch,
+            self.watch.config,
+            self.loader,
+            self.checkpointer,
+            self.root.model,
+            self.optimizer,
+            self.world,
+        )
+        self.batch = self.logged_batch = to.batch
+        self._losses = self._begin_losses(*to.state.get("window", ()))
+        self._wait_seconds, self._saves_soon = 0.0, True
+        self.watch.go_back(why.decision, to.describe(), to.state.get("spikes"))
+        for callback in self.callbacks if to.name else ():
+            callback.restore(to.state["callbacks"])
+        self.tracker.rewind(self.batch)
+        self._batches = BatchPrefetcher(self.loader, self.batch)
+        self._started = time.perf_counter()
 
     @property
     def done(self) -> bool:
@@ -209,7 +228,8 @@ class Trainer:
             shape = (self.clock.samples_per_batch // self.world.data_size, self.recipe.max_seq_len)
             labels = torch.full(shape, IGNORE)
             batch = Batch(torch.zeros_like(labels), labels, None)
-        self._wait_seconds += time.perf_counter() - started
+        self.waited = time.perf_counter() - started
+        self._wait_seconds += self.waited
         stop.begin(failure)
         return batch
 
@@ -232,7 +252,7 @@ class Trainer:
                 microbatch=self.microbatch,
                 autocast=self.autocast,
                 clipping=self.recipe.gradient_clipping,
-                guard=self.guard,
+                guard=self.watch.guard,
                 data_group=self.world.data_group,
                 token_group=self.world.token_group,
                 cut=self.cut,
@@ -243,8 +263,7 @@ class Trainer:
             )
         self.batch = following
         values = [result.loss, *result.parts.values(), *result.reported.values()]
-        self._loss_sum = self._loss_sum + torch.stack(values)
-        self._loss_count += 1
+        self._losses.add(torch.stack(values))
         if not lags(self.world.device):
             self._check_guard()  # nothing to wait for there
         self._log(result if logs else None)
@@ -252,7 +271,7 @@ class Trainer:
             self._evaluate()
         for callback in self.callbacks:
             callback.on_step(self)
-        if self.done or self.is_due(self.recipe.save_interval):
+        if self.done or self._saves_soon or self.is_due(self.recipe.save_interval):
             self.save(last=self.done)
 
     def _before_update(self, stop: StopSignal) -> None:
@@ -295,15 +314,14 @@ class Trainer:
     def _begin_log(self, result: StepResult) -> LoggedStep:
         measured: dict[str, float | Tensor] = {
             "time/epoch": self.batch / self.clock.batches_per_epoch,
-            "time/data_wait": self._wait_seconds / self._loss_count,
+            "time/data_wait": self._wait_seconds / self._losses.steps,
             **self._batches.metrics(),
         }
         for callback in self.callbacks:
             measured |= callback.measure(self)
-        sums, steps = self._loss_sum, self._loss_count
-        self._loss_sum = torch.zeros_like(sums)
-        self._loss_count, self._wait_seconds = 0, 0.0
-        return LoggedStep.begin(self.batch, result, sums, steps, self.guard, measured)
+        self._wait_seconds = 0.0
+        losses, guard = self._losses.take(), self.watch.guard
+        return LoggedStep.begin(self.batch, result, losses, guard, measured)
 
     def _finish_log(self) -> None:
         """Log the step whose values are on their way; waits for that step alone."""
@@ -311,6 +329,7 @@ class Trainer:
             return
         found = self._launched.read()
         self._launched = None
+        self.watch.heed(found.verdicts)
         self._refuse(found.first_bad)
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
@@ -332,21 +351,11 @@ class Trainer:
         self.tracker.routing(batch, batch * tokens, routing.load.long().tolist())
 
     def _check_guard(self) -> None:
-        self._refuse(self.guard.first_bad())
+        self._refuse(self.watch.look())
 
     def _refuse(self, bad: int | None) -> None:
-        if bad is None:
-            return
-        if bad == self.first_batch and (name := not_finite(self.root.model)):
-            raise UserError(
-                f"{name}: the weights that the run began with are damaged: they hold numbers that"
-                " are not finite; write others (model.pretrained, adapter.pretrained, load_path)"
-            )
-        raise UserError(
-            f"optimizer.lr: the loss or its gradient was not finite in step {bad + 1}; the"
-            " optimizer did not see it, and the newest checkpoint is sound; write a smaller lr, a"
-            " longer schedule.t_warmup, or precision=fp32, and run the same command"
-        )
+        if bad is not None:
+            raise not_a_step(self.root.model if bad == self.first_batch else None, bad)
 
     def _evaluate(self) -> None:
         self._finish_log()
@@ -368,15 +377,17 @@ class Trainer:
         self._check_guard()
         state = {
             "batch": self.batch,
-            "window": [self._loss_sum.tolist(), self._loss_count],
+            "window": [*self._losses.state()],
             "order": self.loader.state(self.batch),
             "identity": self.identity,
+            "spikes": self.watch.state(),
             "activation_checkpointing": self.recipe.parallel.activation_checkpointing,
             "settings": self.recipe.training_settings(),
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }
         with self.training_paused():
             self.checkpointer.save(self.batch, self.root.model, self.optimizer, state, last=last)
+        self._saves_soon = False
         waits = self.checkpointer.waits
         waited = {
             "time/checkpoint_blocking": waits.whole,
@@ -388,11 +399,23 @@ class Trainer:
     def training_paused(self) -> Iterator[None]:
         """The model in evaluation mode, the training clock stopped, all steps logged."""
         self._finish_log()
-        self.train_seconds += time.perf_counter() - self._started
+        began = time.perf_counter()
+        self.train_seconds += began - self._started
         self.root.eval()
         yield
         self.root.train()
         self._started = time.perf_counter()
+        self.paused_seconds += self._started - began
+
+
+class _Newest:
+    """Closes whichever batches a trainer reads last."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def close(self) -> None:
+        self._trainer._batches.close()
 
 
 def lags(device: torch.device) -> bool:

@@ -53,7 +53,8 @@ def run(
 
     Raises:
         SystemExit: 2 after a UserError (its lines on stderr) or on a full disk, 130 after Ctrl-C, 1
-            after a RunFailure, or a sweep in which a run failed.
+            after a RunFailure, but for those with a status of their own, or a sweep in which a run
+            failed.
     """
     started = False
     outlast_readers()
@@ -84,7 +85,7 @@ def run(
             lines = error.lines() if isinstance(error, UserError) else [str(error)]
             lines = [f"{prefix}{as_called(public(line))}" for line in lines]
             print(*lines, sep="\n", file=sys.stderr)
-        _exit(2 if isinstance(error, UserError) else 1)
+        _exit(2 if isinstance(error, UserError) else error.status)
     except KeyboardInterrupt:
         _exit(130)
     except Exception as error:

@@ -77,6 +77,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{named(folder / 'state.json')}: {one_line(error)}") from error
     kinds = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
+    kinds["spikes"] = dict
     sound = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
     if not sound or any(type(state[k]) is not kinds[k] for k in kinds.keys() & state.keys()):
         raise UserError(

@@ -28,6 +28,7 @@ from llmfoundry.train.checkpoints.checkpoint import training_state
 from llmfoundry.train.checkpoints.homes import home_of
 from llmfoundry.train.checkpoints.tensor_files import Staged, TensorFiles
 from llmfoundry.train.checkpoints.together import Together
+from llmfoundry.train.checkpoints.verify import find_checkpoint
 from llmfoundry.train.stores.stored_run import named
 
 
@@ -202,6 +203,23 @@ class Checkpointer:
             self._home.prune(self._saved, self._keep)
         except (OSError, UserError) as error:
             self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
+
+    def find(self, until: int) -> Path | None:
+        """The newest whole checkpoint of this run saved after at most so many steps; all call."""
+        self.wait()
+        return find_checkpoint(self._folder, note=self._warn, world=self._world, until=until)
+
+    def forget_after(self, batch: int) -> None:
+        """Remove what was saved after more steps, as the run goes on from there; all call."""
+        self.wait()
+        self._together.begin()
+        self._together.run(lambda: self._home.forget_after(batch))
+        self._saved = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way beside training."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for a save under way."""

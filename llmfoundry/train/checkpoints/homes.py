@@ -60,6 +60,9 @@ class Home(Protocol):
         until there is a newer checkpoint.
         """
 
+    def forget_after(self, batch: int) -> None:
+        """Remove what was saved after more steps than `batch`, as the run goes back there."""
+
     def newest(self) -> str | None:
         """The name of the newest checkpoint that seems whole; the main process."""
 
@@ -108,9 +111,12 @@ class FolderHome:
             last = whole[keep - 1]
             needless += [f for f in older if batch_of(f) <= batch_of(last) and has_commit(f)]
         for folder in needless:
-            if (folder / COMMIT).is_file():
-                (folder / COMMIT).unlink()  # first, so that a half-deleted folder never counts
-            shutil.rmtree(folder)
+            _remove_folder(folder)
+
+    def forget_after(self, batch: int) -> None:  # noqa: D102
+        for folder in list_checkpoints(self._folder) if self._world.is_main else ():
+            if batch_of(folder) > batch:
+                _remove_folder(folder)
 
     def newest(self) -> str | None:  # noqa: D102
         found = next(filter(_seems_whole, list_checkpoints(self._folder)), None)
@@ -165,6 +171,14 @@ class StoreHome:
         for name in [name for name in older if name not in kept]:
             self._remove(name)
             self._whole.pop(name, None)
+
+    def forget_after(self, batch: int) -> None:  # noqa: D102
+        newer = [f for f in list_checkpoints(self._run.folder) if batch_of(f) > batch]
+        for folder in newer if self._leads else ():
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in newer if self._world.is_main else ():
+            self._remove(folder.name)
+            self._whole.pop(folder.name, None)
 
     def newest(self) -> str | None:  # noqa: D102
         try:
@@ -238,6 +252,12 @@ def remove_checkpoints(run_folder: Path) -> None:
         run.store.delete(markers)
         run.store.delete([name for name in files if name not in markers])
     shutil.rmtree(run_folder / CHECKPOINTS, ignore_errors=True)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Its marker first, so that a half-deleted folder never counts."""
+    (folder / COMMIT).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _joined(told: Iterable[Written]) -> Written:

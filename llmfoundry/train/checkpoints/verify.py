@@ -22,7 +22,7 @@ from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.parallel.agree import from_all
 from llmfoundry.parallel.launch import ALONE, World, on_rank0
 from llmfoundry.processes import cores
-from llmfoundry.train.checkpoints.checkpoint import is_checkpoint, list_checkpoints
+from llmfoundry.train.checkpoints.checkpoint import batch_of, is_checkpoint, list_checkpoints
 from llmfoundry.train.checkpoints.commit import COMMIT, has_commit, read_commit
 from llmfoundry.train.checkpoints.stored_files import bring, fetch_record, forget
 from llmfoundry.train.checkpoints.tensor_files import holds_optimizer, holds_tensors
@@ -52,7 +52,12 @@ class Sums(Enum):
 
 
 def find_checkpoint(
-    path: Path, *, note: Callable[[str], None], sums: Sums = Sums.ALL, world: World = ALONE
+    path: Path,
+    *,
+    note: Callable[[str], None],
+    sums: Sums = Sums.ALL,
+    world: World = ALONE,
+    until: int | None = None,
 ) -> Path | None:
     """The newest whole checkpoint at `path`: one checkpoint's folder, or a run's folder.
 
@@ -61,6 +66,7 @@ def find_checkpoint(
         note: reports, on rank 0, every checkpoint that is passed over, and why.
         sums: what is read of them.
         world: this process; all of its processes call, and get the same.
+        until: of a run's folder, the most steps after which it may be saved; None: any.
 
     Returns:
         The checkpoint's folder; None where a run's folder has none.
@@ -74,7 +80,12 @@ def find_checkpoint(
         if problem is not None:
             raise UserError(f"{named(path)}: {problem}; choose another checkpoint")
         return path
-    for name in on_rank0(world, lambda: [f.relative_to(path) for f in list_checkpoints(path)]):
+
+    def listed() -> list[Path]:
+        there = list_checkpoints(path)
+        return [f.relative_to(path) for f in there if until is None or batch_of(f) <= until]
+
+    for name in on_rank0(world, listed):
         folder = (
             path / name
         )  # of a run in a store each machine's working copy has a path of its own

@@ -1,0 +1,1 @@
+"""Sections of what goes on around and beside a run."""

@@ -1,0 +1,163 @@
+"""Looks at every step's loss and gradient norm on the device, before its update.
+
+The step calls it, the trainer reads what it saw once the host has it. Nothing here asks the device
+for a value: an update is left out by the optimizer's fused kernel, which leaves weights and state
+alone while `found_inf` is 1 (the switch that PyTorch's GradScaler uses). Loss and norm are sums
+over all processes, the same on each, and so is what is decided. `spikes.py` is the host's part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from llmfoundry.recipe.operate.watch import WatchConfig
+
+KINDS = ("not_finite", "loss_spike", "gradient_spike")
+LOSS_RISE = 0.05  # of the mean, at least: a converged loss hardly deviates
+NORM_RISE = math.log(2)  # of the logarithm: norms of sound steps differ by factors
+_MOST_UNREAD = 1024  # verdicts kept for a log that comes every so many steps, or later
+_WIDTH = 9  # numbers of a verdict
+
+
+class Observed(Protocol):
+    """A step's loss and global gradient norm, tensors ()."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was seen in one step.
+
+    Attributes:
+        batch: steps done before it.
+        values: loss, and natural logarithm of the gradient's norm.
+        usual: means of the steps before.
+        limits: above which they are spikes; infinite while few steps are known.
+        flags: of KINDS.
+    """
+
+    batch: int
+    values: tuple[float, float]
+    usual: tuple[float, float]
+    limits: tuple[float, float]
+    flags: tuple[bool, bool, bool]
+
+
+class Guard:
+    """Sees, on the device, steps that are not finite, and spikes.
+
+    Attributes:
+        found_inf: (), 1.0 where the step under way is no update, else 0.0.
+        first: (), int64, the first step from which there are no updates until the host has decided;
+            -1: there was none.
+    """
+
+    def __init__(self, device: torch.device, config: WatchConfig | None = None) -> None:
+        """`config` unset: steps that are not finite stop the updates, and spikes are not seen."""
+        self._device = device
+        self._config = config or WatchConfig(loss_spike="off", gradient_spike="off")
+        actions = [getattr(self._config, kind) for kind in KINDS]
+        self._holds = torch.tensor([a in ("roll_back", "stop") for a in actions], device=device)
+        self._skips = torch.tensor([action == "skip" for action in actions], device=device)
+        self._seen_kinds = torch.tensor([action != "off" for action in actions[1:]], device=device)
+        self._settles = torch.tensor([action == "log" for action in actions[1:]], device=device)
+        self._rises = torch.tensor([LOSS_RISE, NORM_RISE], device=device, dtype=torch.float64)
+        self._window = torch.zeros(2, self._config.spike_window, device=device, dtype=torch.float64)
+        self._in_a_row = torch.zeros(2, device=device, dtype=torch.int64)
+        self._seen = 0  # steps, known to the host: every one has its place in the window
+        self._unread: deque[tuple[int, Tensor]] = deque(maxlen=_MOST_UNREAD)
+        self._tells = self._config.sees_spikes or self._config.not_finite != "stop"
+        self.release()
+
+    def release(self) -> None:
+        """Let updates go on, and forget what was not read."""
+        self.found_inf = torch.zeros((), device=self._device)
+        self.first = torch.full((), -1, device=self._device, dtype=torch.int64)
+        self._unread.clear()
+
+    def observe(self, batch: int, result: Observed) -> None:
+        """Look at a step before its update."""
+        values = torch.stack([result.loss.detach(), result.grad_norm.detach()]).double()
+        bad = ~torch.isfinite(values).all()
+        if not self._tells:
+            self.first = torch.where(bad & (self.first < 0), batch, self.first)
+            self.found_inf = (self.first >= 0).float()
+            return
+        values = torch.stack([values[0], values[1].clamp(min=1e-30).log()])
+        usual, limits, spikes = self._compare(values, bad)
+        flags = torch.cat([bad.view(1), spikes])
+        holds = (flags & self._holds).any() & (self.first < 0)
+        self.first = torch.where(holds, batch, self.first)
+        self.found_inf = ((flags & self._skips).any() | (self.first >= 0)).float()
+        self._unread.append((batch, torch.cat([values, usual, limits, flags])))
+
+    def _compare(self, values: Tensor, bad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Means (2,) of the steps before, limits (2,), which values (2,) are spikes.
+
+        A spike takes its place in the window as the mean, so that it does not hide the next; under
+        `log`, after spikes_in_a_row, as what it is, so that a new level becomes the usual one.
+        """
+        size = self._config.spike_window
+        place, known = self._seen % size, self._window[:, : min(self._seen, size)]
+        self._seen += 1
+        if known.shape[1] < size // 2:
+            usual = known.mean(dim=1) if known.shape[1] else torch.zeros_like(values)
+            self._window[:, place] = torch.where(bad, usual, values)
+            return usual, torch.full_like(usual, math.inf), torch.zeros_like(self._seen_kinds)
+        variance, usual = torch.var_mean(known, dim=1, correction=0)
+        scale = torch.stack([usual[0].abs(), torch.ones_like(usual[1])])
+        rise = torch.maximum(self._config.spike_deviations * variance.sqrt(), self._rises * scale)
+        limits = usual + rise
+        above = (values > limits) & ~bad & self._seen_kinds
+        self._in_a_row = torch.where(above, self._in_a_row + 1, 0)
+        spikes = above & ~(self._settles & (self._in_a_row > self._config.spikes_in_a_row))
+        self._window[:, place] = torch.where(spikes | bad, usual, values)
+        return usual, limits, spikes
+
+    def first_bad(self) -> int | None:
+        """The step from which there are no updates, if there was one; waits for the device."""
+        first = int(self.first)
+        return None if first < 0 else first
+
+    def unread(self) -> tuple[list[int], Tensor]:
+        """Steps that were not read yet, and what was seen in them, (steps, 9) on the device."""
+        batches = [batch for batch, _ in self._unread]
+        found = [verdict for _, verdict in self._unread]
+        self._unread.clear()
+        empty = torch.zeros(0, _WIDTH, device=self._device, dtype=torch.float64)
+        return batches, torch.stack(found) if found else empty
+
+    def state(self) -> dict[str, Any]:
+        """The steps before, as JSON; waits for the device."""
+        return {
+            "seen": self._seen,
+            "window": self._window.tolist(),
+            "in_a_row": self._in_a_row.tolist(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned; with another spike_window, and from {}, anew."""
+        window = state.get("window", [[]])
+        fits = len(window[0]) == self._config.spike_window
+        self._seen = state["seen"] if fits else 0
+        if fits:
+            self._window.copy_(torch.tensor(window, dtype=torch.float64))
+        in_a_row = state["in_a_row"] if fits else [0, 0]
+        self._in_a_row = torch.tensor(in_a_row, device=self._device, dtype=torch.int64)
+
+
+def read_verdicts(batches: Sequence[int], found: Tensor) -> list[Verdict]:
+    """What `Guard.unread` gave, of tensors on the host."""
+    return [
+        Verdict(batch, (a, b), (c, d), (e, f), (bool(g), bool(h), bool(i)))
+        for batch, (a, b, c, d, e, f, g, h, i) in zip(batches, found.tolist(), strict=True)
+    ]
