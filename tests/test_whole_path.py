@@ -148,7 +148,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
             process.send_signal(number)
             break
     rest = process.stdout.read()
-    assert process.wait() == 0, rest
+    assert process.wait() == 75, rest
     assert f"stopped by {number.name}" in rest
     assert 0 < len(losses(folder)) < 60, "the signal came too late"
     run(*arguments, cwd=whole)

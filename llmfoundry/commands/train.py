@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import sys
 from pathlib import Path
 
 from llmfoundry.assemble.job import Job, with_defaults
 from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.commands.check import before_run
+from llmfoundry.ends import SAVED, record_end
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
+from llmfoundry.operate.hang.beside import keep_recorder, monitored
 from llmfoundry.parallel.launch import World, join, on_rank0, relaunch
 from llmfoundry.parallel.sharding import set_deterministic
 from llmfoundry.recipe.front.called import as_called
@@ -30,17 +33,30 @@ GZIP_LIMIT = 50_000_000  # bytes of held-out text up to which gzip is tried: a f
 
 
 def train(recipe: TrainRecipe) -> None:
-    """Run a checked, unfilled recipe on every process that it wants."""
+    """Run a checked, unfilled recipe on every process that it wants.
+
+    Raises:
+        SystemExit: 75, of the main process: a signal has stopped the run, which was saved.
+    """
     relaunch(recipe.parallel)
     if recipe.deterministic:
         set_deterministic()
-    folder = run_folder(recipe)
-    with join(recipe.parallel) as world, hold_run(folder, world, note=print):
+    folder, hang = run_folder(recipe), with_defaults(recipe).hang
+    keep_recorder(hang)
+    with (
+        join(recipe.parallel) as world,
+        hold_run(folder, world, note=print),
+        monitored(hang, world, folder, is_compiled=recipe.compile),
+    ):
         before_run(with_defaults(recipe), world, folder)
-        _train(recipe, world)
+        stopped_by = _train(recipe, world)
+    if stopped_by and world.is_main:  # the others end as they would: a launcher would end this one
+        record_end(SAVED, "stopped", [f"stopped by {stopped_by}, and saved"])
+        sys.exit(SAVED)
 
 
-def _train(written: TrainRecipe, world: World) -> None:
+def _train(written: TrainRecipe, world: World) -> str:
+    """Train; the name of the signal that has stopped it, empty where it is complete."""
     recipe, pretrained = with_defaults(written), None
     notes: list[str] = []
     if isinstance(written, FinetuneRecipe):
@@ -64,6 +80,7 @@ def _train(written: TrainRecipe, world: World) -> None:
         tracker.note("the same command resumes from there")
     elif world.is_main:
         tracker.console.finish(_results(trainer, job, folder))
+    return stopped_by
 
 
 def _write_what_it_is(written: TrainRecipe, job: Job, folder: Path) -> None:

@@ -277,6 +277,17 @@ def _gpu_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
+def own_host() -> str:
+    """This machine's address on the network by which it reaches the one where all meet."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family = socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, int(os.environ.get("MASTER_PORT", 1)) or 1))  # nothing is sent
+        found: str = probe.getsockname()[0]
+        return found
+    return socket.gethostbyname(socket.gethostname())
+
+
 def on_rank0(world: World, make: Callable[[], Made], *, patient: bool = False) -> Made:
     """What rank 0 makes, on every process; so is what it raises. See `hand_on`."""
     if world.size == 1:

@@ -1,8 +1,9 @@
 """What all processes of a run must know at the same step: that it is to stop, or that one failed.
 
-SIGTERM and SIGINT end a run after the step under way. A process that has no batch to compute (its
-shard is gone) takes part in the step with an empty one, so that nobody waits for it for ever, and
-all of them raise before the optimizer has seen the step.
+SIGTERM, SIGINT and SIGUSR1 (which schedulers send ahead of their limits) end a run after the step
+under way. A process that has no batch to compute (its shard is gone) takes part in the step with an
+empty one, so that nobody waits for it for ever, and all of them raise before the optimizer has seen
+the step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         self._before = {
             number: signal.signal(number, self._receive)
-            for number in (signal.SIGTERM, signal.SIGINT)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         }
         return self
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.loader import Loader
 from llmfoundry.errors import enough_memory
+from llmfoundry.heartbeat import beat
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.launch import World
@@ -154,6 +155,7 @@ class Trainer:
                 self._evaluate()
             return self._fit()
         finally:
+            beat("end", self.batch)
             self.checkpointer.wait()
             for callback in self.callbacks:
                 callback.close()
@@ -219,6 +221,7 @@ class Trainer:
     def _take(self, stop: StopSignal) -> Batch:
         """The step's rows; where they cannot be had, empty ones for a step that all will undo."""
         failure: BaseException | None = None
+        beat("data", self.batch + 1)
         started = time.perf_counter()
         try:
             self.checkpointer.check()
@@ -234,6 +237,7 @@ class Trainer:
         return batch
 
     def _step(self, batch: Batch, stop: StopSignal) -> None:
+        beat("step", self.batch + 1)
         self._seed()
         factor = lr_factor(self.recipe.schedule, self.clock, self.batch)
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -269,12 +273,14 @@ class Trainer:
         self._log(result if logs else None)
         if self.done or self.is_due(self.recipe.eval_interval):
             self._evaluate()
+        beat("callbacks", self.batch)
         for callback in self.callbacks:
             callback.on_step(self)
         if self.done or self._saves_soon or self.is_due(self.recipe.save_interval):
             self.save(last=self.done)
 
     def _before_update(self, stop: StopSignal) -> None:
+        beat("update", self.batch + 1)
         stop.check()
         self.checkpointer.before_update()
 
@@ -361,6 +367,7 @@ class Trainer:
         self._finish_log()
         self._check_guard()
         started = time.perf_counter()
+        beat("evaluation", self.batch)
         with self.training_paused():
             metrics = self.evaluate(self.batch)
         self.eval_seconds += time.perf_counter() - started
@@ -373,6 +380,7 @@ class Trainer:
 
     def save(self, *, last: bool) -> None:
         """Save now; the last checkpoint is whole when this returns. Every process calls it."""
+        beat("save", self.batch)
         self._finish_log()
         self._check_guard()
         state = {

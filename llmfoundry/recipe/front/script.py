@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from llmfoundry import __version__
+from llmfoundry.ends import FAILED, GIVE_UP, MISTAKE, record_end
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.masking import mask_tracebacks, public
 from llmfoundry.processes import end_with_starters
@@ -85,14 +86,20 @@ def run(
             lines = error.lines() if isinstance(error, UserError) else [str(error)]
             lines = [f"{prefix}{as_called(public(line))}" for line in lines]
             print(*lines, sep="\n", file=sys.stderr)
-        _exit(2 if isinstance(error, UserError) else error.status)
+        status = MISTAKE if isinstance(error, UserError) else error.status
+        kind = {MISTAKE: "mistake", FAILED: "lost", GIVE_UP: "given up"}.get(status, "stopped")
+        record_end(status, kind, [public(line) for line in str(error).splitlines()])
+        _exit(status)
     except KeyboardInterrupt:
         _exit(130)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _FULL:
             line = f"{one_line(error)}; make room there, and run the same command"
             print(public(line), file=sys.stderr)
+            record_end(MISTAKE, "full", [public(line)])
             _exit(2)
+        said = f"{type(error).__name__}: {error}"
+        record_end(FAILED, "error", [public(line) for line in said.splitlines()])
         if not _one_of_several():
             raise
         sys.excepthook(*sys.exc_info())  # which masks secrets

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmfoundry.files import whole_file
+from llmfoundry.parallel.launch import own_host
 
 _BLOCK = 1 << 20
 _LONGEST_HEADER = 1 << 16
@@ -40,7 +41,7 @@ class Door:
 
     def __init__(self) -> None:
         """Listen, on the network by which the processes of the run meet."""
-        self._socket = socket.create_server((_own_host(), 0), backlog=64)
+        self._socket = socket.create_server((own_host(), 0), backlog=64)
         host, port = self._socket.getsockname()[:2]
         self.address = Address(host, port, secrets.token_hex(16))
 
@@ -114,17 +115,6 @@ def send(address: Address, folder: Path, sizes: Mapping[str, int]) -> None:
                 raise OSError(f"{name} was not taken")
         line.write(b'""\n')
         line.flush()
-
-
-def _own_host() -> str:
-    """This machine's address on the network by which it reaches the one where all meet."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    family = socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, int(os.environ.get("MASTER_PORT", 1)) or 1))  # nothing is sent
-        found: str = probe.getsockname()[0]
-        return found
-    return socket.gethostbyname(socket.gethostname())
 
 
 class Part(NamedTuple):

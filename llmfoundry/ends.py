@@ -1,0 +1,57 @@
+"""How a process of a run ends: the statuses that schedulers and the supervisor go by.
+
+    0    done
+    1    it failed, and may succeed if it is started again (so any status that is not listed)
+    2    a mistake of the user's, told in a line: the same command fails again
+    3    scripts/check.py, or a run with health_check.before_run: a machine is bad
+    75   stopped by a signal and saved: run the same command again (EX_TEMPFAIL of sysexits.h)
+    93   the supervisor gives up: do not start it again before somebody has looked
+    130  Ctrl-C before there was anything to save
+
+torchrun makes 1 of every status but 0, and says of each process no more than its number. So each
+process also leaves a file where the supervisor asks for it, with the line that it ended with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP = 0, 1, 2, 3, 75, 93
+FOLDER = "LLMFOUNDRY_ENDS"
+"""In the environment: the folder for these files; none are written without it."""
+_MOST_LOST = 8  # ranks that tell that another was lost: 3,072 files would say no more
+
+
+def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
+    """Leave word of how this process ends, where anybody asked for it.
+
+    Args:
+        status: its exit status.
+        kind: mistake, lost (another process was), error, full (a disk), stopped or done.
+        lines: what it said, without secrets.
+    """
+    folder, rank = os.environ.get(FOLDER), int(os.environ.get("RANK", 0))
+    if folder is None or (kind == "lost" and rank >= _MOST_LOST):
+        return
+    end = {"rank": rank, "status": status, "kind": kind, "time": time.time()}
+    end |= {"node": os.uname().nodename, "lines": [line[:1000] for line in lines[:20]]}
+    with suppress(OSError):  # the disk may be what failed
+        path = Path(folder) / f"rank-{rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(end), encoding="utf-8")
+        partial.replace(path)
+
+
+def read_ends(folder: Path) -> list[dict[str, Any]]:
+    """What processes left in a folder, the first that ended first."""
+    found = []
+    for path in folder.glob("rank-*.json"):
+        with suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+    return sorted(found, key=lambda end: float(end["time"]))

@@ -1,0 +1,113 @@
+"""Where a process of a run is: step, phase, and since when; for a monitor beside it.
+
+The training loop calls `beat` as it enters a phase; `operate/hang` reads the files. The idea: a
+beat is one write of a short line to a file in memory (/dev/shm), a few microseconds, and whatever
+then blocks this process, the file can still be read. Times are CLOCK_MONOTONIC's, the same in every
+process of a machine, which no correction of the clock moves.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, Any
+
+PHASES = ("start", "data", "step", "update", "evaluation", "callbacks", "save", "end")
+"""In the order in which a step passes them: data is the wait for rows, step the forward and
+backward pass, update the optimizer's with what all processes agree upon before it."""
+LEARNED = ("step", "update")
+"""Phases that take as long in one step as in the next."""
+STACKS = getattr(signal, "SIGRTMIN", 34) + 9
+"""The signal at which a process writes its stacks; schedulers send USR1 and USR2."""
+RECORDER = "LLMFOUNDRY_RECORDER"
+"""In the environment: where this process's flight recorder of NCCL writes, if it has one."""
+_SIZE = 512  # bytes of a line, padded: a write never leaves the end of a longer one
+_WARM = 3  # steps that compile, tune and connect
+_WINDOW = 100  # steps, the longest of which is told
+
+
+class Heartbeat:
+    """The beats of this process."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Begin in the phase `start`; from now on `STACKS` writes this process's stacks."""
+        self._rank = rank
+        self._path = beat_path(folder, rank)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        self._stacks: IO[bytes] = stacks_path(folder, rank).open("wb")
+        faulthandler.register(STACKS, file=self._stacks, all_threads=True, chain=False)
+        self._times: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in LEARNED}
+        self._first: int | None = None
+        self._count, self._step, self._phase, self._since = 0, 0, "", time.monotonic()
+        self.beat("start", 0)
+
+    def beat(self, phase: str, step: int) -> None:
+        """Enter a phase of a step (from 1)."""
+        now = time.monotonic()
+        self._first = step if self._first is None and phase == "step" else self._first
+        is_warm = self._first is not None and self._step >= self._first + _WARM
+        if is_warm and self._phase in LEARNED:
+            self._times[self._phase].append(now - self._since)
+        self._count, self._step, self._phase, self._since = self._count + 1, step, phase, now
+        longest = {name: round(max(times), 3) for name, times in self._times.items() if times}
+        beat: dict[str, Any] = {"rank": self._rank, "pid": os.getpid(), "count": self._count}
+        beat |= {"step": step, "phase": phase, "since": round(now, 4), "longest": longest}
+        beat |= {"recorder": os.environ.get(RECORDER, "")}
+        os.pwrite(self._file, json.dumps(beat).encode().ljust(_SIZE - 1) + b"\n", 0)
+
+    def close(self) -> None:
+        """Beat no more, and leave no beat behind: this process has nothing to wait for."""
+        faulthandler.unregister(STACKS)
+        self._stacks.close()
+        os.close(self._file)
+        self._path.unlink(missing_ok=True)
+
+
+_own: Heartbeat | None = None  # a process has one, as it has one log
+
+
+def begin_beats(folder: Path, rank: int) -> None:
+    """From now on `beat` writes to a folder."""
+    global _own
+    end_beats()
+    _own = Heartbeat(folder, rank)
+
+
+def end_beats() -> None:
+    """From now on `beat` does nothing."""
+    global _own
+    if _own is not None:
+        _own.close()
+    _own = None
+
+
+def beat(phase: str, step: int) -> None:
+    """Tell that this process enters a phase of a step (from 1); nothing where nobody looks."""
+    if _own is not None:
+        _own.beat(phase, step)
+
+
+def beat_path(folder: Path, rank: int) -> Path:
+    """The file of a rank's beats."""
+    return folder / f"rank-{rank}.beat"
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    """The file to which a rank writes its stacks."""
+    return folder / f"rank-{rank}.stacks"
+
+
+def read_beats(folder: Path) -> list[dict[str, Any]]:
+    """The newest beat of every rank of this machine, by rank."""
+    found = []
+    for path in folder.glob("rank-*.beat"):
+        try:
+            found.append(json.loads(path.read_bytes()))
+        except (OSError, ValueError):
+            continue
+    return sorted(found, key=lambda beat: int(beat["rank"]))

@@ -1,0 +1,176 @@
+"""Who hangs: pure functions of what is known of each process. `hub.py` calls them every second.
+
+All processes of a run take part in the same steps, so a process that hangs soon stops all others.
+The idea: the run stands still only if nobody has moved; then whoever is behind the others in
+(step, phase) is who they wait for, and the limit of the phase in which that one is decides. A
+process that waits in `step` for one whose rows come late is not hung, however long it waits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from llmfoundry.heartbeat import LEARNED, PHASES
+
+_FACTOR = 5.0  # of the longest step: NVIDIA's resiliency extension takes the same
+_LEAST, _LEAST_COMPILED = 30.0, 300.0  # seconds; a compiled block may be compiled once more
+STOPPED = ("stopped", "tracing-stop", "dead", "zombie", "gone")
+"""States of a process that cannot go on by itself."""
+_NAMED = 8  # ranks in a line
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known of one process.
+
+    Attributes:
+        rank: among all.
+        node: its machine.
+        step: the step (from 1) under way.
+        phase: one of PHASES.
+        age: seconds since it entered the phase.
+        state: what the system says of it: running, sleeping, disk-sleep, stopped, zombie, gone ...
+        stopped_for: seconds since when it cannot go on by itself, as the state says; else 0.
+        longest: seconds of the longest of its last steps, by phase; empty in its first ones.
+        waits: whether its stack ends in PyTorch, as one does that waits for others; None: unknown.
+    """
+
+    rank: int
+    node: str
+    step: int
+    phase: str
+    age: float
+    state: str = "running"
+    stopped_for: float = 0.0
+    longest: dict[str, float] = field(default_factory=dict)
+    waits: bool | None = None
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """What grows as a process goes on."""
+        return self.step, PHASES.index(self.phase)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that processes may spend in a phase; those of `recipe.hang.HangConfig`, filled."""
+
+    step: float | None = None
+    first_step: float = 1800.0
+    stopped: float = 30.0
+    data: float = 900.0
+    save: float = 1800.0
+    evaluation: float = 14_400.0
+    notice: float = 60.0
+    is_compiled: bool = False
+
+    def of(self, phase: str, longest: float | None) -> float:
+        """The limit of a phase, whose longest turn among all processes may be known."""
+        if phase in LEARNED:
+            if self.step is not None:
+                return self.step
+            if longest is None:
+                return self.first_step
+            least = _LEAST_COMPILED if self.is_compiled else _LEAST
+            return max(least, _FACTOR * longest)
+        limits = {"data": self.data, "save": self.save}
+        limits |= {"evaluation": self.evaluation, "callbacks": self.evaluation}
+        return limits.get(phase, float("inf"))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was seen: `culprits` hang, or cannot be told from the others (all of them, then).
+
+    Attributes:
+        culprits: their ranks.
+        step: the step under way.
+        phase: in which they are.
+        seconds: for how long.
+        why: how they were found.
+        is_final: False: they are only behind, and told of.
+    """
+
+    culprits: tuple[int, ...]
+    nodes: tuple[str, ...]
+    step: int
+    phase: str
+    seconds: float
+    why: str
+    is_final: bool = True
+
+    def line(self) -> str:
+        """For people."""
+        several = len(self.culprits) > 1
+        shown = ", ".join(map(str, self.culprits[:_NAMED]))
+        shown += f" and {len(self.culprits) - _NAMED} more" if len(self.culprits) > _NAMED else ""
+        who = f"rank{'s' if several else ''} {shown} on {', '.join(self.nodes[:_NAMED])}"
+        verb = ("hang" if several else "hangs") if self.is_final else "kept the others waiting"
+        where = f"in phase {self.phase} of step {self.step} for {self.seconds:.0f} s"
+        return f"{who} {verb} {where}: {self.why}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For messages between machines."""
+        return asdict(self)
+
+
+def judge(readings: Sequence[Reading], limits: Limits) -> Verdict | None:
+    """Who hangs, if the run stands still for too long; who is behind, if that is worth a word.
+
+    Args:
+        readings: of every process that still runs.
+        limits: of each phase.
+    """
+    if not readings:
+        return None
+    stopped = [r for r in readings if r.stopped_for > limits.stopped]
+    if stopped:
+        states = " and ".join(sorted({r.state for r in stopped}))
+        return _verdict(stopped, f"the system says of it: {states}")
+    still = min(r.age for r in readings)  # nobody has moved for so long
+    behind = min(r.position for r in readings)
+    last = [r for r in readings if r.position == behind]
+    steps = [sum(r.longest.values()) for r in readings if r.longest]
+    limit = limits.of(last[0].phase, max(steps, default=None))
+    alone = len(last) < len(readings)
+    if min(r.age for r in last) > limit and still > min(limit, limits.stopped):
+        why = "all others wait for it" if alone else "all processes are in this phase"
+        return _verdict(last, why)
+    if alone and still > limits.notice:
+        return _verdict(last, "they are in a later phase", is_final=False)
+    return None
+
+
+def refine(verdict: Verdict, readings: Sequence[Reading]) -> Verdict:
+    """The same with the stacks known: of processes in one phase, who does not wait for others."""
+    named = [r for r in readings if r.rank in verdict.culprits]
+    blamed = [r for r in named if r.waits is False]
+    if not 0 < len(blamed) < len(named):
+        return verdict
+    return _verdict(blamed, "the others wait in PyTorch, these stand elsewhere (see the stacks)")
+
+
+def _verdict(readings: Sequence[Reading], why: str, *, is_final: bool = True) -> Verdict:
+    first = min(readings, key=lambda r: r.position)
+    return Verdict(
+        culprits=tuple(sorted(r.rank for r in readings)),
+        nodes=tuple(sorted({r.node for r in readings})),
+        step=first.step,
+        phase=first.phase,
+        seconds=min(r.age for r in readings),
+        why=why,
+        is_final=is_final,
+    )
+
+
+def waits_in_torch(stacks: str) -> bool | None:
+    """Whether faulthandler's stacks of a process say that its main thread is in PyTorch.
+
+    None: there are none. Threads are listed the newest first, so the main one is the last.
+    """
+    threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", f"\n{stacks}")
+    frames = re.findall(r'File "([^"]+)", line \d+', threads[-1])
+    return "/torch/" in frames[0].replace("\\", "/") if frames else None
