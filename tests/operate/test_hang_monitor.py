@@ -80,11 +80,19 @@ class Group:
         words = ["-m", "llmfoundry.operate.hang.monitor", json.dumps(asdict(facts))]
         commands = [["-c", RANK, str(self.beats), str(r), str(RANKS), asleep] for r in range(RANKS)]
         for command in [*commands, words]:
+            if command == words:
+                until(lambda: bool(read_beats(self.beats)))
             process = subprocess.Popen(
-                [sys.executable, *command], env=env, stderr=subprocess.PIPE, text=True
+                [sys.executable, *command],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             self.processes.append(process)
         self.ranks, self.monitor = self.processes[:RANKS], self.processes[RANKS]
+        assert self.monitor.stdout is not None
+        self.monitor.stdout.readline()  # it looks from now on
         until(lambda: [b["step"] >= 10 for b in read_beats(self.beats)] == [True] * RANKS)
 
     def wait(self) -> str:
@@ -110,8 +118,9 @@ def group(tmp_path: Path) -> Iterator[Group]:
     for process in made.processes:
         process.kill()
         process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
 
 
 def test_a_stopped_rank_is_named_with_its_stack_and_all_are_ended(group: Group) -> None:

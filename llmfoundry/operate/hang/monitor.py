@@ -24,7 +24,6 @@ from llmfoundry.operate.hang.judge import Limits, Reading, Verdict
 
 _SECONDS = 0.25
 _GRACE = 6.0  # in which the others tell whom they have lost
-_BEGIN = 300.0  # seconds until the first beat
 FOLDER = "hangs"
 """Below a run's folder: the stacks of those that hung."""
 RECORDERS = "llmfoundry-recorder-"
@@ -67,23 +66,18 @@ class Monitor:
         self._hub = Hub(Limits(**settings.limits), ranks=settings.ranks)
         self._line = Line(settings.hub) if settings.hub else self._hub
         self._waits: dict[int, bool | None] = {}
-        self._has_begun, self._collected, self._noticed = False, False, (0, 0)
+        self._collected, self._noticed = False, (0, 0)
 
     def listen(self) -> str:
         """Hear the monitors of other machines; the address to give them."""
         return Door(self._hub, self._settings.listen).address
 
     def run(self) -> None:
-        """Look, until no process is left."""
-        deadline = time.monotonic() + _BEGIN
-        while True:
-            readings = self._ranks.read()
-            self._has_begun = self._has_begun or bool(readings)
-            if not self._ranks.pids() and (self._has_begun or time.monotonic() > deadline):
-                break
-            if not self._look(readings):
-                break
+        """Look, until no process is left; the one that has started this beats already."""
+        readings = self._ranks.read()
+        while self._ranks.pids() and self._look(readings):
             time.sleep(_SECONDS)
+            readings = self._ranks.read()
         own = [r for r in self._ranks.recorders.values() if r.name.startswith(RECORDERS)]
         for folder in [Path(self._settings.beats), *own]:
             shutil.rmtree(folder, ignore_errors=True)
