@@ -62,20 +62,16 @@ class RunFailure(Exception):
 
     status = 1
     """The exit status."""
+    of_all = False
+    """Whether every process ends with it, so that one need tell it."""
 
 
 class GivenUp(RunFailure):
     """What ended a run that is not to be started again before somebody has looked, as a line."""
 
+    of_all = True
     status = 93
     """The exit status, as NVIDIA's resiliency extension has it for "do not requeue"."""
-
-
-class StoppedToRestart(RunFailure):
-    """What ended a run that has saved, and is to be started again elsewhere, as a line."""
-
-    status = 75
-    """The exit status: EX_TEMPFAIL of sysexits.h."""
 
 
 @contextmanager

@@ -179,6 +179,9 @@ CALLBACKS = ChoiceTable(
     "callbacks.plugins",
     CallbackType,
     {  # in the order in which they are called; the early stopper after all that measure something
+        "watch": CallbackType(
+            "llmfoundry.operate.watch.watch:watch", is_on=lambda config: config.watch.tells_times
+        ),
         "speed_monitor": _callback("speed_monitor", lambda config: config.speed_monitor),
         "lr_monitor": _callback("lr_monitor", lambda config: config.lr_monitor),
         "optimizer_monitor": _callback("optimizer_monitor", lambda c: c.optimizer_monitor),

@@ -156,13 +156,15 @@ class Tracker:
         """Say what the run decided or did."""
         self.console.note(text)
 
-    def event(self, kind: str, seen: str, done: str, *, step: int, action: str) -> None:
-        """Warn of what happened in a step (from 1), and keep it in events.jsonl."""
+    def event(
+        self, kind: str, seen: str, done: str, *, step: int, action: str, **more: Any
+    ) -> None:
+        """Warn of what happened in a step (from 1), and keep it, and `more`, in events.jsonl."""
         if not self._is_main:
             return
         self.console.warn(f"{seen}; {done}")
         try:
-            add_event(self._folder, kind, seen, step=step, action=action, done=done)
+            add_event(self._folder, kind, seen, step=step, action=action, done=done, **more)
         except OSError as error:
             self.console.warn(f"{self._folder / NAME} was not written: {error.strerror}")
 

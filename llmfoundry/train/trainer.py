@@ -126,7 +126,7 @@ class Trainer:
         self._batches: BatchPrefetcher
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
-        self.ended_early = ""
+        self.ended_early = self._to_stop = ""
         watch = self.recipe.callbacks.watch
         self.watch = StepWatch(watch, self.world.device, self.tracker, self.spikes)
         self._losses = self._begin_losses(*self.window)
@@ -142,10 +142,11 @@ class Trainer:
         """Train to the end, or until a signal.
 
         Returns:
-            The signal's name; empty when the run is complete.
+            The signal's name, or what else asked for a stop; empty when the run is complete.
 
         Raises:
             UserError: a loss or a gradient was not finite; the weights are those before it.
+            GivenUp: a spike ends the run, by the recipe; the same holds.
         """
         try:
             self.checkpointer.tidy()
@@ -171,7 +172,7 @@ class Trainer:
                         self._step(self._take(stop), stop)
                     except RollBack as why:
                         self._go_back(why)
-                    signal_name = stop.agreed() if not self.done else ""
+                    signal_name = (stop.agreed() or self._to_stop) if not self.done else ""
             except BaseException:
                 with suppress(Exception):  # the step before the one that failed was sound
                     self._finish_log()
@@ -213,6 +214,10 @@ class Trainer:
         if not self.ended_early:
             self.ended_early = why
             self.tracker.note(why)
+
+    def stop_and_save(self, why: str) -> None:
+        """Save after this step, and end, to be started again elsewhere; every process calls it."""
+        self._to_stop = self._to_stop or why
 
     def is_due(self, interval: str) -> bool:
         """Whether something that happens every `interval` happens after this step."""

@@ -81,7 +81,7 @@ def run(
     except (UserError, RunFailure) as error:
         rank = int(os.environ.get("RANK", 0))
         # Every process finds the same mistakes in a recipe; later ones may be a single rank's.
-        if rank == 0 or started:
+        if rank == 0 or (started and not getattr(error, "of_all", False)):
             prefix = f"[rank {rank}] " if rank else ""
             lines = error.lines() if isinstance(error, UserError) else [str(error)]
             lines = [f"{prefix}{as_called(public(line))}" for line in lines]

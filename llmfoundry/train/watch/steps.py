@@ -36,8 +36,10 @@ class TrainingLog(Protocol):
     def rewind(self, batch: int) -> None:
         """Drop what was recorded of steps after `batch`, which are made anew."""
 
-    def event(self, kind: str, seen: str, done: str, *, step: int, action: str) -> None:
-        """Tell, and keep, what was seen in a step (from 1) and what was done."""
+    def event(
+        self, kind: str, seen: str, done: str, *, step: int, action: str, **more: Any
+    ) -> None:
+        """Tell, and keep, what was seen in a step (from 1), what was done, and further facts."""
 
 
 class RollBack(Exception):
@@ -54,6 +56,7 @@ class StepWatch:
     Attributes:
         guard: the device's part, which the step calls.
         config: filled.
+        record: how often something was done.
     """
 
     def __init__(
@@ -63,11 +66,11 @@ class StepWatch:
         self.config, self._log = config, log
         self.guard = Guard(device, config)
         self.guard.restore(state.get("guard", {}))
-        self._record = SpikeRecord.restored(state.get("record", {}))
+        self.record = SpikeRecord.restored(state.get("record", {}))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON; waits for the device."""
-        return {"guard": self.guard.state(), "record": self._record.state()}
+        return {"guard": self.guard.state(), "record": self.record.state()}
 
     def go_back(self, why: SpikeDecision, done: str, state: dict[str, Any] | None) -> None:
         """Go on from an earlier state, None: from this one, but for how often it has happened."""
@@ -92,7 +95,7 @@ class StepWatch:
             GivenUp: it is to end.
         """
         for verdict in verdicts:
-            decision, self._record = decide(verdict, self.config, self._record)
+            decision, self.record = decide(verdict, self.config, self.record)
             if decision is None:
                 continue
             if decision.kind == "not_finite" and self.config.not_finite == "stop":

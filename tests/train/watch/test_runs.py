@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from llmfoundry.data.rows import Row
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.events import read_events
+from llmfoundry.models.decoder import Block
+from llmfoundry.operate.watch.rounds import Times
 from llmfoundry.ops.batch import Batch
 from llmfoundry.train import trainer as loop
 from llmfoundry.train.step import StepResult
@@ -30,7 +33,7 @@ from tests.warm_scripts import on_ranks
 
 SETTINGS = (
     "max_duration=34ba",
-    "global_train_batch_size=2",
+    "max_seq_len=32",
     "save_interval=8ba",
     "eval=off",
     "schedule.t_warmup=2ba",
@@ -236,33 +239,65 @@ def test_stop_leaves_the_weights_and_has_its_exit_status(place: Path) -> None:
             train_here("not-finite", *SETTINGS)
 
 
+def test_a_stall_that_stops_a_run_saves_it_and_the_next_start_goes_on(place: Path) -> None:
+    words = (*SETTINGS, "max_duration=12ba", "save_interval=0ba", "callbacks.watch.interval=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Times, "row", lambda own: [math.nan, 0.0, 0.1, 99.0, 0.0, 0.0])
+        with pytest.raises(SystemExit) as ended:
+            train_here("stalled", *words, "callbacks.watch.stall=stop")
+    assert ended.value.code == 75
+    run = Path("runs/stalled")
+    (event,) = read_events(run)
+    assert (event["kind"], event["action"], event["step"]) == ("stall", "stop", 3)
+    assert "took 99 s longer than usual" in event["what"]
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["ba0000003"]
+    train_here("stalled", *words)
+    assert losses(run) == losses(train_here("not-stalled", *words))
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def on_two(rank: int, folder: str, port: int, places: set[int], *words: str) -> None:
+def on_four(rank: int, folder: str, port: int, places: set[int], *words: str) -> None:
+    """One rank of a run, the third of which is slow."""
     os.chdir(folder)
     torch.set_num_threads(1)
-    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2)):
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 4)):
         os.environ[name] = str(value)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, places)
+        if rank == 2:
+            forward = Block.forward
+
+            def late(*args: Any, **named: Any) -> Any:
+                time.sleep(0.03)
+                return forward(*args, **named)
+
+            patch.setattr(Block, "forward", late)
         train_here(*words)
 
 
-def test_shards_on_two_processes_go_back_together(
+def test_four_shards_go_back_together_and_name_the_slow_one(
     place: Path, places: set[int], without: Path
 ) -> None:
-    words = ("two", *SETTINGS, *BACK, "parallel.data_parallel_shard_degree=2")
-    on_ranks(on_two, (str(place), free_port(), places, *words), 2)
-    run = Path("runs/two")
-    assert events(run) == [("loss_spike", SPIKE + 1, "roll_back")]
+    more = ("parallel.data_parallel_shard_degree=4", "callbacks.watch.interval=5")
+    on_ranks(on_four, (str(place), free_port(), places, "four", *SETTINGS, *BACK, *more), 4)
+    run = Path("runs/four")
     found, expected = losses(run), losses(without)
     assert found.keys() == expected.keys()
     assert all(found[n] == pytest.approx(expected[n], rel=1e-6) for n in expected)
+    told = list(read_events(run))
+    assert [(e["kind"], e["action"]) for e in told if e["kind"] == "loss_spike"] == [
+        ("loss_spike", "roll_back")
+    ]
+    slow = [e for e in told if e["kind"] == "slow_rank"]
+    assert {e["rank"] for e in slow} == {2}
+    assert slow[0]["host"] == socket.gethostname() and slow[0]["action"] == "log"
+    assert "rank 2 (" in slow[0]["what"] and "as long as the median of 4" in slow[0]["what"]
 
 
 def test_the_record_is_the_one_of_a_run_that_never_had_the_block(

@@ -1,0 +1,1 @@
+"""What a run notices about its machines while it trains."""
