@@ -47,6 +47,7 @@ def line_chart(
     y_skip: float = 0.0,
     smooth: bool = False,
     note: str = "",
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """A <figure> with caption, legend and SVG; the empty string if no value is finite.
 
@@ -64,6 +65,7 @@ def line_chart(
         y_skip: see above.
         smooth: a reader may smooth it.
         note: what is to be known beside the caption.
+        marks: places of the x axis where something happened, and what.
     """
     finite = [p for s in series for p in s.points if math.isfinite(p[1])]
     if not finite:
@@ -77,10 +79,13 @@ def line_chart(
     above = f"begins above the frame, at {y_form(highest)}" if highest > y_axis.high else ""
     frame = Frame(x_axis)
     parts = [*_grid(frame, y_axis), _clipped(frame, _lines(series, frame, y_axis))]
+    parts += [_event(frame, x, what) for x, what in marks if 0 <= x <= x_axis.high]
     log = "log scale" if y_axis.log else ""
     data = {"form": form, "log": y_axis.log, "zero": y_from_zero, "skip": y_skip}
     lines = [{"label": line.label, **stretches(line.points)} for line in series]
     data |= {"smooth": smooth, "end": x_axis.high, "lines": lines}
+    if marks:
+        data["marks"] = [{"x": x, "what": what} for x, what in marks]
     return figure(
         title,
         svg(title, parts) + script(data),
@@ -124,6 +129,12 @@ def _grid(frame: Frame, y_axis: Axis) -> Iterator[str]:
         yield frame.horizontal("grid", y)
         yield frame.y_label(y, _tick_label(value, ticks, log=y_axis.log))
     yield from frame.token_axis()
+
+
+def _event(frame: Frame, x: float, what: str) -> str:
+    """A line at a place, which says what happened there where a pointer rests on it."""
+    line = frame.vertical("event", x, TOP, TOP + frame.height, dashed=True)
+    return f"<g><title>{escape(what)}</title>{line}</g>"
 
 
 def _clipped(frame: Frame, shapes: Iterator[str]) -> str:

@@ -156,7 +156,14 @@
       this.svg.innerHTML = this.grid(low, high, from, to, width)
         + `<svg x="${LEFT - 4}" y="${TOP}" width="${inner.width + 8}" height="${inner.height}" viewBox="${LEFT - 4} ${TOP} ${inner.width + 8} ${inner.height}">`
         + this.data.lines.map((line, i) => this.line(line, i, from, to)).join("") + "</svg>"
+        + this.events(from, to)
         + `<rect class="picked" y="${TOP}" height="${inner.height}" width="0"/><g class="marks"></g>`;
+    }
+
+    /* Where something happened to the run; what, where the pointer rests. */
+    events(from, to) {
+      return (this.data.marks ?? []).filter((mark) => mark.x >= from && mark.x <= to).map((mark) =>
+        `<g><title>${escaped(mark.what)}</title><line class="event" stroke-dasharray="2 2" x1="${this.x(mark.x)}" x2="${this.x(mark.x)}" y1="${TOP}" y2="${HEIGHT - BOTTOM}"/></g>`).join("");
     }
 
     grid(low, high, from, to, width) {

@@ -1,9 +1,9 @@
 """report.html: a run on one page that needs nothing but itself.
 
 The tracker writes it at the end of a run, `write_report` rewrites it at any time: it reads only the
-run's folder (metrics.jsonl, run.json, recipe.yaml, samples.jsonl, routing.jsonl, eval/*.json), so a
-run that was killed has its report too. Charts come from `chart` and `heat_map`, the page's frame
-from `report_page`.
+run's folder (metrics.jsonl, run.json, recipe.yaml, samples.jsonl, routing.jsonl, events.jsonl,
+eval/*.json), so a run that was killed has its report too. Charts come from `chart` and `heat_map`,
+the page's frame from `report_page`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.events import read_events
 from llmfoundry.files import write_whole
 from llmfoundry.masking import public
 from llmfoundry.track.console import printable
 from llmfoundry.track.format import count, number
 from llmfoundry.track.metrics import BATCH, TOKEN, read_metrics
 from llmfoundry.track.pages.before_after import before_and_after, changes
+from llmfoundry.track.pages.event_marks import event_table, marks
 from llmfoundry.track.pages.page import page, pairs, table
 from llmfoundry.track.pages.report_charts import Rows, experts, gauntlet_charts, training_charts
 from llmfoundry.track.pages.report_tiles import averages, tiles
@@ -40,9 +42,11 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
     status = str(result.pop("status", "running"))
     rows = metric_rows(run_folder)
     evaluations = read_evaluations(run_folder)
+    events = list(read_events(run_folder))
     sections = [
         ("Before and after", before_and_after(changes(evaluations, rows))),
-        ("Training", training_charts(rows)),
+        ("Training", training_charts(rows, marks(events, rows))),
+        ("Events", event_table(events) if events else ""),
         ("Experts", experts(rows, _read_rows(run_folder / "routing.jsonl"))),
         ("Evaluation", evaluation(rows, evaluations)),
         ("Samples", samples(_read_rows(run_folder / "samples.jsonl"))),

@@ -17,6 +17,7 @@ from typing import Any
 from llmfoundry.track.format import count, percent
 from llmfoundry.track.metrics import TOKEN
 from llmfoundry.track.pages.chart import Series, line_chart
+from llmfoundry.track.pages.event_marks import Marks
 from llmfoundry.track.pages.heat_map import load_maps
 from llmfoundry.track.pages.page import table
 from llmfoundry.track.pages.titles import (
@@ -62,7 +63,10 @@ class Chart:
     is_one_if_equal: bool = False
 
 
-def training_charts(rows: Rows) -> str:
+MARKED = ("Loss", "Gradient norm", "Throughput")  # pictures that show what happened to the run
+
+
+def training_charts(rows: Rows, marks: Marks = ()) -> str:
     """The standard pictures, then one for every metric that they do not show, by group."""
     if not rows:
         return '<p class="hint">No step was logged.</p>'
@@ -78,7 +82,7 @@ def training_charts(rows: Rows) -> str:
             groups.setdefault(known.group, []).append(chart)
     parts = []
     for group in GROUPS:
-        drawn = [text for chart in groups.get(group, []) if (text := draw(chart, rows))]
+        drawn = [text for chart in groups.get(group, []) if (text := draw(chart, rows, marks))]
         more = rates(rows) if group == SPEED else ""
         if drawn or more:
             opened = " open" if group in _OPEN else ""
@@ -176,7 +180,7 @@ def gauntlet_charts(rows: Rows, averages: Sequence[str]) -> str:
     return f'<div class="charts apart">{drawn}</div>' if drawn else ""
 
 
-def draw(chart: Chart, rows: Rows) -> str:
+def draw(chart: Chart, rows: Rows, marks: Marks = ()) -> str:
     """The chart's figure over tokens; empty where none of its metrics was logged."""
     lines = []
     for label, name in chart.metrics.items():
@@ -195,6 +199,7 @@ def draw(chart: Chart, rows: Rows) -> str:
         y_skip=0.05 if chart.steep else 0.0,
         smooth=chart.smooth,
         note=chart.note,
+        marks=marks if chart.title in MARKED else (),
     )
 
 
