@@ -328,4 +328,5 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "track": plan_tracking,
     "fetch_eval_data": plan_fetching,
     "check": plan_check,
+    "supervise": plan_training,
 }

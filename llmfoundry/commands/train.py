@@ -10,6 +10,7 @@ from llmfoundry.assemble.job import Job, with_defaults
 from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.commands.check import before_run
+from llmfoundry.commands.supervise import is_supervised, supervise
 from llmfoundry.ends import SAVED, record_end
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
@@ -36,8 +37,11 @@ def train(recipe: TrainRecipe) -> None:
     """Run a checked, unfilled recipe on every process that it wants.
 
     Raises:
-        SystemExit: 75, of the main process: a signal has stopped the run, which was saved.
+        SystemExit: 75, of the main process: a signal has stopped the run, which was saved; as
+            `supervise` says where that is asked for.
     """
+    if is_supervised(recipe):
+        supervise(recipe)
     relaunch(recipe.parallel)
     if recipe.deterministic:
         set_deterministic()

@@ -74,6 +74,13 @@ def test_a_stopped_process_is_found_in_every_phase(phase: str) -> None:
     assert judge([reading(r, phase, 20.0) for r in range(3)] + [brief], LIMITS) is None
 
 
+def test_a_stopped_process_explains_a_phase_that_all_are_in() -> None:
+    readings = [reading(r, "step", 31.0) for r in range(3)]
+    stopped = reading(3, "step", 31.0, state="stopped", stopped_for=20.0)
+    found = judge([*readings, stopped], LIMITS)
+    assert found is not None and found.culprits == (3,)
+
+
 def test_the_first_steps_compile_and_later_ones_may_compile_again() -> None:
     first = [replace(reading(r, "step", 1700.0), longest={}) for r in range(2)]
     assert judge(first, LIMITS) is None

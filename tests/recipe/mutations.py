@@ -49,6 +49,7 @@ SCRIPTS: dict[str, type] = {
     "finetune": FinetuneRecipe,
     "chat": ChatRecipe,
     "check": CheckRunRecipe,
+    "supervise": TrainRecipe,
 }
 SOUND = {  # what the scripts without a recipe's file need
     "eval": ["checkpoint=runs/x"],

@@ -114,5 +114,7 @@ def _launch(settings: dict[str, object]) -> str:
 
 def _make_folder() -> str:
     """A folder in memory for the beats of this machine."""
+    if BEATS in os.environ:  # of a machine on which the supervisor is not, perhaps
+        Path(os.environ[BEATS]).mkdir(parents=True, exist_ok=True)
     above = os.environ.get(BEATS) or (str(_MEMORY) if os.access(_MEMORY, os.W_OK) else None)
     return tempfile.mkdtemp(prefix="llmfoundry-beats-", dir=above)

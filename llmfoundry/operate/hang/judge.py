@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from llmfoundry.heartbeat import LEARNED, PHASES
@@ -137,6 +137,9 @@ def judge(readings: Sequence[Reading], limits: Limits) -> Verdict | None:
     limit = limits.of(last[0].phase, max(steps, default=None))
     alone = len(last) < len(readings)
     if min(r.age for r in last) > limit and still > min(limit, limits.stopped):
+        halted = [r for r in last if r.stopped_for > 0]  # not yet for long, but it explains all
+        if halted and not alone:
+            return _verdict(halted, f"the system says of it: {halted[0].state}")
         why = "all others wait for it" if alone else "all processes are in this phase"
         return _verdict(last, why)
     if alone and still > limits.notice:
@@ -150,7 +153,12 @@ def refine(verdict: Verdict, readings: Sequence[Reading]) -> Verdict:
     blamed = [r for r in named if r.waits is False]
     if not 0 < len(blamed) < len(named):
         return verdict
-    return _verdict(blamed, "the others wait in PyTorch, these stand elsewhere (see the stacks)")
+    return replace(
+        verdict,
+        culprits=tuple(sorted(r.rank for r in blamed)),
+        nodes=tuple(sorted({r.node for r in blamed})),
+        why="the others wait in PyTorch, which is not where its stack ends",
+    )
 
 
 def _verdict(readings: Sequence[Reading], why: str, *, is_final: bool = True) -> Verdict:

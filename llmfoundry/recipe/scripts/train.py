@@ -14,6 +14,7 @@ from llmfoundry.recipe.front.typed import flat
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig
 from llmfoundry.recipe.operate.hang import HangConfig
+from llmfoundry.recipe.operate.supervise import SuperviseConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import AXES, EXPERT, ParallelConfig
 from llmfoundry.recipe.parallel_limits import limits
@@ -41,7 +42,7 @@ GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 # how it is computed. Model and tokenizer may not change at all (build.start.run_identity).
 NOT_LEARNT = re.compile(
     r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
-    r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|health_check|hang"
+    r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|health_check|hang|supervise"
     r"|callbacks(?!\.early_stopper|\.watch\.(loss_spike|gradient_spike|not_finite|spike|roll_back))"
     r"|data\.validation"
     r"|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch|prefetch_factor"
@@ -145,6 +146,8 @@ class TrainRecipe:
     """Whether machines are looked at first."""
     hang: HangConfig = field(default_factory=HangConfig)
     """When a process hangs, and what is done."""
+    supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
+    """What starts the run again."""
     plugins: list[str] = field(default_factory=list)
     """Python files, my_file.py, or modules, my_package.module, imported before anything is checked;
     they add optimizers, schedules, callbacks, loggers, norms, task types and kinds of files."""
@@ -171,6 +174,7 @@ class TrainRecipe:
             self.callbacks,
             self.health_check,
             self.hang,
+            self.supervise,
         )
         for section in sections:
             yield from section.check()

@@ -1,0 +1,68 @@
+"""`scripts/supervise.py`, and `supervise.enabled` of a training run: the process around it.
+
+It imports no PyTorch: it waits for days beside processes that need the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
+from llmfoundry.processes import end_with_starters
+from llmfoundry.recipe.front.argv import CommandLine
+from llmfoundry.recipe.front.paths import ROOT, find_recipe
+from llmfoundry.recipe.front.yamlfile import read
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+
+SUPERVISED = "LLMFOUNDRY_SUPERVISED"
+"""In the environment of what a supervisor has started."""
+
+
+def supervise(recipe: TrainRecipe) -> None:
+    """Train until the run is complete, or another attempt is of no use.
+
+    Raises:
+        SystemExit: with the status that `ends` has for how it ended.
+    """
+    end_with_starters()
+    name = "finetune" if isinstance(recipe, FinetuneRecipe) else "train"
+    folder = _folder(recipe)
+    supervisor = Supervisor(
+        recipe.supervise,
+        folder,
+        script=[str(ROOT / "scripts" / f"{name}.py"), *sys.argv[1:]],
+        check=[str(ROOT / "scripts" / "check.py"), *sys.argv[1:]],
+        kernel_log=recipe.health_check.kernel_log,
+        attempts=earlier_attempts(folder),
+    )
+    sys.exit(supervisor.run())
+
+
+def is_supervised(recipe: TrainRecipe) -> bool:
+    """Whether this process is to become a supervisor: none is around it, and no launcher."""
+    return recipe.supervise.enabled and not {SUPERVISED, "RANK"} & os.environ.keys()
+
+
+def _folder(recipe: TrainRecipe) -> Path:
+    """Where the run works on this machine."""
+    if "://" not in recipe.save_folder:
+        return Path(recipe.save_folder)
+    from llmfoundry.train.stores.run_place import run_folder  # imports PyTorch
+
+    return run_folder(recipe)
+
+
+def recipe_type(command: CommandLine) -> type[TrainRecipe]:
+    """The kind of recipe that a command line names.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    if command.recipe is None:
+        return TrainRecipe
+    model = read(find_recipe(command.recipe)).get("model")
+    is_finetuned = isinstance(model, dict) and "pretrained" in model
+    return FinetuneRecipe if is_finetuned else TrainRecipe

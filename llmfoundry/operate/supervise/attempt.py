@@ -1,0 +1,149 @@
+"""One attempt at a run: start the command, look on, and gather what it leaves behind.
+
+The supervisor passes on a request to stop to the run's own processes, not to torchrun, which would
+give them 30 s: a save may take longer. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from llmfoundry.ends import FOLDER as ENDS
+from llmfoundry.heartbeat import PHASES, read_beats
+
+BEATS = "LLMFOUNDRY_BEATS"
+"""In the environment: the folder below which processes beat, whether or not a monitor looks."""
+_SECONDS = 0.1
+_TAIL = 400  # lines
+
+
+@dataclass
+class Times:
+    """Moments of an attempt, in seconds of CLOCK_MONOTONIC; None: it did not come so far.
+
+    Attributes:
+        started: the command.
+        joined: its processes had found each other.
+        loaded: data, model and checkpoint were there, and the first step began.
+        stepped: the first step was done.
+        last_beat: the last sign of any process.
+        ended: the command had ended.
+        first_step: the number (from 1) of its first step.
+        last_step: of the last that was begun.
+    """
+
+    started: float
+    joined: float | None = None
+    loaded: float | None = None
+    stepped: float | None = None
+    last_beat: float | None = None
+    ended: float = 0.0
+    first_step: int | None = None
+    last_step: int = 0
+
+
+class Attempt:
+    """A command under way, and its processes on this machine."""
+
+    def __init__(self, command: Sequence[str], *, beats: Path, ends: Path, is_local: bool) -> None:
+        """Start it.
+
+        Args:
+            command: its words.
+            beats: a folder of this machine, in memory.
+            ends: a folder that all machines see.
+            is_local: whether all of its processes are on this machine, and end with this one.
+        """
+        for folder in (beats, ends):
+            folder.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, BEATS: str(beats), ENDS: str(ends), "LLMFOUNDRY_SUPERVISED": "1"}
+        if is_local:
+            env["LLMFOUNDRY_END_WITH"] = f"{env.get('LLMFOUNDRY_END_WITH', '')} {os.getpid()}"
+        self.times = Times(time.monotonic())
+        self.tail: deque[str] = deque(maxlen=_TAIL)
+        self._beats, self._ranks = beats, dict[int, psutil.Process]()
+        self._process = subprocess.Popen(
+            list(command), env=env, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def look(self) -> bool:
+        """Wait a moment and note how far it is; False once it has ended."""
+        time.sleep(_SECONDS)
+        is_running = self._process.poll() is None
+        self._note()
+        return is_running
+
+    def ask(self, number: int) -> None:
+        """Pass on a request to stop: to its processes, or to the command before there are any."""
+        ranks = [rank for rank in self._ranks.values() if _is_there(rank)]
+        if not ranks or self.times.loaded is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+        for rank in ranks:
+            with suppress(psutil.Error):
+                rank.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End all of it at once."""
+        with suppress(psutil.Error):
+            own = psutil.Process(self._process.pid)
+            for process in [*own.children(recursive=True), own]:
+                with suppress(psutil.Error):
+                    process.kill()
+
+    def end(self) -> int:
+        """Once it has ended: end what it has left behind; its status."""
+        self.times.ended = time.monotonic()
+        for rank in self._ranks.values():  # stopped, or waiting in a driver
+            with suppress(psutil.Error):
+                if _is_there(rank):
+                    rank.kill()
+        self._reader.join(5.0)
+        return self._process.wait()
+
+    def _note(self) -> None:
+        beats = [beat for folder in self._beats.glob("*/") for beat in read_beats(folder)]
+        if not beats:
+            return
+        now, times = time.monotonic(), self.times
+        times.joined = times.joined or now
+        times.last_beat = max(times.last_beat or 0.0, *(float(beat["since"]) for beat in beats))
+        for beat in beats:
+            if int(beat["rank"]) not in self._ranks:
+                with suppress(psutil.Error):
+                    self._ranks[int(beat["rank"])] = psutil.Process(int(beat["pid"]))
+        steps = [(int(b["step"]), PHASES.index(str(b["phase"]))) for b in beats]
+        begun = [step for step, phase in steps if phase >= PHASES.index("data") and step]
+        if begun and times.first_step is None:
+            times.loaded, times.first_step = now, min(begun)
+        times.last_step = max([times.last_step, *begun])
+        if times.first_step is not None and times.stepped is None:
+            done = (times.first_step, PHASES.index("update"))
+            times.stepped = now if min(steps) > done else None
+
+    def _read(self) -> None:
+        """Pass on standard error, and keep its end."""
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            for line in stream:
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
+                self.tail.append(line.decode(errors="replace").rstrip("\n"))
+
+
+def _is_there(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,187 @@
+"""Why an attempt at a run ended: a pure function of what it left behind.
+
+The idea: whoever knows more is believed first. A process that tells its mistake knows why it ended;
+one that says that it lost another does not; a number that torchrun prints says least.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmfoundry.ends import BAD_MACHINE, DONE, GIVE_UP, MISTAKE, SAVED
+
+KINDS = (
+    "done",
+    "preemption",
+    "user",
+    "numerical",
+    "hang",
+    "machine",
+    "network",
+    "given up",
+    "unknown",
+)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What an attempt left behind.
+
+    Attributes:
+        status: of the command that was started; negative: the signal that ended it.
+        node: this machine.
+        asked: the signal at which this supervisor asked the run to stop; empty: none.
+        ends: what processes said at their end, as `ends.record_end` writes it; in order of time.
+        hang: the event in which a monitor named who hangs.
+        kernel: machine, why, and whether that takes the machine out, of this machine's kernel log.
+        tail: the last lines of standard error.
+    """
+
+    status: int
+    node: str = ""
+    asked: str = ""
+    ends: Sequence[dict[str, Any]] = ()
+    hang: dict[str, Any] | None = None
+    kernel: Sequence[tuple[str, str, bool]] = ()
+    tail: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an attempt ended.
+
+    Attributes:
+        kind: one of KINDS.
+        why: for people, a line.
+        nodes: machines that are suspected.
+        is_saved: of a preemption: whether the run was saved at its end.
+    """
+
+    kind: str
+    why: str
+    nodes: tuple[str, ...] = ()
+    is_saved: bool = False
+
+
+_MACHINE = re.compile(
+    r"uncorrectable ECC|fallen off the bus|GPU is lost|NVRM: Xid|CUDA error: (?:unspecified launch"
+    r"|hardware stack|misaligned|device not ready|unknown error)|CUDA driver error|Bus error"
+    r"|Stale file handle|Input/output error|Transport endpoint",
+    re.IGNORECASE,
+)
+_NETWORK = re.compile(
+    r"NCCL (?:error|WARN)|nccl(?:System|Remote|Internal)Error|ibv_\w+|RendezvousTimeoutError"
+    r"|RendezvousConnectionError|connection (?:reset|refused|closed|aborted|timed out)"
+    r"|connect(?:ion)? time|no route to host|temporary failure in name|throttl|slow ?down"
+    r"|service unavailable|read timed? ?out",
+    re.IGNORECASE,
+)
+_NUMERICAL = re.compile(r"not finite")
+_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
+_HOST, _RANK = re.compile(r"^\s*host\s*:\s*(\S+)"), re.compile(r"^\s*rank\s*:\s*(\d+)")
+
+
+def find_cause(evidence: Evidence) -> Cause:
+    """Why an attempt ended."""
+    ends = evidence.ends
+    if evidence.status == DONE:
+        return Cause("done", "the run is complete")
+    saved = next((end for end in ends if end["status"] == SAVED), None)
+    if evidence.asked or saved or evidence.status == SAVED:
+        is_saved = saved is not None or evidence.status == SAVED
+        how = "and saved" if is_saved else "before it could save"
+        told = saved["lines"][0] if saved and saved["lines"] else ""
+        why = f"stopped by {evidence.asked}, {how}" if evidence.asked else told or f"stopped, {how}"
+        return Cause("preemption", why, is_saved=is_saved)
+    given_up = next((end for end in ends if end["status"] == GIVE_UP), None)
+    if given_up or evidence.status == GIVE_UP:
+        return Cause("given up", _said(given_up) if given_up else "the run asks for no restart")
+    return (
+        _told(evidence)
+        or _hung(evidence)
+        or _seen(evidence)
+        or Cause("unknown", _number(evidence), _first_host(evidence))
+    )
+
+
+def _said(end: dict[str, Any]) -> str:
+    return f"rank {end['rank']} on {end['node']}: {end['lines'][0] if end['lines'] else 'nothing'}"
+
+
+def _told(evidence: Evidence) -> Cause | None:
+    """What a process that knows says."""
+    for end in evidence.ends:
+        text = "\n".join(end["lines"])
+        if end["kind"] in ("mistake", "full", "error") and _NUMERICAL.search(text):
+            return Cause("numerical", _said(end))
+        if end["kind"] in ("mistake", "full"):
+            kind = "network" if _NETWORK.search(text) else "user"
+            return Cause(kind, _said(end))
+    numbers = [int(n) for line in evidence.tail for n in _EXIT.findall(line)]
+    if BAD_MACHINE in (evidence.status, *numbers):
+        return Cause("machine", "the health check found a bad machine", (evidence.node,))
+    if MISTAKE in (evidence.status, *numbers):
+        last = next((line for line in reversed(evidence.tail) if line.strip()), "see its output")
+        return Cause("user", f"a mistake in the recipe or the command: {last.strip()[:300]}")
+    return None
+
+
+def _hung(evidence: Evidence) -> Cause | None:
+    if evidence.hang is None:
+        return None
+    return Cause("hang", str(evidence.hang["what"]), tuple(evidence.hang.get("nodes", ())))
+
+
+def _seen(evidence: Evidence) -> Cause | None:
+    """What the kernel's log, errors without a cure and the output say."""
+    for node, why, is_bad in evidence.kernel:
+        if is_bad:
+            return Cause("machine", f"kernel log of {node}: {why}", (node,))
+    errors = [end for end in evidence.ends if end["kind"] == "error"]
+    lines = [(line, end["node"], _said(end)) for end in errors for line in end["lines"]]
+    lines += [(line, evidence.node, line.strip()[:300]) for line in evidence.tail]
+    for line, node, said in lines:
+        if _MACHINE.search(line):
+            return Cause("machine", said, (node,))
+    for end in errors:  # of its own, which others lost it by
+        if not _NETWORK.search("\n".join(end["lines"])):
+            return Cause("unknown", _said(end))
+    if any(code in (-9, -7, -11) for code in _codes(evidence)):
+        return None  # killed: that the others lost the connection says nothing
+    for line, _, said in lines:
+        if _NETWORK.search(line):
+            return Cause("network", said)
+    return None
+
+
+def _codes(evidence: Evidence) -> list[int]:
+    return [int(code) for line in evidence.tail for code in _EXIT.findall(line)]
+
+
+def _number(evidence: Evidence) -> str:
+    """The number with which the first process ended, as a word where it is a signal."""
+    codes = _codes(evidence)
+    code = codes[-1] if codes else evidence.status  # torchrun names the first failure last
+    ranks = [match[1] for line in evidence.tail if (match := _RANK.search(line))]
+    who = f"rank {ranks[-1]}" if ranks and codes else "the command"
+    if code >= 0:
+        return f"{who} ended with status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    memory = next((why for _, why, _ in evidence.kernel if "no memory left" in why), "")
+    return f"{who} was ended by {name}" + (f" ({memory})" if memory else "")
+
+
+def _first_host(evidence: Evidence) -> tuple[str, ...]:
+    """The machine of the first process that failed, if it was ended by no mistake of its own."""
+    codes = _codes(evidence)
+    hosts = [match[1] for line in evidence.tail if (match := _HOST.search(line))]
+    if not codes or codes[-1] not in (-7, -11, -4):  # bus error, segmentation, illegal instruction
+        return ()
+    return (hosts[-1],) if hosts and hosts[-1] != "localhost" else (evidence.node,)

@@ -1,0 +1,246 @@
+"""Start a run, look on, and decide what to do when it ends; every decision is an event.
+
+`commands/supervise.py` calls `Supervisor.run`, whose result is the exit status. What is known of an
+attempt is gathered by `attempt` and `machines`, its cause found by `causes`, and what to do about
+it by `decide`: the last two are pure functions. The idea: a run is exact, so to start it again is
+always right, and the question is only whether it is of use.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from llmfoundry.ends import read_ends
+from llmfoundry.events import add_event, read_events
+from llmfoundry.operate.supervise import machines
+from llmfoundry.operate.supervise.attempt import Attempt as Running
+from llmfoundry.operate.supervise.attempt import Times
+from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
+from llmfoundry.operate.supervise.decide import RESTART, WITHOUT, Attempt, Decision, Policy, decide
+from llmfoundry.operate.supervise.notify import notify
+from llmfoundry.recipe.operate.supervise import EXCLUDE, SuperviseConfig
+
+FOLDER = "supervise"
+"""Below a run's folder: what processes said at their ends, by attempt, and the check's report."""
+_MEMORY = "/dev/shm"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass
+class Supervisor:
+    """The process around a run."""
+
+    config: SuperviseConfig
+    folder: Path
+    """The run's."""
+    script: list[str]
+    """The words that train: scripts/train.py RECIPE ..."""
+    check: list[str]
+    """The words that check machines, without the folder of the report."""
+    kernel_log: str | None = None
+    """health_check.kernel_log."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """The attempts so far, of this job."""
+
+    def __post_init__(self) -> None:
+        self.node = os.uname().nodename
+        self.excluded: set[str] = set()
+        self._newest = self._checkpoint()
+        self._asked: list[int] = []
+        self._running: Running | None = None
+        self._before: tuple[Times, float] | None = None  # of the attempt before
+
+    def run(self) -> int:
+        """Start the run as often as it is of use; the exit status."""
+        memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+        beats = Path(tempfile.mkdtemp(prefix="llmfoundry-supervise-", dir=memory))
+        before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        try:
+            while True:
+                decision = self._attempt(beats / str(len(self.attempts)))
+                if decision.action not in (RESTART, WITHOUT):
+                    return decision.status
+                self._pause(decision.wait)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            shutil.rmtree(beats, ignore_errors=True)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """Asked to stop: the run saves and ends; asked again: it ends at once."""
+        self._asked.append(number)
+        if self._running is not None:
+            if len(self._asked) > 1:
+                self._running.kill()
+            else:
+                self._running.ask(number)
+
+    def _attempt(self, beats: Path) -> Decision:
+        number = len(self.attempts) + 1
+        ends = (
+            self.folder / FOLDER / f"attempt-{number}-{time.strftime('%Y%m%d-%H%M%S')}"
+        ).absolute()
+        launch = machines.launch_words(self.config.launch, self.excluded)
+        command = [*launch, *self.script] if launch else [sys.executable, *self.script]
+        began = time.time()
+        self._tell("start", f"attempt {number}", "start", command=command)
+        running = Running(command, beats=beats, ends=ends, is_local=not launch)
+        self._running, has_returned = running, False
+        if self._asked:  # while it was being started
+            running.ask(self._asked[0])
+        while running.look():
+            if not has_returned and running.times.stepped is not None:
+                has_returned = True
+                self._returned(running.times)
+        status = running.end()
+        self._running = None
+        evidence = Evidence(
+            status=status,
+            node=self.node,
+            asked=signal.Signals(self._asked[0]).name if self._asked else "",
+            ends=read_ends(ends),
+            hang=self._hang(began),
+            kernel=machines.kernel_events(self.kernel_log, self.node, since=began),
+            tail=list(running.tail),
+        )
+        self._before = (running.times, began)
+        return self._decide(number, status, find_cause(evidence), running.times)
+
+    def _decide(self, number: int, status: int, cause: Cause, times: Times) -> Decision:
+        newest, before = self._checkpoint(), self._newest
+        self._newest = max(newest, before)
+        progressed = newest > before
+        bad = self._confirm(cause) if not self._asked else ()
+        self.attempts.append(Attempt(cause, progressed, bad))
+        can_exclude = any(EXCLUDE in word for word in self.config.launch)
+        policy = Policy(
+            no_progress=self.config.no_progress,
+            max_restarts=self.config.max_restarts,
+            wait_seconds=self.config.wait_seconds,
+            act=self.config.act,
+            can_exclude=can_exclude,
+        )
+        decision = decide(self.attempts, policy)
+        done = f"{decision.action}: {decision.why}"
+        if decision.action == WITHOUT or (self.config.act and decision.nodes):
+            self.excluded |= set(decision.nodes)
+            done += f" ({machines.take_out(decision.nodes, cause.why)})"
+        elif bad and self.config.act:
+            done += f" ({machines.take_out(bad, cause.why)})"
+        self._tell(
+            "decision",
+            f"attempt {number} ended: {done}",
+            decision.action,
+            step=times.last_step or None,
+            attempt=number,
+            cause=cause.kind,
+            why=cause.why,
+            status=status,
+            nodes=list(cause.nodes),
+            bad_nodes=list(bad),
+            checkpoint=newest,
+            progressed=progressed,
+            seconds=round(times.ended - times.started, 1),
+            wait=decision.wait,
+            exit_status=decision.status,
+        )
+        self._notify(f"{self.folder.name} on {self.node}: attempt {number} ended: {done}")
+        return decision
+
+    def _confirm(self, cause: Cause) -> tuple[str, ...]:
+        """Which of the suspected machines the check finds bad."""
+        if not cause.nodes or self.config.confirm == "off":
+            return ()
+        output = self.folder / FOLDER
+        words = [*self.check, f"level={self.config.confirm}", f"output={output}"]
+        if self.config.launch and "SLURM_JOB_ID" in os.environ:
+            names = ",".join(cause.nodes)
+            tasks = ["--ntasks-per-node=1", f"--nodes={len(cause.nodes)}"]
+            prefix = ["srun", f"--nodelist={names}", *tasks, "python"]
+        elif set(cause.nodes) <= {self.node}:
+            prefix = [sys.executable]
+        else:
+            self._tell("check", f"{', '.join(cause.nodes)} cannot be checked from here", "none")
+            return ()
+        bad, verdict = machines.check([*prefix, *words], output)
+        self._tell("check", f"{', '.join(cause.nodes)} suspected; {verdict}", "check")
+        return tuple(node for node in bad if node in cause.nodes)
+
+    def _returned(self, times: Times) -> None:
+        """Tell how long the way back took, once a restarted run has done its first step."""
+        if self._before is None or times.joined is None or times.loaded is None:
+            return
+        before, _ = self._before
+        assert times.stepped is not None
+        died = before.last_beat or before.ended
+        parts = {
+            "detect": before.ended - died,
+            "restart": times.started - before.ended,
+            "start": times.joined - times.started,
+            "load": times.loaded - times.joined,
+            "first_step": times.stepped - times.loaded,
+        }
+        whole = times.stepped - died
+        told = ", ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in parts.items())
+        lost = max(0, before.last_step - (times.first_step or 0))
+        self._tell(
+            "returned",
+            f"back at step {times.first_step} after {whole:.1f} s ({told});"
+            f" {lost} steps are done again",
+            "none",
+            step=times.first_step,
+            seconds={name: round(part, 2) for name, part in parts.items()},
+            lost_steps=lost,
+        )
+
+    def _hang(self, since: float) -> dict[str, Any] | None:
+        """What a monitor saw in this attempt."""
+        found = [e for e in read_events(self.folder) if e["time"] >= since and e["kind"] == "hang"]
+        return next((event for event in found if event.get("action") == "end"), None)
+
+    def _checkpoint(self) -> int:
+        """The batch of the newest checkpoint that was committed; -1: there is none."""
+        found = self.folder.glob("checkpoints/ba*/COMMIT")
+        return max((int(p.parent.name[2:]) for p in found), default=-1)
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._asked:
+            time.sleep(0.1)
+
+    def _tell(
+        self, kind: str, what: str, action: str, step: int | None = None, **more: Any
+    ) -> None:
+        if kind != "start":
+            print(f"supervise: {what}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # the disk may be what failed
+            add_event(self.folder, kind, what, step=step, action=action, **more)
+
+    def _notify(self, text: str) -> None:
+        problem = notify(self.config.webhook, text) if self.config.webhook else ""
+        if problem:
+            print(problem, file=sys.stderr, flush=True)
+
+
+def earlier_attempts(folder: Path) -> list[Attempt]:
+    """The attempts of this job before it was requeued, from the run's events; else none."""
+    if int(os.environ.get("SLURM_RESTART_COUNT", 0)) == 0:
+        return []
+    found = list[Attempt]()
+    for event in read_events(folder):
+        if event["kind"] == "decision" and event.get("cause") in KINDS:
+            if event.get("attempt") == 1:
+                found = []
+            cause = Cause(event["cause"], str(event.get("why")), tuple(event.get("nodes", ())))
+            found.append(Attempt(cause, bool(event.get("progressed"))))
+    return found

@@ -1,0 +1,275 @@
+"""The supervisor around commands that fail as told: real processes without PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmfoundry.events import add_event, read_events
+from llmfoundry.operate.supervise.supervisor import earlier_attempts
+from tests.tiny import ENV, ROOT
+
+# A run of ten steps with a checkpoint after each third, that fails as its plan says for an attempt.
+RUN = """
+import json, os, signal, sys, time
+from pathlib import Path
+from llmfoundry.ends import record_end
+from llmfoundry.heartbeat import beat, begin_beats, end_beats
+
+run = Path("run")
+plan = json.loads(Path("plan.json").read_text())
+started = len(list(run.glob("started-*")))
+(run / f"started-{started}").touch()
+fault = plan[started] if started < len(plan) else ""
+beats = Path(os.environ["LLMFOUNDRY_BEATS"]) / "here"
+beats.mkdir()
+begin_beats(beats, 0)
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+done = max((int(p.parent.name[2:]) for p in run.glob("checkpoints/ba*/COMMIT")), default=0)
+
+def save(step):
+    folder = run / f"checkpoints/ba{step:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "COMMIT").touch()
+
+for step in range(done + 1, 11):
+    beat("data", step)
+    beat("step", step)
+    if step == 5 and fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == done + 1 and fault == "killed at once":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 2 and fault == "mistake":
+        record_end(2, "mistake", ["data.paths[0]: x is not there; write another"])
+        sys.exit(2)
+    if step == 5 and fault == "nan":
+        record_end(2, "mistake", ["optimizer.lr: the loss was not finite in step 5"])
+        sys.exit(2)
+    while step == 5 and fault == "waits":
+        time.sleep(0.02)
+        if asked:
+            save(4)
+            record_end(75, "stopped", ["stopped by SIGTERM, and saved"])
+            sys.exit(75)
+    beat("update", step)
+    time.sleep(0.3 if step == done + 1 else 0.01)
+    if step % 3 == 0 or step == 10:
+        beat("save", step)
+        save(step)
+end_beats()
+"""
+CHECK = """
+import json, sys
+from pathlib import Path
+output = Path(next(word for word in sys.argv if word.startswith("output="))[7:])
+output.mkdir(parents=True, exist_ok=True)
+(output / "check.json").write_text(json.dumps({"bad_nodes": json.loads(sys.argv[1])}))
+sys.exit(3)
+"""
+SUPERVISE = """
+import json, os, sys
+from pathlib import Path
+from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
+from llmfoundry.recipe.operate.supervise import SuperviseConfig
+config = SuperviseConfig(wait_seconds=0.1, **json.loads(sys.argv[1]))
+check = ["check.py", json.dumps([os.uname().nodename])]
+run = Path("run")
+attempts = earlier_attempts(run)
+supervisor = Supervisor(
+    config, run, ["run.py"], check, kernel_log="kernel.log", attempts=attempts
+)
+sys.exit(supervisor.run())
+"""
+
+
+class Place:
+    """A folder with a run, its plan, and a supervisor to start."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        self.run.mkdir()
+        (folder / "run.py").write_text(RUN)
+        (folder / "check.py").write_text(CHECK)
+        (folder / "kernel.log").touch()
+
+    def start(self, plan: list[str], **config: Any) -> subprocess.Popen[str]:
+        (self.folder / "plan.json").write_text(json.dumps(plan))
+        return subprocess.Popen(
+            [sys.executable, "-c", SUPERVISE, json.dumps(config)],
+            cwd=self.folder,
+            env=ENV | {"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def supervise(self, plan: list[str], **config: Any) -> int:
+        process = self.start(plan, **config)
+        self.said = process.communicate(timeout=100)[1]
+        return process.returncode
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.run) if event["kind"] == kind]
+
+    def decisions(self) -> list[tuple[str, str]]:
+        return [(event["cause"], event["action"]) for event in self.events("decision")]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    yield Place(tmp_path)
+
+
+def test_a_killed_run_goes_on_and_the_way_back_is_measured(place: Place) -> None:
+    assert place.supervise(["killed"]) == 0
+    assert place.decisions() == [("unknown", "restart"), ("done", "finish")]
+    (back,) = place.events("returned")
+    assert back["step"] == 4 and back["lost_steps"] == 1  # killed in step 5, saved after step 3
+    parts = back["seconds"]
+    assert list(parts) == ["detect", "restart", "start", "load", "first_step"]
+    assert all(seconds >= 0 for seconds in parts.values()) and parts["restart"] >= 0.1
+    assert [event["checkpoint"] for event in place.events("decision")] == [3, 10]
+    assert "back at step 4 after" in place.said
+
+
+def test_three_attempts_without_a_newer_checkpoint_are_enough(place: Place) -> None:
+    assert place.supervise(["killed at once"] * 9, max_restarts=9) == 93
+    assert place.decisions() == [("unknown", "restart")] * 2 + [("unknown", "stop")]
+    assert "3 attempts in a row left no newer checkpoint" in place.said
+
+
+def test_a_mistake_is_not_tried_again(place: Place) -> None:
+    assert place.supervise(["mistake"]) == 2
+    assert place.decisions() == [("user", "stop")]
+    assert "data.paths[0]: x is not there" in place.said
+
+
+def test_a_loss_that_is_not_finite_is_tried_once_more(place: Place) -> None:
+    assert place.supervise(["nan", "nan"]) == 93
+    assert place.decisions() == [("numerical", "restart"), ("numerical", "stop")]
+
+
+def test_a_loss_that_is_finite_the_second_time_was_a_machines_error(place: Place) -> None:
+    assert place.supervise(["nan"]) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_reaches_the_run_which_saves(
+    place: Place, number: signal.Signals
+) -> None:
+    process = place.start(["waits"])
+    wait_for_step(place, 5)
+    process.send_signal(number)
+    said = process.communicate(timeout=100)[1]
+    assert process.returncode == 75, said
+    assert place.decisions() == [("preemption", "stop")]
+    assert f"stopped by {number.name}, and saved" in said
+    assert (place.run / "checkpoints/ba0000004/COMMIT").exists()
+    assert place.supervise([]) == 0  # the same command goes on
+
+
+def test_who_asks_twice_does_not_wait(place: Place) -> None:
+    process = place.start(["waits"])
+    wait_for_step(place, 5)
+    (run,) = [child for child in children(process.pid) if "run.py" in child[1]]
+    os.kill(run[0], signal.SIGSTOP)  # so that it cannot save
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=100)[1]
+    assert process.returncode == 75, said
+    assert "before it could save" in said
+
+
+def test_a_machine_is_checked_and_told_of_but_not_touched(place: Place) -> None:
+    log = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
+    (place.folder / "kernel.log").write_text(log)
+    assert place.supervise(["killed"]) == 0
+    assert place.decisions() == [("machine", "restart"), ("done", "finish")]
+    first, _ = place.events("decision")
+    assert first["bad_nodes"] == [os.uname().nodename]
+    assert "take it out (supervise.act is false)" in first["what"]
+    assert [event["action"] for event in place.events("check")] == ["check"]
+
+
+def test_with_act_the_only_machine_is_left_to_the_scheduler(place: Place) -> None:
+    log = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
+    (place.folder / "kernel.log").write_text(log)
+    assert place.supervise(["killed"], act=True) == 75
+    assert place.decisions() == [("machine", "stop")]
+
+
+def test_with_act_and_a_launcher_the_next_start_does_without(place: Place) -> None:
+    log = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
+    (place.folder / "kernel.log").write_text(log)
+    launch = ["env", "LEFT_OUT={exclude}", sys.executable]
+    assert place.supervise(["killed"], act=True, launch=launch) == 0
+    commands = [event["command"] for event in place.events("start")]
+    assert commands == [
+        ["env", sys.executable, "run.py"],
+        ["env", f"LEFT_OUT={os.uname().nodename}", sys.executable, "run.py"],
+    ]
+
+
+def test_a_webhook_hears_of_every_decision_and_may_be_away(place: Place) -> None:
+    heard: list[str] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            heard.append(json.loads(body)["text"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Hook)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/secret"
+    assert place.supervise(["killed"], webhook=url) == 0
+    server.shutdown()
+    server.server_close()
+    assert len(heard) == 2
+    assert "attempt 1 ended: restart: unknown" in heard[0]
+    assert "attempt 2 ended: finish: the run is complete" in heard[1]
+    assert place.supervise([], webhook=url) == 0  # nobody listens any more
+    assert "supervise.webhook: nobody was told" in place.said
+
+
+def test_a_requeued_job_remembers_what_it_has_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"why": "x", "progressed": False, "nodes": []}
+    for attempt, cause in ((1, "network"), (2, "network"), (1, "hang"), (2, "machine")):
+        add_event(tmp_path, "decision", "x", cause=cause, attempt=attempt, **facts)
+    assert earlier_attempts(tmp_path) == []  # started by a person
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert [a.cause.kind for a in earlier_attempts(tmp_path)] == ["hang", "machine"]
+
+
+def children(pid: int) -> list[tuple[int, str]]:
+    """Processes below one, with their words."""
+    import psutil
+
+    return [(p.pid, " ".join(p.cmdline())) for p in psutil.Process(pid).children(recursive=True)]
+
+
+def wait_for_step(place: Place, step: int) -> None:
+    """Wait until the run has done all steps before one and waits there."""
+    deadline = time.monotonic() + 100
+    while not (place.run / f"checkpoints/ba{step // 3 * 3:07d}/COMMIT").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.5)
