@@ -12,18 +12,20 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
-from llmfoundry.errors import RunFailure, UserError
+from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.operate.check.findings import BAD, STATUS_BAD, Report
 from llmfoundry.operate.check.host import NamedPath
 from llmfoundry.operate.check.paths import recipe_paths
+from llmfoundry.operate.check.probes.machine import write_and_read
 from llmfoundry.operate.check.report import JSON, lines, write
 from llmfoundry.operate.check.sweep import sweep
-from llmfoundry.parallel.launch import World, join, slurm_environment, wanted_processes
+from llmfoundry.parallel.launch import World, join, on_rank0, slurm_environment, wanted_processes
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
@@ -40,20 +42,26 @@ def check(recipe: Checked) -> None:
         SystemExit: 3 where anything is bad.
         UserError: a file that the recipe names is not there.
     """
-    _check_files(recipe.health_check)
     is_started = "RANK" in os.environ or bool(slurm_environment())
     wanted = 1 if is_started else wanted_processes(recipe.parallel)
     folder = Path(recipe.output).expanduser()
+
+    def check_files() -> None:
+        _check_log(recipe.health_check)
+        _check_output(folder)
+
     if wanted > 1:
+        check_files()
         _leave(_start(folder, wanted))
     if isinstance(recipe, CheckRecipe):
         paths = [NamedPath("output", recipe.output, is_written=True)]
     else:
         paths = recipe_paths(recipe)
     with join(recipe.parallel) as world:
+        on_rank0(world, check_files)
         status = _check(recipe.health_check, paths, world, folder, is_full=recipe.level == "full")
-    if status and _OURS not in os.environ:  # who started this reads check.json
-        _leave(status)
+        if status and _OURS not in os.environ:  # who started this reads check.json
+            _leave(status)
 
 
 def before_run(recipe: TrainRecipe, world: World, folder: Path) -> None:
@@ -67,7 +75,7 @@ def before_run(recipe: TrainRecipe, world: World, folder: Path) -> None:
     settings = recipe.health_check
     if settings.before_run == "none":
         return
-    _check_files(settings)
+    on_rank0(world, partial(_check_log, settings))
     is_full = settings.before_run == "full"
     status = _check(settings, recipe_paths(recipe), world, folder, is_full=is_full)
     if status:
@@ -92,16 +100,25 @@ def _check(
     return STATUS_BAD if level == BAD else 0
 
 
-def _check_files(settings: HealthCheckConfig) -> None:
+def _check_log(settings: HealthCheckConfig) -> None:
     """Refuse a kernel log that is nowhere; of a machine that lacks it the check says so itself."""
     path = settings.kernel_log
-    if path is not None and int(os.environ.get("RANK", 0)) == 0:
-        found = Path(path).expanduser()
-        if not found.is_file():
-            raise UserError(
-                f"health_check.kernel_log: no file at {path}; write a file with the kernel's"
-                " messages, or remove it: /dev/kmsg and dmesg are read then"
-            )
+    if path is not None and not Path(path).expanduser().is_file():
+        raise UserError(
+            f"health_check.kernel_log: no file at {path}; write a file with the kernel's"
+            " messages, or remove it: /dev/kmsg and dmesg are read then"
+        )
+
+
+def _check_output(folder: Path) -> None:
+    """Refuse a folder that cannot take the report, before minutes are spent on it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_and_read(folder)
+    except OSError as error:
+        raise UserError(
+            f"output: {folder} cannot be written: {one_line(error)}; write another folder"
+        ) from error
 
 
 def _start(folder: Path, processes: int) -> int:
@@ -128,8 +145,6 @@ def _start(folder: Path, processes: int) -> int:
         _kill(started)
     if _written(report) == before:
         status = started.returncode
-        if status == 2:
-            return 2
         raise RunFailure(f"the check itself ended with status {status} and without a report")
     return STATUS_BAD if json.loads(report.read_text(encoding="utf-8"))["level"] == BAD else 0
 
@@ -156,9 +171,7 @@ def _kill(started: subprocess.Popen[bytes]) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process; one of several without waiting for the others."""
+    """End this process at once: other processes, and threads of its own, may hang for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        os._exit(status)
-    sys.exit(status)
+    os._exit(status)

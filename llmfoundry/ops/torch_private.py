@@ -71,7 +71,7 @@ def default_store() -> dist.Store:
 
 
 def small_group(
-    store: dist.Store, rank: int, size: int, *, device: torch.device, timeout: timedelta
+    store: dist.Store, rank: int, size: int, *, device: torch.device, limit: timedelta
 ) -> Any:
     """A few processes that reduce together, known to no other and to no registry of PyTorch's.
 
@@ -84,12 +84,14 @@ def small_group(
         rank: among them.
         size: how many they are.
         device: of what is reduced.
-        timeout: of each collective.
+        limit: how long gloo's collectives wait; NCCL's wait ten times longer, as its watchdog
+            then ends the whole process: `leave_group` is to come before.
     """
     if device.type != "cuda":
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    torch.cuda.set_device(device)  # of this thread
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = 10 * limit
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

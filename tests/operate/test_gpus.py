@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from llmfoundry.operate.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
-from llmfoundry.operate.check.gpus import Reading, judge, judge_counts
+from llmfoundry.operate.check.gpus import SLOWED, WARM, Reading, judge, judge_counts
+from llmfoundry.operate.check.probes import nvml
 from tests.operate.fake_nvml import environment
 
 READ = """
@@ -81,6 +82,23 @@ def test_a_state_of_the_driver_is_named_with_what_to_do(
     assert (BAD in {f.level for f in own}) == (level == BAD)
     assert all(f.level == SOUND for f in found if f not in own), "the healthy ones"
     assert all(tuple(f.nodes) == (("n1",) if f.level == BAD else ()) for f in found)
+
+
+def test_numbers_are_those_of_nvidia() -> None:
+    library = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    ours = {
+        nvml.DBE_VOLATILE: "NVML_FI_DEV_ECC_DBE_VOL_TOTAL",
+        nvml.PAGES_PENDING: "NVML_FI_DEV_RETIRED_PENDING",
+        nvml.RECOVERY_ACTION: "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION",
+        nvml.NVLINK_REPLAYS: "NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL",
+        nvml.NVLINK_RECOVERIES: "NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
+        nvml.LOST: "NVML_ERROR_GPU_IS_LOST",
+    }
+    assert {number: getattr(library, name) for number, name in ours.items()} == {n: n for n in ours}
+    reasons = ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwThermalSlowdown")
+    bits = [*SLOWED, *WARM]
+    assert bits == [getattr(library, f"nvmlClocksEventReason{r}", None) or
+                    getattr(library, f"nvmlClocksThrottleReason{r}") for r in reasons]  # fmt: skip
 
 
 def test_a_gpu_is_called_as_the_kernel_log_calls_it(answers: dict[str, dict[str, Any]]) -> None:

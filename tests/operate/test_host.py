@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from llmfoundry.operate.check.host import (
 )
 from llmfoundry.operate.check.paths import recipe_paths
 from llmfoundry.operate.check.probes import machine
+from llmfoundry.operate.check.probes.time_limit import Late, within
 from llmfoundry.recipe.front.load import checked, load
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
@@ -79,10 +81,20 @@ def test_a_disk_that_gives_back_something_else_is_bad(
 def test_a_file_system_that_hangs_is_given_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "write_and_read", lambda folder: time.sleep(3))
-    began = time.monotonic()
+    monkeypatch.setattr(machine, "write_and_read", lambda folder: threading.Event().wait())
     level, why = level_of(answer(tmp_path, patience=0.2))
-    assert level == BAD and "no answer within" in why and time.monotonic() - began < 2
+    assert level == BAD and "no answer within 0.2 s" in why
+
+
+def test_a_call_that_hangs_is_given_up_on_and_one_that_fails_is_not() -> None:
+    never, began = threading.Event(), time.monotonic()
+    with pytest.raises(Late, match=r"no answer within 0\.1 s"):
+        within(0.1, never.wait)
+    assert time.monotonic() - began < 20
+    never.set()
+    assert within(60, lambda: "made") == "made"
+    with pytest.raises(ZeroDivisionError):
+        within(60, lambda: 1 / 0)
 
 
 def test_what_is_read_may_be_a_file_a_folder_or_a_pipe(tmp_path: Path) -> None:

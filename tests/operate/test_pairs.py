@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry.models.counts import PEAK_FLOPS
 from llmfoundry.operate.check.findings import BAD, NOTICE, SOUND
-from llmfoundry.operate.check.hardware import LIMITS
+from llmfoundry.operate.check.hardware import COPY_GB_S, LIMITS, NVLINK_GB_S
 from llmfoundry.operate.check.measured import Device, PairRates, Speed, judge_pairs, judge_speeds
 from llmfoundry.operate.check.outliers import too_small, usual_limit
 from llmfoundry.operate.check.pairs import Blame, blame, bus_bandwidth, slow_pairs, tournament
@@ -114,6 +115,13 @@ def test_a_floor_finds_what_is_slow_everywhere() -> None:
     gpus = [Device(n, f"n{n}", "GPU 0", "cuda", "NVIDIA H100 80GB HBM3") for n in range(4)]
     rates = network(4, lambda a, b: 1.0, sigma=0.02, seed=1)  # 40 GB/s
     two = [[gpu, gpu] for gpu in gpus]
+    everywhere = PairRates(two, {1 << 30: rates}, least=60.0)
+    (one,) = judge_pairs(everywhere, everywhere.slow())
+    assert one.level == BAD and one.nodes == () and "all 6 pairs are slow (1.07 GB: 4" in one.why
+    for rate, why in ((0.0, "1.07 GB: no answer"), (40.0, "40 GB/s, less than 60 GB/s")):
+        alone = PairRates(two[:2], {1 << 30: {(0, 1): rate}}, least=60.0)
+        (one,) = judge_pairs(alone, alone.slow())
+        assert one.level == BAD and one.where == "n0 - n1" and why in one.why
     assert PairRates(two, {1 << 30: rates}).slow() == {}
     assert len(PairRates(two, {1 << 30: rates}, least=60.0).slow()) == 6
     small = {1 << 10: network(4, lambda a, b: 0.01, sigma=0.02, seed=2), 1 << 30: rates}
@@ -130,7 +138,10 @@ def test_many_slow_pairs_without_a_pattern_blame_nobody() -> None:
     gpus = [Device(n, f"n{n}", "GPU 0", "cuda", "X") for n in range(12)]
     pairs = PairRates([[gpu] for gpu in gpus], {1 << 30: rates})
     levels = {finding.level for finding in judge_pairs(pairs, pairs.slow())}
-    assert levels == {NOTICE}
+    assert levels == {NOTICE, SOUND}
+    rates[(0, 1)] = 0.0
+    (one,) = [f for f in judge_pairs(pairs, pairs.slow()) if f.level == BAD]
+    assert one.where == "n0, GPU 0 - n1, GPU 0" and "no answer" in one.why
 
 
 def test_known_switches_are_tried_first_where_numbers_do_not_show_them() -> None:
@@ -193,6 +204,10 @@ def test_a_single_gpu_is_held_to_its_data_sheet() -> None:
     unknown = {0: Device(0, "n", "GPU 0", "cuda", "NVIDIA RTX 9999")}
     found = judge_speeds(unknown, {0: Speed(1, 1, digest="a")})
     assert {f.level for f in found} == {SOUND} and "nothing to compare with" in found[0].why
+
+
+def test_every_gpu_with_a_peak_has_a_memory_bandwidth() -> None:
+    assert COPY_GB_S.keys() == PEAK_FLOPS.keys() >= NVLINK_GB_S.keys()
 
 
 def alarms(pairs: dict[int, dict[tuple[int, int], list[float]]], kind: str) -> bool:

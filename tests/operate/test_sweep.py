@@ -27,13 +27,14 @@ from llmfoundry.operate.check.findings import BAD, Finding, Report
 from llmfoundry.operate.check.host import NamedPath
 from llmfoundry.operate.check.pairs import Pair
 from llmfoundry.operate.check.probes import links
+from llmfoundry.operate.check.probes.time_limit import Late
 from llmfoundry.operate.check.sweep import Tools, sweep
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from tests.tiny import ENV, command
 from tests.warm_scripts import on_ranks
 
-SIZE, DELAY = 8, 0.1
+SIZE, DELAY = 8, 0.06
 CPU = torch.device("cpu")
 
 
@@ -70,30 +71,37 @@ def failing() -> Tools:
 
 def slow_products() -> Tools:
     def multiply(a: Tensor, b: Tensor) -> Tensor:
-        time.sleep(1.5)
+        time.sleep(0.5)
         return a @ b
 
     return Tools(multiply=multiply)
 
 
-def silent_in(part: str) -> Tools:
-    """A process that hangs in its products, or in its all-reduces, for longer than is waited."""
-
-    def hang() -> None:
-        time.sleep(15)
-        os._exit(0)
+def ends_in(part: str) -> Tools:
+    """A process that is gone in its products, or in its all-reduces."""
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         if part == "products":
-            hang()
+            os._exit(0)
         return a @ b
 
     def reduce(group: Any, tensor: Tensor, pair: Pair) -> None:
         if part == "all-reduces":
-            hang()
+            os._exit(0)
         links.all_reduce(group, tensor, pair)
 
     return Tools(multiply=multiply, all_reduce=reduce)
+
+
+def hangs_in(part: str) -> Tools:
+    """A device, a driver or a link that does not answer in time, as `within` says of it."""
+
+    def hang(*_: Any) -> Any:
+        raise Late("no answer within 60 s")
+
+    if part == "NVML":
+        return Tools(read_gpus=hang)
+    return Tools(multiply=hang) if part == "a device" else Tools(all_reduce=hang)
 
 
 CASES: dict[str, Callable[[int], Tools | None]] = {  # what each rank has in its hands
@@ -107,7 +115,8 @@ CASES: dict[str, Callable[[int], Tools | None]] = {  # what each rank has in its
     "clock": lambda rank: Tools(now=lambda: time.time() + 30) if rank in (2, 3) else None,
 }
 LONGER = ["one pair", "slow", "nodes"]
-SILENT = {"products": 5, "all-reduces": 2}  # each the last of its processes
+GONE = {"products": 5, "all-reduces": 3}  # each the last of its processes
+HANGING = {"a device": 0, "NVML": 2, "a link": 1}  # rank 0 is the one that judges
 
 
 def work(rank: int, folder: Path, size: int, cases: list[str]) -> None:
@@ -132,12 +141,14 @@ def work(rank: int, folder: Path, size: int, cases: list[str]) -> None:
         )
         if case == "quiet":
             settings.payloads.append("16kb")
-        if case in ("wrong", "failing", "slow", "clock"):
+        if case in ("wrong", "failing", "slow", "clock", "a link"):
             settings.pair_rounds = 1
         tools = CASES[case](rank) if case in CASES else None
-        if case in SILENT:
-            settings.timeout = 3
-            tools = silent_in(case) if rank == SILENT[case] else None
+        if case in GONE:
+            settings.timeout = 8
+            tools = ends_in(case) if rank == GONE[case] else None
+        if case in HANGING:
+            tools = hangs_in(case) if rank == HANGING[case] else None
         if case == "nodes":
             settings.pairs_of = "auto"
             tools = delayed(lambda pair: 1 in pair)
@@ -151,12 +162,9 @@ def work(rank: int, folder: Path, size: int, cases: list[str]) -> None:
             }
             (folder / f"{case}.json").write_text(json.dumps(found))
 
-        try:
-            level = sweep(settings, paths, world, is_full=True, publish=publish, tools=tools)
-            (folder / f"{case}.{rank}").write_text(level)
-        except RuntimeError:  # a silent one: the others have left it
-            assert case in SILENT
-    os._exit(0)  # gloo waits for those that are silent
+        level = sweep(settings, paths, world, is_full=True, publish=publish, tools=tools)
+        (folder / f"{case}.{rank}").write_text(level)
+    os._exit(0)  # gloo waits for those that are gone
 
 
 @pytest.fixture(scope="module")
@@ -240,14 +248,28 @@ def test_a_clock_that_is_ahead_names_its_node(found: Path) -> None:
     assert one.where == "n1" and "30.0 s ahead" in one.why and one.nodes == ("n1",)
 
 
-@pytest.mark.parametrize("case", SILENT)
-def test_a_process_that_goes_silent_is_named_with_its_part(case: str, tmp_path: Path) -> None:
-    on_ranks(work, (tmp_path, 4 if case == "all-reduces" else 6, [case]),
-             4 if case == "all-reduces" else 6)  # fmt: skip
-    rank = SILENT[case]
+@pytest.mark.parametrize("case", ["products", pytest.param("all-reduces", marks=pytest.mark.slow)])
+def test_a_process_that_is_gone_is_named_with_its_part(case: str, tmp_path: Path) -> None:
+    rank = GONE[case]
+    on_ranks(work, (tmp_path, rank + 1, [case]), rank + 1)
     (one,) = bad(tmp_path, case)
     assert one.where == f"n{rank // 2}, rank {rank}" and one.nodes == (f"n{rank // 2}",)
-    assert one.why == f"no answer for 3 s in {case}"
+    assert one.why == f"no answer in {case}" and one.check == "processes"
+
+
+def test_what_hangs_below_a_process_is_named_by_that_process(tmp_path: Path) -> None:
+    """Rank 0 too, which is the one that judges; it takes no part in pairs then."""
+    on_ranks(work, (tmp_path, 4, [*HANGING]), 4)
+    (device,) = bad(tmp_path, "a device")
+    assert (device.where, device.nodes) == ("n0, rank 0", ("n0",))
+    assert device.why == "failed: no answer within 60 s"
+    assert len(json.loads((tmp_path / "a device.json").read_text())["units"]) == 3
+    (driver,) = bad(tmp_path, "NVML")
+    assert (driver.where, driver.nodes) == ("n1", ("n1",)) and "NVML hangs" in driver.why
+    (link,) = bad(tmp_path, "a link")
+    assert link.where == "n0, rank 1 - n1, rank 2" and "no answer" in link.why
+    for case in HANGING:
+        assert {(tmp_path / f"{case}.{rank}").read_text() for rank in range(4)} == {BAD}
 
 
 @pytest.mark.slow
@@ -262,8 +284,8 @@ def test_a_process_that_is_stopped_is_named_and_does_not_outlive_the_check(tmp_p
     os.kill(stopped.pid, signal.SIGSTOP)
     out, _ = running.communicate(timeout=240)
     assert running.returncode == 3, out
-    assert "rank 2" in out and "no answer for 8 s in products" in out
-    assert not stopped.is_running()
+    assert "rank 2" in out and "no answer in products" in out
+    assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
 
 
 def _worker(pid: int, rank: int) -> psutil.Process:

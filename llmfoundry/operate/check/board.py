@@ -50,7 +50,7 @@ class Board:
         if self._store is None:
             return {0: value}
         if self.rank:
-            self.lost |= {*self._wait_for(f"{topic}/lost", seconds + 2 * self.patience)}
+            self.lost |= {*self._wait_for(f"{topic}/lost", 2 * (seconds + self.patience))}
             return {}
         expected = [rank for rank in range(self.size) if rank not in self.lost]
         missing = self._missing(topic, expected, seconds + self.patience)
@@ -71,6 +71,15 @@ class Board:
             self._store.set(f"{topic}/told", json.dumps(value))
             return value
         return self._wait_for(f"{topic}/told", 2 * self.patience)
+
+    def tell_last(self, topic: str, value: Any) -> Any:
+        """The same; rank 0, which may hold the store, waits until the others have heard it."""
+        said = self.tell(topic, value)
+        self.post(f"{topic}/heard", True)
+        if self._store is not None and self.rank == 0:
+            others = [rank for rank in range(self.size) if rank not in self.lost]
+            self._missing(f"{topic}/heard", others, self.patience)
+        return said
 
     def _wait_for(self, key: str, seconds: float) -> Any:
         assert self._store is not None

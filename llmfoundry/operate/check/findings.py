@@ -91,3 +91,8 @@ class Report:
     def bad_nodes(self) -> list[str]:
         """The machines to take out of service."""
         return bad_nodes(self.findings)
+
+    @property
+    def size(self) -> str:
+        """`1 node`, `16 nodes`."""
+        return f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''}"

@@ -30,6 +30,7 @@ from llmfoundry.operate.check.pairs import (
 )
 from llmfoundry.operate.check.xids import REPLACE
 
+BETWEEN_NODES = "between nodes"  # a kind of link
 AGREE = 3  # devices whose results are the same make another's wrong
 
 
@@ -169,7 +170,7 @@ def _range(values: Sequence[float]) -> str:
 def link_kind(a: Device, b: Device) -> str:
     """What lies between two processes' devices."""
     if a.node != b.node:
-        return "between nodes"
+        return BETWEEN_NODES
     if a.has_nvlink and b.has_nvlink:
         return NVLINK_KIND
     return "in a node" if a.numa == b.numa else "in a node, across sockets"
@@ -212,22 +213,33 @@ class PairRates:
         rows = {n: [(*pair, rate) for pair, rate in own.items()] for n, own in self.rates.items()}
         return {"pairs": rows, "units": [self.label(unit) for unit in range(len(self.units))]}
 
+    def floors(self, n_bytes: int) -> dict[str, float]:
+        """GB/s by kind of link, of the largest payload; small ones are a matter of latency."""
+        if n_bytes < max(self.rates):
+            return {}
+        nodes = {} if self.least is None else {BETWEEN_NODES: self.least}
+        return {NVLINK_KIND: pair_floor(self.units[0][0].name) or 0.0} | nodes
+
     def slow(self) -> dict[Pair, str]:
         """Pairs that are slow at any payload, with the first reason."""
         kinds, found = self.kinds(), dict[Pair, str]()
-        first = self.units[0][0]
-        limits = LIMITS[first.kind]
+        limits = LIMITS[self.units[0][0].kind]
         for n_bytes, rates in sorted(self.rates.items(), reverse=True):
-            floors: dict[str, float] = {}
-            if n_bytes == max(self.rates):  # small ones are a matter of latency
-                floors = {NVLINK_KIND: pair_floor(first.name) or 0.0}
-                floors |= {"between nodes": self.least} if self.least is not None else {}
-            slow = slow_pairs(
-                rates, kinds, effect=limits.pairs, spread=limits.pair_spread, floors=floors
-            )
+            slow = slow_pairs(rates, kinds, effect=limits.pairs, spread=limits.pair_spread,
+                              floors=self.floors(n_bytes))  # fmt: skip
             for pair, why in slow.items():
                 found.setdefault(pair, f"{in_units(n_bytes)}: {why}")
         return found
+
+    def broken(self) -> set[Pair]:
+        """Pairs that are slow whatever the others are: without an answer, or below a floor."""
+        kinds = self.kinds()
+        return {
+            pair
+            for n_bytes, rates in self.rates.items()
+            for pair, rate in rates.items()
+            if rate <= 0 or rate < self.floors(n_bytes).get(kinds[pair], 0.0)
+        }
 
 
 def judge_pairs(pairs: PairRates, confirmed: Mapping[Pair, str]) -> list[Finding]:
@@ -235,11 +247,14 @@ def judge_pairs(pairs: PairRates, confirmed: Mapping[Pair, str]) -> list[Finding
     measured = {pair for own in pairs.rates.values() for pair in own}
     compared = pairs.compared() | {*confirmed}
     blamed = blame(confirmed, compared, groups=pairs.groups)
-    if not is_explained(confirmed, compared, blamed):
-        count = f"{len(confirmed)} of {len(measured)} pairs are slower than the others"
+    found: list[Finding] = []
+    slower = {*confirmed} - pairs.broken()
+    if slower and not is_explained(confirmed, compared, blamed):
+        count = f"{len(slower)} of {len(measured)} pairs are slower than the others"
         why = f"{count}, in no pattern: two kinds of links, or other work on them"
-        return [Finding("pairs", NOTICE, "the network", why, "check again while it is quiet")]
-    found = [_blamed(pairs, each, confirmed) for each in blamed]
+        found.append(Finding("pairs", NOTICE, "the network", why, "check again while it is quiet"))
+        blamed = blame({*confirmed} - slower, compared, groups=pairs.groups)
+    found += [_blamed(pairs, each, confirmed) for each in blamed]
     sound = len(measured) - len(confirmed)
     if measured and sound:
         most = max(pairs.rates)
@@ -259,6 +274,10 @@ def _blamed(pairs: PairRates, each: Blame, reasons: Mapping[Pair, str]) -> Findi
     if each.kind == "unit":
         said = f"all {count} pairs of it are slow ({why})"
         return Finding("pairs", BAD, listed, said, "look at its ports, cards and cables", nodes)
+    if each.kind == "all":
+        said = f"all {count} pairs are slow ({why})"
+        action = "look at NCCL's settings, the network's driver and cards, and the switches"
+        return Finding("pairs", BAD, "the network", said, action)
     if each.kind == "units":
         said = f"all {count} pairs of these are slow ({why})"
         action = "look at the switch that they share, else at each of them"

@@ -39,7 +39,7 @@ def page_of(report: Report) -> str:
     return page(
         title="Health check",
         status=f"{_STATUS[report.level]}: {words}",
-        reached=f"{len(report.nodes)} nodes, {duration(report.seconds)}",
+        reached=f"{report.size}, {duration(report.seconds)}",
         tiles=list(_tiles(report)),
         sections=sections,
     )

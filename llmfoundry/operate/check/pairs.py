@@ -40,6 +40,19 @@ def tournament(n: int, *, rounds: int | None = None) -> list[list[Pair]]:
     return found[:rounds]
 
 
+def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Rounds in which nobody has two of the pairs."""
+    rounds: list[list[Pair]] = []
+    for pair in sorted(pairs):
+        free = (r for r in rounds if not any({*pair} & {*other} for other in r))
+        own = next(free, None)
+        if own is None:
+            rounds.append([pair])
+        else:
+            own.append(pair)
+    return rounds
+
+
 def bus_bandwidth(n_bytes: int, seconds: float, ranks: int) -> float:
     """GB/s of an all-reduce, as nccl-tests counts it: S/t 2(n-1)/n, whatever n."""
     return n_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9
@@ -126,8 +139,8 @@ class Blame:
     """What some slow pairs have in common.
 
     Attributes:
-        kind: `unit` (all pairs of one), `units` (all pairs of several), `between` (all pairs from
-            one group to the other) or `pair`.
+        kind: `all` (every pair), `unit` (all pairs of one), `units` (all pairs of several),
+            `between` (all pairs from one group to the other) or `pair`.
         units: the one, the several, the smaller group, or the two.
         others: the other group, of `between`.
         pairs: the slow pairs that it explains.
@@ -151,6 +164,9 @@ def blame(
     """
     bad, seen = set(slow), set(measured)
     found: list[Blame] = []
+    if len(bad) > 1 and bad == seen:
+        everyone = sorted({unit for pair in bad for unit in pair})
+        return [Blame("all", tuple(everyone), pairs=tuple(sorted(bad)))]
     units = _whole_units(bad, seen)
     if units:
         found += units

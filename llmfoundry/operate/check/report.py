@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.errors import UserError, one_line
+from llmfoundry.errors import RunFailure, one_line
 from llmfoundry.files import write_json, write_whole
 from llmfoundry.operate.check.findings import BAD, LEVELS, NOTICE, SOUND, UNCHECKED, Finding, Report
 from llmfoundry.operate.check.page import page_of
@@ -27,16 +27,14 @@ def write(report: Report, folder: Path) -> Path:
     """Write check.json and check.html to a folder; the page's path.
 
     Raises:
-        UserError: it cannot be written.
+        RunFailure: it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / JSON, as_json(report))
         write_whole(folder / PAGE, page_of(report))
     except OSError as error:
-        raise UserError(
-            f"output: {folder} cannot be written: {one_line(error)}; write another folder"
-        ) from error
+        raise RunFailure(f"{folder}: the report cannot be written: {one_line(error)}") from error
     return folder / PAGE
 
 
@@ -78,9 +76,9 @@ def lines(report: Report, page: Path | None) -> Iterator[str]:
 def summary(report: Report) -> str:
     """One line: the verdict, and which machines it names."""
     count = Counter(finding.level for finding in report.findings)
-    nodes = f"{len(report.nodes)} node{'s' if len(report.nodes) > 1 else ''}"
+    nodes = report.size
     if report.level == BAD:
-        named = ", ".join(report.bad_nodes) or "no node alone is to blame"
+        named = ", ".join(report.bad_nodes) or "none, as no node alone is to blame"
         return f"bad: {count[BAD]} of what was looked at on {nodes}; to take out: {named}"
     rest = [f"{count[level]} {word}" for level, word in _WORDS.items() if count[level]]
     return f"nothing is bad on {nodes}" + (f" ({', '.join(rest)})" if rest else "")

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,9 +31,10 @@ from llmfoundry.operate.check.measured import (
     judge_speeds,
     slow_devices,
 )
-from llmfoundry.operate.check.pairs import Pair, tournament
+from llmfoundry.operate.check.pairs import Pair, disjoint, tournament
 from llmfoundry.operate.check.probes import kernel_log, links, machine, nvml
 from llmfoundry.operate.check.probes.burn import Multiply, burn
+from llmfoundry.operate.check.probes.time_limit import Late, within
 from llmfoundry.ops.torch_private import default_store
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import n_bytes
@@ -52,6 +54,7 @@ class Tools:
 
     multiply: Multiply = torch.matmul
     all_reduce: links.AllReduce = links.all_reduce
+    read_gpus: Callable[[], tuple[list[gpus.Reading], str]] = nvml.read
     now: Callable[[], float] = time.time
 
 
@@ -81,7 +84,7 @@ def sweep(
     report = once.run(is_full=is_full)
     if world.rank == 0:
         publish(report)
-    return once.board.tell("level", report.level)
+    return once.board.tell_last("level", report.level)
 
 
 class _Sweep:
@@ -103,6 +106,7 @@ class _Sweep:
         self.findings: list[Finding] = []
         self.nodes: dict[int, str] = {}
         self.devices: dict[int, Device] = {}
+        self.failed: set[int] = set()  # ranks whose devices did not compute
 
     def run(self, *, is_full: bool) -> Report:
         """Every part in order; on other ranks than 0 the report is empty."""
@@ -130,13 +134,12 @@ class _Sweep:
         before = {*self.board.lost}
         came = self.board.gather(topic, value, seconds=seconds)
         for rank in sorted(self.board.lost - before) if self.world.rank == 0 else ():
-            self._lose(rank, topic)
+            self._lose(rank, _CALLED.get(topic.partition("/")[0], topic))
         return came
 
-    def _lose(self, rank: int, topic: str) -> None:
+    def _lose(self, rank: int, part: str) -> None:
         node = self.nodes.get(rank, "")
-        part = topic.partition("/")[0]
-        why = f"no answer for {self.settings.timeout:g} s in {_CALLED.get(part, part)}"
+        why = f"no answer in {part}"
         action = "look at that process and its GPU: it hangs, was stopped or has ended"
         where = f"{node}, rank {rank}".lstrip(", ")
         self.findings.append(Finding("processes", BAD, where, why, action, (node,) if node else ()))
@@ -147,7 +150,7 @@ class _Sweep:
         host_name = env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname()
         group = env.get("GROUP_RANK") or env.get("SLURM_NODEID") or "0"
         who = {"host": host_name, "group": group, "switch": env.get("SLURM_TOPOLOGY_ADDR", "")}
-        came = self._gather("who", {**who, **self._device()})
+        came = self._gather("who", who | self._device(), seconds=self.settings.timeout)
         groups: dict[str, dict[str, None]] = {}
         for said in came.values():
             groups.setdefault(said["host"], {})[said["group"]] = None
@@ -171,18 +174,25 @@ class _Sweep:
             return facts
         found = torch.cuda.get_device_properties(self.world.device)
         facts |= {"kind": "cuda", "name": found.name}
-        readings, _ = nvml.read()
-        for reading in readings:
+        for reading in self._gpus()[0]:
             if reading.uuid.removeprefix("GPU-") == str(found.uuid):
                 linked = bool(reading.links_up)
                 facts |= {"index": reading.index, "has_nvlink": linked, "numa": _numa(reading.pci)}
         return facts
 
+    def _gpus(self) -> tuple[list[gpus.Reading], str, bool]:
+        """Of this machine, else why there are none, and whether that is because NVML hangs."""
+        try:
+            return *within(self.settings.timeout, self.tools.read_gpus), False
+        except Late as error:
+            return [], f"NVML hangs: {error}", True
+
     def _look_at_machines(self) -> None:
         """GPU counters, kernel log, paths, limits, versions, clocks: once a node."""
         is_leader = self.world.rank in self.leaders
         said = self._read_machine() if is_leader else None
-        came = self._gather("machine", said, seconds=self.settings.timeout)
+        limit = 2 * (self.settings.timeout + kernel_log.PATIENCE)  # GPUs, paths; log
+        came = self._gather("machine", said, seconds=limit)
         ahead = self._ticks()
         skews = self._gather("clock", ahead)
         if self.world.rank:
@@ -190,14 +200,17 @@ class _Sweep:
         by_node = {self.nodes[rank]: value for rank, value in came.items() if value}
         for node, value in by_node.items():
             readings = [_reading(raw) for raw in value["gpus"]]
-            if value["no_gpus"]:
+            if value["nvml_hangs"]:
+                why = value["no_gpus"]
+                self.findings.append(Finding("gpus", BAD, node, why, xids.REBOOT, (node,)))
+            elif value["no_gpus"]:
                 self._unchecked("gpus", node, value["no_gpus"])
             if value["no_log"]:
                 self._unchecked("kernel log", node, value["no_log"])
             else:
                 self.findings += xids.judge(value["log"], node)
             self.findings += gpus.judge(readings, node)
-        counts = {node: len(value["gpus"]) for node, value in by_node.items()}
+        counts = {n: len(v["gpus"]) for n, v in by_node.items() if not v["nvml_hangs"]}
         self.findings += gpus.judge_counts(counts)
         answers = {n: [host.PathReading(**p) for p in v["paths"]] for n, v in by_node.items()}
         least = n_bytes(self.settings.min_free_disk)
@@ -209,7 +222,7 @@ class _Sweep:
 
     def _read_machine(self) -> dict[str, Any]:
         """What this node's leader finds, as JSON knows it."""
-        readings, no_gpus = nvml.read()
+        readings, no_gpus, nvml_hangs = self._gpus()
         lines, no_log = kernel_log.read(
             self.settings.kernel_log, hours=self.settings.kernel_log_hours
         )
@@ -219,6 +232,7 @@ class _Sweep:
         return {
             "gpus": [asdict(reading) for reading in readings],
             "no_gpus": no_gpus,
+            "nvml_hangs": nvml_hangs,
             "log": known,
             "no_log": no_log,
             "paths": answers,
@@ -247,6 +261,7 @@ class _Sweep:
             second = self._speeds("burn/2", seconds, only=again)
             first |= {rank: first[rank].better(speed) for rank, speed in second.items()}
         if self.world.rank == 0:
+            self.failed = {rank for rank, speed in first.items() if speed.error}
             self.findings += judge_speeds(self.devices, first)
         return first
 
@@ -254,14 +269,16 @@ class _Sweep:
         self, topic: str, seconds: float, *, only: Iterable[int] | None = None
     ) -> dict[int, Speed]:
         said: dict[str, Any] = {}
+        limit = 2 * seconds + self.settings.timeout
         if only is None or self.world.rank in only:
+            own = partial(burn, self.world.device, seconds, multiply=self.tools.multiply)
             try:
-                found = burn(self.world.device, seconds, multiply=self.tools.multiply)
+                found = within(limit, own)
                 said = {"tflops": found.tflops, "copy_gb_s": found.copy_gb_s}
                 said |= {"mismatches": found.mismatches, "digest": found.digest}
             except RuntimeError as error:
                 said = {"error": str(error).splitlines()[0][:200]}
-        came = self._gather(topic, said, seconds=4 * seconds)
+        came = self._gather(topic, said, seconds=limit)
         return {rank: Speed(**value) for rank, value in came.items() if value}
 
     def _pair(self) -> PairRates | None:
@@ -285,7 +302,7 @@ class _Sweep:
         )
         slow = found.slow() if self.world.rank == 0 else {}
         for attempt in range(CONFIRMED):
-            again = self.board.tell(f"pairs/{attempt}/again", _disjoint(slow))
+            again = self.board.tell(f"pairs/{attempt}/again", disjoint(slow))
             if not again:
                 break
             rounds = [[(a, b) for a, b in pairs] for pairs in again]
@@ -311,7 +328,7 @@ class _Sweep:
 
     def _units(self) -> list[list[int]]:
         """Ranks of each unit that is paired."""
-        alive = [rank for rank in self.nodes if rank not in self.board.lost]
+        alive = [rank for rank in self.nodes if rank not in self.board.lost | self.failed]
         by_node: dict[str, list[int]] = {}
         for rank in alive:
             by_node.setdefault(self.nodes[rank], []).append(rank)
@@ -349,19 +366,6 @@ class _Sweep:
 
 def _pairs(rates: Mapping[int, Mapping[Pair, float]]) -> set[Pair]:
     return {pair for own in rates.values() for pair in own}
-
-
-def _disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Rounds in which nobody has two of the pairs."""
-    rounds: list[list[Pair]] = []
-    for pair in sorted(pairs):
-        free = (r for r in rounds if not any({*pair} & {*other} for other in r))
-        own = next(free, None)
-        if own is None:
-            rounds.append([pair])
-        else:
-            own.append(pair)
-    return rounds
 
 
 def _reading(raw: Mapping[str, Any]) -> gpus.Reading:

@@ -21,7 +21,7 @@ _COMMANDS = (
     ["journalctl", "--dmesg", "--output", "short-iso", "--no-pager", "--quiet"],
 )
 _ISO = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*([+-]\d\d:?\d\d|Z)?")
-_PATIENCE = 20  # seconds, of a command
+PATIENCE = 20  # seconds, of each of these commands
 
 
 def read(path: str | None, *, hours: float) -> tuple[list[str], str]:
@@ -38,7 +38,7 @@ def read(path: str | None, *, hours: float) -> tuple[list[str], str]:
         reason = f"{_KMSG}: {error.strerror}"
     for command in _COMMANDS:
         try:
-            done = subprocess.run(command, capture_output=True, timeout=_PATIENCE, check=True)
+            done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
         except (OSError, subprocess.SubprocessError):
             continue
         lines = done.stdout.decode(errors="replace").splitlines()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from llmfoundry.operate.check.board import Board
 from llmfoundry.operate.check.pairs import Pair, bus_bandwidth
+from llmfoundry.operate.check.probes.time_limit import within
 from llmfoundry.ops.torch_private import leave_group, small_group
 
 WARM_UPS, LEAST, MOST = 2, 5, 100  # repeats
@@ -90,24 +92,26 @@ def _one(
     links: Links, pair: Pair, rank: int, device: torch.device, store: dist.Store
 ) -> list[float]:
     """GB/s of each payload for this pair, as this process sees it; 0 from where it failed on."""
-    ranks, rates = _ranks(links, pair), list[float]()
-    group = None
-    try:
+    ranks, rates, groups = _ranks(links, pair), list[float](), list[Any]()
+
+    def reduce() -> None:
         limit = timedelta(seconds=links.limit)
-        group = small_group(store, ranks.index(rank), len(ranks), device=device, timeout=limit)
+        groups.append(small_group(store, ranks.index(rank), len(ranks), device=device, limit=limit))
         for n_bytes in links.payloads:
             tensor = torch.zeros(max(1, n_bytes // 4), device=device)
             seconds = _fastest(
-                partial(links.reduce, group, tensor, pair),
-                partial(_mean, group, len(ranks), device),
+                partial(links.reduce, groups[0], tensor, pair),
+                partial(_mean, groups[0], len(ranks), device),
                 device,
             )
             rates.append(bus_bandwidth(n_bytes, seconds, len(ranks)))
-    except RuntimeError:  # a time limit, a connection that was closed; both are DistErrors, too
-        pass
-    if group is not None:
-        leave_group(group, failed=len(rates) < len(links.payloads))
-    return rates + [0.0] * (len(links.payloads) - len(rates))
+
+    with suppress(RuntimeError):  # a time limit, a connection that was closed
+        within(1.5 * links.limit, reduce)  # gloo ends after `limit`, NCCL waits until it is left
+    reached = rates[:]  # what comes later, from a call that is late, is not an answer
+    for group in groups:
+        leave_group(group, failed=len(reached) < len(links.payloads))
+    return reached + [0.0] * (len(links.payloads) - len(reached))
 
 
 def _mean(group: Any, size: int, device: torch.device, value: float) -> float:

@@ -1,7 +1,7 @@
 """What this machine has: limits of a process, shared memory, versions, and how its paths answer.
 
-`host` judges it. The idea: a file system that hangs must not hang the check, so each path is asked
-in a thread of its own and given up on after a while.
+`host` judges it. The idea: a file system that hangs must not hang the check, so each path is
+given up on after a while.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import platform
 import resource
 import shutil
-import threading
 import time
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from llmfoundry.errors import one_line
 from llmfoundry.files import sync
 from llmfoundry.operate.check.host import Machine, NamedPath, PathReading
+from llmfoundry.operate.check.probes.time_limit import Late, within
 
 BLOCK = 4096  # bytes written and read
 PACKAGES = (
@@ -73,16 +74,10 @@ def _driver() -> str:
 
 def try_path(named: NamedPath, *, patience: float) -> PathReading:
     """Write 4 KB there and read them again, or only read, within `patience` seconds."""
-    answers: list[PathReading] = []
-
-    def ask() -> None:
-        answers.append(_timed(named))
-
-    asking = threading.Thread(target=ask, daemon=True)  # one in a dead file system never returns
-    asking.start()
-    asking.join(patience)
-    late = f"no answer within {patience:.0f} s"
-    return answers[0] if answers else PathReading(**asdict(named), error=late)
+    try:
+        return within(patience, partial(_timed, named))
+    except Late as error:
+        return PathReading(**asdict(named), error=str(error))
 
 
 def _timed(named: NamedPath) -> PathReading:
