@@ -137,3 +137,23 @@ def test_what_is_off_is_not_told() -> None:
     for table in rounds:
         table[2] = replace(table[2], stall=70.0, compute=9.0)
     assert told(rounds, WatchConfig(stall="off", slow_rank="off")) == []
+
+
+def test_errors_of_a_gpu_are_told_at_once_and_its_slowness_in_two_rounds() -> None:
+    draw = random.Random(0)
+    rounds = [a_round(draw, 4, 0.02) for _ in range(8)]
+    rounds[1][0] = replace(rounds[1][0], xid=79.0)
+    rounds[2][1] = replace(rounds[2][1], lost=1.0, xid=999.0)
+    for n in (4, 5):
+        rounds[n][3] = replace(rounds[n][3], slowed=float(0x40 | 0x8))
+    found = told(rounds)
+    assert [(n, f.kind, f.rank, f.is_over) for n, f in found] == [
+        (1, "gpu", 0, False),
+        (2, "gpu", 1, False),
+        (2, "gpu", 1, False),
+        (5, "gpu", 3, False),
+        (6, "gpu", 3, True),
+    ]
+    assert "XID 79, the GPU has fallen off the bus; take the machine out" in found[0][1].seen
+    assert "is lost" in found[1][1].seen and "XID 999, not in the table" in found[2][1].seen
+    assert "slowed: hardware slowdown, too hot (hardware)" in found[3][1].seen

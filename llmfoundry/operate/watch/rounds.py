@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from llmfoundry.operate.check.gpus import SLOWED, WARM
 from llmfoundry.operate.check.outliers import too_small, usual_limit
+from llmfoundry.operate.check.xids import WATCH, XIDS
 from llmfoundry.recipe.operate.watch import WatchConfig
 
 KEPT = 20  # earlier rounds
@@ -34,6 +36,9 @@ class Times:
         stall: by which the logged steps took longer than usual that did so most.
         stall_wait: of these steps, for data.
         left_out: updates so far; all processes must have the same.
+        xid: an error of its GPU since the last round; 0: none.
+        slowed: why its GPU was slowed to protect it: a mask of check/gpus.py's.
+        lost: 1 if its GPU has fallen off the bus since.
     """
 
     compute: float = math.nan
@@ -42,6 +47,9 @@ class Times:
     stall: float = 0.0
     stall_wait: float = 0.0
     left_out: float = 0.0
+    xid: float = 0.0
+    slowed: float = 0.0
+    lost: float = 0.0
 
     def row(self) -> list[float]:
         """As numbers, which `Times(*row)` reads."""
@@ -53,7 +61,7 @@ class Finding:
     """Something unusual.
 
     Attributes:
-        kind: key of WatchConfig: slow_rank, mfu_drop, data_wait or stall.
+        kind: key of WatchConfig: slow_rank, mfu_drop, data_wait, stall or gpu.
         seen: for people; `{host}` stands for the machine of `rank`.
         rank: the process that it is about; None: all.
         is_over: whether it is usual again.
@@ -105,7 +113,7 @@ def judge(
         config: filled.
     """
     now = {**_slow_ranks(table, config), **_slow_steps(table, history, config)}
-    now |= _waits(table, history, config)
+    now |= {**_waits(table, history, config), **_slowed_gpus(table)}
     unusual = {key: history.unusual.get(key, 0) + 1 for key in now}
     found = [now[key] for key, rounds in unusual.items() if rounds == config.in_a_row]
     found += [
@@ -113,7 +121,7 @@ def judge(
         for key, rounds in history.unusual.items()
         if key not in now and rounds >= config.in_a_row
     ]
-    found += _stalls(table, history, config)
+    found += [*_stalls(table, history, config), *_gpu_errors(table)]
     steps, waits = history.steps, history.waits
     step, share = _step(table), _share(table)
     if "mfu_drop" not in now and math.isfinite(step):
@@ -203,8 +211,36 @@ def _stalls(table: Sequence[Times], history: History, config: WatchConfig) -> It
     yield Finding("stall", seen, rank if rank >= 0 else None)
 
 
+def _slowed_gpus(table: Sequence[Times]) -> dict[str, Finding]:
+    """GPUs that heat, power or a brake from outside slows."""
+    found = {}
+    for rank, times in enumerate(table):
+        mask = int(times.slowed)
+        if names := [name for bit, name in (SLOWED | WARM).items() if mask & bit]:
+            seen = f"the GPU of rank {rank} ({{host}}) is slowed: {', '.join(names)}"
+            found[f"gpu/{rank}"] = Finding("gpu", seen, rank)
+    return found
+
+
+def _gpu_errors(table: Sequence[Times]) -> Iterator[Finding]:
+    """What the driver reported since the last round, with what to do."""
+    for rank, times in enumerate(table):
+        if times.lost:
+            action, why = XIDS[79]
+            yield Finding(
+                "gpu", f"the GPU of rank {rank} ({{host}}) is lost: {why}; {action}", rank
+            )
+        if times.xid:
+            action, why = XIDS.get(int(times.xid), (WATCH, "not in the table"))
+            seen = f"the GPU of rank {rank} ({{host}}): XID {int(times.xid)}, {why}; {action}"
+            yield Finding("gpu", seen, rank)
+
+
 def _over(key: str) -> Finding:
     kind, _, rank = key.partition("/")
+    if kind == "gpu":
+        seen = f"the GPU of rank {rank} ({{host}}) is no longer slowed"
+        return Finding(kind, seen, int(rank), is_over=True)
     if rank:
         seen = f"rank {rank} ({{host}}) is as fast as the others again"
         return Finding(kind, seen, int(rank), is_over=True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from llmfoundry.assemble.job import Job
 from llmfoundry.errors import RunFailure
 from llmfoundry.operate.check.outliers import LEAST
+from llmfoundry.operate.watch.gpu_reader import GpuReader, GpuState
 from llmfoundry.operate.watch.rounds import Finding, History, Times, judge
 from llmfoundry.operate.watch.stopwatch import Stopwatch
 from llmfoundry.parallel.agree import from_all
@@ -65,6 +66,8 @@ class Watch(Callback):
         self._stretch: tuple[int, float, float] | None = None  # of the log before
         self._usual: deque[float] = deque(maxlen=_STRETCHES)  # seconds of a step between logs
         self._ratio = float("nan")
+        self._gpu: GpuReader | None = None
+        self._state = GpuState()  # of the GPU in the last round
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -76,6 +79,15 @@ class Watch(Callback):
         if self._config.slow_rank != "off" and trainer.world.size >= LEAST:
             self._stopwatch = Stopwatch(trainer.root.model.blocks, trainer.world.device)
         self._last, self._paused = time.perf_counter(), trainer.paused_seconds
+
+        device = trainer.world.device
+        if self._config.gpu != "off" and device.type == "cuda":
+            self._gpu = GpuReader(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            if self._gpu.problem:
+                trainer.tracker.note(
+                    f"callbacks.watch.gpu: GPUs are not watched; {self._gpu.problem}"
+                )
+                self._gpu = None
 
     def on_step(self, trainer: Trainer) -> None:
         """Time the step that ended, tell at the end of a round, and judge the round before."""
@@ -117,6 +129,14 @@ class Watch(Callback):
         self._stretch = (batch, now, paused)
         if self._ratio == self._ratio:
             metrics["time/slowest_rank"] = self._ratio
+        if self._state.temperature:
+            metrics["gpu/temperature"] = self._state.temperature
+            metrics["gpu/power"] = self._state.power
+
+    def close(self) -> None:
+        """Read the GPU no more."""
+        if self._gpu is not None:
+            self._gpu.close()
 
     def state(self) -> dict[str, Any]:
         """What is usual."""
@@ -130,6 +150,7 @@ class Watch(Callback):
     def _tell(self, trainer: Trainer) -> None:
         """Begin to tell the others what this process measured in the round."""
         compute = float("nan") if self._stopwatch is None else self._stopwatch.take()
+        self._state = gpu = GpuState() if self._gpu is None else self._gpu.take()
         times = Times(
             compute,
             self._wait_seconds / max(1, self._steps),
@@ -137,6 +158,9 @@ class Watch(Callback):
             self._stall,
             self._stall_wait,
             trainer.watch.record.skipped,
+            gpu.xid,
+            gpu.slowed,
+            gpu.lost,
         )
         self._begin_round()
         own = torch.tensor([times.row()], dtype=torch.float64)

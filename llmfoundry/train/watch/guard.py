@@ -8,6 +8,7 @@ over all processes, the same on each, and so is what is decided. `spikes.py` is 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -65,13 +66,16 @@ class Guard:
         """`config` unset: steps that are not finite stop the updates, and spikes are not seen."""
         self._device = device
         self._config = config or WatchConfig(loss_spike="off", gradient_spike="off")
-        actions = [getattr(self._config, kind) for kind in KINDS]
-        self._holds = torch.tensor([a in ("roll_back", "stop") for a in actions], device=device)
-        self._skips = torch.tensor([action == "skip" for action in actions], device=device)
-        self._seen_kinds = torch.tensor([action != "off" for action in actions[1:]], device=device)
-        self._settles = torch.tensor([action == "log" for action in actions[1:]], device=device)
-        self._rises = torch.tensor([LOSS_RISE, NORM_RISE], device=device, dtype=torch.float64)
-        self._window = torch.zeros(2, self._config.spike_window, device=device, dtype=torch.float64)
+        self._actions = [getattr(self._config, kind) for kind in KINDS]
+        double: dict[str, Any] = {"device": device, "dtype": torch.float64}
+        seen = [action != "off" for action in self._actions[1:]]
+        settles = [action == "log" for action in self._actions[1:]]
+        self._sees = None if all(seen) else torch.tensor(seen, device=device)
+        self._settles = torch.tensor(settles, device=device) if any(settles) else None
+        self._least = torch.tensor([-math.inf, 1e-30], **double)  # a norm has a logarithm
+        self._is_norm = torch.tensor([False, True], device=device)
+        self._share, self._rise = torch.tensor([[LOSS_RISE, 0.0], [0.0, NORM_RISE]], **double)
+        self._window = torch.zeros(2, self._config.spike_window, **double)
         self._in_a_row = torch.zeros(2, device=device, dtype=torch.int64)
         self._seen = 0  # steps, known to the host: every one has its place in the window
         self._unread: deque[tuple[int, Tensor]] = deque(maxlen=_MOST_UNREAD)
@@ -89,16 +93,26 @@ class Guard:
         values = torch.stack([result.loss.detach(), result.grad_norm.detach()]).double()
         bad = ~torch.isfinite(values).all()
         if not self._tells:
-            self.first = torch.where(bad & (self.first < 0), batch, self.first)
+            self._hold(batch, bad)
             self.found_inf = (self.first >= 0).float()
             return
-        values = torch.stack([values[0], values[1].clamp(min=1e-30).log()])
+        values = torch.maximum(values, self._least)
+        values = torch.where(self._is_norm, values.log(), values)
         usual, limits, spikes = self._compare(values, bad)
-        flags = torch.cat([bad.view(1), spikes])
-        holds = (flags & self._holds).any() & (self.first < 0)
-        self.first = torch.where(holds, batch, self.first)
-        self.found_inf = ((flags & self._skips).any() | (self.first >= 0)).float()
-        self._unread.append((batch, torch.cat([values, usual, limits, flags])))
+        flags = [bad, *spikes.unbind()]
+        if (holds := self._any_of(flags, "roll_back", "stop")) is not None:
+            self._hold(batch, holds)
+        skips, held = self._any_of(flags, "skip"), self.first >= 0
+        self.found_inf = (held if skips is None else held | skips).float()
+        self._unread.append((batch, torch.cat([values, usual, limits, torch.stack(flags)])))
+
+    def _any_of(self, flags: list[Tensor], *actions: str) -> Tensor | None:
+        """Whether one of the flags (), of KINDS, has one of these actions; None: no kind has."""
+        found = [f for f, action in zip(flags, self._actions, strict=True) if action in actions]
+        return functools.reduce(torch.logical_or, found) if found else None
+
+    def _hold(self, batch: int, flag: Tensor) -> None:
+        self.first = torch.where(flag & (self.first < 0), batch, self.first)
 
     def _compare(self, values: Tensor, bad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Means (2,) of the steps before, limits (2,), which values (2,) are spikes.
@@ -112,14 +126,16 @@ class Guard:
         if known.shape[1] < size // 2:
             usual = known.mean(dim=1) if known.shape[1] else torch.zeros_like(values)
             self._window[:, place] = torch.where(bad, usual, values)
-            return usual, torch.full_like(usual, math.inf), torch.zeros_like(self._seen_kinds)
+            return usual, torch.full_like(usual, math.inf), torch.zeros_like(self._is_norm)
         variance, usual = torch.var_mean(known, dim=1, correction=0)
-        scale = torch.stack([usual[0].abs(), torch.ones_like(usual[1])])
-        rise = torch.maximum(self._config.spike_deviations * variance.sqrt(), self._rises * scale)
-        limits = usual + rise
-        above = (values > limits) & ~bad & self._seen_kinds
-        self._in_a_row = torch.where(above, self._in_a_row + 1, 0)
-        spikes = above & ~(self._settles & (self._in_a_row > self._config.spikes_in_a_row))
+        least = torch.addcmul(self._rise, usual.abs(), self._share)
+        limits = usual + torch.maximum(self._config.spike_deviations * variance.sqrt_(), least)
+        spikes = (values > limits) & ~bad
+        if self._sees is not None:
+            spikes = spikes & self._sees
+        if self._settles is not None:
+            self._in_a_row = (self._in_a_row + 1) * spikes
+            spikes = spikes & ((self._in_a_row <= self._config.spikes_in_a_row) | ~self._settles)
         self._window[:, place] = torch.where(spikes | bad, usual, values)
         return usual, limits, spikes
 
@@ -134,6 +150,8 @@ class Guard:
         found = [verdict for _, verdict in self._unread]
         self._unread.clear()
         empty = torch.zeros(0, _WIDTH, device=self._device, dtype=torch.float64)
+        if len(found) == 1:
+            return batches, found[0].unsqueeze(0)
         return batches, torch.stack(found) if found else empty
 
     def state(self) -> dict[str, Any]:
