@@ -40,6 +40,7 @@ COMPOSED = {
     r"s3://": "a bucket",
     r"data=dbrx-mix": "streams of shards in DATA_ROOT",
     r"fetch_eval_data.py from_foundry=": "a clone of LLM Foundry",
+    r"supervise.launch=": "machines of a cluster",
     r"eval=v0.3$": "rows of benchmarks, which are fetched first",
 }
 # Lines of which a shrunk or local form is run: what takes its place, and why.
@@ -61,6 +62,7 @@ SHORT = {  # what is added to a line, by the first pattern that it matches
     r"(scripts/train.py|llmfoundry train) .*eval=off": f"max_duration=2ba {SMALL}",
     r"(scripts/train.py|llmfoundry train) ": f"max_duration=2ba {SMALL} eval.icl_rows=2"
     " eval.validation_rows=2",
+    r"scripts/supervise.py ": f"max_duration=2ba run_name=kept {SMALL} eval=off",
     r"scripts/finetune.py ": "max_duration=2ba data.rows=400 eval.icl_rows=1",
     r"scripts/eval.py .*eval=": "eval.icl_rows=2",
     r"scripts/inspect_data.py yamls/quickstart": SMALL,  # as the run of its name that is there

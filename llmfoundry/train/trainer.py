@@ -183,6 +183,7 @@ class Trainer:
 
     def _go_back(self, why: RollBack) -> None:
         """Begin again before a spike, with other batches."""
+        beat("start", self.batch)  # reading a checkpoint takes as long as it takes
         self._launched = None
         self._batches.close()
         to = go_back(

@@ -84,7 +84,8 @@ class Run:
         found = psutil.Process(self.process.pid).children(recursive=True)
         ranks = {}
         for process in found:
-            if "RANK" in (env := process.environ()) and process.cmdline()[1].endswith("train.py"):
+            is_script = any(word.endswith("scripts/train.py") for word in process.cmdline())
+            if is_script and "RANK" in (env := process.environ()):
                 ranks.setdefault(int(env["RANK"]), process)
         launcher = next(p for p in found if "torch.distributed.run" in p.cmdline())
         return launcher, ranks

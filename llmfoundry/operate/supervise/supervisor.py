@@ -131,7 +131,7 @@ class Supervisor:
             can_exclude=can_exclude,
         )
         decision = decide(self.attempts, policy)
-        done = f"{decision.action}: {decision.why}"
+        done = decision.action
         if decision.action == WITHOUT or (self.config.act and decision.nodes):
             self.excluded |= set(decision.nodes)
             done += f" ({machines.take_out(decision.nodes, cause.why)})"
@@ -139,8 +139,9 @@ class Supervisor:
             done += f" ({machines.take_out(bad, cause.why)})"
         self._tell(
             "decision",
-            f"attempt {number} ended: {done}",
+            f"attempt {number} ended: {decision.why}",
             decision.action,
+            done=done,
             step=times.last_step or None,
             attempt=number,
             cause=cause.kind,
@@ -154,7 +155,8 @@ class Supervisor:
             wait=decision.wait,
             exit_status=decision.status,
         )
-        self._notify(f"{self.folder.name} on {self.node}: attempt {number} ended: {done}")
+        text = f"{self.folder.name} on {self.node}: attempt {number} ended: {decision.why}"
+        self._notify(f"{text}; {done}")
         return decision
 
     def _confirm(self, cause: Cause) -> tuple[str, ...]:
@@ -222,7 +224,8 @@ class Supervisor:
         self, kind: str, what: str, action: str, step: int | None = None, **more: Any
     ) -> None:
         if kind != "start":
-            print(f"supervise: {what}", file=sys.stderr, flush=True)
+            done = more.get("done") or (action if action != "none" else "")
+            print(f"supervise: {what}" + f"; {done}" * bool(done), file=sys.stderr, flush=True)
         with suppress(OSError):  # the disk may be what failed
             add_event(self.folder, kind, what, step=step, action=action, **more)
 
