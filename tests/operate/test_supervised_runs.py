@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -196,9 +194,9 @@ def test_a_typo_starts_nothing(place: Path) -> None:
     assert not (place / "runs/tiny").exists()
 
 
+@pytest.mark.slow
 def test_a_run_may_ask_for_its_own_supervisor(place: Path) -> None:
     run("train.py", "tiny.yaml", "max_duration=2ba", "supervise.enabled=true", cwd=place)
     events = list(read_events(place / "runs/tiny"))
     assert [event["kind"] for event in events] == ["start", "decision"]
-    (written,) = [json.loads(json.dumps(event)) for event in events if event["kind"] == "start"]
-    assert Path(written["command"][1]) == ROOT / "scripts/train.py" and os.sep in sys.executable
+    assert Path(events[0]["command"][1]) == ROOT / "scripts/train.py"
