@@ -93,7 +93,7 @@ class Supervisor:
         launch = machines.launch_words(self.config.launch, self.excluded)
         command = [*launch, *self.script] if launch else [sys.executable, *self.script]
         began = time.time()
-        self._tell("start", f"attempt {number}", "start", command=command)
+        self._tell("start", f"attempt {number}", "start", attempt=number, command=command)
         running = Running(command, beats=beats, ends=ends, is_local=not launch)
         self._running, has_returned = running, False
         if self._asked:  # while it was being started

@@ -22,6 +22,7 @@ from llmfoundry.track.format import count, number
 from llmfoundry.track.metrics import BATCH, TOKEN, read_metrics
 from llmfoundry.track.pages.before_after import before_and_after, changes
 from llmfoundry.track.pages.event_marks import event_table, marks
+from llmfoundry.track.pages.goodput import goodput_tile
 from llmfoundry.track.pages.page import page, pairs, table
 from llmfoundry.track.pages.report_charts import Rows, experts, gauntlet_charts, training_charts
 from llmfoundry.track.pages.report_tiles import averages, tiles
@@ -59,7 +60,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
         title=str(run.get("name") or run_folder.resolve().name),
         status=STATUS.get(status, "not finished"),
         reached=_reached(rows),
-        tiles=tiles(rows, evaluations, run),
+        tiles=[*tiles(rows, evaluations, run), *goodput_tile(rows, events)],
         sections=[(name, body) for name, body in sections if body],
         is_live=True,
     )
