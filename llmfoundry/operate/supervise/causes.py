@@ -37,6 +37,7 @@ class Evidence:
         asked: the signal at which this supervisor asked the run to stop; empty: none.
         ends: what processes said at their end, as `ends.record_end` writes it; in order of time.
         hang: the event in which a monitor named who hangs.
+        watch: the event for which the run itself saved and stopped, to be started elsewhere.
         kernel: machine, why, and whether that takes the machine out, of this machine's kernel log.
         tail: the last lines of standard error.
     """
@@ -46,6 +47,7 @@ class Evidence:
     asked: str = ""
     ends: Sequence[dict[str, Any]] = ()
     hang: dict[str, Any] | None = None
+    watch: dict[str, Any] | None = None
     kernel: Sequence[tuple[str, str, bool]] = ()
     tail: Sequence[str] = ()
 
@@ -90,6 +92,9 @@ def find_cause(evidence: Evidence) -> Cause:
     ends = evidence.ends
     if evidence.status == DONE:
         return Cause("done", "the run is complete")
+    if evidence.watch is not None and not evidence.asked:
+        host = evidence.watch.get("host")
+        return Cause("machine", str(evidence.watch["what"]), (str(host),) if host else ())
     saved = next((end for end in ends if end["status"] == SAVED), None)
     if evidence.asked or saved or evidence.status == SAVED:
         is_saved = saved is not None or evidence.status == SAVED

@@ -33,6 +33,8 @@ from llmfoundry.recipe.operate.supervise import EXCLUDE, SuperviseConfig
 FOLDER = "supervise"
 """Below a run's folder: what processes said at their ends, by attempt, and the check's report."""
 _MEMORY = "/dev/shm"
+_WATCHED = ("slow_rank", "mfu_drop", "data_wait", "stall")
+"""Events of callbacks.watch at which a run may save and stop by itself."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -109,7 +111,8 @@ class Supervisor:
             node=self.node,
             asked=signal.Signals(self._asked[0]).name if self._asked else "",
             ends=read_ends(ends),
-            hang=self._hang(began),
+            hang=self._event(began, "end", "hang"),
+            watch=self._event(began, "stop", *_WATCHED),
             kernel=machines.kernel_events(self.kernel_log, self.node, since=began),
             tail=list(running.tail),
         )
@@ -205,10 +208,10 @@ class Supervisor:
             lost_steps=lost,
         )
 
-    def _hang(self, since: float) -> dict[str, Any] | None:
-        """What a monitor saw in this attempt."""
-        found = [e for e in read_events(self.folder) if e["time"] >= since and e["kind"] == "hang"]
-        return next((event for event in found if event.get("action") == "end"), None)
+    def _event(self, since: float, action: str, *kinds: str) -> dict[str, Any] | None:
+        """The first event of this attempt of one of these kinds for which this was done."""
+        found = [e for e in read_events(self.folder) if e["time"] >= since and e["kind"] in kinds]
+        return next((event for event in found if event.get("action") == action), None)
 
     def _checkpoint(self) -> int:
         """The batch of the newest checkpoint that was committed; -1: there is none."""
