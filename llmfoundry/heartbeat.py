@@ -22,8 +22,8 @@ PHASES = ("start", "data", "step", "update", "evaluation", "callbacks", "save", 
 backward pass, update the optimizer's with what all processes agree upon before it."""
 LEARNED = ("step", "update")
 """Phases that take as long in one step as in the next."""
-STACKS = getattr(signal, "SIGRTMIN", 34) + 9
-"""The signal at which a process writes its stacks; schedulers send USR1 and USR2."""
+STACKS = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""The signal at which a process writes its stacks; schedulers send USR1 and USR2 for other ends."""
 RECORDER = "LLMFOUNDRY_RECORDER"
 """In the environment: where this process's flight recorder of NCCL writes, if it has one."""
 _SIZE = 512  # bytes of a line, padded: a write never leaves the end of a longer one

@@ -36,6 +36,7 @@ def supervise(recipe: TrainRecipe) -> None:
         script=[str(ROOT / "scripts" / f"{name}.py"), *sys.argv[1:]],
         check=[str(ROOT / "scripts" / "check.py"), *sys.argv[1:]],
         kernel_log=recipe.health_check.kernel_log,
+        sees_checkpoints="://" not in recipe.save_folder,
         attempts=earlier_attempts(folder),
     )
     sys.exit(supervisor.run())

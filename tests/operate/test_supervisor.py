@@ -37,10 +37,11 @@ beats.mkdir()
 begin_beats(beats, 0)
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-done = max((int(p.parent.name[2:]) for p in run.glob("checkpoints/ba*/COMMIT")), default=0)
+store = Path("store") if Path("store").exists() else run
+done = max((int(p.parent.name[2:]) for p in store.glob("checkpoints/ba*/COMMIT")), default=0)
 
 def save(step):
-    folder = run / f"checkpoints/ba{step:07d}"
+    folder = store / f"checkpoints/ba{step:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "COMMIT").touch()
 
@@ -83,13 +84,13 @@ import json, os, sys
 from pathlib import Path
 from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.recipe.operate.supervise import SuperviseConfig
-config = SuperviseConfig(wait_seconds=0.1, **json.loads(sys.argv[1]))
+config = SuperviseConfig(**{"wait_seconds": 0.1} | json.loads(sys.argv[1]))
 check = ["check.py", json.dumps([os.uname().nodename])]
 run = Path("run")
 attempts = earlier_attempts(run)
-supervisor = Supervisor(
-    config, run, ["run.py"], check, kernel_log="kernel.log", attempts=attempts
-)
+facts = {"kernel_log": "kernel.log", "attempts": attempts}
+sees = not Path("store").exists()
+supervisor = Supervisor(config, run, ["run.py"], check, sees_checkpoints=sees, **facts)
 sys.exit(supervisor.run())
 """
 
@@ -147,6 +148,25 @@ def test_three_attempts_without_a_newer_checkpoint_are_enough(place: Place) -> N
     assert place.supervise(["killed at once"] * 9, max_restarts=9) == 93
     assert place.decisions() == [("unknown", "restart")] * 2 + [("unknown", "stop")]
     assert "3 attempts in a row left no newer checkpoint" in place.said
+
+
+def test_progress_in_a_store_shows_in_where_the_next_attempt_begins(place: Place) -> None:
+    (place.folder / "store").mkdir()
+    assert place.supervise(["killed", "killed at once", "killed at once"]) == 0
+    progress = [event["progressed"] for event in place.events("decision")]
+    assert progress == [False, True, False, False]  # only the second began later than those before
+
+
+def test_a_request_between_two_attempts_is_heard(place: Place) -> None:
+    process = place.start(["killed at once"] * 2, wait_seconds=90)
+    deadline = time.monotonic() + 100
+    while not place.events("decision"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, said
+    assert len(place.events("start")) == 1
 
 
 def test_a_mistake_is_not_tried_again(place: Place) -> None:

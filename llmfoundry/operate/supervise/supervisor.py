@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmfoundry.ends import read_ends
+from llmfoundry.ends import SAVED, read_ends
 from llmfoundry.events import add_event, read_events
 from llmfoundry.operate.supervise import machines
 from llmfoundry.operate.supervise.attempt import Attempt as Running
@@ -51,13 +51,15 @@ class Supervisor:
     """The words that check machines, without the folder of the report."""
     kernel_log: str | None = None
     """health_check.kernel_log."""
+    sees_checkpoints: bool = True
+    """Whether they are committed in the run's folder, and not in a store."""
     attempts: list[Attempt] = field(default_factory=list)
     """The attempts so far, of this job."""
 
     def __post_init__(self) -> None:
         self.node = os.uname().nodename
         self.excluded: set[str] = set()
-        self._newest = self._checkpoint()
+        self._newest, self._first = self._checkpoint(), 0
         self._asked: list[int] = []
         self._running: Running | None = None
         self._before: tuple[Times, float] | None = None  # of the attempt before
@@ -73,6 +75,9 @@ class Supervisor:
                 if decision.action not in (RESTART, WITHOUT):
                     return decision.status
                 self._pause(decision.wait)
+                if self._asked:
+                    self._tell("decision", "stopped between two attempts", "stop")
+                    return SAVED
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -123,6 +128,9 @@ class Supervisor:
         newest, before = self._checkpoint(), self._newest
         self._newest = max(newest, before)
         progressed = newest > before
+        if not self.sees_checkpoints:  # what this attempt began with was saved by those before
+            progressed = 0 < self._first < (times.first_step or 0)
+            self._first = max(self._first, times.first_step or 0)
         bad = self._confirm(cause) if not self._asked else ()
         self.attempts.append(Attempt(cause, progressed, bad))
         can_exclude = any(EXCLUDE in word for word in self.config.launch)
