@@ -70,7 +70,7 @@ def share_matrices(root: Root, meshes: Meshes | None) -> None:
     _check(model, mesh)
     model.tensor_ranks = TensorRanks(mesh)
     plan: dict[str, ParallelStyle] = {
-        "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "wte": RowwiseParallel(input_layouts=Replicate()),  # for its rows: see `TensorRanks`
         "norm_f": _norm(),
     }
     if model.config.learned_pos_emb:
