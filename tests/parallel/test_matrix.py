@@ -87,6 +87,11 @@ SHAPES: dict[str, dict[str, Any]] = {  # of models without experts
     "": {},
     "alibi": {"no_bias": True, "attn_config": {"alibi": True, "clip_qkv": 6}},
     "gqa": {"no_bias": True, "norm_type": "rmsnorm", "attn_config": EXPERTS["attn_config"]},
+    "untied": {  # neither 2 nor 4 processes divide the vocabulary
+        "vocab_size": 67,
+        "tie_word_embeddings": False,
+        "ffn_config": {"ffn_type": "mptglu"},
+    },
 }
 REQUESTS = [Request((n, 5, 9, 7), (7, n), "a") for n in range(1, 8)]
 LABELS = (16, 1, 9, 2, 16, 3, 0, 0, 0, 16, 5, 1)  # of each row; on 4 processes the third has none
@@ -169,6 +174,15 @@ ENTRIES = {
     "ulysses-2-expert-2-selective": Entry(
         4, shard=2, context=2, experts=True, expert=2, variant="shared", checkpointing="selective"
     ),
+    "tensor-2": Entry(2, tensor=2),
+    "tensor-2-expert-2": Entry(
+        2, tensor=2, experts=True, expert=2, variant="shared", checkpointing=True
+    ),
+    "tensor-2-fsdp-2-selective": Entry(
+        4, shard=2, tensor=2, variant="gqa", checkpointing="selective"
+    ),
+    "tensor-2-replicas-2": Entry(4, replicate=2, tensor=2, variant="untied"),
+    "tensor-4": Entry(4, tensor=4, variant="alibi"),
 }
 EXPERT_2 = Entry(2, shard=2, experts=True, expert=2)
 SLOW = {  # behind `slow`: the product of what the others have singly
@@ -228,7 +242,30 @@ SLOW |= {
         8, shard=2, context=2, tensor=2, variant="alibi", checkpointing=True
     ),
 }
+TENSORS = {
+    "2": Entry(2, tensor=2),
+    "2-fsdp-2": Entry(4, shard=2, tensor=2),
+    "2-replicas-2": Entry(4, replicate=2, tensor=2),
+}
+for (layout, entry), (model, shape), (how, blocks) in product(
+    TENSORS.items(), (MODELS | {"untied": {"variant": "untied"}}).items(), HOWS.items()
+):
+    SLOW[f"tensor-{layout}-{model}-{how}"] = replace(entry, **shape, **blocks)
+MIXED = Entry(8, shard=2, context=2, tensor=2, experts=True)
+SLOW |= {
+    "tensor-4-untied": Entry(4, tensor=4, variant="untied", checkpointing="selective"),
+    "tensor-2-fsdp-2-expert-4": Entry(4, shard=2, tensor=2, experts=True, expert=4),
+    "tensor-2-fsdp-2-expert-2": Entry(
+        4, shard=2, tensor=2, experts=True, expert=2, variant="bias", checkpointing="selective"
+    ),
+    "tensor-2-ulysses-2-fsdp-2": MIXED,
+    "tensor-2-gather-2-expert-8": replace(MIXED, expert=8, method="all_gather"),
+    "tensor-2-hsdp-2x2-expert-2": Entry(
+        8, replicate=2, shard=2, tensor=2, experts=True, expert=2, variant="biases", once=True
+    ),
+}
 LOW = {
+    "tensor-2-bf16": Entry(2, tensor=2, precision="bf16"),
     "one-bf16": Entry(1, precision="bf16"),
     "ddp-2-bf16": Entry(2, replicate=2, precision="bf16"),
     "fsdp-2-bf16": Entry(2, shard=2, precision="bf16"),
@@ -440,7 +477,7 @@ def test_losses_norms_and_weights_are_those_of_a_plain_loop(
 @pytest.mark.parametrize("name", SLOW)
 def test_more_layouts_too(found_slow: dict[str, Any], name: str) -> None:
     compare(SLOW[name], found_slow[name])
-    watched = SLOW[name].shard > 1 and SLOW[name].tensor == 1 and not SLOW[name].compiled
+    watched = SLOW[name].shard > 1 and not SLOW[name].compiled
     if watched and SLOW[name].processes < 6:  # whose shards are padded
         compare_held(SLOW[name], found_slow[name]["held"])
 
@@ -472,11 +509,19 @@ def compare_held(entry: Entry, found: list[int]) -> None:
     whole, whole_experts = sum(sizes.values()), sum(sizes[n] for n in sizes if ".experts." in n)
     before, *held = found
     assert len(held) == -(-ROWS // entry.data_size // MICROBATCH[entry.data_size]) - 1 > 0
+    alike = sum(size for name, size in sizes.items() if name.endswith(OF_ALL_TENSOR_RANKS))
+    here = (whole - alike) / entry.tensor + alike  # of a process, were there no FSDP
     for bytes_held in held:
-        gradients = whole if entry.once else whole / (entry.shard * entry.context)
+        gradients = here if entry.once else here / (entry.shard * entry.context)
         if entry.once and entry.expert > 1:
             gradients = whole - whole_experts * (1 - 1 / entry.expert)
         assert bytes_held - before == pytest.approx(gradients, rel=0.02)
+
+
+OF_ALL_TENSOR_RANKS = (
+    *("norm_1.weight", "norm_1.bias", "norm_2.weight", "norm_2.bias", "norm_f.weight"),
+    *("norm_f.bias", "wpe.weight", "out_proj.bias", "down_proj.bias"),
+)
 
 
 @pytest.mark.parametrize("name", LOW)
