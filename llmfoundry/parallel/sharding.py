@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,6 @@ from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import REPLICATE, Meshes
 from llmfoundry.recipe.parallel import ParallelConfig
-
 
 def materialize(
     root: Root, world: World, meshes: Meshes | None, config: ParallelConfig, *, precision: str
@@ -71,6 +71,8 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
                 mesh = used(meshes.expert_weights)
                 fully_shard(experts, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         if meshes.mixture_weights is not None:
+            # a block adds what a layer gives to its stream, out of place
+            warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPMoE\) returned")
             for layer in (m for m in block.modules() if isinstance(m, MoE)):
                 mesh = used(meshes.mixture_weights)
                 fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

@@ -90,7 +90,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # of models without experts
     "untied": {  # neither 2 nor 4 processes divide the vocabulary
         "vocab_size": 67,
         "tie_word_embeddings": False,
-        "ffn_config": {"ffn_type": "mptglu"},
+        "attn_config": {"qk_gn": True},
     },
 }
 REQUESTS = [Request((n, 5, 9, 7), (7, n), "a") for n in range(1, 8)]
