@@ -76,8 +76,11 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
             for layer in (m for m in block.modules() if isinstance(m, MoE)):
                 mesh = used(meshes.mixture_weights)
                 fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        inner = [m for m in block.modules() if isinstance(m, FSDPModule)]
         mesh = used(meshes.weights)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        if inner:  # gathered while attention computes, not once the host has waited for counts
+            block.set_modules_to_forward_prefetch(inner)  # type: ignore[operator]
     fully_shard(root, mesh=used(meshes.weights), mp_policy=policy, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):

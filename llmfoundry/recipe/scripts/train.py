@@ -178,6 +178,12 @@ class TrainRecipe:
                 f" (parallel.{key}: {getattr(self.parallel, key)}) are gathered anew for every"
                 f" block; {GRAPH_ADVICE}"
             )
+        degree, level = (getattr(self.parallel, k) for k in (EXPERT, "activation_checkpointing"))
+        if self.compile and degree != 1 and level == "selective":
+            yield (
+                "parallel.activation_checkpointing: selective is not compiled where processes share"
+                f" experts (parallel.{EXPERT}: {degree}); write whole or none, or compile: false"
+            )
 
     def _check_model_across(self) -> Iterator[str]:
         """What the model and the rest of the recipe must agree on."""
