@@ -27,6 +27,7 @@ from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import REPLICATE, Meshes
 from llmfoundry.recipe.parallel import ParallelConfig
 
+
 def materialize(
     root: Root, world: World, meshes: Meshes | None, config: ParallelConfig, *, precision: str
 ) -> None:

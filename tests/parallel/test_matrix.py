@@ -53,7 +53,7 @@ from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 STEPS, ROWS, LENGTH, CLIP = 4, 12, 16, 0.5
-EPS = 1e-5  # AdamW's: an element whose gradient is hardly more than rounding hardly moves
+EPS = 1e-4  # AdamW's: an element whose gradient is hardly more than rounding hardly moves
 MICROBATCH = {1: 5, 2: 4, 4: 2, 6: 1}  # of 12, 6, 3 and 2 rows a process
 EXPERTS: dict[str, Any] = {  # as DBRX has them, with both losses of its routers
     "no_bias": True,
@@ -490,7 +490,7 @@ def compare(entry: Entry, found: dict[str, Any]) -> None:
     assert found["norm"] == pytest.approx(norms, rel=1e-6)
     metrics = found["metrics"]
     for parameter, norm in weights.items():
-        assert metrics[f"l2_norm/param/{parameter}"] == pytest.approx(norm, rel=2e-3)
+        assert metrics[f"l2_norm/param/{parameter}"] == pytest.approx(norm, rel=1e-5, abs=2e-6)
     gradients = [value for key, value in metrics.items() if key.startswith("l2_norm/grad/")]
     assert math.hypot(*gradients) == pytest.approx(norms[-1], rel=1e-5)
 
