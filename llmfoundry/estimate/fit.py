@@ -146,8 +146,7 @@ def _candidates(recipe: TrainRecipe, rows: int, device: torch.device) -> list[in
 
 def _levels(recipe: TrainRecipe, device: torch.device) -> list[str]:
     """What auto may stand for, the least work first; `parallel/blocks.py` has the exceptions."""
-    shares_experts = recipe.parallel.expert_parallel_degree != 1
-    without = recipe.compile and (device.type == "cpu" or shares_experts)
+    without = recipe.compile and (device.type == "cpu" or recipe.cuts_within_blocks)
     return [level for level in LEVELS if not (without and level == "selective")]
 
 

@@ -15,6 +15,7 @@ from llmfoundry.recipe.architecture.ffn import FFNConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.parallel_limits import limits
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import losses, run, write_recipe
 
@@ -87,10 +88,18 @@ def test_what_cannot_be_shared_is_refused(shard: int, expert: int) -> None:
     assert line.startswith(expected) and "\n" not in line
 
 
-def test_selective_checkpointing_of_shared_experts_is_not_compiled() -> None:
+@pytest.mark.parametrize("degree", ["expert_parallel_degree", "tensor_parallel_degree"])
+def test_selective_checkpointing_within_blocks_is_not_compiled(degree: str) -> None:
     recipe = TrainRecipe(compile=True)
     recipe.parallel.activation_checkpointing = "selective"
     recipe.model.ffn_config = FFNConfig(**MIXTURE)
     assert not any("selective" in line for line in recipe.check())
-    recipe.parallel.data_parallel_shard_degree = recipe.parallel.expert_parallel_degree = 2
-    assert any("selective is not compiled" in line for line in recipe.check())
+    recipe.parallel.data_parallel_shard_degree = 2
+    setattr(recipe.parallel, degree, 2)
+    (line,) = (line for line in recipe.check() if "selective is not compiled" in line)
+    assert f"parallel.{degree}: 2" in line
+    recipe = FinetuneRecipe(compile=True)
+    recipe.parallel.activation_checkpointing = "selective"
+    setattr(recipe.parallel, degree, 2)
+    told = [line for line in recipe.check() if "selective is not compiled" in line]
+    assert len(told) == (degree == "expert_parallel_degree")
