@@ -195,7 +195,11 @@ SLOW: dict[str, dict[str, Entry]] = {layout: every(layout) for layout in LAYOUTS
         name: entry for name, entry in changed("adapter", adapter=True).items() if entry.tensor == 1
     },
     "once": {name: entry for name, entry in changed("once", once=True).items() if entry.shard > 1},
-    "compiled": changed("compiled", compiled=True, checkpointing="whole"),
+    "compiled": {
+        name: entry
+        for name, entry in changed("compiled", compiled=True, checkpointing="whole").items()
+        if not name.endswith("-mpt")
+    },
     "learned": {
         f"learned-{name}-{model}": replace(entry, model=model)
         for name, entry in DENSE.items()
