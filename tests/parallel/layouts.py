@@ -96,12 +96,14 @@ class Entry:
 
     @property
     def counts_bytes(self) -> bool:
-        """Whether the gradients that it holds between microbatches can be told in advance.
+        """Whether the gradients that it holds between microbatches are counted.
 
-        Six and eight processes pad their shards.
+        They can be told in advance; six and eight processes pad their shards. Counting takes as
+        long as all else, and finds the same whatever a block computes again.
         """
         odd = self.compiled or self.adapter or self.precision != "fp32" or self.processes > 4
-        return self.shard > 1 and self.accumulated and not odd
+        alone = self.packed and self.checkpointing != "whole"
+        return self.shard > 1 and self.accumulated and alone and not odd
 
     @property
     def config(self) -> ParallelConfig:

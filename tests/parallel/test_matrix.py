@@ -100,6 +100,7 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
     module = wrap(root, mesh)
     optimizer = build_optimizer(root.model, make_optimizer_config())
     monitor, trainer = OptimizerMonitor(), SimpleNamespace(root=root, optimizer=optimizer)
+    on_gradients = partial(monitor.on_gradients, trainer)  # type: ignore[arg-type]
     losses, norms, live, held = [], [], LiveBytes(), list[int]()
     rows = MICROBATCH[world.data_size] if entry.accumulated else ROWS // world.data_size
     for step in range(STEPS):
@@ -120,7 +121,7 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
                 token_group=world.token_group,
                 cut=token_cut(root),
                 reduce_scatter_each=not entry.once,
-                on_gradients=partial(monitor.on_gradients, trainer),  # type: ignore[arg-type]
+                on_gradients=on_gradients if step == STEPS - 1 else None,
             )
         assert result.count == sum(LABELS)
         losses.append(result.loss.item())
