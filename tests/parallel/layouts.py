@@ -241,7 +241,9 @@ SLOW: dict[str, dict[str, Entry]] = {layout: every(layout) for layout in LAYOUTS
         "six-expert-2-hsdp-3x2": Entry(replicate=3, shard=2, expert=2, model="dbrx-shared"),
     },
     "eight": {
-        "eight-hsdp-2x4-expert-2": Entry(replicate=2, shard=4, expert=2, model="dbrx"),
+        "eight-gather-2-expert-2-hsdp-2x2": replace(
+            GATHER, replicate=2, shard=2, expert=2, model="dbrx"
+        ),
         "eight-ulysses-2-expert-2-fsdp-4": replace(ULYSSES, shard=4, expert=2, model="dbrx"),
         "eight-gather-2-expert-2-fsdp-4": replace(
             GATHER, shard=4, expert=2, model="dbrx", checkpointing="whole"
@@ -255,7 +257,7 @@ SLOW: dict[str, dict[str, Entry]] = {layout: every(layout) for layout in LAYOUTS
         "eight-gather-2-expert-4-hsdp-2x2": replace(
             GATHER, replicate=2, shard=2, expert=4, model="dbrx", checkpointing="selective"
         ),
-        "eight-ulysses-8-gathered": replace(ULYSSES, context=8, model="gqa"),
+        "eight-default-8": Entry(context=8, model="gqa"),  # more than heads: keys are gathered
         "eight-ulysses-2-tensor-2-fsdp-2": replace(
             ULYSSES, shard=2, tensor=2, model="mpt", checkpointing="whole"
         ),
