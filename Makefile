@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data bench-memory bench-checkpoint gpu-check ui wheel clean
+.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data bench-memory bench-layouts bench-checkpoint gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,10 @@ bench-data: $(VENV)/.dev ## the order's mixing, loaders beside others (RIVALS=th
 
 bench-memory: $(VENV)/.dev ## bytes on one of 512 ranks, on fake tensors, beside the estimate
 	$(BIN)/python -m benchmarks.memory.fake_ranks
+
+bench-layouts: $(VENV)/.dev ## DBRX on 512 and 3,072 fake ranks, by every layout: shards, groups, memory, and what a step sends
+	$(BIN)/python -m benchmarks.memory.layouts
+	$(BIN)/python -m benchmarks.memory.communication
 
 bench-checkpoint: $(VENV)/.dev ## what a save of 2 GB holds training up: in the background, at once, by torch's async_save
 	$(BIN)/python -m benchmarks.checkpoints.saving

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -36,19 +37,22 @@ from benchmarks.memory.live_bytes import LiveBytes
 from benchmarks.memory.sent_bytes import SentBytes
 from benchmarks.record import table
 from llmfoundry.assemble.job import build_autocast, build_root, with_defaults
-from llmfoundry.estimate.activations import expert_rows
+from llmfoundry.estimate.activations import expert_rows, tokens_of_row
 from llmfoundry.estimate.fit import choose_fit, with_guessed_vocabulary
 from llmfoundry.estimate.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops import cross_entropy
 from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.moe import device as moe_device
-from llmfoundry.ops.moe import grouped
+from llmfoundry.ops.moe import exchange, grouped
+from llmfoundry.ops.torch_private import scale
 from llmfoundry.parallel.apply import parallelize
+from llmfoundry.parallel.context import token_cut
 from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh
+from llmfoundry.parallel.mesh import Meshes, build_mesh
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train import step
 from llmfoundry.train.objective import CrossEntropy
@@ -72,19 +76,25 @@ class Bytes:
 
 def read(name: str, ranks: int, words: list[str]) -> TrainRecipe:
     """A filled recipe, in which auto is decided for GPUs of 80 GB."""
-    written = load(TrainRecipe, YAMLS / f"{name}.yaml", words)
-    recipe = with_guessed_vocabulary(with_defaults(written))
+    recipe = spread(name, words)
     fit = choose_fit(recipe, world_size=ranks, available=MEMORY, device=GPU)
     recipe.parallel.activation_checkpointing = fit.checkpointing
     recipe.device_train_microbatch_size = fit.microbatch
     return recipe
 
 
+def spread(name: str, words: list[str]) -> TrainRecipe:
+    """A filled recipe."""
+    written = load(TrainRecipe, YAMLS / f"{name}.yaml", words)
+    return with_guessed_vocabulary(with_defaults(written))
+
+
 def said(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
     """What the estimate says; of what is counted here alone."""
     need, rows = estimate(recipe, ranks, device=GPU), recipe.device_train_microbatch_size
     assert isinstance(rows, int)
-    unseen = expert_rows(recipe.model, 4 if recipe.precision == "fp32" else 2) * recipe.max_seq_len
+    degrees, low = recipe.parallel.degrees(ranks), 4 if recipe.precision == "fp32" else 2
+    unseen = expert_rows(recipe.model, low) * tokens_of_row(recipe, degrees) // degrees.tensor
     logits = estimate(recipe, ranks, device=CPU)  # whose loss it is that is counted
     seen = dataclasses.replace(
         need,
@@ -100,23 +110,33 @@ def said(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
 def count(recipe: TrainRecipe, ranks: int, *, microbatches: int = 1) -> tuple[Bytes, SentBytes]:
     """Take one step on rank 0 of `ranks`, and count what it holds and what it sends."""
     live = LiveBytes()
-    with built(recipe, ranks, live) as root:
+    with built(recipe, ranks, live) as (root, _):
         return _step(recipe, root, live, microbatches)
 
 
 @contextmanager
-def built(recipe: TrainRecipe, ranks: int, live: LiveBytes) -> Iterator[Root]:
-    """The recipe's model on rank 0 of `ranks`; `live` counts from its shards on."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+def built(
+    recipe: TrainRecipe, ranks: int, live: LiveBytes | None = None, *, rank: int = 0
+) -> Iterator[tuple[Root, Meshes]]:
+    """The recipe's model on one of `ranks`, and its mesh; `live` counts from its shards on."""
+    watched = nullcontext() if live is None else live
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        world = World(0, ranks, 0, CPU)
+        world = World(rank, ranks, 0, CPU)
         meshes, root = build_mesh(recipe.parallel, world), build_root(recipe)
-        fill = mock.patch.object(root, "to_empty", lambda device: _fill(root, device))
-        with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True), live, fill:
+        assert meshes is not None
+        with mock.patch.object(root, "to_empty"):  # on the meta device a shard costs nothing
             parallelize(root, world, meshes, recipe.parallel, precision=recipe.precision)
-            yield root
+        with (
+            _as_on_a_gpu(recipe, meshes.degrees),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            watched,
+        ):
+            _fill(root, CPU)
+            yield root, meshes
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it hands out meshes, which look alike on every rank
 
 
 def _step(
@@ -142,16 +162,22 @@ def _step(
             autocast=build_autocast(recipe.precision, CPU),
             clipping=recipe.gradient_clipping,
             guard=Guard(CPU),
+            cut=token_cut(root),
             reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
             objective=_Labelled(),
             on_gradients=note,
         )
-    state = [t for held in optimizer.state.values() for t in held.values()]
-    moments = sum(_local(t) for t in state if isinstance(t, torch.Tensor) and t.ndim)
-    held = sum(_local(p) for p in parameters)
+    held, moments = held_bytes(root, optimizer)
     # gradients and moments of the step before are there in every step but the first
     peak = live.most + gradients[0] + moments
     return Bytes(held, gradients[0], moments, peak), sent
+
+
+def held_bytes(root: Root, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Of a process's parameters, and of their moments."""
+    state = [t for held in optimizer.state.values() for t in held.values()]
+    moments = sum(_local(t) for t in state if isinstance(t, torch.Tensor) and t.ndim)
+    return sum(_local(p) for p in root.parameters()), moments
 
 
 class _Labelled(CrossEntropy):
@@ -165,7 +191,7 @@ def _local(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
-def _fill(root: Root, device: torch.device) -> Root:
+def _fill(root: Root, device: torch.device) -> None:
     """`to_empty`, which cannot swap fake tensors: new ones in their place, and FSDP is told."""
     for module in root.modules():
         for name, p in list(module._parameters.items()):
@@ -181,21 +207,31 @@ def _fill(root: Root, device: torch.device) -> Root:
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for parameter in (p for group in groups if group for p in group.fsdp_params):
                 parameter.reset_sharded_param()
-    return root
 
 
 @contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
+def _as_on_a_gpu(recipe: TrainRecipe, degrees: Degrees) -> Iterator[None]:
     """The GPU's code where ours differs: what a CPU would ask of values is not asked."""
     whole = getattr(ShardingPropagator, _WHOLE)
-    clip = {"norm": lambda p, bound, norm: torch.nn.utils.clip_grads_with_norm_(p, bound, norm)}
+    clip = {"norm": lambda *given: scale(step._gradients(given[0]), torch.ones(()))}
     with (
+        mock.patch.object(exchange, "_lengths", _even(recipe, degrees)),
         mock.patch.object(grouped, "_path", lambda device: moe_device),
         mock.patch.object(cross_entropy, "labelled_places", lambda labels: None),
         mock.patch.dict(step.CLIPPINGS, clip),
         mock.patch.object(ShardingPropagator, _WHOLE, _unwatched(whole)),
     ):
         yield
+
+
+def _even(recipe: TrainRecipe, degrees: Degrees) -> Callable[..., tuple[list[int], list[int]]]:
+    """Rows to each process and from it where experts have as many each: fake counts tell none."""
+    rows, top_k = recipe.device_train_microbatch_size, recipe.model.ffn_config.moe_top_k or 0
+    assert isinstance(rows, int)
+    own = rows * -(-tokens_of_row(recipe, degrees) // degrees.tensor) * top_k
+    each = [own // degrees.expert] * degrees.expert
+    each[0] += own % degrees.expert
+    return lambda *counts: (list(each), list(each))
 
 
 _WHOLE = "_propagate_tensor_meta_non_cached"  # tries each operation on shapes of whole tensors

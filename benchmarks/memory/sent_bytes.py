@@ -1,7 +1,7 @@
 """Bytes that a process sends by each kind of collective, as what it calls is watched.
 
-Torch's own CommDebugMode sees the same operators; it counts calls, not bytes, and loses its way
-among blocks whose forward pass is replaced.
+Torch's own CommDebugMode sees as many calls (`tests/test_communication.py`); it counts no bytes,
+and loses its way among blocks whose forward pass is replaced.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KINDS = {  # by the operator: those of FSDP and DDP, and the functional ones of all else
+    "c10d::allgather_": "all_gather",
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
@@ -40,12 +41,14 @@ class SentBytes(TorchDispatchMode):
     process keeps.
 
     Attributes:
+        calls: of every kind.
         sent: bytes by kind and number of processes.
         small: bytes of messages under SMALL, which `sent` leaves out.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.calls: Counter[str] = Counter()
         self.sent: Counter[tuple[str, int]] = Counter()
         self.small = 0
 
@@ -62,6 +65,7 @@ class SentBytes(TorchDispatchMode):
         name = func.name().partition(".")[0] if callable(getattr(func, "name", None)) else ""
         if name in KINDS:
             kind, group = KINDS[name], _group(args)
+            self.calls[kind] += 1
             size = _sent(kind, group, _operand(args), _splits(args))
             if size < SMALL:
                 self.small += size
@@ -80,10 +84,11 @@ def _group(args: Sequence[Any]) -> dist.ProcessGroup:
 
 def _operand(args: Sequence[Any]) -> int:
     """Bytes of what a process brings: the last tensor, in front of which some have their result."""
-    first = [arg for arg in args if isinstance(arg, Tensor)]
-    if first:
-        return first[-1].nbytes
-    return sum(tensor.nbytes for tensor in args[0])
+    alone = [arg for arg in args if isinstance(arg, Tensor)]
+    if alone:
+        return alone[-1].nbytes
+    lists = [arg for arg in args if isinstance(arg, list) and isinstance(arg[0], Tensor)]
+    return sum(tensor.nbytes for tensor in lists[-1])
 
 
 def _splits(args: Sequence[Any]) -> Sequence[int]:

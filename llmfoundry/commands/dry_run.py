@@ -7,6 +7,7 @@ what a command refuses before it begins is refused here too, with the same words
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.errors import UserError
+from llmfoundry.estimate.communication import Messages, communication
 from llmfoundry.estimate.fit import (
     check_workers,
     checkpointing_line,
@@ -108,6 +110,8 @@ def plan_training(written: TrainRecipe) -> Rows:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     yield "device", f"{world.size} x {device}, {recipe.precision}, microbatch {rows}"
     yield "memory", _memory(need, rows, free)
+    if world.size > 1 and model is None:
+        yield "sends", _sends(communication(guessed, world.size, rows))
     if recipe.parallel.activation_checkpointing == "auto":
         yield "", checkpointing_line(guessed, fit)
     yield "checkpoints", _checkpoints(recipe, need, model)
@@ -196,6 +200,15 @@ def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
         f" {size(need.weights / GIB)}{more}, activations {size(need.activations(rows) / GIB)});"
         f" {size(free / GIB)} are free"
     )
+
+
+def _sends(messages: Iterable[Messages]) -> str:
+    """What a process sends in a step, the most first."""
+    each: Counter[str] = Counter()
+    for message in messages:
+        each[message.what] += message.sent
+    parts = ", ".join(f"{what} {size(sent / GIB)}" for what, sent in each.most_common())
+    return f"about {size(each.total() / GIB)} a process and step: {parts}"
 
 
 def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | None) -> str:

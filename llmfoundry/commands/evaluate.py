@@ -270,7 +270,9 @@ def _open_run(recipe: EvalRecipe, path: str, world: World, console: Console) -> 
         loaded.recipe,
         device_eval_batch_size=recipe.device_eval_batch_size,
         global_train_batch_size=world.data_size * 8,  # rows of a process at a time, at most
+        parallel=ParallelConfig(),  # every process holds the model, however it was trained
     )
+    run.parallel.fill()
     rows = choose_microbatch(
         run, world_size=world.size, available=memory_of_process(world), device=world.device
     )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from llmfoundry.estimate.trained import ALL, SavedInputs
 from llmfoundry.ops.moe.steps import packed_width
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import Degrees, recomputation
+from llmfoundry.recipe.parallel_limits import context_method
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
 CPU = torch.device("cpu")
@@ -58,17 +60,22 @@ def row_bytes(
     most = max(each.values(), default=0)
     tokens = tokens_of_row(recipe, degrees)
     gradients = tokens * (2 * stream + low * _inner(model)) // tensor
-    passing = tokens * expert_rows(model, low) // tensor
+    passing = tokens * expert_rows(model, low, travel=degrees.expert > 1) // tensor
+    gathered = (2 * 4 + low) * model.d_model if tensor > 1 else 0  # the head's input, its gradient
     return RowBytes(
         kept=sum(each[one] for one in reached),
-        head=tokens * (3 * 4 * model.d_model + stream) // tensor,
+        head=tokens * ((3 * 4 * model.d_model + stream) // tensor + gathered),
         block=whole - most + gradients + passing if reached else 0,
     )
 
 
 def tokens_of_row(recipe: TrainRecipe, degrees: Degrees) -> int:
-    """A process's tokens of a row that context parallelism divides."""
-    return -(-recipe.max_seq_len // degrees.context)
+    """A process's tokens of a row that context parallelism divides; padded where it does not."""
+    if degrees.context == 1:
+        return recipe.max_seq_len
+    gathered = context_method(recipe.model, recipe.parallel, degrees) == "all_gather"
+    pieces = 2 if gathered else 1  # from both ends of the row
+    return -(-recipe.max_seq_len // (pieces * degrees.context)) * pieces
 
 
 def _kept(
@@ -159,18 +166,11 @@ def seen_keys(recipe: TrainRecipe, degrees: Degrees) -> int:
     """
     heads = recipe.model.attn_config.kv_n_heads
     assert heads, "the recipe was not filled"
-    if degrees.context > 1 and context_method(recipe, degrees) == "all_gather":
+    method = context_method(recipe.model, recipe.parallel, degrees)
+    if degrees.context > 1 and method == "all_gather":
         return degrees.context
-    return max(1, degrees.context * degrees.tensor // heads)
-
-
-def context_method(recipe: TrainRecipe, degrees: Degrees) -> str:
-    """What an unset context_parallel_method stands for."""
-    written = recipe.parallel.context_parallel_method
-    if written is not None:
-        return written
-    heads = recipe.model.n_heads // degrees.tensor
-    return "all_gather" if heads % degrees.context else "ulysses"
+    heads = max(1, heads // degrees.tensor)
+    return math.lcm(heads, degrees.context) // heads
 
 
 def selective_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL, degrees: Degrees = ALONE) -> int:
@@ -190,7 +190,10 @@ def selective_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL, degrees: Degre
         shared = (ffn.shared_expert_hidden_size or 0) * (2 if ffn.mlp_type == "glu" else 1)
         products = q + 2 * kv + shared + (d if shared else 0)
         routed = expert_bytes(model, low, SavedInputs(up=False), degrees)
-        experts = routed - low * 2 * shared + low * d  # the operator's result too
+        top_k = (ffn.moe_top_k or 1) if degrees.expert > 1 else 1
+        experts = routed - low * 2 * shared + low * d * top_k  # the operator's result too
+        if degrees.expert > 1:
+            experts += low * d * top_k  # and what came to it
     adapters = low * (products + d if kept.added else 0) + low * kept.added
     attention = low * q + LOG_SUM * model.n_heads
     divided = stream + low * products + attention + experts + adapters
@@ -202,7 +205,11 @@ def selective_bytes(recipe: TrainRecipe, kept: SavedInputs = ALL, degrees: Degre
 def expert_bytes(
     model: ModelConfig, low: int, kept: SavedInputs = ALL, degrees: Degrees = ALONE
 ) -> int:
-    """Bytes that the backward pass of a mixture keeps of one token, in values of `low` bytes."""
+    """Bytes that the backward pass of a mixture keeps of one token, in values of `low` bytes.
+
+    Of evenly loaded experts: where processes share them, one whose experts have a times the mean
+    load keeps a times as many rows.
+    """
     ffn, d, top_k = model.ffn_config, model.d_model, model.ffn_config.moe_top_k
     assert ffn.ffn_hidden_size and ffn.moe_num_experts and top_k, "the recipe was not filled"
     projections = 2 if ffn.mlp_type == "glu" else 1
@@ -215,17 +222,34 @@ def expert_bytes(
             width = low * d + packed_width(d) + packed  # the router keeps its input as it is
     else:  # the rows of every expert, all that the activation makes of them, and what it gives
         width = top_k * low * (2 * d + 2 * projections * ffn.ffn_hidden_size)
-    return router + shared + width
+    return router + shared + width + _travelling(model, low, kept, degrees)
 
 
-def expert_rows(model: ModelConfig, width: int) -> int:
+def _travelling(model: ModelConfig, low: int, kept: SavedInputs, degrees: Degrees) -> int:
+    """Of a token what waits of its rows' travel (`ops/moe/exchange.py`): those that came, and back.
+
+    Those that came are the experts' input, beside the tokens themselves, which the router keeps.
+    """
+    top_k = model.ffn_config.moe_top_k
+    assert top_k, "the recipe was not filled"
+    if degrees.expert == 1:
+        return 0
+    came = kept.up and model.ffn_config.moe_impl == "grouped_mm"  # another's rows are counted
+    rows = low * model.d_model * (came + 1)
+    if came and model.ffn_config.moe_compress_activations:
+        rows = low * model.d_model + packed_width(model.d_model)
+    return top_k * rows
+
+
+def expert_rows(model: ModelConfig, width: int, *, travel: bool = False) -> int:
     """Bytes of a token's rows on their way back through the experts of the block at work.
 
     Gradients and inputs of the rows, (d) each, the gradient of the activation, what it gave, and
-    the gradients of both projections, (f) each: `ops/moe/device.py`.
+    the gradients of both projections, (f) each: `ops/moe/device.py`. Where they `travel`, also what
+    came of their gradients, and what goes back.
     """
     ffn = model.ffn_config
     if ffn.ffn_type != "dmoe":
         return 0
     assert ffn.ffn_hidden_size and ffn.moe_top_k, "the recipe was not filled"
-    return ffn.moe_top_k * width * (3 * model.d_model + 3 * ffn.ffn_hidden_size)
+    return ffn.moe_top_k * width * ((5 if travel else 3) * model.d_model + 3 * ffn.ffn_hidden_size)

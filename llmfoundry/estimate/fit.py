@@ -145,9 +145,9 @@ def _candidates(recipe: TrainRecipe, rows: int, device: torch.device) -> list[in
 
 
 def _levels(recipe: TrainRecipe, device: torch.device) -> list[str]:
-    """What auto may stand for, the least work first; see `parallel/blocks.py` for the exception."""
-    compiled_on_cpu = recipe.compile and device.type == "cpu"
-    return [level for level in LEVELS if not (compiled_on_cpu and level == "selective")]
+    """What auto may stand for, the least work first; `parallel/blocks.py` has the exceptions."""
+    without = recipe.compile and (device.type == "cpu" or recipe.cuts_within_blocks)
+    return [level for level in LEVELS if not (without and level == "selective")]
 
 
 def _with_level(recipe: TrainRecipe, level: str) -> TrainRecipe:

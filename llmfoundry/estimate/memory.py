@@ -114,16 +114,14 @@ def estimate(
     width = 2 if recipe.precision == "bf16" else 4
     low = 4 if recipe.precision == "fp32" else 2
     held = shares(model, degrees)
-    own = width * held.all.shard
-    head, block, experts = (x.gathered for x in (held.head, held.block, held.block_experts))
-    if degrees.expert == 1:
-        block, experts = block + experts, 0  # gathered together
-    largest = max(block, experts)
+    own, head = width * held.all.shard, held.head.gathered
+    block, *apart = (unit.block.gathered for unit in held.units)
+    largest = max(block, *apart, 0)
     gathered = Whole(
         ends=low * held.ends.gathered,
         head=low * head,
         block=low * block,
-        experts=low * experts,
+        apart=low * sum(apart),
         trained=low * largest,
         reduced=REDUCED * largest,
     )
@@ -133,9 +131,7 @@ def estimate(
         parameter_bytes=own,
         gradient_bytes=own,
         moment_bytes=OPTIMIZERS[recipe.optimizer.name].moments * own,
-        **_whole_weights(
-            recipe, degrees, gathered, head, values=(held.dense + held.experts).gathered
-        ),
+        **_whole_weights(recipe, degrees, gathered, head, values=held.blocks.gathered),
         row_head=rows.kept + rows.head,
         row_block=rows.kept + rows.block,
         **_logits(recipe, degrees, device),
@@ -150,8 +146,8 @@ class Whole(NamedTuple):
     Attributes:
         ends: of embeddings, final norm and head.
         head: the gradient of the head.
-        block: of a block, or of what FSDP gathers of it beside its experts.
-        experts: of a block's experts where they are gathered apart from it; else 0.
+        block: of a block.
+        apart: of a block what is not gathered with it: its experts, where processes share them.
         trained: of what is gathered together the part that trains: the gradient.
         reduced: the same in REDUCED bytes each.
     """
@@ -159,7 +155,7 @@ class Whole(NamedTuple):
     ends: int
     head: int
     block: int
-    experts: int
+    apart: int
     trained: int
     reduced: int
 
@@ -171,9 +167,9 @@ def _whole_weights(
 
     At the head: its gradient in fp32, again times the loss's scale, and in the weights' dtype. At a
     block under FSDP: its weights, the next one's, which are fetched already, its gradient, and
-    that of the block before, in fp32, on its way; of experts that are gathered apart, its own
-    alone. Without FSDP: the bf16 copies that autocast makes of the blocks' fp32 weights, which the
-    backward pass asks for again.
+    that of the block before, in fp32, on its way; of what is gathered apart, its own alone. Without
+    FSDP: the bf16 copies that autocast makes of the blocks' fp32 weights, which the backward pass
+    asks for again.
 
     Args:
         recipe: filled.
@@ -186,7 +182,7 @@ def _whole_weights(
     if degrees.is_replicas:
         copies = 2 * values if recipe.precision == "amp_bf16" else 0
         return {"at_head": at_head + copies, "at_block": whole.head + copies}
-    one = whole.block + whole.experts
+    one = whole.block + whole.apart
     gathered, before_head = whole.block + one, one
     if recipe.parallel.reshard_after_forward is False:
         gathered = recipe.model.n_layers * one
@@ -224,9 +220,9 @@ def _estimate_part(
         ends=held.ends - held.trained_ends + held.trained_ends // narrow,
         head=held.trained_head // narrow,
         block=held.block - held.trained_block + held.trained_block // narrow,
-        experts=held.experts - held.trained_experts + held.trained_experts // narrow,
-        trained=max(held.trained_block, held.trained_experts) // narrow,
-        reduced=max(held.trained_block, held.trained_experts)
+        apart=held.apart - held.trained_apart + held.trained_apart // narrow,
+        trained=max(held.trained_block, held.trained_apart) // narrow,
+        reduced=max(held.trained_block, held.trained_apart)
         * (2 if recipe.precision == "bf16" else 1),
     )
     each = 2 if recipe.precision == "bf16" else 4

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.estimate.shards import Values, total, values_of
-from llmfoundry.models.counts import EXPERTS
+from llmfoundry.estimate.shards import BLOCK, Values, total, unit_of, values_of
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.moe import ExpertWeights
@@ -55,10 +54,10 @@ class WeightBytes:
         frozen: bytes that it keeps and that nothing but products need.
         trained: bytes that gradients and moments are kept of as well.
         block: bytes of the largest block, gathered.
-        experts: of its experts where they are gathered apart from it; else 0.
+        apart: of a block what is not gathered with it: experts that processes share.
         ends: bytes of embeddings, final norm and head.
         trained_block: of `block` the bytes that train.
-        trained_experts: of `experts` the bytes that train.
+        trained_apart: of `apart` the bytes that train.
         trained_ends: of the ends the bytes that train.
         trained_head: of these the bytes of the head.
         trained_matrices: values of the blocks that train.
@@ -69,10 +68,10 @@ class WeightBytes:
     frozen: int
     trained: Values
     block: int
-    experts: int
+    apart: int
     ends: int
     trained_block: int
-    trained_experts: int
+    trained_apart: int
     trained_ends: int
     trained_head: int
     trained_matrices: int
@@ -82,34 +81,39 @@ class WeightBytes:
 def weigh(model: nn.Module, device: torch.device, degrees: Degrees) -> WeightBytes:
     """What a process has of a model with `blocks`, computing on a device of that kind."""
 
-    def held(module: nn.Module, *, trained: bool = False, experts: bool | None = None) -> Values:
-        """Bytes of its parameters; of those that train, of experts alone or of all others."""
-        return total(
-            values_of(n, p.shape, degrees) * p.itemsize
-            for n, p in module.named_parameters()
-            if (p.requires_grad or not trained)
-            and (experts is None or experts == (EXPERTS in n and degrees.expert > 1))
-        )
+    def held(module: nn.Module, *, trained: bool) -> dict[str, Values]:
+        """Bytes of its parameters, or of those that train, by what they are gathered with."""
+        found: dict[str, Values] = {}
+        for name, p in module.named_parameters():
+            if p.requires_grad or not trained:
+                unit, values = unit_of(name, degrees), values_of(name, p.shape, degrees)
+                found[unit] = found.get(unit, Values()).plus(values.times(p.itemsize))
+        return found
+
+    def largest(*, trained: bool) -> tuple[int, int]:
+        """Of a block what is gathered with it, and apart from it."""
+        each = [held(block, trained=trained) for block in blocks]
+        own = max((found.pop(BLOCK, Values()).gathered for found in each), default=0)
+        return own, max((total(found.values()).gathered for found in each), default=0)
 
     blocks: list[nn.Module] = list(model.blocks)  # type: ignore[arg-type]
     inside = {id(p) for block in blocks for p in block.parameters()}
-    everything, trains = held(model), held(model, trained=True)
+    everything, trains = (total(held(model, trained=t).values()) for t in (False, True))
     in_blocks, trains_there = (
-        total(held(b, trained=only) for b in blocks) for only in (False, True)
+        total(values for block in blocks for values in held(block, trained=t).values())
+        for t in (False, True)
     )
-
-    def largest(*, trained: bool, experts: bool) -> int:
-        return max((held(b, trained=trained, experts=experts).gathered for b in blocks), default=0)
-
+    block, apart = largest(trained=False)
+    trained_block, trained_apart = largest(trained=True)
     return WeightBytes(
         parameters=value_count(model),
         frozen=everything.shard - trains.shard,
         trained=trains,
-        block=largest(trained=False, experts=False),
-        experts=largest(trained=False, experts=True),
+        block=block,
+        apart=apart,
         ends=everything.gathered - in_blocks.gathered,
-        trained_block=largest(trained=True, experts=False),
-        trained_experts=largest(trained=True, experts=True),
+        trained_block=trained_block,
+        trained_apart=trained_apart,
         trained_ends=trains.gathered - trains_there.gathered,
         trained_head=_trained_head(model) // degrees.tensor,
         trained_matrices=sum(

@@ -307,7 +307,7 @@ class Decoder(nn.Module):
         Where processes share matrices, of this one's tokens alone.
         """
         ranks = self.tensor_ranks
-        x = self.wte(tokens if ranks is None else ranks.filled(tokens))
+        x = self.wte(tokens) if ranks is None else ranks.embedded(self.wte.weight, tokens)
         if wide is not None:
             x = wide.spread(self.prompt_embeddings, x)
         if self.config.learned_pos_emb:

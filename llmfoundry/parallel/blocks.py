@@ -156,8 +156,9 @@ def _selection(root: Root) -> Callable[[], Any]:
 
 
 def _shared_mixtures(root: Root) -> list[MoE]:
-    """The layers whose experts are on several processes."""
-    return [m for m in root.modules() if isinstance(m, MoE) and m.group is not None]
+    """The layers in which FSDP has units of their own: experts, or all of a layer."""
+    mixtures = (m for m in root.modules() if isinstance(m, MoE))
+    return [m for m in mixtures if m.group is not None or m.others.tensor is not None]
 
 
 def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,11 +72,16 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
                 mesh = used(meshes.expert_weights)
                 fully_shard(experts, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         if meshes.mixture_weights is not None:
+            # a block adds what a layer gives to its stream, out of place
+            warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPMoE\) returned")
             for layer in (m for m in block.modules() if isinstance(m, MoE)):
                 mesh = used(meshes.mixture_weights)
                 fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        inner = [m for m in block.modules() if isinstance(m, FSDPModule)]
         mesh = used(meshes.weights)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        if inner:  # gathered while attention computes, not once the host has waited for counts
+            block.set_modules_to_forward_prefetch(inner)  # type: ignore[operator]
     fully_shard(root, mesh=used(meshes.weights), mp_policy=policy, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):

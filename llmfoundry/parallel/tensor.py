@@ -20,8 +20,8 @@ g = (n - 1) / n * B * T * D each (T rounded up to a multiple of n).
 - Embedding: a reduce-scatter forward, an all-gather backward: 2 g. Head: an all-gather of hidden
   states forward, a reduce-scatter backward: 2 g; and 2 values (fp32) of each labelled token from
   each process.
-- Parameters that all have (norms, biases of the second matrices): an all-reduce of their gradients
-  a microbatch.
+- Parameters that all have and apply to their own tokens (norms, positions): an all-reduce of their
+  gradients a microbatch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def share_matrices(root: Root, meshes: Meshes | None) -> None:
     _check(model, mesh)
     model.tensor_ranks = TensorRanks(mesh)
     plan: dict[str, ParallelStyle] = {
-        "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "wte": RowwiseParallel(input_layouts=Replicate()),  # for its rows: see `TensorRanks`
         "norm_f": _norm(),
     }
     if model.config.learned_pos_emb:

@@ -45,6 +45,11 @@ def _expert(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
         yield f"{key}: {degrees.expert}, but the model has no experts; write 1"
     elif experts is not None:
         yield from divides(key, degrees.expert, "model.ffn_config.moe_num_experts", experts)
+    if model.ffn_config.moe_impl == "megablocks":
+        yield (
+            "model.ffn_config.moe_impl: megablocks wants rows for its experts, and a process that"
+            f" shares them ({key}: {degrees.expert}) may get none; write grouped_mm"
+        )
 
 
 def _context(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> Iterator[str]:

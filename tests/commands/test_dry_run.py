@@ -18,7 +18,7 @@ from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.track.format import count
+from llmfoundry.track.format import count, size
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 
@@ -49,6 +49,20 @@ def test_a_training_run_is_planned_and_nothing_is_written(
     assert f"about {count(parameter_count(recipe.model))} parameters" in out
     assert "100 steps of 2 rows of 512 tokens (1,024)" in out and "runs/quickstart" in out
     assert [*tmp_path.iterdir()] == []
+
+
+def test_processes_are_told_what_they_send_to_each_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["model.vocab_size=2048", "parallel=ddp", "global_train_batch_size=4"]
+    assert dry(TrainRecipe, "train:train", QUICKSTART, *words) == 0
+    assert "sends" not in capsys.readouterr().out
+    assert dry(TrainRecipe, "train:train", QUICKSTART, *words, "parallel.nproc_per_node=2") == 0
+    recipe = checked(TrainRecipe, QUICKSTART, words)
+    recipe.fill()
+    gradients = size(4 * parameter_count(recipe.model) / 2**30)  # half of them, to and fro
+    said = f"sends about {gradients} a process and step: gradients {gradients}"
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU serves amp_bf16")

@@ -118,6 +118,11 @@ def gathered(parameter: nn.Parameter, stacked: tuple[int, ...]) -> Tensor:
         return whole
     share = 1.0
     if isinstance(grad, DTensor):
+        assert isinstance(parameter.data, DTensor)
+        if not grad.placements[0].is_partial():
+            assert grad.placements == parameter.data.placements, (
+                "no gradient is whole but of what is"
+            )
         share = float(not grad.placements[0].is_replicate() or dist.get_rank() == 0)
         grad = grad.to_local()
     for block in held_blocks(parameter, stacked):

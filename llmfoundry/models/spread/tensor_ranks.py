@@ -75,6 +75,20 @@ class TensorRanks:
             mask[real] = True
         return self.own(mask.view(rows, tokens)).flatten().nonzero()[:, 0]
 
+    def embedded(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        """(B, S, D): embeddings of this process's tokens, of tokens (B, T) and a table (V, D).
+
+        Each process looks up the tokens of its own rows; their sum, of which one summand is not
+        zero, goes to who has the token. DTensor's own embedding does as much, but gives every
+        process the gradient of the whole table.
+        """
+        rows, shard = self.vocabulary(weight)
+        place = self.filled(tokens) - shard.first  # (B, n S)
+        mine = (place >= 0) & (place < len(rows))
+        found = F.embedding(torch.where(mine, place, 0), rows).masked_fill(~mine[..., None], 0)
+        whole = DTensor.from_local(found, self.mesh, [Partial()], run_check=False)
+        return whole.redistribute(placements=[Shard(1)]).to_local()
+
     def gathered(self, x: Tensor, tokens: int) -> Tensor:
         """(B, T, D) of every process's x (B, S, D); gradients of all of them are added up."""
         whole = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False)

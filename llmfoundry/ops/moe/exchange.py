@@ -54,7 +54,7 @@ class Exchange:
         rows = _Gathered.apply(x, self._order, self._inverse, experts.shape[1])  # (N, D)
         theirs = wait(theirs).view(size, -1)  # (P, E / P), of each process for each expert here
         mine = counts.view(size, -1)
-        sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+        sent, received = _lengths(mine, theirs)
         here = torch.arange(theirs.shape[1], device=x.device).repeat(size)
         self._experts = here.repeat_interleave(theirs.flatten(), output_size=sum(received))
         self._there, self._back = _Way(received, sent, group), _Way(sent, received, group)
@@ -73,6 +73,15 @@ class Exchange:
         """Wait for them; the sum of each token's rows times the router's weights (T, k): (T, D)."""
         rows = _Finish.apply(self._rows, self._back)  # (N, D)
         return _Combined.apply(rows, weights, self._order, self._inverse)
+
+
+def _lengths(mine: Tensor, theirs: Tensor) -> tuple[list[int], list[int]]:
+    """Rows that go to each process and that come from it, of counts (P, E / P) each.
+
+    The one wait for the device.
+    """
+    sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+    return sent, received
 
 
 @dataclass

@@ -191,6 +191,28 @@ class TrainRecipe:
                 f" (parallel.{key}: {getattr(self.parallel, key)}) are gathered anew for every"
                 f" block; {GRAPH_ADVICE}"
             )
+        level = self.parallel.activation_checkpointing
+        if self.compile and level == "selective" and self.cuts_within_blocks:
+            key = EXPERT if self.parallel.expert_parallel_degree != 1 else AXES[-1]
+            yield (
+                "parallel.activation_checkpointing: selective is not compiled where FSDP cuts the"
+                f" experts of a block apart (parallel.{key}: {getattr(self.parallel, key)}); write"
+                " whole or none, or compile: false"
+            )
+
+    @property
+    def cuts_within_blocks(self) -> bool:
+        """Whether FSDP has units within a block, whose hooks no graph has: layers with experts.
+
+        Those that processes share, and all beside matrices that they share; of a model that is not
+        opened yet (fine-tuning) only the former are known.
+        """
+        known = isinstance(self.model, ModelConfig)
+        mixed = known and self.model.ffn_config.ffn_type == "dmoe"
+        parallel = self.parallel
+        return parallel.expert_parallel_degree != 1 or (
+            mixed and parallel.tensor_parallel_degree != 1
+        )
 
     def _check_model_across(self) -> Iterator[str]:
         """What the model and the rest of the recipe must agree on."""

@@ -1,0 +1,240 @@
+"""The layouts that a recipe may be spread by on thousands of ranks: each is built, and listed.
+
+    python -m benchmarks.memory.layouts [dbrx] [--ranks 512 3072] [--only hsdp_ep fsdp_tp]
+
+One process is in turn the first, one in the middle and the last of a group whose other ranks do not
+exist (`fake_ranks.py`). The whole model is spread as a run does it, and its optimizer makes the
+moments. Of each layout: whether it fits a GPU of 80 GB and with what, bytes of parameters and
+moments beside the estimate, what a step sends by the formulas of `estimate/communication.py`, which
+ranks work together, and which rows of a block's matrices each holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.memory.fake_ranks import CPU, GPU, MEMORY, built, held_bytes, spread
+from benchmarks.record import table
+from llmfoundry.errors import UserError
+from llmfoundry.estimate.communication import Messages, communication
+from llmfoundry.estimate.fit import choose_fit
+from llmfoundry.estimate.memory import GIB, estimate
+from llmfoundry.models.decoder import Root
+from llmfoundry.models.spread.held import all_stacked_rows, held_blocks
+from llmfoundry.parallel.mesh import Meshes
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train.optimizers.optim import build_optimizer
+from llmfoundry.train.step import Guard
+
+LAYOUTS = {  # by name: the degrees that are not 1; replicas are what is left
+    "fsdp": "shard=-1",
+    "hsdp": "shard=128",
+    "hsdp_ep": "shard=64 expert=8",
+    "hsdp_ep16": "shard=128 expert=16",
+    "fsdp_cp": "shard=64 context=8",
+    "fsdp_tp": "shard=64 tensor=8",
+    "hsdp_tp_ep": "shard=16 tensor=8 expert=16",
+    "hsdp_cp_ep": "shard=32 context=4 expert=8",
+    "all": "shard=16 context=2 tensor=4 expert=16",
+}
+ROWS = {512: 4096, 3072: 6144}  # of a step: as many for each process that reads its own
+SHOWN = ("attn.Wqkv.weight", "attn.out_proj.weight", "ffn.experts.w1")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A layout on some ranks.
+
+    Attributes:
+        recipe: filled, auto decided; how much is computed again and rows at a time.
+        fits: whether by the estimate it fits a GPU of 80 GB.
+        need: GiB of it.
+        parameters: bytes of the first rank's parameters.
+        moments: of its optimizer.
+        expected: what the estimate says of these two.
+        places: lines, of each rank looked at, with its groups and its rows.
+        seconds: that all of this took.
+    """
+
+    recipe: TrainRecipe
+    fits: bool
+    need: float
+    parameters: int
+    moments: int
+    expected: tuple[int, int]
+    places: list[str]
+    seconds: float
+
+    @property
+    def messages(self) -> list[Messages]:
+        """What a process sends in a step."""
+        rows = self.recipe.device_train_microbatch_size
+        assert isinstance(rows, int)
+        return communication(self.recipe, self.recipe.parallel.written_degrees.world, rows)
+
+
+def words(layout: str, ranks: int) -> list[str]:
+    """Of a recipe on so many ranks."""
+    given = dict(word.split("=") for word in LAYOUTS[layout].split())
+    free = "1" if "-1" in given.values() else "-1"
+    found = [f"parallel.data_parallel_replicate_degree={free}"]
+    for name in ("shard", "context", "tensor", "expert"):
+        prefix = "data_parallel_shard" if name == "shard" else f"{name}_parallel"
+        found.append(f"parallel.{prefix}_degree={given.get(name, '1')}")
+    return [*found, f"global_train_batch_size={ROWS.get(ranks, ranks)}"]
+
+
+def build(name: str, layout: str, ranks: int, looked_at: Iterable[int] | None = None) -> Built:
+    """Spread a recipe's model by a layout, as each of some ranks; None: three of them."""
+    began, places, counted = time.perf_counter(), list[str](), list[tuple[int, int]]()
+    recipe = spread(name, words(layout, ranks))
+    degrees = recipe.parallel.degrees(ranks)
+    recipe.parallel.data_parallel_replicate_degree = degrees.replicate
+    recipe.parallel.data_parallel_shard_degree = degrees.shard
+    fits = _decide(recipe, ranks)
+    for rank in (0, ranks // 2 + 1, ranks - 1) if looked_at is None else looked_at:
+        with built(recipe, ranks, rank=rank) as (root, meshes):
+            counted.append(held_bytes(root, _moments(recipe, root)))
+            places += [f"rank {rank}", *groups(meshes), *rows(root)]
+    need, microbatch = estimate(recipe, ranks, device=GPU), recipe.device_train_microbatch_size
+    assert isinstance(microbatch, int)
+    most = max(counted)
+    return Built(
+        recipe,
+        fits,
+        need.total(microbatch) / GIB,
+        *most,
+        (need.parameter_bytes, need.moment_bytes),
+        places,
+        time.perf_counter() - began,
+    )
+
+
+def _decide(recipe: TrainRecipe, ranks: int) -> bool:
+    """Write what auto stands for; whether it fits."""
+    try:
+        fit = choose_fit(recipe, world_size=ranks, available=MEMORY, device=GPU)
+    except UserError:
+        recipe.parallel.activation_checkpointing = "whole"
+        recipe.device_train_microbatch_size = 1
+        return False
+    recipe.parallel.activation_checkpointing = fit.checkpointing
+    recipe.device_train_microbatch_size = fit.microbatch
+    return True
+
+
+def _moments(recipe: TrainRecipe, root: Root) -> torch.optim.Optimizer:
+    """The recipe's optimizer, behind a step."""
+    optimizer = build_optimizer(root.model, recipe.optimizer)
+    for parameter in root.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.found_inf = Guard(CPU).found_inf  # type: ignore[attr-defined]
+    optimizer.step()
+    return optimizer
+
+
+def groups(meshes: Meshes) -> Iterator[str]:
+    """The ranks that this one works with, a line for each view of the mesh."""
+    for name in (
+        "weights",
+        "data",
+        "tokens",
+        "context",
+        "tensor",
+        "expert",
+        "expert_weights",
+        "mixture_weights",
+    ):
+        view = getattr(meshes, name)
+        if isinstance(view, DeviceMesh):
+            assert view.mesh_dim_names is not None
+            for axis in range(view.ndim):
+                ranks = dist.get_process_group_ranks(view.get_group(axis))
+                if len(ranks) > 1:
+                    axis_name = f" {view.mesh_dim_names[axis]}" if view.ndim > 1 else ""
+                    yield f"  {name}{axis_name}: {_ranks(ranks)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """First, second and last of ranks that are as far apart, or all of a few."""
+    if len(ranks) <= 4:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"
+
+
+def rows(root: Root) -> Iterator[str]:
+    """What the rank holds of the first block's matrices."""
+    stacked = all_stacked_rows(root.model)
+    for name, parameter in root.model.named_parameters():
+        if name.startswith("blocks.0.") and name.endswith(SHOWN):
+            blocks = held_blocks(parameter, stacked.get(name, ()))
+            held = " and ".join(_place(block.whole) for block in blocks) or "nothing"
+            yield f"  {name} {tuple(parameter.shape)}: {held}"
+
+
+def _place(whole: tuple[tuple[int, int], ...]) -> str:
+    return "[" + ", ".join(f"{begin}:{end}" for begin, end in whole) + "]"
+
+
+COLUMNS = {
+    "layout": "{}",
+    "degrees": "{}",
+    "80 GB": "{}",
+    "GiB": "{:.1f}",
+    "parameters": "{:.3f}",
+    "of counted, estimate": "{:.4f}",
+    "moments": "{:.3f}",
+    "of counted, its estimate": "{:.4f}",
+    "sends GiB a step": "{:.1f}",
+    "seconds": "{:.0f}",
+}
+
+
+def main() -> None:
+    """Build each layout on each number of ranks, and print them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe", nargs="?", default="dbrx")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[512, 3072])
+    parser.add_argument("--only", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    given = parser.parse_args()
+    for ranks in given.ranks:
+        found, lines = [], list[str]()
+        for layout in given.only:
+            one = build(given.recipe, layout, ranks)
+            found.append(_row(layout, ranks, one))
+            lines += ["", f"{layout} on {ranks} ranks", *one.places, *_sent(one.messages)]
+        print("\n".join([f"{given.recipe} on {ranks} ranks", *table(found, COLUMNS), *lines, ""]))
+
+
+def _row(layout: str, ranks: int, one: Built) -> dict[str, object]:
+    rows_, again = one.recipe.device_train_microbatch_size, one.recipe.parallel
+    how = f"{rows_} rows, {again.activation_checkpointing}" if one.fits else "does not fit"
+    degrees = one.recipe.parallel.degrees(ranks)
+    return {
+        "layout": layout,
+        "degrees": " ".join(f"{k[0]}{v}" for k, v in vars(degrees).items() if v > 1),
+        "80 GB": how,
+        "GiB": one.need,
+        "parameters": one.parameters / GIB,
+        "of counted, estimate": one.expected[0] / one.parameters,
+        "moments": one.moments / GIB,
+        "of counted, its estimate": one.expected[1] / one.moments,
+        "sends GiB a step": sum(m.sent for m in one.messages) / GIB,
+        "seconds": one.seconds,
+    }
+
+
+def _sent(messages: Iterable[Messages]) -> Iterator[str]:
+    for what, kind, processes, sent in messages:
+        yield f"  sends {what} by {kind} among {processes}: {sent / GIB:.2f} GiB a step"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""A run whose processes share the experts: trained, resumed elsewhere, evaluated, converted."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmfoundry.recipe.architecture.ffn import FFNConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.parallel_limits import limits
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from tests.tiny import losses, run, write_recipe
+
+DBRX = (
+    "model.no_bias=true",
+    "model.ffn_config={ffn_type: dmoe, mlp_type: glu, ffn_act_fn: silu, ffn_hidden_size: 32,"
+    " moe_num_experts: 4, moe_top_k: 2, moe_normalize_expert_weights: 1}",
+    "model.attn_config.attn_type=grouped_query_attention",
+    "model.attn_config.kv_n_heads=1",
+    "model.attn_config.clip_qkv=8",
+    "model.tie_word_embeddings=false",
+)
+
+
+def shared(shard: int, expert: int) -> tuple[str, ...]:
+    return (
+        "parallel.data_parallel_replicate_degree=1",
+        f"parallel.data_parallel_shard_degree={shard}",
+        f"parallel.expert_parallel_degree={expert}",
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
+
+
+@pytest.mark.slow
+def test_train_resume_eval_convert_are_those_of_one_process(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+
+    def train(name: str, *changes: str, processes: int) -> dict[int, float]:
+        line = ("tiny.yaml", *DBRX, f"run_name={name}", *changes)
+        run("train.py", *line, cwd=tmp_path, processes=processes)
+        return losses(tmp_path / "runs" / name)
+
+    alone = train("one", processes=1)
+    assert train("two", *shared(2, 2), processes=2) == pytest.approx(alone, rel=1e-6)
+    for name, layout, processes in (("on-four", shared(4, 2), 4), ("on-one", (), 1)):
+        begun = tmp_path / "runs" / name / "checkpoints" / "ba0000004"
+        shutil.copytree(tmp_path / "runs/two/checkpoints/ba0000004", begun)
+        resumed = train(name, *layout, processes=processes)
+        assert min(resumed) == 5
+        assert resumed == pytest.approx({b: alone[b] for b in resumed}, rel=1e-6)
+    told, converted = [], []
+    for name in ("one", "two"):
+        out = run("eval.py", f"runs/{name}", cwd=tmp_path).stdout
+        told.append([float(x) for x in re.findall(r"LanguageCrossEntropy +([\d.]+)", out)])
+        run("convert.py", f"runs/{name}", "to=hf", f"output=hf-{name}", cwd=tmp_path)
+        converted.append(weights(tmp_path / f"hf-{name}"))
+    assert told[0] and told[0] == pytest.approx(told[1], abs=2e-4)
+    assert converted[0].keys() == converted[1].keys() and converted[0]
+    for key, tensor in converted[0].items():
+        torch.testing.assert_close(converted[1][key], tensor, rtol=1e-4, atol=1e-5)
+
+
+MIXTURE: dict[str, Any] = {"ffn_type": "dmoe", "moe_num_experts": 6}
+REFUSED = {
+    (3, 4): (MIXTURE, "parallel.expert_parallel_degree: 4 does not divide"),
+    (4, 2): ({}, "parallel.expert_parallel_degree: 2, but the model has no experts; write 1"),
+    (2, 2): (MIXTURE | {"moe_impl": "megablocks"}, "model.ffn_config.moe_impl: megablocks"),
+}
+
+
+@pytest.mark.parametrize(("shard", "expert"), REFUSED)
+def test_what_cannot_be_shared_is_refused(shard: int, expert: int) -> None:
+    settings, expected = REFUSED[shard, expert]
+    model = ModelConfig(no_bias=True, ffn_config=FFNConfig(**settings))
+    config = ParallelConfig(data_parallel_shard_degree=shard, expert_parallel_degree=expert)
+    (line,) = limits(model, config, config.written_degrees)
+    assert line.startswith(expected) and "\n" not in line
+
+
+@pytest.mark.parametrize("degree", ["expert_parallel_degree", "tensor_parallel_degree"])
+def test_selective_checkpointing_within_blocks_is_not_compiled(degree: str) -> None:
+    recipe = TrainRecipe(compile=True)
+    recipe.parallel.activation_checkpointing = "selective"
+    recipe.model.ffn_config = FFNConfig(**MIXTURE)
+    assert not any("selective" in line for line in recipe.check())
+    recipe.parallel.data_parallel_shard_degree = 2
+    setattr(recipe.parallel, degree, 2)
+    (line,) = (line for line in recipe.check() if "selective is not compiled" in line)
+    assert f"parallel.{degree}: 2" in line
+    recipe = FinetuneRecipe(compile=True)
+    recipe.parallel.activation_checkpointing = "selective"
+    setattr(recipe.parallel, degree, 2)
+    told = [line for line in recipe.check() if "selective is not compiled" in line]
+    assert len(told) == (degree == "expert_parallel_degree")
