@@ -36,6 +36,11 @@ class SpeedMonitor(Callback):
         self._flops, self._peak = flops_per_token, peak_flops
         self._points: deque[tuple[int, float]] = deque(maxlen=window + 1)
 
+    def on_return(self, trainer: Trainer) -> None:
+        """Measure anew."""
+        self._points.clear()
+        self._points.append((trainer.batch, trainer.train_seconds))
+
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Add throughput/*, and seconds so far of steps, time/train, and evaluations, time/val."""
         if not self._points:
@@ -106,12 +111,18 @@ class RuntimeEstimator(Callback):
     """Seconds that remain: steps at their mean time, and evaluations at theirs."""
 
     may_lag = True
+    _since: tuple[int, float] | None = None  # batch and seconds from which steps are counted
+
+    def on_return(self, trainer: Trainer) -> None:
+        """Count anew."""
+        self._since = (trainer.batch, trainer.train_seconds)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Add time/remaining_estimate."""
-        done = trainer.logged_batch - trainer.first_batch
+        first, before = self._since or (trainer.first_batch, 0.0)
         left = trainer.clock.total - trainer.logged_batch
-        remaining = left * trainer.train_seconds / max(done, 1)
+        seconds = trainer.train_seconds - before
+        remaining = left * seconds / max(trainer.logged_batch - first, 1)
         if trainer.evaluations:
             evaluations, interval = 1, trainer.clock.batches(trainer.recipe.eval_interval)
             if interval > 0:  # this step's own, where it is due, is still to come

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,6 +68,9 @@ class Callback:
 
     def on_step(self, trainer: Trainer) -> None:
         """Act after a step, its log and its evaluation, before its checkpoint."""
+
+    def on_return(self, trainer: Trainer) -> None:
+        """Count anew from `trainer.batch`: after a spike the run went back there."""
 
     def close(self) -> None:
         """Undo what outlives the run; called at its end, also after an error."""
@@ -165,7 +168,8 @@ class Trainer:
         signal_name = ""
         self._started = time.perf_counter()
         self._batches = BatchPrefetcher(self.loader, self.batch)
-        with StopSignal(self.world) as stop, closing(_Newest(self)):
+        with StopSignal(self.world) as stop, ExitStack() as stack:
+            stack.callback(lambda: self._batches.close())  # the newest, where the run goes back
             try:
                 while not (self.done or signal_name):
                     try:
@@ -199,8 +203,10 @@ class Trainer:
         self._losses = self._begin_losses(*to.state.get("window", ()))
         self._wait_seconds, self._saves_soon = 0.0, True
         self.watch.go_back(why.decision, to.describe(), to.state.get("spikes"))
-        for callback in self.callbacks if to.name else ():
-            callback.restore(to.state["callbacks"])
+        for callback in self.callbacks:
+            if to.name:
+                callback.restore(to.state["callbacks"])
+            callback.on_return(self)
         self.tracker.rewind(self.batch)
         self._batches = BatchPrefetcher(self.loader, self.batch)
         self._started = time.perf_counter()
@@ -420,16 +426,6 @@ class Trainer:
         self.root.train()
         self._started = time.perf_counter()
         self.paused_seconds += self._started - began
-
-
-class _Newest:
-    """Closes whichever batches a trainer reads last."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def close(self) -> None:
-        self._trainer._batches.close()
 
 
 def lags(device: torch.device) -> bool:

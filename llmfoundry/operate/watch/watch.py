@@ -145,7 +145,12 @@ class Watch(Callback):
     def restore(self, state: dict[str, Any]) -> None:
         """Resume; on other devices, or in another layout, nothing is known."""
         self._history = History.restored(state.get("watch", {}), self._configuration)
+
+    def on_return(self, trainer: Trainer) -> None:
+        """Time anew."""
         self._stretch = None
+        self._begin_round()
+        self._last, self._paused = time.perf_counter(), trainer.paused_seconds
 
     def _tell(self, trainer: Trainer) -> None:
         """Begin to tell the others what this process measured in the round."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,3 +154,37 @@ def test_going_back_without_passing_the_spike_ends_the_run() -> None:
         record = SpikeRecord.restored(record.state())
         actions.append(found.action)
     assert actions == ["roll_back", "roll_back", "roll_back", "roll_back", "stop"]
+
+
+def real() -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step of a run of yamls/quickstart.yaml on a CPU."""
+    found = json.loads((Path(__file__).parent / "quickstart_steps.json").read_text())
+    return list(zip(found["loss"], found["norm"], strict=True))
+
+
+def test_no_step_of_a_real_run_is_a_spike_and_one_that_is_raised_is() -> None:
+    series = real()
+    assert len(series) > 1000
+    found = watched(Guard(CPU, WatchConfig()), series)
+    assert [v.batch for v in found if any(v.flags)] == []
+    loss, norm = series[1000]
+    for raised in ((loss + 6, norm), (loss, norm * 20)):
+        spoilt = [*series[:1000], raised, *series[1001:]]
+        found = watched(Guard(CPU, WatchConfig()), spoilt)
+        assert [v.batch for v in found if any(v.flags)] == [1000]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_step_of_longer_runs_like_the_real_one_is_a_spike(seed: int) -> None:
+    """Its second half's noise around a line that goes on falling, drawn anew for 2,000 steps."""
+    half = real()[-800:]
+    draw = random.Random(seed)
+    deviations = [[a - statistics.fmean(x) for a in x] for x in zip(*half, strict=True)]
+    mean = statistics.fmean(loss for loss, _ in half)
+    norms = [norm for _, norm in half]
+    series = [
+        (mean * (1 - n / 20_000) + draw.choice(deviations[0]), draw.choice(norms))
+        for n in range(2000)
+    ]
+    found = watched(Guard(CPU, WatchConfig()), series)
+    assert [v.batch for v in found if any(v.flags)] == []

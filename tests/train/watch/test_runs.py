@@ -305,8 +305,10 @@ def test_the_record_is_the_one_of_a_run_that_never_had_the_block(
 ) -> None:
     """Steps that are made anew are in it once."""
     lines = (Path("runs/back") / "metrics.jsonl").read_text().splitlines()
-    steps = [row["time/batch"] for row in map(json.loads, lines) if "loss/train/total" in row]
-    assert steps == [*range(1, 35)]
+    rows = [row for row in map(json.loads, lines) if "loss/train/total" in row]
+    assert [row["time/batch"] for row in rows] == [*range(1, 35)]
+    assert all(row["throughput/tokens_per_sec"] > 0 for row in rows)
+    assert all(0 <= row["time/remaining_estimate"] < 3600 for row in rows)
 
 
 def test_state_of_other_settings_begins_anew() -> None:
@@ -321,3 +323,10 @@ def test_state_of_other_settings_begins_anew() -> None:
     for state in ({}, old):
         guard = StepWatch(WatchConfig(spike_window=16), cpu, log, state).guard
         assert guard.state()["seen"] == 0
+
+
+@pytest.mark.slow
+def test_two_thousand_steps_of_a_real_run_have_no_spike(place: Path) -> None:
+    words = ("max_duration=2000ba", "save_interval=0ba", "callbacks.watch.spike_window=128")
+    run = train_here("quiet", *SETTINGS, *words)
+    assert [event for event in read_events(run) if "spike" in event["kind"]] == []
