@@ -203,6 +203,24 @@ def test_changed_proportions_repeat_and_lose_nothing(folder: Path) -> None:
     assert after.samples(12) == 12 * BATCH
 
 
+def test_batches_that_are_left_out_are_the_only_ones_that_do_not_come(folder: Path) -> None:
+    """Each stream goes on behind them, phases begin at their own steps, and a resume knows it."""
+    plain, cut = (loader(three(folder), phases=CURRICULUM) for _ in range(2))
+    cut.batch(4)  # what was planned before is not kept
+    cut.skip(4, 3)
+    first = [plain.mixture.plan(step) for step in range(7)]
+    then = [cut.mixture.plan(step) for step in range(4, 16)]
+    source, sample = (np.concatenate(part) for part in zip(*first, *then, strict=True))
+    for n in range(3):
+        mine = np.sort(sample[source == n])
+        assert np.array_equal(mine, np.arange(len(mine)))
+    parts = [np.bincount(cut.mixture.plan(step)[0], minlength=3) for step in range(8, 12)]
+    assert [part.argmax() for part in parts] == [0, 0, 2, 2]  # the phase of step 10
+    resumed = loader(three(folder), phases=CURRICULUM)
+    resumed.resume(json.loads(json.dumps(cut.state(8))), 8)
+    assert all(same(resumed.batch(step), cut.batch(step)) for step in range(8, 13))
+
+
 def test_a_stream_that_was_away_comes_back_where_it_was_or_is_refused(folder: Path) -> None:
     """Two checkpoints later: what a stream was is kept while the recipe leaves it out."""
     web, code, books = three(folder)

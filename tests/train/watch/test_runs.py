@@ -239,6 +239,19 @@ def test_stop_leaves_the_weights_and_has_its_exit_status(place: Path) -> None:
             train_here("not-finite", *SETTINGS)
 
 
+def test_a_step_that_is_not_finite_again_and_again_ends_a_run_that_goes_back(place: Path) -> None:
+    words = ("callbacks.watch.not_finite=roll_back", "callbacks.watch.roll_back_most=2")
+    far = ("callbacks.watch.roll_back_steps=6", "callbacks.watch.roll_back_skip=0")
+    with pytest.MonkeyPatch.context() as patch:
+        spoil_step(patch, SPIKE, math.nan)
+        with pytest.raises(GivenUp, match=r"step 25: .*it went back 2 times without passing this"):
+            train_here("again", *SETTINGS, *words, *far)
+    run, at = Path("runs/again"), ("not_finite", SPIKE + 1)
+    assert events(run) == [(*at, "roll_back"), (*at, "roll_back"), (*at, "stop")]
+    newest = max(folder.name for folder in (run / "checkpoints").iterdir())
+    assert newest == "ba0000024"  # of before the step
+
+
 def test_a_stall_that_stops_a_run_saves_it_and_the_next_start_goes_on(place: Path) -> None:
     words = (*SETTINGS, "max_duration=12ba", "save_interval=0ba", "callbacks.watch.interval=2")
     with pytest.MonkeyPatch.context() as patch:
