@@ -105,7 +105,7 @@ def started(place: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
 
 
 def names(*runs: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("started", [(name,) for name in runs], indirect=True)
+    return pytest.mark.parametrize("started", [(n,) for n in runs], indirect=True, ids=runs)
 
 
 @names("stopped")
@@ -139,7 +139,10 @@ def test_what_is_killed_goes_on_to_the_same_losses(started: Run, whole: dict[int
         launcher.suspend()  # until the checkpoint is damaged
     struck.kill()
     if started.folder.name == "damaged":
-        ranks[0].wait(60)
+        deadline = time.monotonic() + 100
+        while ranks[0].status() != psutil.STATUS_ZOMBIE:  # nobody buries it meanwhile
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         newest = max((started.folder / "checkpoints").glob("ba*/COMMIT")).parent
         largest = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
         largest.write_bytes(largest.read_bytes()[:-1] + b"x")
