@@ -15,6 +15,7 @@ import pytest
 
 from llmfoundry.events import read_events
 from tests.tiny import ENV, ROOT, losses, run, write_recipe
+from tests.warm_scripts import run_script
 
 LENGTH = ("max_duration=40ba", "save_interval=4ba", "parallel=ddp")
 QUICK = (
@@ -108,6 +109,37 @@ def names(*runs: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("started", [(n,) for n in runs], indirect=True, ids=runs)
 
 
+STOPS_ITSELF = """
+import os, signal
+from llmfoundry.recipe.logger import CALLBACKS, CallbackType
+from llmfoundry.train.trainer import Callback
+
+class Stop(Callback):
+    def on_step(self, trainer):
+        if trainer.batch == 10 and trainer.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+CALLBACKS["stop"] = CallbackType(lambda job: Stop(), keys={})
+"""
+
+
+def test_a_run_has_a_monitor_that_ends_it_where_a_rank_is_stopped(
+    place: Path, whole: dict[int, float]
+) -> None:
+    (place / "stop.py").write_text(STOPS_ITSELF)
+    words = ["tiny.yaml", *LENGTH, "run_name=monitored"]
+    stop = ["plugins=[stop.py]", "callbacks.plugins.stop={}", "hang.stopped_seconds=1"]
+    done = run_script("train.py", [*words, *stop], cwd=place, processes=2)
+    assert done.returncode == 1 and "rank 1 on" in done.stderr
+    (event,) = read_events(place / "runs/monitored")
+    assert (event["kind"], event["rank"], event["phase"]) == ("hang", 1, "callbacks")
+    stacks = [(place / event["stacks"] / f"rank-{r}.txt").read_text() for r in (0, 1)]
+    assert "llmfoundry/train/trainer.py" in stacks[0] and "on_step" in stacks[1]
+    run("train.py", *words, cwd=place, processes=2)
+    assert losses(place / "runs/monitored") == whole
+
+
+@pytest.mark.slow
 @names("stopped")
 def test_a_stopped_rank_is_found_and_the_run_ends_as_one_that_never_was(
     started: Run, whole: dict[int, float]
