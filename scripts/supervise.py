@@ -2,8 +2,7 @@
 
     python scripts/supervise.py quickstart                           as scripts/train.py takes it
     python scripts/supervise.py yamls/finetune/quickstart-sft.yaml   or as scripts/finetune.py does
-    python scripts/supervise.py mpt-7b supervise.webhook='${oc.env:SLACK_WEBHOOK}'
-    python scripts/supervise.py mpt-7b supervise.launch='[srun,"--exclude={exclude}",torchrun]'
+    python scripts/supervise.py mpt-7b supervise.act=true            bad machines are taken out
 
 Finds out why an attempt ended (a mistake, numbers, a machine, the network, a hang, a stop), has
 suspected machines checked, and decides: again, again without them, or not. Every decision is a line
