@@ -28,7 +28,8 @@ class WatchConfig:
     it; skip: leave its update out; roll_back: go back to a checkpoint, and leave out what was read
     since; stop: end the run, with exit status 93."""
     gradient_spike: Annotated[str, choice(SPIKE_ACTIONS)] = "log"
-    """The same of the gradient's norm, by its logarithm, and at least twice the mean."""
+    """The same of the gradient's norm, by its logarithm, and at least five times the mean: what is
+    less happens in sound runs of small batches, and clipping serves."""
     not_finite: Annotated[str, choice(NOT_FINITE_ACTIONS)] = "stop"
     """What to do about a step whose loss or gradient is not finite, which never is an update."""
     spike_window: Annotated[int, Range(8, 2**16, "each is kept on the device")] = 128

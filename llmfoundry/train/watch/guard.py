@@ -22,7 +22,7 @@ from llmfoundry.recipe.operate.watch import WatchConfig
 
 KINDS = ("not_finite", "loss_spike", "gradient_spike")
 LOSS_RISE = 0.05  # of the mean, at least: a converged loss hardly deviates
-NORM_RISE = math.log(2)  # of the logarithm: norms of sound steps differ by factors
+NORM_RISE = math.log(5)  # of the logarithm: small batches' norms jump by four; clipping serves
 _MOST_UNREAD = 1024  # verdicts kept for a log that comes every so many steps, or later
 _WIDTH = 9  # numbers of a verdict
 

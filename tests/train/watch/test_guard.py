@@ -47,7 +47,7 @@ def plain(series: list[tuple[float, float]], config: WatchConfig) -> list[tuple[
             flag = False
             if len(recent) >= size // 2:
                 mean, deviation = statistics.fmean(recent), statistics.pstdev(recent)
-                least = 0.05 * abs(mean) if is_loss else math.log(2)
+                least = 0.05 * abs(mean) if is_loss else math.log(5)
                 flag = value > mean + max(config.spike_deviations * deviation, least)
             past.append(statistics.fmean(recent) if flag else value)
             flags.append(flag)
