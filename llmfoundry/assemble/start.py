@@ -190,8 +190,9 @@ def fill_weights(
 def _changes(recipe: TrainRecipe, folder: Path, state: dict[str, Any]) -> Iterator[str]:
     """A line for every setting of the training that is no longer the checkpoint's."""
     then = state["settings"]  # not recipe.yaml's: its values may come from outside
+    defaults = type(recipe)().training_settings()  # of keys that are newer than the checkpoint
     for key, value in recipe.training_settings().items():
-        if then.get(key) != value:
+        if then.get(key, defaults.get(key)) != value:
             yield f"{key}: {then.get(key)} until {folder.name}, {value} from here on"
 
 

@@ -48,6 +48,7 @@ from llmfoundry.estimate.fit import (
     choose_fit,
     with_guessed_vocabulary,
 )
+from llmfoundry.events import NAME as EVENTS
 from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
@@ -218,7 +219,9 @@ def _open_data(
 def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
     """Begin to record, now that nothing can be refused any more."""
     if job.recipe.save_overwrite and job.world.is_main:
-        remove_checkpoints(run_folder(job.recipe))
+        folder = run_folder(job.recipe)
+        remove_checkpoints(folder)
+        (folder / EVENTS).unlink(missing_ok=True)
     first, clock = trainer.first_batch, trainer.clock
     tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))
 

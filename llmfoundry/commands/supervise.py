@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from llmfoundry.errors import UserError
 from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine
@@ -26,7 +27,15 @@ def supervise(recipe: TrainRecipe) -> None:
 
     Raises:
         SystemExit: with the status that `ends` has for how it ended.
+        UserError: the recipe would begin anew at each restart, or refuse to go on.
     """
+    if recipe.save_overwrite:
+        raise UserError(
+            "save_overwrite: true, but every restart would delete what the run has saved; delete"
+            f" {recipe.save_folder} once, and write false"
+        )
+    if not recipe.autoresume:
+        raise UserError("autoresume: false, but a supervised run goes on by itself; write true")
     end_with_starters()
     name = "finetune" if isinstance(recipe, FinetuneRecipe) else "train"
     folder = _folder(recipe)

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.assemble.start import Start, find_start, load_checkpoint, model_identity
+from llmfoundry.assemble.start import (
+    Start,
+    _changes,
+    find_start,
+    load_checkpoint,
+    model_identity,
+)
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.load import checked
@@ -109,3 +115,15 @@ def test_a_models_identity_is_all_but_how_it_is_computed() -> None:
         differ = {k for k, v in model_identity(other).items() if model_identity(same).get(k) != v}
         (key,) = change
         assert differ == {f"model.{key}" + (".clip_qkv" if key == "attn_config" else "")}
+
+
+@pytest.mark.parametrize(("words", "told"), [((), 0), (("callbacks.watch.loss_spike=skip",), 1)])
+def test_a_key_newer_than_the_checkpoint_is_told_only_where_it_changes_something(
+    saved: Path, words: tuple[str, ...], told: int
+) -> None:
+    recipe = checked(TrainRecipe, "tiny.yaml", [])
+    recipe.fill()
+    then = {k: v for k, v in recipe.training_settings().items() if not k.startswith("callbacks")}
+    now = checked(TrainRecipe, "tiny.yaml", list(words))
+    now.fill()
+    assert len(list(_changes(now, saved, {"settings": then}))) == told

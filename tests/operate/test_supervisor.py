@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.commands.supervise import supervise
+from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
 from llmfoundry.operate.supervise.supervisor import earlier_attempts
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import ENV, ROOT
 
 # A run of ten steps with a checkpoint after each third, that fails as its plan says for an attempt.
@@ -293,3 +296,15 @@ def wait_for_step(place: Place, step: int) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line"),
+    [
+        (TrainRecipe(save_overwrite=True), "^save_overwrite: true, but every restart would delete"),
+        (TrainRecipe(autoresume=False), "^autoresume: false, but a supervised run goes on"),
+    ],
+)
+def test_a_run_that_would_not_go_on_is_not_supervised(recipe: TrainRecipe, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        supervise(recipe)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
+from llmfoundry.events import add_event, read_events
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.checkpoints.verify import find_checkpoint
@@ -145,7 +146,9 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_keeps_its_record(
     assert len(str(caught.value).splitlines()) == 1
     assert {f: f.read_bytes() for f in run.rglob("*") if f.is_file()} == before
     if kind == "torn":
+        add_event(run, "loss_spike", "of the run before")
         train_here(run.name, *BRIEF, "save_overwrite=true")
+        assert not list(read_events(run))
         assert losses(run) == losses(Path("runs/whole"))
 
 
