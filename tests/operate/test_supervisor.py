@@ -68,7 +68,7 @@ for step in range(done + 1, 11):
             record_end(75, "stopped", ["stopped by SIGTERM, and saved"])
             sys.exit(75)
     beat("update", step)
-    time.sleep(0.3 if step == done + 1 else 0.01)
+    time.sleep(0.3 if step == done + 1 else 0.06)
     if step % 3 == 0 or step == 10:
         beat("save", step)
         save(step)

@@ -105,7 +105,9 @@ class Supervisor:
         self._running, has_returned = running, False
         if self._asked:  # while it was being started
             running.ask(self._asked[0])
-        while running.look():
+        looks = True
+        while looks:
+            looks = running.look()
             if not has_returned and running.times.stepped is not None:
                 has_returned = True
                 self._returned(running.times)
