@@ -99,7 +99,7 @@ class KVCache:
         self._keys, self._values = self._keys[:, : len(rows)], self._values[:, : len(rows)]
 
 
-class Exchange(Protocol):
+class HeadExchange(Protocol):
     """How attention sees whole rows of which this process has a part of the tokens alone.
 
     One of those in `parallel/context.py`, which has the shapes.
@@ -143,7 +143,7 @@ class Context:
     temperature: Tensor | None
     cache: KVCache | None
     tokens: int
-    exchange: Exchange | None = None
+    exchange: HeadExchange | None = None
 
 
 class Attention(nn.Module):

@@ -18,7 +18,7 @@ from llmfoundry.models import init
 from llmfoundry.models.attention import (
     Attention,
     Context,
-    Exchange,
+    HeadExchange,
     KeysValues,
     KVCache,
     attention_specs,
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         exchange: with the processes that share its rows while it trains; None: rows are whole.
     """
 
-    exchange: Exchange | None = None
+    exchange: HeadExchange | None = None
     tensor_ranks: TensorRanks | None = None
     virtual: VirtualTokens | None = None
     loss_chunk: int | None = None

@@ -23,7 +23,7 @@ from llmfoundry.models.routing import OtherTokens, Places, Routed, Statistics
 from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.autocast import has_autocast, without_autocast
 from llmfoundry.ops.moe.backends import mixture
-from llmfoundry.ops.moe.exchange import Exchange
+from llmfoundry.ops.moe.exchange import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -257,7 +257,7 @@ class MoE(nn.Module):
         if self.group is None:
             y = multiply(x, weights, experts)
             return y if self.shared is None else y + self.shared(x)
-        exchange = Exchange(x, experts, n_experts=self.experts.n, group=self.group)
+        exchange = TokenExchange(x, experts, n_experts=self.experts.n, group=self.group)
         shared = None if self.shared is None else self.shared(x)  # while rows travel
         rows, here = exchange.arrived()  # (M, D) and (M, 1)
         exchange.send_back(multiply(rows, weights.new_ones(here.shape), here))

@@ -17,7 +17,7 @@ from torch import Tensor
 from llmfoundry.models.routing import Routing
 from llmfoundry.train.objective import Objective
 from llmfoundry.train.step import StepResult
-from llmfoundry.train.watch.guard import Guard, Verdict, read_verdicts
+from llmfoundry.train.watch.guard import Guard, StepVerdict, read_verdicts
 
 
 class HostCopy:
@@ -117,7 +117,7 @@ class ReadStep:
     values: dict[str, Tensor]
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[StepVerdict]:
         """What the guard saw since the last log."""
         return read_verdicts(self.step.looked, self.values["seen"])
 

@@ -121,7 +121,7 @@ def train_step(
     # tokens count once; a row counts for each process that shares it, as its routers' losses do
     count, rows = sum_over_processes(counts, token_group).unbind()
     divisor = torch.where(count > 0, count, 1)
-    sums, factor = Sums(), sum_factor(module)
+    sums, factor = StepSums(), sum_factor(module)
     for part in microbatches:
         with gradient_sync(module, last=part is microbatches[-1], each=reduce_scatter_each):
             with autocast():
@@ -172,7 +172,7 @@ def _look(
     return look
 
 
-class Sums:
+class StepSums:
     """Losses and loads over microbatches, and then over processes, in one message."""
 
     def __init__(self) -> None:

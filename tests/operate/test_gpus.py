@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.operate.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
-from llmfoundry.operate.check.gpus import SLOWED, WARM, Reading, judge, judge_counts
+from llmfoundry.operate.check.gpus import SLOWED, WARM, GpuReading, judge, judge_counts
 from llmfoundry.operate.check.probes import nvml
 from tests.operate.fake_nvml import environment
 
@@ -131,8 +131,8 @@ def test_a_driver_that_is_not_there_is_told_as_not_checked() -> None:
 def test_a_process_of_another_container_cannot_be_judged() -> None:
     from llmfoundry.operate.check.gpus import Process
 
-    unknown = Reading(0, processes=(Process(7, "", 40 << 30),))
-    small = Reading(0, processes=(Process(7, "python", 100 << 20),))
+    unknown = GpuReading(0, processes=(Process(7, "", 40 << 30),))
+    small = GpuReading(0, processes=(Process(7, "python", 100 << 20),))
     for reading in (unknown, small):
         assert BAD not in {finding.level for finding in judge([reading], "n1")}
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from llmfoundry.heartbeat import PHASES
-from llmfoundry.operate.hang.hub import COLLECT, END, WATCH, Door, Hub, Line
-from llmfoundry.operate.hang.judge import Limits, Reading, judge, refine, waits_in_torch
+from llmfoundry.operate.hang.hub import COLLECT, END, WATCH, Hub, HubDoor, Line
+from llmfoundry.operate.hang.judge import HangLimits, RankReading, judge, refine, waits_in_torch
 
-LIMITS = Limits()
+LIMITS = HangLimits()
 USUAL = {"step": 0.8, "update": 0.2}
 
 
-def reading(rank: int, phase: str, age: float, step: int = 7, **more: object) -> Reading:
+def reading(rank: int, phase: str, age: float, step: int = 7, **more: object) -> RankReading:
     """Of a process that has done a few steps."""
-    whole = Reading(rank, f"node{rank // 2}", step, phase, age, longest=USUAL)
+    whole = RankReading(rank, f"node{rank // 2}", step, phase, age, longest=USUAL)
     return replace(whole, **more)  # type: ignore[arg-type]
 
 
@@ -146,7 +146,7 @@ class Clock:
 def test_machines_speak_to_the_hub_and_one_that_falls_silent_is_named() -> None:
     clock = Clock()
     hub = Hub(LIMITS, ranks=4, clock=clock)
-    door = Door(hub, "127.0.0.1")
+    door = HubDoor(hub, "127.0.0.1")
     far = Line(door.address)
     try:
         here = [reading(r, "update", 0.0) for r in (0, 1)]

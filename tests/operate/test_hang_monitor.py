@@ -16,7 +16,7 @@ import pytest
 
 from llmfoundry.events import read_events
 from llmfoundry.heartbeat import RECORDER, read_beats
-from llmfoundry.operate.hang.judge import Limits
+from llmfoundry.operate.hang.judge import HangLimits
 from llmfoundry.operate.hang.monitor import Settings
 from tests.tiny import ENV, ROOT
 
@@ -58,7 +58,7 @@ for step in range(1, 100_000):
         break
 end_beats()
 """
-LIMITS = Limits(step=2.0, data=2.0, stopped=2.0)
+LIMITS = HangLimits(step=2.0, data=2.0, stopped=2.0)
 RANKS = 3
 
 

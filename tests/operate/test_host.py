@@ -13,7 +13,7 @@ import pytest
 
 from llmfoundry.operate.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
 from llmfoundry.operate.check.host import (
-    Machine,
+    MachineFacts,
     NamedPath,
     PathReading,
     judge_clocks,
@@ -138,7 +138,7 @@ def test_every_path_of_a_recipe_is_found_by_its_type(tmp_path: Path) -> None:
     assert NamedPath("model.pretrained", "/models/x", False) in recipe_paths(recipe)
 
 
-MACHINE = Machine({"open files": 65536}, 64 << 30, {"torch": "2.13.0", "nccl": "2.29.1"})
+MACHINE = MachineFacts({"open files": 65536}, 64 << 30, {"torch": "2.13.0", "nccl": "2.29.1"})
 
 
 def bad_of(found: list[Finding]) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -157,7 +157,7 @@ def test_versions_must_be_equal_on_all_nodes() -> None:
 
 
 def test_small_limits_and_little_shared_memory_are_noticed() -> None:
-    small = Machine({"open files": 1024, "locked memory": 65536}, 64 << 20, {"nccl": "2.29"})
+    small = MachineFacts({"open files": 1024, "locked memory": 65536}, 64 << 20, {"nccl": "2.29"})
     found = judge_machines({"n1": small})
     assert [f.level for f in found] == [NOTICE] * 3
     assert [f.why.split(":")[0] for f in found] == ["open files", "locked memory", "shared memory"]

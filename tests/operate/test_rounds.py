@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from llmfoundry.operate.watch.rounds import Finding, History, Times, judge
+from llmfoundry.operate.watch.rounds import History, RankTimes, RoundFinding, judge
 from llmfoundry.recipe.operate.watch import WatchConfig
 
 CONFIG = WatchConfig()
 
 
-def a_round(draw: random.Random, ranks: int, noise: float, **changes: float) -> list[Times]:
+def a_round(draw: random.Random, ranks: int, noise: float, **changes: float) -> list[RankTimes]:
     """Times of processes that are alike, but for noise."""
     return [
-        Times(
+        RankTimes(
             compute=0.1 * draw.lognormvariate(0, noise),
             data_wait=0.002 * draw.lognormvariate(0, 0.5),
             step=changes.get("step", 0.4) * draw.lognormvariate(0, noise),
@@ -27,7 +27,9 @@ def a_round(draw: random.Random, ranks: int, noise: float, **changes: float) -> 
     ]
 
 
-def told(rounds: list[list[Times]], config: WatchConfig = CONFIG) -> list[tuple[int, Finding]]:
+def told(
+    rounds: list[list[RankTimes]], config: WatchConfig = CONFIG
+) -> list[tuple[int, RoundFinding]]:
     """Findings by the number of their round; the history goes through a checkpoint each time."""
     history, found = History({"processes": 4}), []
     for number, table in enumerate(rounds):

@@ -12,7 +12,7 @@ from torch import nn
 
 from llmfoundry.errors import RunFailure
 from llmfoundry.operate.watch import watch as module
-from llmfoundry.operate.watch.rounds import Times
+from llmfoundry.operate.watch.rounds import RankTimes
 from llmfoundry.operate.watch.stopwatch import Stopwatch
 from llmfoundry.operate.watch.watch import Watch
 from llmfoundry.recipe.operate.watch import WatchConfig
@@ -46,7 +46,7 @@ def make_trainer() -> Any:
 def test_a_round_is_of_steps_without_evaluation_saving_compilation_and_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, rounds = Clock(), list[Times]()
+    clock, rounds = Clock(), list[RankTimes]()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(
         module, "judge", lambda table, history, config: (rounds.extend(table) or [], history)
@@ -82,7 +82,7 @@ def test_the_longest_stretch_between_two_logs_is_told(monkeypatch: pytest.Monkey
 
 def test_processes_that_left_out_other_updates_end_the_run() -> None:
     watch, trainer = Watch(WatchConfig(), {}), make_trainer()
-    table = [Times(left_out=n) for n in (2.0, 2.0, 3.0, 2.0)]
+    table = [RankTimes(left_out=n) for n in (2.0, 2.0, 3.0, 2.0)]
     watch._pending = (None, torch.tensor([times.row() for times in table], dtype=torch.float64))
     with pytest.raises(RunFailure, match=r"left out different updates.*\[2, 2, 3, 2\]"):
         watch._finish(trainer)

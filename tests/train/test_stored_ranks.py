@@ -16,8 +16,8 @@ from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.train.stores.neighbours import (
     Address,
-    Door,
-    Part,
+    CopiedPart,
+    CopyDoor,
     Told,
     copies_on_next,
     parts_given_back,
@@ -165,7 +165,7 @@ def test_each_machines_files_go_to_the_next_one() -> None:
     uneven = copies_on_next(told("a", "a", "a", "b"))
     assert [[to.port for to, _ in part.give] for part in uneven] == [[3], [3], [3], [0]]
     assert uneven[3].take == {f"__{n}_0.distcp": 10 + n for n in range(3)}
-    assert copies_on_next(told("a", "a")) == [Part([], {}), Part([], {})]
+    assert copies_on_next(told("a", "a")) == [CopiedPart([], {}), CopiedPart([], {})]
 
 
 def test_a_file_is_given_back_by_one_who_has_it_to_its_owners_machine() -> None:
@@ -182,7 +182,7 @@ def test_strangers_and_what_was_not_agreed_upon_write_nothing(tmp_path: Path) ->
     (tmp_path / "from/a").write_bytes(b"12345")
     (tmp_path / "from/b").write_bytes(b"1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    door = Door()
+    door = CopyDoor()
     failed: list[Exception] = []
 
     def call(address: Address, sizes: dict[str, int]) -> None:

@@ -1,8 +1,8 @@
 """What NVML's readings of a GPU mean: one rule a function, pure.
 
-`probes/nvml.py` fills a `Reading`; the limits and their sources are beside each rule. The idea: the
-driver's own verdict (recovery action) comes first, and what a driver is too old to tell is None and
-is told as not checked, never taken for sound.
+`probes/nvml.py` fills a `GpuReading`; the limits and their sources are beside each rule. The idea:
+the driver's own verdict (recovery action) comes first, and what a driver is too old to tell is None
+and is told as not checked, never taken for sound.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Reading:
+class GpuReading:
     """What NVML said of one GPU; None: it could not say.
 
     Attributes:
@@ -91,7 +91,7 @@ class Reading:
 Answer = tuple[str, str, str]  # level, why, action
 
 
-def judge(readings: Sequence[Reading], node: str) -> list[Finding]:
+def judge(readings: Sequence[GpuReading], node: str) -> list[Finding]:
     """Every rule on every GPU of a machine; a GPU without a problem is one finding that says so."""
     found, links = [], links_missing(readings)
     for reading in readings:
@@ -123,14 +123,14 @@ def _finding(level: str, where: str, why: str, action: str, node: str) -> Findin
     return Finding("gpus", level, where, why, action, (node,) if level == BAD else ())
 
 
-def recovery_action(gpu: Reading) -> Iterator[Answer]:
+def recovery_action(gpu: GpuReading) -> Iterator[Answer]:
     """The driver's own verdict, the best single check."""
     if gpu.recovery_action:
         what, action = RECOVERY.get(gpu.recovery_action, ("an unknown action", RESET))
         yield BAD, f"the driver asks for: {what}", action
 
 
-def memory_rows(gpu: Reading) -> Iterator[Answer]:
+def memory_rows(gpu: GpuReading) -> Iterator[Answer]:
     """Rows that wait to be remapped need a reset; no spare row left is the end of the card."""
     if gpu.remap_failed:
         yield BAD, "a row of memory could not be remapped: no spare rows are left", REPLACE
@@ -143,13 +143,13 @@ def memory_rows(gpu: Reading) -> Iterator[Answer]:
         yield NOTICE, f"rows remapped after uncorrectable errors so far: {rows}", ""
 
 
-def ecc(gpu: Reading) -> Iterator[Answer]:
+def ecc(gpu: GpuReading) -> Iterator[Answer]:
     """An uncorrectable error since the last reset: what was in memory was wrong once."""
     if gpu.uncorrectable:
         yield BAD, f"uncorrectable ECC errors since the last reset: {gpu.uncorrectable}", RESET
 
 
-def nvlink(gpu: Reading) -> Iterator[Answer]:
+def nvlink(gpu: GpuReading) -> Iterator[Answer]:
     """Links that had to be trained again, and switches that have not let the GPU in."""
     if gpu.link_errors:
         yield NOTICE, f"NVLink recoveries and replays since the last reset: {gpu.link_errors}", ""
@@ -157,7 +157,7 @@ def nvlink(gpu: Reading) -> Iterator[Answer]:
         yield BAD, f"NVSwitch fabric: {gpu.fabric}", FABRIC
 
 
-def links_missing(readings: Sequence[Reading]) -> dict[int, Answer]:
+def links_missing(readings: Sequence[GpuReading]) -> dict[int, Answer]:
     """By GPU: fewer NVLinks are up than on most others; NCCL takes another way, many times slower.
 
     Cards without a bridge have links that are never up, so only the others tell what is usual.
@@ -177,14 +177,14 @@ def links_missing(readings: Sequence[Reading]) -> dict[int, Answer]:
     return found
 
 
-def pcie(gpu: Reading) -> Iterator[Answer]:
+def pcie(gpu: GpuReading) -> Iterator[Answer]:
     """Lanes do not go away when a GPU is idle, as the link's generation does."""
     if gpu.pcie_width and gpu.pcie_width_most and gpu.pcie_width < gpu.pcie_width_most:
         why = f"PCIe has {gpu.pcie_width} lanes of {gpu.pcie_width_most}"
         yield BAD, why, "drain the machine and reseat the card"
 
 
-def throttling(gpu: Reading) -> Iterator[Answer]:
+def throttling(gpu: GpuReading) -> Iterator[Answer]:
     """Slowed by its own protection: heat, power, a brake from outside."""
     mask = gpu.clocks_event_reasons or 0
     for reasons, level in ((SLOWED, BAD), (WARM, NOTICE)):
@@ -194,7 +194,7 @@ def throttling(gpu: Reading) -> Iterator[Answer]:
             yield level, f"slowed: {', '.join(names)}{heat}", "look at cooling and power supply"
 
 
-def left_over(gpu: Reading) -> Iterator[Answer]:
+def left_over(gpu: GpuReading) -> Iterator[Answer]:
     """Programs that hold memory which a run would need."""
     for process in gpu.processes or ():
         held = f"process {process.pid} ({process.name or 'of another container'})"
@@ -203,7 +203,7 @@ def left_over(gpu: Reading) -> Iterator[Answer]:
         yield BAD if is_bad else NOTICE, why, "end that process, or run elsewhere"
 
 
-RULES: tuple[Callable[[Reading], Iterator[Answer]], ...] = (
+RULES: tuple[Callable[[GpuReading], Iterator[Answer]], ...] = (
     recovery_action,
     memory_rows,
     ecc,
@@ -219,13 +219,13 @@ _CALLED |= {"clocks_event_reasons": "throttle reasons", "links_up": "NVLink"}
 _CALLED |= {"processes": "processes"}
 
 
-def _unread(gpu: Reading) -> list[str]:
+def _unread(gpu: GpuReading) -> list[str]:
     """What of the rules' input is missing; of a lost GPU all is."""
     missing = [f.name for f in fields(gpu) if getattr(gpu, f.name) is None]
     return [] if gpu.lost else [_CALLED[name] for name in missing if name in _CALLED]
 
 
-def _summary(gpu: Reading) -> str:
+def _summary(gpu: GpuReading) -> str:
     parts = [gpu.name or "GPU"]
     if gpu.temperature is not None:
         parts.append(f"{gpu.temperature} degrees")

@@ -49,7 +49,7 @@ NVLINK_KIND = "NVLink"  # as `measured.link_kind` calls it
 
 
 @dataclass(frozen=True)
-class Limits:
+class HardwareLimits:
     """How much like devices may differ, as shares of the median.
 
     Attributes:
@@ -70,8 +70,8 @@ class Limits:
 # GPUs of one model differ by 1 to 2 % in products under a power limit (Sinha et al., SC 2022, and
 # single ones by far more). A CPU's processes share cores and caches: measured in tests/operate.
 LIMITS = {
-    "cuda": Limits(products=0.08, copies=0.05, pairs=0.2, spread=0.01, pair_spread=0.03),
-    "cpu": Limits(products=0.6, copies=0.7, pairs=0.9, spread=0.2, pair_spread=0.3),
+    "cuda": HardwareLimits(products=0.08, copies=0.05, pairs=0.2, spread=0.01, pair_spread=0.03),
+    "cpu": HardwareLimits(products=0.6, copies=0.7, pairs=0.9, spread=0.2, pair_spread=0.3),
 }
 
 

@@ -47,7 +47,7 @@ class PathReading(NamedPath):
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """Limits of a process (None: none), bytes of shared memory (None: there is none), versions."""
 
     limits: Mapping[str, int | None]
@@ -100,7 +100,7 @@ def _path_answers(
         yield SOUND, f"answers in {path.seconds * 1e3:.0f} ms{room}", ""
 
 
-def judge_machines(machines: Mapping[str, Machine]) -> list[Finding]:
+def judge_machines(machines: Mapping[str, MachineFacts]) -> list[Finding]:
     """Limits and shared memory of each node, and versions, which must be equal on all."""
     found = []
     for node, machine in machines.items():
@@ -111,7 +111,7 @@ def judge_machines(machines: Mapping[str, Machine]) -> list[Finding]:
     return [*found, *_versions(machines)]
 
 
-def _limits(machine: Machine) -> Iterator[tuple[str, str]]:
+def _limits(machine: MachineFacts) -> Iterator[tuple[str, str]]:
     files = machine.limits.get("open files")
     if files is not None and files < OPEN_FILES:
         yield (
@@ -132,7 +132,7 @@ def _limits(machine: Machine) -> Iterator[tuple[str, str]]:
         yield f"{free} {SHARED_MEMORY >> 20} MiB", "docker --shm-size, an emptyDir of medium Memory"
 
 
-def _versions(machines: Mapping[str, Machine]) -> Iterator[Finding]:
+def _versions(machines: Mapping[str, MachineFacts]) -> Iterator[Finding]:
     """A finding for each node that differs from what most have."""
     if len(machines) < 2:
         return

@@ -54,7 +54,7 @@ class Tools:
 
     multiply: Multiply = torch.matmul
     all_reduce: links.AllReduce = links.all_reduce
-    read_gpus: Callable[[], tuple[list[gpus.Reading], str]] = nvml.read
+    read_gpus: Callable[[], tuple[list[gpus.GpuReading], str]] = nvml.read
     now: Callable[[], float] = time.time
 
 
@@ -180,7 +180,7 @@ class _Sweep:
                 facts |= {"index": reading.index, "has_nvlink": linked, "numa": _numa(reading.pci)}
         return facts
 
-    def _gpus(self) -> tuple[list[gpus.Reading], str, bool]:
+    def _gpus(self) -> tuple[list[gpus.GpuReading], str, bool]:
         """Of this machine, else why there are none, and whether that is because NVML hangs."""
         try:
             return *within(self.settings.timeout, self.tools.read_gpus), False
@@ -215,7 +215,7 @@ class _Sweep:
         answers = {n: [host.PathReading(**p) for p in v["paths"]] for n, v in by_node.items()}
         least = n_bytes(self.settings.min_free_disk)
         self.findings += host.judge_paths(answers, least_free=least)
-        machines = {n: host.Machine(**v["machine"]) for n, v in by_node.items()}
+        machines = {n: host.MachineFacts(**v["machine"]) for n, v in by_node.items()}
         self.findings += host.judge_machines(machines)
         clocks = {self.nodes[r]: by for r, by in skews.items() if r in self.leaders}
         self.findings += host.judge_clocks(clocks, most=self.settings.max_clock_skew)
@@ -368,14 +368,14 @@ def _pairs(rates: Mapping[int, Mapping[Pair, float]]) -> set[Pair]:
     return {pair for own in rates.values() for pair in own}
 
 
-def _reading(raw: Mapping[str, Any]) -> gpus.Reading:
+def _reading(raw: Mapping[str, Any]) -> gpus.GpuReading:
     """A reading that came as JSON."""
     found = dict(raw)
     if found["processes"] is not None:
         found["processes"] = tuple(gpus.Process(**process) for process in found["processes"])
     if found["links_down"] is not None:
         found["links_down"] = tuple(found["links_down"])
-    return gpus.Reading(**found)
+    return gpus.GpuReading(**found)
 
 
 def _numa(pci: str) -> int | None:

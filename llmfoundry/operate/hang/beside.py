@@ -19,7 +19,7 @@ import torch
 
 from llmfoundry.heartbeat import RECORDER, begin_beats, end_beats
 from llmfoundry.operate.hang.collect import FLIGHT, PIPE
-from llmfoundry.operate.hang.judge import Limits
+from llmfoundry.operate.hang.judge import HangLimits
 from llmfoundry.operate.hang.monitor import RECORDERS, Settings
 from llmfoundry.parallel.launch import World, on_each_machine, on_rank0, own_host
 from llmfoundry.recipe.operate.hang import HangConfig
@@ -88,9 +88,9 @@ def _start(config: HangConfig, world: World, folder: Path, beats: Path, is_compi
         _launch({**asdict(settings), "hub": address})
 
 
-def _limits(config: HangConfig, is_compiled: bool) -> Limits:
+def _limits(config: HangConfig, is_compiled: bool) -> HangLimits:
     seconds = {name: getattr(config, f"{name}_seconds") for name in _NAMES}
-    return Limits(**seconds, is_compiled=is_compiled)
+    return HangLimits(**seconds, is_compiled=is_compiled)
 
 
 _NAMES = ("step", "first_step", "stopped", "data", "save", "evaluation", "notice")

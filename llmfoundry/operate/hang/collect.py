@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from llmfoundry.heartbeat import STACKS, read_beats, stacks_path
-from llmfoundry.operate.hang.judge import STOPPED, Reading, waits_in_torch
+from llmfoundry.operate.hang.judge import STOPPED, RankReading, waits_in_torch
 
 _STACK_SECONDS, _SPY_SECONDS = 2.0, 10.0
 FLIGHT, PIPE = "flight-", "ask-"
@@ -35,7 +35,7 @@ class Ranks:
         self.recorders: dict[int, Path] = {}
         self._stopped_at: dict[int, float] = {}
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[RankReading]:
         """A reading of each process that has begun; one that has ended well is left out."""
         now, readings = time.monotonic(), []
         for beat in read_beats(self._folder):
@@ -46,7 +46,7 @@ class Ranks:
                 self.recorders[rank] = Path(beat["recorder"])
             since = self._stopped_at.setdefault(rank, now) if state in STOPPED else now
             readings.append(
-                Reading(
+                RankReading(
                     rank=rank,
                     node=self._node,
                     step=int(beat["step"]),

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from llmfoundry.operate.hang.judge import Limits, Reading, Verdict, judge, refine
+from llmfoundry.operate.hang.judge import HangLimits, HangVerdict, RankReading, judge, refine
 
 WATCH, COLLECT, END = "watch", "collect", "end"
 _PATIENCE = 15.0  # seconds for the stacks of all machines
@@ -31,17 +31,17 @@ class Hub:
     """The readings of all machines, and what is to be done about them."""
 
     def __init__(
-        self, limits: Limits, *, ranks: int, clock: Callable[[], float] = time.monotonic
+        self, limits: HangLimits, *, ranks: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """For a run of so many processes; nothing is judged before all have begun."""
         self._limits, self._ranks, self._clock = limits, ranks, clock
-        self._heard: dict[str, tuple[float, list[Reading]]] = {}
+        self._heard: dict[str, tuple[float, list[RankReading]]] = {}
         self._collected: set[str] = set()
         self._since = 0.0
         self._lock = threading.Lock()
         self.state = WATCH
-        self.verdict: Verdict | None = None
-        self.notice: Verdict | None = None
+        self.verdict: HangVerdict | None = None
+        self.notice: HangVerdict | None = None
         self.stamp = ""
         self._told: tuple[int, str, tuple[int, ...]] | None = None
 
@@ -53,7 +53,7 @@ class Hub:
             self.verdict, self.state = None, WATCH
             self._collected.clear()
 
-    def hear(self, node: str, readings: Sequence[Reading], *, collected: bool) -> str:
+    def hear(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> str:
         """Take a machine's readings; its order.
 
         Args:
@@ -68,7 +68,7 @@ class Hub:
             self._judge()
             return self.state
 
-    def known(self) -> list[Reading]:
+    def known(self) -> list[RankReading]:
         """The newest readings of all machines, as old as they are now."""
         now = self._clock()
         return [
@@ -95,7 +95,7 @@ class Hub:
                 self.verdict, self.state = refine(self.verdict, known), END
 
 
-class Door(socketserver.ThreadingTCPServer):
+class HubDoor(socketserver.ThreadingTCPServer):
     """Where the monitors of other machines speak to the hub."""
 
     daemon_threads = True
@@ -116,7 +116,7 @@ class _Caller(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Answer each line with an order, until it leaves."""
         door = self.server
-        assert isinstance(door, Door)
+        assert isinstance(door, HubDoor)
         with suppress(OSError, ValueError, TypeError, KeyError):
             told = self.rfile.readline(_MOST).strip()
             if not secrets.compare_digest(told, door.secret.encode()):
@@ -126,7 +126,7 @@ class _Caller(socketserver.StreamRequestHandler):
 
 
 def _answer(hub: Hub, message: dict[str, Any]) -> dict[str, Any]:
-    readings = [Reading(**reading) for reading in message["readings"]]
+    readings = [RankReading(**reading) for reading in message["readings"]]
     order = hub.hear(message["node"], readings, collected=message["collected"])
     verdict = None if hub.verdict is None else hub.verdict.as_json()
     return {"order": order, "stamp": hub.stamp, "verdict": verdict}
@@ -140,10 +140,10 @@ class Line:
         self._host, port, self._secret = address.rsplit(":", 2)
         self._port = int(port)
         self._socket: socket.socket | None = None
-        self.verdict: Verdict | None = None
+        self.verdict: HangVerdict | None = None
         self.stamp = ""
 
-    def hear(self, node: str, readings: Sequence[Reading], *, collected: bool) -> str:
+    def hear(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> str:
         """Send readings; the order.
 
         Raises:
@@ -166,7 +166,7 @@ class Line:
         if answer["verdict"] is not None:
             facts = answer["verdict"]
             facts |= {"culprits": tuple(facts["culprits"]), "nodes": tuple(facts["nodes"])}
-            self.verdict = Verdict(**facts)
+            self.verdict = HangVerdict(**facts)
         self.stamp = answer["stamp"]
         return str(answer["order"])
 

@@ -23,7 +23,7 @@ _NAMED = 8  # ranks in a line
 
 
 @dataclass(frozen=True)
-class Reading:
+class RankReading:
     """What is known of one process.
 
     Attributes:
@@ -55,7 +55,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """Seconds that processes may spend in a phase; those of `recipe.hang.HangConfig`, filled."""
 
     step: float | None = None
@@ -82,7 +82,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """What was seen: `culprits` hang, or cannot be told from the others (all of them, then).
 
     Attributes:
@@ -117,7 +117,7 @@ class Verdict:
         return asdict(self)
 
 
-def judge(readings: Sequence[Reading], limits: Limits) -> Verdict | None:
+def judge(readings: Sequence[RankReading], limits: HangLimits) -> HangVerdict | None:
     """Who hangs, if the run stands still for too long; who is behind, if that is worth a word.
 
     Args:
@@ -147,7 +147,7 @@ def judge(readings: Sequence[Reading], limits: Limits) -> Verdict | None:
     return None
 
 
-def refine(verdict: Verdict, readings: Sequence[Reading]) -> Verdict:
+def refine(verdict: HangVerdict, readings: Sequence[RankReading]) -> HangVerdict:
     """The same with the stacks known: of processes in one phase, who does not wait for others."""
     named = [r for r in readings if r.rank in verdict.culprits]
     blamed = [r for r in named if r.waits is False]
@@ -161,9 +161,9 @@ def refine(verdict: Verdict, readings: Sequence[Reading]) -> Verdict:
     )
 
 
-def _verdict(readings: Sequence[Reading], why: str, *, is_final: bool = True) -> Verdict:
+def _verdict(readings: Sequence[RankReading], why: str, *, is_final: bool = True) -> HangVerdict:
     first = min(readings, key=lambda r: r.position)
-    return Verdict(
+    return HangVerdict(
         culprits=tuple(sorted(r.rank for r in readings)),
         nodes=tuple(sorted({r.node for r in readings})),
         step=first.step,

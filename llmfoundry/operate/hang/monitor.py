@@ -19,8 +19,8 @@ from typing import Any
 
 from llmfoundry.events import add_event
 from llmfoundry.operate.hang.collect import Ranks
-from llmfoundry.operate.hang.hub import COLLECT, END, WATCH, Door, Hub, Line
-from llmfoundry.operate.hang.judge import Limits, Reading, Verdict
+from llmfoundry.operate.hang.hub import COLLECT, END, WATCH, Hub, HubDoor, Line
+from llmfoundry.operate.hang.judge import HangLimits, HangVerdict, RankReading
 
 _SECONDS = 0.25
 _GRACE = 6.0  # in which the others tell whom they have lost
@@ -63,14 +63,14 @@ class Monitor:
         self._settings = settings
         self._folder = Path(settings.run_folder)
         self._ranks = Ranks(Path(settings.beats), settings.node)
-        self._hub = Hub(Limits(**settings.limits), ranks=settings.ranks)
+        self._hub = Hub(HangLimits(**settings.limits), ranks=settings.ranks)
         self._line = Line(settings.hub) if settings.hub else self._hub
         self._waits: dict[int, bool | None] = {}
         self._collected, self._noticed = False, (0, 0)
 
     def listen(self) -> str:
         """Hear the monitors of other machines; the address to give them."""
-        return Door(self._hub, self._settings.listen).address
+        return HubDoor(self._hub, self._settings.listen).address
 
     def run(self) -> None:
         """Look, until no process is left; the one that has started this beats already."""
@@ -82,7 +82,7 @@ class Monitor:
         for folder in [Path(self._settings.beats), *own]:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _look(self, readings: list[Reading]) -> bool:
+    def _look(self, readings: list[RankReading]) -> bool:
         """Ask what to do, and do it; False once this machine's processes have been ended."""
         seen = [replace(r, waits=self._waits.get(r.rank)) for r in readings]
         try:
@@ -108,7 +108,7 @@ class Monitor:
         self._noticed = (notice.step, notice.culprits[0])
         self._tell("waiting", notice, "none")
 
-    def _end(self, verdict: Verdict) -> bool:
+    def _end(self, verdict: HangVerdict) -> bool:
         """Tell, and end this machine's processes, those that hang first."""
         ends = self._settings.ends
         if self._line is self._hub:
@@ -124,7 +124,7 @@ class Monitor:
         self._ranks.kill(set(self._ranks.pids()))
         return False
 
-    def _tell(self, kind: str, verdict: Verdict, action: str) -> None:
+    def _tell(self, kind: str, verdict: HangVerdict, action: str) -> None:
         place = self._folder / FOLDER / self._hub.stamp
         stacks = f"; stacks in {place}" if kind == "hang" else ""
         ended = "; all processes are ended now" if action == "end" else ""

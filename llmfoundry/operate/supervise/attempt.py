@@ -30,7 +30,7 @@ _TAIL = 400  # lines
 
 
 @dataclass
-class Times:
+class AttemptTimes:
     """Moments of an attempt, in seconds of CLOCK_MONOTONIC; None: it did not come so far.
 
     Attributes:
@@ -54,7 +54,7 @@ class Times:
     last_step: int = 0
 
 
-class Attempt:
+class RunningAttempt:
     """A command under way, and its processes on this machine."""
 
     def __init__(self, command: Sequence[str], *, beats: Path, ends: Path, is_local: bool) -> None:
@@ -71,7 +71,7 @@ class Attempt:
         env = {**os.environ, BEATS: str(beats), ENDS: str(ends), "LLMFOUNDRY_SUPERVISED": "1"}
         if is_local:
             env["LLMFOUNDRY_END_WITH"] = f"{env.get('LLMFOUNDRY_END_WITH', '')} {os.getpid()}"
-        self.times = Times(time.monotonic())
+        self.times = AttemptTimes(time.monotonic())
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self._beats, self._ranks = beats, dict[int, psutil.Process]()
         self._process = subprocess.Popen(

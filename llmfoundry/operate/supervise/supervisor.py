@@ -23,8 +23,7 @@ from typing import Any
 from llmfoundry.ends import SAVED, read_ends
 from llmfoundry.events import add_event, read_events
 from llmfoundry.operate.supervise import machines
-from llmfoundry.operate.supervise.attempt import Attempt as Running
-from llmfoundry.operate.supervise.attempt import Times
+from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.operate.supervise.decide import RESTART, WITHOUT, Attempt, Decision, Policy, decide
 from llmfoundry.operate.supervise.notify import notify
@@ -61,8 +60,8 @@ class Supervisor:
         self.excluded: set[str] = set()
         self._newest, self._first = self._checkpoint(), 0
         self._asked: list[int] = []
-        self._running: Running | None = None
-        self._before: tuple[Times, float] | None = None  # of the attempt before
+        self._running: RunningAttempt | None = None
+        self._before: tuple[AttemptTimes, float] | None = None  # of the attempt before
 
     def run(self) -> int:
         """Start the run as often as it is of use; the exit status."""
@@ -101,7 +100,7 @@ class Supervisor:
         command = [*launch, *self.script] if launch else [sys.executable, *self.script]
         began = time.time()
         self._tell("start", f"attempt {number}", "start", attempt=number, command=command)
-        running = Running(command, beats=beats, ends=ends, is_local=not launch)
+        running = RunningAttempt(command, beats=beats, ends=ends, is_local=not launch)
         self._running, has_returned = running, False
         if self._asked:  # while it was being started
             running.ask(self._asked[0])
@@ -126,7 +125,7 @@ class Supervisor:
         self._before = (running.times, began)
         return self._decide(number, status, find_cause(evidence), running.times)
 
-    def _decide(self, number: int, status: int, cause: Cause, times: Times) -> Decision:
+    def _decide(self, number: int, status: int, cause: Cause, times: AttemptTimes) -> Decision:
         newest, before = self._checkpoint(), self._newest
         self._newest = max(newest, before)
         progressed = newest > before
@@ -191,7 +190,7 @@ class Supervisor:
         self._tell("check", f"{', '.join(cause.nodes)} suspected; {verdict}", "check")
         return tuple(node for node in bad if node in cause.nodes)
 
-    def _returned(self, times: Times) -> None:
+    def _returned(self, times: AttemptTimes) -> None:
         """Tell how long the way back took, once a restarted run has done its first step."""
         if self._before is None or times.joined is None or times.loaded is None:
             return

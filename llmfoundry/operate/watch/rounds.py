@@ -26,7 +26,7 @@ RISE = 2.0  # times the usual share of waiting
 
 
 @dataclass(frozen=True)
-class Times:
+class RankTimes:
     """What a process tells, in seconds; what is not known is NaN.
 
     Attributes:
@@ -57,7 +57,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RoundFinding:
     """Something unusual.
 
     Attributes:
@@ -103,8 +103,8 @@ class History:
 
 
 def judge(
-    table: Sequence[Times], history: History, config: WatchConfig
-) -> tuple[list[Finding], History]:
+    table: Sequence[RankTimes], history: History, config: WatchConfig
+) -> tuple[list[RoundFinding], History]:
     """Findings of a round, and the history with it.
 
     Args:
@@ -132,12 +132,12 @@ def judge(
     return asked, replace(history, steps=steps, waits=waits, unusual=unusual)
 
 
-def _slow_ranks(table: Sequence[Times], config: WatchConfig) -> dict[str, Finding]:
+def _slow_ranks(table: Sequence[RankTimes], config: WatchConfig) -> dict[str, RoundFinding]:
     """Processes that compute, or wait for data, far longer than the others."""
     effect = 1 - 1 / config.slow_rank_above
     rates = {n: 1 / t.compute for n, t in enumerate(table) if t.compute > 0}
     found = {
-        f"slow_rank/{slow.name}": Finding(
+        f"slow_rank/{slow.name}": RoundFinding(
             "slow_rank",
             f"rank {slow.name} ({{host}}) computes {1 / slow.share:.2f} times as long as the median"
             f" of {len(rates)} ({1e3 / slow.value:.4g} ms of a step's forward pass)",
@@ -151,7 +151,7 @@ def _slow_ranks(table: Sequence[Times], config: WatchConfig) -> dict[str, Findin
     rates = {n: 1 / (step + t.data_wait) for n, t in enumerate(table)}
     for slow in too_small(rates, effect=effect, spread=0.02):
         wait, usual = table[slow.name].data_wait, statistics.median(t.data_wait for t in table)
-        found[f"slow_rank/{slow.name}"] = Finding(
+        found[f"slow_rank/{slow.name}"] = RoundFinding(
             "slow_rank",
             f"rank {slow.name} ({{host}}) waits {1e3 * wait:.4g} ms a step for data, the median of"
             f" {len(table)} {1e3 * usual:.4g} ms",
@@ -161,8 +161,8 @@ def _slow_ranks(table: Sequence[Times], config: WatchConfig) -> dict[str, Findin
 
 
 def _slow_steps(
-    table: Sequence[Times], history: History, config: WatchConfig
-) -> dict[str, Finding]:
+    table: Sequence[RankTimes], history: History, config: WatchConfig
+) -> dict[str, RoundFinding]:
     """Steps that take longer than the run's own; MFU is one over their time, up to a factor."""
     step = _step(table)
     if len(history.steps) < LEAST or not math.isfinite(step):
@@ -175,10 +175,12 @@ def _slow_steps(
         f"the model FLOPs utilisation is {1 / step / usual:.0%} of the usual: a step takes"
         f" {step:.4g} s, and took {1 / usual:.4g} s"
     )
-    return {"mfu_drop": Finding("mfu_drop", seen)}
+    return {"mfu_drop": RoundFinding("mfu_drop", seen)}
 
 
-def _waits(table: Sequence[Times], history: History, config: WatchConfig) -> dict[str, Finding]:
+def _waits(
+    table: Sequence[RankTimes], history: History, config: WatchConfig
+) -> dict[str, RoundFinding]:
     """Steps that wait longer for data than the run's own did."""
     share = _share(table)
     if len(history.waits) < LEAST or not math.isfinite(share):
@@ -191,10 +193,12 @@ def _waits(table: Sequence[Times], history: History, config: WatchConfig) -> dic
         f"steps wait for data {share:.0%} of their time, and waited {usual:.0%}; rank {rank}"
         " ({host}) waits longest"
     )
-    return {"data_wait": Finding("data_wait", seen, rank)}
+    return {"data_wait": RoundFinding("data_wait", seen, rank)}
 
 
-def _stalls(table: Sequence[Times], history: History, config: WatchConfig) -> Iterator[Finding]:
+def _stalls(
+    table: Sequence[RankTimes], history: History, config: WatchConfig
+) -> Iterator[RoundFinding]:
     """Single steps that took far longer; of each round the longest."""
     stall, step = max(t.stall for t in table), _step(table)
     usual = statistics.median(history.steps) if history.steps else step
@@ -208,52 +212,52 @@ def _stalls(table: Sequence[Times], history: History, config: WatchConfig) -> It
     else:
         why, rank = "no process waited for data", -1
     seen = f"a stretch between two logs took {stall:.3g} s longer than usual; {why}"
-    yield Finding("stall", seen, rank if rank >= 0 else None)
+    yield RoundFinding("stall", seen, rank if rank >= 0 else None)
 
 
-def _slowed_gpus(table: Sequence[Times]) -> dict[str, Finding]:
+def _slowed_gpus(table: Sequence[RankTimes]) -> dict[str, RoundFinding]:
     """GPUs that heat, power or a brake from outside slows."""
     found = {}
     for rank, times in enumerate(table):
         mask = int(times.slowed)
         if names := [name for bit, name in (SLOWED | WARM).items() if mask & bit]:
             seen = f"the GPU of rank {rank} ({{host}}) is slowed: {', '.join(names)}"
-            found[f"gpu/{rank}"] = Finding("gpu", seen, rank)
+            found[f"gpu/{rank}"] = RoundFinding("gpu", seen, rank)
     return found
 
 
-def _gpu_errors(table: Sequence[Times]) -> Iterator[Finding]:
+def _gpu_errors(table: Sequence[RankTimes]) -> Iterator[RoundFinding]:
     """What the driver reported since the last round, with what to do."""
     for rank, times in enumerate(table):
         if times.lost:
             action, why = XIDS[79]
-            yield Finding(
+            yield RoundFinding(
                 "gpu", f"the GPU of rank {rank} ({{host}}) is lost: {why}; {action}", rank
             )
         if times.xid:
             action, why = XIDS.get(int(times.xid), (WATCH, "not in the table"))
             seen = f"the GPU of rank {rank} ({{host}}): XID {int(times.xid)}, {why}; {action}"
-            yield Finding("gpu", seen, rank)
+            yield RoundFinding("gpu", seen, rank)
 
 
-def _over(key: str) -> Finding:
+def _over(key: str) -> RoundFinding:
     kind, _, rank = key.partition("/")
     if kind == "gpu":
         seen = f"the GPU of rank {rank} ({{host}}) is no longer slowed"
-        return Finding(kind, seen, int(rank), is_over=True)
+        return RoundFinding(kind, seen, int(rank), is_over=True)
     if rank:
         seen = f"rank {rank} ({{host}}) is as fast as the others again"
-        return Finding(kind, seen, int(rank), is_over=True)
+        return RoundFinding(kind, seen, int(rank), is_over=True)
     what = {"mfu_drop": "the model FLOPs utilisation", "data_wait": "waiting for data"}[kind]
-    return Finding(kind, f"{what} is as usual again", is_over=True)
+    return RoundFinding(kind, f"{what} is as usual again", is_over=True)
 
 
-def _step(table: Sequence[Times]) -> float:
+def _step(table: Sequence[RankTimes]) -> float:
     """Seconds of a step: the median over processes, which wait for each other; NaN: not known."""
     known = [t.step for t in table if t.step > 0]
     return statistics.median(known) if known else math.nan
 
 
-def _share(table: Sequence[Times]) -> float:
+def _share(table: Sequence[RankTimes]) -> float:
     step, wait = _step(table), max(t.data_wait for t in table)
     return wait / (step + wait)

@@ -20,7 +20,7 @@ from llmfoundry.assemble.job import Job
 from llmfoundry.errors import RunFailure
 from llmfoundry.operate.check.outliers import LEAST
 from llmfoundry.operate.watch.gpu_reader import GpuReader, GpuState
-from llmfoundry.operate.watch.rounds import Finding, History, Times, judge
+from llmfoundry.operate.watch.rounds import History, RankTimes, RoundFinding, judge
 from llmfoundry.operate.watch.stopwatch import Stopwatch
 from llmfoundry.parallel.agree import from_all
 from llmfoundry.recipe.operate.watch import WatchConfig
@@ -156,7 +156,7 @@ class Watch(Callback):
         """Begin to tell the others what this process measured in the round."""
         compute = float("nan") if self._stopwatch is None else self._stopwatch.take()
         self._state = gpu = GpuState() if self._gpu is None else self._gpu.take()
-        times = Times(
+        times = RankTimes(
             compute,
             self._wait_seconds / max(1, self._steps),
             self._step_seconds / self._quiet if 2 * self._quiet >= self._steps else float("nan"),
@@ -184,7 +184,7 @@ class Watch(Callback):
         self._pending = None
         if work is not None:
             work.wait()
-        table = [Times(*row) for row in every.tolist()]
+        table = [RankTimes(*row) for row in every.tolist()]
         if len({times.left_out for times in table}) > 1:
             raise RunFailure(
                 "callbacks.watch: the processes left out different updates, so that their weights"
@@ -200,7 +200,7 @@ class Watch(Callback):
         for finding in found:
             self._act(trainer, finding, "" if finding.rank is None else hosts[finding.rank])
 
-    def _act(self, trainer: Trainer, finding: Finding, host: str) -> None:
+    def _act(self, trainer: Trainer, finding: RoundFinding, host: str) -> None:
         seen = finding.seen.replace("{host}", host)
         action = "log" if finding.is_over else getattr(self._config, finding.kind)
         key = f"callbacks.watch.{finding.kind}: {action}"

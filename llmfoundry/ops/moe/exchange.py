@@ -1,9 +1,9 @@
 """Rows of tokens on their way to experts that other processes hold, and back; none is dropped.
 
-`models/moe.py` makes one `Exchange` a layer and forward pass, and calls its methods in order. What
-is sent is waited for as late as can be: counts travel while rows are gathered, rows while the
-shared expert computes, and the rows that come back while the router's statistics are counted. The
-backward pass sends gradients along the same ways, and waits for them as late.
+`models/moe.py` makes a `TokenExchange` for each layer and forward pass, and calls its methods in
+order. What is sent is waited for as late as can be: counts travel while rows are gathered, rows
+while the shared expert computes, and the rows that come back while the router's statistics are
+counted. The backward pass sends gradients along the same ways, and waits for them as late.
 
 Every process of the group takes part in every message, also one that has no rows, or gets none.
 The host waits for the device once a layer: for the counts, which say how long messages are.
@@ -33,7 +33,7 @@ from llmfoundry.ops.moe.experts import route
 from llmfoundry.ops.torch_private import start_all_to_all, wait
 
 
-class Exchange:
+class TokenExchange:
     """One layer's rows: sent as it is made, then `arrived`, `send_back` and `combined`, in order.
 
     Args:

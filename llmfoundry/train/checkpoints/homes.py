@@ -30,7 +30,7 @@ from llmfoundry.train.checkpoints.commit import (
 )
 from llmfoundry.train.checkpoints.together import SaveError, Together
 from llmfoundry.train.checkpoints.verify import Sums, find_damage
-from llmfoundry.train.stores.neighbours import Door, Told, copies_on_next, exchange
+from llmfoundry.train.stores.neighbours import CopyDoor, Told, copies_on_next, exchange
 from llmfoundry.train.stores.stored_run import CHECKPOINTS, StoredRun, local_size, stored_run
 
 _LATE_S = 60.0  # as long as NFS may remember that a name was not there
@@ -131,7 +131,7 @@ class StoreHome:
     ) -> None:
         """Nothing is asked of the store yet."""
         self._run, self._world, self._together, self._warn = run, world, together, warn
-        self._door: Door | None = None
+        self._door: CopyDoor | None = None
         self._leads = world.local_rank == 0  # of its machine's processes
         self._whole: dict[str, bool] = {}  # by name: whether it has a marker
 
@@ -211,7 +211,7 @@ class StoreHome:
         marker = self._together.from_main([marker] * self._world.size)
         sizes = {name: file["bytes"] for name, file in written.items()}
         try:
-            door = self._door = self._together.run(lambda: self._door or Door())
+            door = self._door = self._together.run(lambda: self._door or CopyDoor())
             told = self._together.to_main(Told(door.address, self._run.identity(), sizes))
             part = self._together.from_main(copies_on_next(told))
 

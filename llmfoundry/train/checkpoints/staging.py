@@ -24,7 +24,7 @@ _ALIGNED = 256  # bytes; no copy begins within a cache line of another
 
 
 @dataclass
-class Copies:
+class HostCopies:
     """Tensors as they were when a save began.
 
     Attributes:
@@ -56,7 +56,7 @@ class Staging:
         self._buffer = host_buffer(0)
         self._stream: torch.cuda.Stream | None = None
 
-    def copy(self, sources: Sequence[Tensor]) -> Copies:
+    def copy(self, sources: Sequence[Tensor]) -> HostCopies:
         """Begin to copy tensors; those of an earlier call are overwritten.
 
         Returns at once where they lie on a GPU, else when they are copied.
@@ -68,7 +68,7 @@ class Staging:
             if not source.is_cuda:
                 place.copy_(source)
         if not on_gpu:
-            return Copies(tensors)
+            return HostCopies(tensors)
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -76,7 +76,7 @@ class Staging:
                 place.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        return Copies(tensors, done, held)
+        return HostCopies(tensors, done, held)
 
     def _places(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous tensors of these shapes and dtypes in the buffer, each its own storage."""

@@ -24,7 +24,7 @@ from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.train.checkpoints.commit import COMMIT, read_commit
 from llmfoundry.train.checkpoints.tensor_files import holds_tensors
 from llmfoundry.train.stores.crc import writer_of
-from llmfoundry.train.stores.neighbours import Door, Told, exchange, parts_given_back
+from llmfoundry.train.stores.neighbours import CopyDoor, Told, exchange, parts_given_back
 from llmfoundry.train.stores.stored_run import StoredRun, local_size, named
 
 _FORGOTTEN_S = 86_400.0  # a checkpoint that was only read is kept for a day after its last use
@@ -89,7 +89,7 @@ def _get_back(
 
     What does not come is read from the store.
     """
-    door = Door()
+    door = CopyDoor()
     here = {name: size for name, size in sizes.items() if name not in lacking}
     told = from_all(world, Told(door.address, run.identity(), here))
     part = parts_given_back(told, {name: writer_of(name) for name in sizes})[world.rank]

@@ -41,7 +41,7 @@ from llmfoundry.parallel.launch import World
 from llmfoundry.train.checkpoints.commit import Written
 from llmfoundry.train.checkpoints.cut_tensors import CutTensor, as_blocks
 from llmfoundry.train.checkpoints.replicas import own_names
-from llmfoundry.train.checkpoints.staging import Copies, Staging
+from llmfoundry.train.checkpoints.staging import HostCopies, Staging
 from llmfoundry.train.checkpoints.together import SaveError, Together
 
 TABLE = ".metadata"
@@ -73,7 +73,7 @@ class Staged:
     form: Any
     part: SavePlan
     values: SavePlanner
-    copies: Copies | None = None
+    copies: HostCopies | None = None
 
     def before_update(self) -> None:
         """Let the GPU finish the copies before it changes what they are of."""

@@ -36,7 +36,7 @@ class Address(NamedTuple):
     secret: str
 
 
-class Door:
+class CopyDoor:
     """Where this process takes files from others."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def send(address: Address, folder: Path, sizes: Mapping[str, int]) -> None:
         line.flush()
 
 
-class Part(NamedTuple):
+class CopiedPart(NamedTuple):
     """What one process gives to others and takes from them: sizes of files, by name."""
 
     give: list[tuple[Address, dict[str, int]]]
@@ -132,12 +132,12 @@ class Told(NamedTuple):
     files: dict[str, int]
 
 
-def copies_on_next(told: Sequence[Told]) -> list[Part]:
+def copies_on_next(told: Sequence[Told]) -> list[CopiedPart]:
     """Each process's files go to one of the next machine; nowhere where there is one machine."""
     machines: dict[str, list[int]] = {}
     for rank, one in enumerate(told):
         machines.setdefault(one.machine, []).append(rank)
-    names, parts = list(machines), [Part([], {}) for _ in told]
+    names, parts = list(machines), [CopiedPart([], {}) for _ in told]
     for number, name in enumerate(names if len(names) > 1 else ()):
         following = machines[names[(number + 1) % len(names)]]
         for index, rank in enumerate(machines[name]):
@@ -147,14 +147,14 @@ def copies_on_next(told: Sequence[Told]) -> list[Part]:
     return parts
 
 
-def parts_given_back(told: Sequence[Told], owners: Mapping[str, int]) -> list[Part]:
+def parts_given_back(told: Sequence[Told], owners: Mapping[str, int]) -> list[CopiedPart]:
     """Files that the machine of their owner lacks and another has.
 
     Args:
         told: by each process, the files of its machine.
         owners: rank of each file that is needed.
     """
-    parts = [Part([], {}) for _ in told]
+    parts = [CopiedPart([], {}) for _ in told]
     for name, owner in owners.items():
         if owner >= len(told) or name in told[owner].files:
             continue
@@ -166,7 +166,7 @@ def parts_given_back(told: Sequence[Told], owners: Mapping[str, int]) -> list[Pa
     return parts
 
 
-def exchange(door: Door, folder: Path, part: Part) -> None:
+def exchange(door: CopyDoor, folder: Path, part: CopiedPart) -> None:
     """Give and take at the same time.
 
     Raises:

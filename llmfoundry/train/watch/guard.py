@@ -35,7 +35,7 @@ class Observed(Protocol):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """What was seen in one step.
 
     Attributes:
@@ -173,9 +173,9 @@ class Guard:
         self._in_a_row = torch.tensor(in_a_row, device=self._device, dtype=torch.int64)
 
 
-def read_verdicts(batches: Sequence[int], found: Tensor) -> list[Verdict]:
+def read_verdicts(batches: Sequence[int], found: Tensor) -> list[StepVerdict]:
     """What `Guard.unread` gave, of tensors on the host."""
     return [
-        Verdict(batch, (a, b), (c, d), (e, f), (bool(g), bool(h), bool(i)))
+        StepVerdict(batch, (a, b), (c, d), (e, f), (bool(g), bool(h), bool(i)))
         for batch, (a, b, c, d, e, f, g, h, i) in zip(batches, found.tolist(), strict=True)
     ]

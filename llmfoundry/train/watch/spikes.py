@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmfoundry.recipe.operate.watch import WatchConfig
-from llmfoundry.train.watch.guard import KINDS, Verdict
+from llmfoundry.train.watch.guard import KINDS, StepVerdict
 
 _SEVERITY = ("off", "log", "skip", "roll_back", "stop")
 
@@ -63,7 +63,7 @@ class SpikeDecision:
 
 
 def decide(
-    verdict: Verdict, config: WatchConfig, record: SpikeRecord
+    verdict: StepVerdict, config: WatchConfig, record: SpikeRecord
 ) -> tuple[SpikeDecision | None, SpikeRecord]:
     """What is done about a step, None where it was sound, and the record after it."""
     flagged = [kind for kind, flag in zip(KINDS, verdict.flags, strict=True) if flag]
@@ -95,7 +95,7 @@ def decide(
     return SpikeDecision(kind, action, seen, done, verdict.batch), record
 
 
-def _describe(verdict: Verdict, kind: str) -> str:
+def _describe(verdict: StepVerdict, kind: str) -> str:
     step = f"step {verdict.batch + 1:,}"
     loss, norm = verdict.values[0], _norm(verdict.values[1])
     if kind == "not_finite":

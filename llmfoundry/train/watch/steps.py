@@ -14,7 +14,7 @@ import torch
 
 from llmfoundry.errors import GivenUp
 from llmfoundry.recipe.operate.watch import WatchConfig
-from llmfoundry.train.watch.guard import Guard, Verdict, read_verdicts
+from llmfoundry.train.watch.guard import Guard, StepVerdict, read_verdicts
 from llmfoundry.train.watch.spikes import SpikeDecision, SpikeRecord, decide
 
 
@@ -87,7 +87,7 @@ class StepWatch:
         self.heed(read_verdicts(*self.guard.unread()))
         return self.guard.first_bad()
 
-    def heed(self, verdicts: Sequence[Verdict]) -> None:
+    def heed(self, verdicts: Sequence[StepVerdict]) -> None:
         """Tell of flagged steps, and do what the recipe says; in order, the same on all processes.
 
         Raises:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from llmfoundry.recipe.operate.watch import WatchConfig
-from llmfoundry.train.watch.guard import Guard, Verdict, read_verdicts
+from llmfoundry.train.watch.guard import Guard, StepVerdict, read_verdicts
 from llmfoundry.train.watch.spikes import SpikeRecord, decide
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def step(loss: float, norm: float) -> Any:
     return SimpleNamespace(loss=torch.tensor(loss), grad_norm=torch.tensor(norm))
 
 
-def watched(guard: Guard, series: list[tuple[float, float]], first: int = 0) -> list[Verdict]:
+def watched(guard: Guard, series: list[tuple[float, float]], first: int = 0) -> list[StepVerdict]:
     for number, values in enumerate(series, first):
         guard.observe(number, step(*values))
     return read_verdicts(*guard.unread())
@@ -123,8 +123,8 @@ def test_two_thousand_quiet_steps_have_no_spike(seed: int) -> None:
     assert [v for v in found if any(v.flags)] == []
 
 
-def verdict(batch: int, *flags: bool) -> Verdict:
-    return Verdict(batch, (9.0, 0.0), (2.0, 0.0), (3.0, 1.0), (flags[0], flags[1], flags[2]))
+def verdict(batch: int, *flags: bool) -> StepVerdict:
+    return StepVerdict(batch, (9.0, 0.0), (2.0, 0.0), (3.0, 1.0), (flags[0], flags[1], flags[2]))
 
 
 def test_of_several_flags_the_one_about_which_most_is_done_decides() -> None:

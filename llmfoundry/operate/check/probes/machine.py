@@ -23,7 +23,7 @@ import torch
 
 from llmfoundry.errors import one_line
 from llmfoundry.files import sync
-from llmfoundry.operate.check.host import Machine, NamedPath, PathReading
+from llmfoundry.operate.check.host import MachineFacts, NamedPath, PathReading
 from llmfoundry.operate.check.probes.time_limit import Late, within
 
 BLOCK = 4096  # bytes written and read
@@ -35,7 +35,7 @@ _LIMITS = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMI
 _SHARED = Path("/dev/shm")
 
 
-def read() -> Machine:
+def read() -> MachineFacts:
     """Limits, shared memory and versions."""
     limits: dict[str, int | None] = {}
     for name, number in _LIMITS.items():
@@ -45,7 +45,7 @@ def read() -> Machine:
         soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         limits["processes"] = None if soft == resource.RLIM_INFINITY else soft
     shared = shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None
-    return Machine(limits, shared, _versions())
+    return MachineFacts(limits, shared, _versions())
 
 
 def _versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from llmfoundry.operate.check.gpus import Process, Reading
+from llmfoundry.operate.check.gpus import GpuReading, Process
 
 Value = TypeVar("Value")
 
@@ -27,7 +27,7 @@ _COMPLETED = 3  # nvmlGpuFabricState_t
 _FABRIC = {1: "not started", 2: "in progress"}
 
 
-def read() -> tuple[list[Reading], str]:
+def read() -> tuple[list[GpuReading], str]:
     """Every GPU that the driver knows, and "", or none and why not."""
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -46,13 +46,13 @@ def read() -> tuple[list[Reading], str]:
         nvml.nvmlShutdown()
 
 
-def _read(nvml: Any, index: int) -> Reading:
+def _read(nvml: Any, index: int) -> GpuReading:
     """All that a GPU tells."""
     try:
         gpu = nvml.nvmlDeviceGetHandleByIndex(index)
         _field(nvml, gpu, DBE_VOLATILE)
     except nvml.NVMLError as error:
-        return Reading(index, lost=str(error))
+        return GpuReading(index, lost=str(error))
 
     def ask(call: Callable[[], Value]) -> Value | None:
         try:
@@ -66,7 +66,7 @@ def _read(nvml: Any, index: int) -> Reading:
         rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
         up, down = _links(nvml, gpu, ask)
         pages = _field(nvml, gpu, PAGES_PENDING)
-        return Reading(
+        return GpuReading(
             index,
             name=ask(lambda: nvml.nvmlDeviceGetName(gpu)) or "",
             uuid=ask(lambda: nvml.nvmlDeviceGetUUID(gpu)) or "",
@@ -89,7 +89,7 @@ def _read(nvml: Any, index: int) -> Reading:
             power=ask(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
         )
     except nvml.NVMLError as error:
-        return Reading(index, lost=str(error))
+        return GpuReading(index, lost=str(error))
 
 
 def _field(nvml: Any, gpu: Any, number: int) -> int | None:
