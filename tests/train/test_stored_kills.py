@@ -39,7 +39,7 @@ def work(rank: int, folder: Path, name: str, url: str) -> None:
     with (folder / f"{name}.log").open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    train_here(name, f"save_folder={url}", "save_async=true", *LENGTH)
+    train_here(name, f"save_folder={url}", "save_async=true", "save_max_wait=3600", *LENGTH)
 
 
 class Killer:
