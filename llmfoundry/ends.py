@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,12 @@ DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP = 0, 1, 2, 3, 75, 93
 FOLDER = "LLMFOUNDRY_ENDS"
 """In the environment: the folder for these files; none are written without it."""
 _MOST_LOST = 8  # ranks that tell that another was lost: 3,072 files would say no more
+
+
+def own_node() -> str:
+    """This machine's name as its scheduler knows it, else as it calls itself."""
+    env = os.environ
+    return env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname()
 
 
 def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
@@ -40,7 +47,7 @@ def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
     if folder is None or (kind == "lost" and rank >= _MOST_LOST):
         return
     end = {"rank": rank, "status": status, "kind": kind, "time": time.time()}
-    end |= {"node": os.uname().nodename, "lines": [line[:1000] for line in lines[:20]]}
+    end |= {"node": own_node(), "lines": [line[:1000] for line in lines[:20]]}
     with suppress(OSError):  # the disk may be what failed
         path = Path(folder) / f"rank-{rank}.json"
         partial = path.with_suffix(".partial")

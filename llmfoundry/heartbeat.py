@@ -24,11 +24,19 @@ LEARNED = ("step", "update")
 """Phases that take as long in one step as in the next."""
 STACKS = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """The signal at which a process writes its stacks; schedulers send USR1 and USR2 for other ends."""
+BEATS = "LLMFOUNDRY_BEATS"
+"""In the environment: the folder below which processes beat, whether or not a monitor looks."""
 RECORDER = "LLMFOUNDRY_RECORDER"
 """In the environment: where this process's flight recorder of NCCL writes, if it has one."""
+MEMORY = "/dev/shm"
 _SIZE = 512  # bytes of a line, padded: a write never leaves the end of a longer one
 _WARM = 3  # steps that compile, tune and connect
 _WINDOW = 100  # steps, the longest of which is told
+
+
+def memory() -> str | None:
+    """Where files are in memory; None: this machine has no such place, or it is not ours."""
+    return MEMORY if os.access(MEMORY, os.W_OK) else None
 
 
 class Heartbeat:

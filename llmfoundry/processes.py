@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import MutableMapping
 
 import psutil
 
@@ -46,10 +47,10 @@ def end_with_starters() -> None:
         end_with(pid)
 
 
-def keep_children() -> None:
-    """Let scripts that this process starts from now on, or becomes the torchrun of, end with it."""
-    pids = os.environ.get(_STARTERS, "").split()
-    os.environ[_STARTERS] = " ".join(dict.fromkeys([*pids, str(os.getpid())]))
+def keep_children(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let scripts that this process starts with an environment, or becomes, end with it."""
+    pids = environment.get(_STARTERS, "").split()
+    environment[_STARTERS] = " ".join(dict.fromkeys([*pids, str(os.getpid())]))
 
 
 def _watch(pid: int) -> None:

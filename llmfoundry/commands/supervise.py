@@ -10,16 +10,13 @@ import sys
 from pathlib import Path
 
 from llmfoundry.errors import UserError
+from llmfoundry.operate.supervise.attempt import SUPERVISED
 from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine
-from llmfoundry.recipe.front.paths import ROOT, find_recipe
-from llmfoundry.recipe.front.yamlfile import read
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
-
-SUPERVISED = "LLMFOUNDRY_SUPERVISED"
-"""In the environment of what a supervisor has started."""
 
 
 def supervise(recipe: TrainRecipe) -> None:
@@ -71,8 +68,4 @@ def recipe_type(command: CommandLine) -> type[TrainRecipe]:
     Raises:
         UserError: its file cannot be read.
     """
-    if command.recipe is None:
-        return TrainRecipe
-    model = read(find_recipe(command.recipe)).get("model")
-    is_finetuned = isinstance(model, dict) and "pretrained" in model
-    return FinetuneRecipe if is_finetuned else TrainRecipe
+    return FinetuneRecipe if is_finetuning(command.recipe, command.overrides) else TrainRecipe

@@ -16,10 +16,14 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.commands.supervise import supervise
+from llmfoundry.commands.supervise import recipe_type, supervise
+from llmfoundry.ends import own_node
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
 from llmfoundry.operate.supervise.supervisor import earlier_attempts
+from llmfoundry.recipe.front.argv import CommandLine
+from llmfoundry.recipe.scripts.check import CheckFinetuneRecipe, checked_for
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import ENV, ROOT
 
@@ -308,3 +312,16 @@ def wait_for_step(place: Place, step: int) -> None:
 def test_a_run_that_would_not_go_on_is_not_supervised(recipe: TrainRecipe, line: str) -> None:
     with pytest.raises(UserError, match=line):
         supervise(recipe)
+
+
+def test_a_pretrained_model_on_the_command_line_makes_it_fine_tuning() -> None:
+    command = CommandLine(recipe=None, overrides=["model.pretrained=runs/x"])
+    assert recipe_type(command) is FinetuneRecipe
+    assert checked_for(command) is CheckFinetuneRecipe
+
+
+def test_a_machine_has_its_schedulers_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_NAME", "gpu-7.pool")
+    assert own_node() == "gpu-7.pool"
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
+    assert own_node() == "gpu07"

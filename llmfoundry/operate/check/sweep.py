@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from llmfoundry.ends import own_node
 from llmfoundry.operate.check import gpus, host, xids
 from llmfoundry.operate.check.board import Board
 from llmfoundry.operate.check.findings import BAD, UNCHECKED, Finding, Report, ordered
@@ -147,9 +147,8 @@ class _Sweep:
     def _meet(self) -> None:
         """Learn which node each process is on: two agents on one host are two nodes."""
         env = os.environ
-        host_name = env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname()
         group = env.get("GROUP_RANK") or env.get("SLURM_NODEID") or "0"
-        who = {"host": host_name, "group": group, "switch": env.get("SLURM_TOPOLOGY_ADDR", "")}
+        who = {"host": own_node(), "group": group, "switch": env.get("SLURM_TOPOLOGY_ADDR", "")}
         came = self._gather("who", who | self._device(), seconds=self.settings.timeout)
         groups: dict[str, dict[str, None]] = {}
         for said in came.values():

@@ -17,16 +17,14 @@ from pathlib import Path
 
 import torch
 
-from llmfoundry.heartbeat import RECORDER, begin_beats, end_beats
+from llmfoundry.ends import own_node
+from llmfoundry.heartbeat import BEATS, RECORDER, begin_beats, end_beats, memory
 from llmfoundry.operate.hang.collect import FLIGHT, PIPE
 from llmfoundry.operate.hang.judge import HangLimits
 from llmfoundry.operate.hang.monitor import RECORDERS, Settings
 from llmfoundry.parallel.launch import World, on_each_machine, on_rank0, own_host
 from llmfoundry.recipe.operate.hang import HangConfig
 
-BEATS = "LLMFOUNDRY_BEATS"
-"""In the environment: the folder below which the supervisor looks for beats."""
-_MEMORY = Path("/dev/shm")
 _ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -75,7 +73,7 @@ def _start(config: HangConfig, world: World, folder: Path, beats: Path, is_compi
     settings = Settings(
         beats=str(beats),
         run_folder=str(folder.absolute()),
-        node=os.uname().nodename,
+        node=own_node(),
         ranks=world.size,
         ends=config.action == "end",
         limits=asdict(_limits(config, is_compiled)),
@@ -116,5 +114,5 @@ def _make_folder() -> str:
     """A folder in memory for the beats of this machine."""
     if BEATS in os.environ:  # of a machine on which the supervisor is not, perhaps
         Path(os.environ[BEATS]).mkdir(parents=True, exist_ok=True)
-    above = os.environ.get(BEATS) or (str(_MEMORY) if os.access(_MEMORY, os.W_OK) else None)
+    above = os.environ.get(BEATS) or memory()
     return tempfile.mkdtemp(prefix="llmfoundry-beats-", dir=above)

@@ -21,10 +21,11 @@ from pathlib import Path
 import psutil
 
 from llmfoundry.ends import FOLDER as ENDS
-from llmfoundry.heartbeat import PHASES, read_beats
+from llmfoundry.heartbeat import BEATS, PHASES, read_beats
+from llmfoundry.processes import keep_children
 
-BEATS = "LLMFOUNDRY_BEATS"
-"""In the environment: the folder below which processes beat, whether or not a monitor looks."""
+SUPERVISED = "LLMFOUNDRY_SUPERVISED"
+"""In the environment of what a supervisor has started."""
 _SECONDS = 0.1
 _TAIL = 400  # lines
 
@@ -68,9 +69,9 @@ class RunningAttempt:
         """
         for folder in (beats, ends):
             folder.mkdir(parents=True, exist_ok=True)
-        env = {**os.environ, BEATS: str(beats), ENDS: str(ends), "LLMFOUNDRY_SUPERVISED": "1"}
+        env = {**os.environ, BEATS: str(beats), ENDS: str(ends), SUPERVISED: "1"}
         if is_local:
-            env["LLMFOUNDRY_END_WITH"] = f"{env.get('LLMFOUNDRY_END_WITH', '')} {os.getpid()}"
+            keep_children(env)
         self.times = AttemptTimes(time.monotonic())
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self._beats, self._ranks = beats, dict[int, psutil.Process]()

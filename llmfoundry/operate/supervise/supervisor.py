@@ -20,8 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmfoundry.ends import SAVED, read_ends
+from llmfoundry.ends import SAVED, own_node, read_ends
 from llmfoundry.events import add_event, read_events
+from llmfoundry.heartbeat import memory
 from llmfoundry.operate.supervise import machines
 from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
@@ -31,7 +32,6 @@ from llmfoundry.recipe.operate.supervise import EXCLUDE, SuperviseConfig
 
 FOLDER = "supervise"
 """Below a run's folder: what processes said at their ends, by attempt, and the check's report."""
-_MEMORY = "/dev/shm"
 _WATCHED = ("slow_rank", "mfu_drop", "data_wait", "stall")
 """Events of callbacks.watch at which a run may save and stop by itself."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -56,7 +56,7 @@ class Supervisor:
     """The attempts so far, of this job."""
 
     def __post_init__(self) -> None:
-        self.node = os.uname().nodename
+        self.node = own_node()
         self.excluded: set[str] = set()
         self._newest, self._first = self._checkpoint(), 0
         self._asked: list[int] = []
@@ -65,8 +65,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the run as often as it is of use; the exit status."""
-        memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-        beats = Path(tempfile.mkdtemp(prefix="llmfoundry-supervise-", dir=memory))
+        beats = Path(tempfile.mkdtemp(prefix="llmfoundry-supervise-", dir=memory()))
         before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
         try:
             while True:

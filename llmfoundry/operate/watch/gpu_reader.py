@@ -7,12 +7,12 @@ worst of what was read since the last time, as an XID's last value says neither 
 
 from __future__ import annotations
 
-import importlib
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry.operate.check.gpus import SLOWED, WARM
+from llmfoundry.operate.check.probes.nvml import opened
 
 SECONDS = 5.0  # between two readings
 _SLOW = sum(SLOWED) | sum(WARM)
@@ -46,16 +46,15 @@ class GpuReader:
 
     def __init__(self, uuid: str, *, seconds: float = SECONDS) -> None:
         """Begin to read the GPU of this UUID, `GPU-…`, every so many seconds."""
-        self._uuid, self._seconds, self.problem = uuid, seconds, ""
+        self._seconds = seconds
         self._state, self._lock, self._closed = GpuState(), threading.Lock(), threading.Event()
         self._was_lost = False
         self._thread = threading.Thread(target=self._run, name="gpu reader", daemon=True)
+        self._nvml, self.problem = opened()
+        if self.problem:
+            return
         try:
-            self._nvml: Any = importlib.import_module("pynvml")
-            self._nvml.nvmlInit()
             self._gpu = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-        except ImportError:
-            self.problem = "nvidia-ml-py is not installed; write: pip install nvidia-ml-py"
         except self._nvml.NVMLError as error:
             self.problem = f"NVML: {error}"
         else:

@@ -7,7 +7,6 @@ for it; all judge the same table by the same rule (`rounds.py`), and act at the 
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
 from statistics import median
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.assemble.job import Job
+from llmfoundry.ends import own_node
 from llmfoundry.errors import RunFailure
 from llmfoundry.operate.check.outliers import LEAST
 from llmfoundry.operate.watch.gpu_reader import GpuReader, GpuState
@@ -196,7 +196,7 @@ class Watch(Callback):
         found, self._history = judge(table, self._history, self._config)
         if not found:
             return
-        hosts = from_all(trainer.world, socket.gethostname())
+        hosts = from_all(trainer.world, own_node())
         for finding in found:
             self._act(trainer, finding, "" if finding.rank is None else hosts[finding.rank])
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from llmfoundry.recipe.front.argv import CommandLine
-from llmfoundry.recipe.front.paths import find_recipe
-from llmfoundry.recipe.front.yamlfile import read
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.bounds import PATH, choice, out_of_bounds
 
@@ -70,8 +68,6 @@ def checked_for(command: CommandLine) -> type[Checked]:
     Raises:
         UserError: its file cannot be read.
     """
-    if command.recipe is None:
-        return CheckRecipe
-    model = read(find_recipe(command.recipe)).get("model")
-    is_finetuned = isinstance(model, dict) and "pretrained" in model
-    return CheckFinetuneRecipe if is_finetuned else CheckRunRecipe
+    if is_finetuning(command.recipe, command.overrides):
+        return CheckFinetuneRecipe
+    return CheckRecipe if command.recipe is None else CheckRunRecipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -102,6 +102,16 @@ def load_run(path: str | Path) -> TrainRecipe:
     Raises:
         UserError: as `load`.
     """
-    model = read(find_recipe(path)).get("model")
-    is_finetuned = isinstance(model, dict) and "pretrained" in model
-    return load(FinetuneRecipe if is_finetuned else TrainRecipe, path)
+    return load(FinetuneRecipe if is_finetuning(path) else TrainRecipe, path)
+
+
+def is_finetuning(recipe: str | Path | None, overrides: Sequence[str] = ()) -> bool:
+    """Whether a recipe, with what the command line changes of it, has model.pretrained.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    if any(word.lstrip("+").startswith("model.pretrained=") for word in overrides):
+        return True
+    model = None if recipe is None else read(find_recipe(recipe)).get("model")
+    return isinstance(model, dict) and "pretrained" in model

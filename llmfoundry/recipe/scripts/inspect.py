@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from llmfoundry.recipe.front.argv import CommandLine
-from llmfoundry.recipe.front.paths import find_recipe
-from llmfoundry.recipe.front.yamlfile import read
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.bounds import Range
 from llmfoundry.recipe.values.duration import check_duration
@@ -44,10 +42,5 @@ def inspected(command: CommandLine) -> type[InspectRecipe]:
     Raises:
         UserError: its file cannot be read.
     """
-    if any(word.lstrip("+").startswith("model.pretrained=") for word in command.overrides):
-        return InspectFinetuneRecipe
-    if command.recipe is None:
-        return InspectRecipe
-    model = read(find_recipe(command.recipe)).get("model")
-    is_finetuned = isinstance(model, dict) and "pretrained" in model
+    is_finetuned = is_finetuning(command.recipe, command.overrides)
     return InspectFinetuneRecipe if is_finetuned else InspectRecipe

@@ -27,16 +27,24 @@ _COMPLETED = 3  # nvmlGpuFabricState_t
 _FABRIC = {1: "not started", 2: "in progress"}
 
 
-def read() -> tuple[list[GpuReading], str]:
-    """Every GPU that the driver knows, and "", or none and why not."""
+def opened() -> tuple[Any, str]:
+    """The module that asks the driver, and "", or why it cannot be asked."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        return [], "nvidia-ml-py is not installed; write: pip install nvidia-ml-py"
+        return None, "nvidia-ml-py is not installed; write: pip install nvidia-ml-py"
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return [], f"NVML: {error}"
+        return nvml, f"NVML: {error}"
+    return nvml, ""
+
+
+def read() -> tuple[list[GpuReading], str]:
+    """Every GPU that the driver knows, and "", or none and why not."""
+    nvml, problem = opened()
+    if problem:
+        return [], problem
     try:
         count = nvml.nvmlDeviceGetCount()
         return [_read(nvml, index) for index in range(count)], "" if count else "NVML knows no GPU"
