@@ -101,11 +101,7 @@ def build_trainer(
         UserError: the recipe asks for what cannot be had; nothing has been trained.
     """
     recipe = with_defaults(written) if recipe is None else recipe
-    check_same_recipe(recipe, world)  # first: what is asked of all depends on it
-    recipe.precision = served_precision(recipe.precision, world, tracker.note)
-    check_layout(recipe, world)
-    meshes = build_mesh(recipe.parallel, world)
-    world = on_mesh(world, meshes)
+    world, meshes = _join_mesh(recipe, world, tracker.note)
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
     together(world, partial(_check_machine, recipe, world, fit))
     start = find_start(recipe, world, tracker.note)
@@ -153,6 +149,17 @@ def build_trainer(
     )
     _open_record(trainer, job, tracker)
     return trainer, job
+
+
+def _join_mesh(
+    recipe: TrainRecipe, world: World, note: Callable[[str], None]
+) -> tuple[World, Meshes | None]:
+    """This process's place in the layout, which all have agreed upon."""
+    check_same_recipe(recipe, world)  # first: what is asked of all depends on it
+    recipe.precision = served_precision(recipe.precision, world, note)
+    check_layout(recipe, world)
+    meshes = build_mesh(recipe.parallel, world)
+    return on_mesh(world, meshes), meshes
 
 
 def _memory_fit(

@@ -117,9 +117,7 @@ def train_step(
     batch = objective.prepare(batch, _look(module, microbatch, autocast), data_group)
     microbatches = [part if cut is None else cut(part) for part in batch.split(microbatch)]
     own = torch.stack([objective.count(part) for part in microbatches]).sum()
-    counts = torch.stack([own, torch.full_like(own, len(batch.tokens))])
-    # tokens count once; a row counts for each process that shares it, as its routers' losses do
-    count, rows = sum_over_processes(counts, token_group).unbind()
+    count, rows = _over_processes(own, len(batch.tokens), token_group)
     divisor = torch.where(count > 0, count, 1)
     sums, factor = StepSums(), sum_factor(module)
     for part in microbatches:
@@ -149,6 +147,18 @@ def train_step(
     if routing is not None:
         move_biases(module, routing.load, held=guard.found_inf)
     return result
+
+
+def _over_processes(
+    count: Tensor, rows: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Labelled tokens and rows of the global batch, of this process's.
+
+    Tokens count once; a row counts for each process that shares it, as its routers' losses do.
+    """
+    counts = torch.stack([count, torch.full_like(count, rows)])
+    count, total = sum_over_processes(counts, group).unbind()
+    return count, total
 
 
 def _look(

@@ -34,7 +34,8 @@ class FaultyS3:
         self.killed: Callable[[], None] = lambda: None  # by the fault "kill"
         self.started = threading.Event()
         self.lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        handler = type("Handler", (_Handler,), {"faulty": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.thread = threading.Thread(
@@ -69,100 +70,100 @@ class FaultyS3:
         self.server.server_close()
 
 
-def _handler(faulty: FaultyS3) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class _Handler(BaseHTTPRequestHandler):
+    """Passes requests on to the store, but for faults; a subclass for each server."""
 
-        def log_message(self, *_: object) -> None:
-            pass
+    faulty: FaultyS3
+    protocol_version = "HTTP/1.1"
 
-        def do_HEAD(self) -> None:
-            self.pass_on("HEAD")
+    def log_message(self, *_: object) -> None:
+        pass
 
-        def do_GET(self) -> None:
-            self.pass_on("GET")
+    def do_HEAD(self) -> None:
+        self.pass_on("HEAD")
 
-        def do_PUT(self) -> None:
-            self.pass_on("PUT")
+    def do_GET(self) -> None:
+        self.pass_on("GET")
 
-        def do_POST(self) -> None:
-            self.pass_on("POST")
+    def do_PUT(self) -> None:
+        self.pass_on("PUT")
 
-        def do_DELETE(self) -> None:
-            self.pass_on("DELETE")
+    def do_POST(self) -> None:
+        self.pass_on("POST")
 
-        def pass_on(self, method: str) -> None:
-            sent = self.received()
-            path = unquote(self.path.partition("?")[0])
-            key = path.partition(f"/{BUCKET}/")[2].removeprefix("o/")  # o/: Google's
-            fault = faulty.next_fault(key, method)
-            if fault == "reset":
+    def do_DELETE(self) -> None:
+        self.pass_on("DELETE")
+
+    def pass_on(self, method: str) -> None:
+        sent = self.received()
+        path = unquote(self.path.partition("?")[0])
+        key = path.partition(f"/{BUCKET}/")[2].removeprefix("o/")  # o/: Google's
+        fault = self.faulty.next_fault(key, method)
+        if fault == "reset":
+            self.close_connection = True
+            self.connection.close()
+            return
+        if fault == "slow":
+            time.sleep(0.3)
+        if fault in _ANSWERS:
+            self.answer(*_ANSWERS[fault])
+            return
+        upstream = HTTPConnection("127.0.0.1", self.faulty.upstream_port)
+        headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
+        if fault == "half sent":  # what a broken proxy makes of it
+            sent = sent[: len(sent) // 2]
+            headers = {k: v for k, v in headers.items() if k.lower() not in _OF_BODY}
+            headers["Content-Length"] = str(len(sent))
+        upstream.request(method, self.path, body=sent or None, headers=headers)
+        response = upstream.getresponse()
+        body = response.read()
+        upstream.close()
+        if fault == "kill":
+            self.faulty.killed()
+        if fault in ("kill", "unanswered"):
+            self.close_connection = True
+            self.connection.close()
+            return
+        self.send_response(response.status)
+        for name, value in response.getheaders():
+            # Without checksums, as older objects and other stores have none.
+            if name.lower() in _HEADERS or (fault == "spoiled" and "checksum" in name.lower()):
+                self.send_header(name, value)
+        length = response.getheader("Content-Length") if method == "HEAD" else None
+        self.send_body(body, fault, length)
+
+    def received(self) -> bytes:
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            raise AssertionError("chunked bodies are not passed on")
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def answer(self, status: int, code: str) -> None:
+        body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_body(b"" if self.command == "HEAD" else body, None)
+
+    def send_body(self, body: bytes, fault: str | None, length: str | None = None) -> None:
+        if fault == "truncated":  # a whole answer, of half the bytes
+            body = body[: len(body) // 2]
+        if fault in ("damaged", "spoiled"):
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        self.send_header("Content-Length", length or str(len(body)))
+        self.end_headers()
+        self.faulty.started.set()
+        with contextlib.suppress(OSError):
+            if fault == "cut":
+                self.wfile.write(body[: len(body) // 2])
+                self.wfile.flush()
                 self.close_connection = True
                 self.connection.close()
-                return
-            if fault == "slow":
-                time.sleep(0.3)
-            if fault in _ANSWERS:
-                self.answer(*_ANSWERS[fault])
-                return
-            upstream = HTTPConnection("127.0.0.1", faulty.upstream_port)
-            headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
-            if fault == "half sent":  # what a broken proxy makes of it
-                sent = sent[: len(sent) // 2]
-                headers = {k: v for k, v in headers.items() if k.lower() not in _OF_BODY}
-                headers["Content-Length"] = str(len(sent))
-            upstream.request(method, self.path, body=sent or None, headers=headers)
-            response = upstream.getresponse()
-            body = response.read()
-            upstream.close()
-            if fault == "kill":
-                faulty.killed()
-            if fault in ("kill", "unanswered"):
-                self.close_connection = True
-                self.connection.close()
-                return
-            self.send_response(response.status)
-            for name, value in response.getheaders():
-                # Without checksums, as older objects and other stores have none.
-                if name.lower() in _HEADERS or (fault == "spoiled" and "checksum" in name.lower()):
-                    self.send_header(name, value)
-            length = response.getheader("Content-Length") if method == "HEAD" else None
-            self.send_body(body, fault, length)
-
-        def received(self) -> bytes:
-            if "chunked" in self.headers.get("Transfer-Encoding", ""):
-                raise AssertionError("chunked bodies are not passed on")
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-        def answer(self, status: int, code: str) -> None:
-            body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/xml")
-            self.send_body(b"" if self.command == "HEAD" else body, None)
-
-        def send_body(self, body: bytes, fault: str | None, length: str | None = None) -> None:
-            if fault == "truncated":  # a whole answer, of half the bytes
-                body = body[: len(body) // 2]
-            if fault in ("damaged", "spoiled"):
-                body = body[:-1] + bytes([body[-1] ^ 1])
-            self.send_header("Content-Length", length or str(len(body)))
-            self.end_headers()
-            faulty.started.set()
-            with contextlib.suppress(OSError):
-                if fault == "cut":
-                    self.wfile.write(body[: len(body) // 2])
+            elif fault == "trickle":
+                for n in range(len(body)):
+                    self.wfile.write(body[n : n + 1])
                     self.wfile.flush()
-                    self.close_connection = True
-                    self.connection.close()
-                elif fault == "trickle":
-                    for n in range(len(body)):
-                        self.wfile.write(body[n : n + 1])
-                        self.wfile.flush()
-                        time.sleep(0.05)
-                else:
-                    self.wfile.write(body)
-
-    return Handler
+                    time.sleep(0.05)
+            else:
+                self.wfile.write(body)
 
 
 _OF_BODY = ("content-length", "content-md5", "x-amz-checksum-crc32", "x-amz-sdk-checksum-algorithm")
