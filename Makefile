@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data bench-memory bench-layouts bench-checkpoint gpu-check ui wheel clean
+.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data bench-memory bench-layouts bench-checkpoint bench-faults gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +56,9 @@ bench-layouts: $(VENV)/.dev ## DBRX on 512 and 3,072 fake ranks, by every layout
 
 bench-checkpoint: $(VENV)/.dev ## what a save of 2 GB holds training up: in the background, at once, by torch's async_save
 	$(BIN)/python -m benchmarks.checkpoints.saving
+
+bench-faults: $(VENV)/.dev ## faults injected into runs of four processes: who sees them, what is done, what it costs
+	$(BIN)/python -m benchmarks.faults
 
 gpu-check: $(VENV)/.gpu ## tests, kernels, speed, memory and losses of the GPU at hand, on one page: CHECK="minutes=60 steps=mfu"
 	$(BIN)/python scripts/gpu_check.py $(CHECK)

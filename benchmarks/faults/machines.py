@@ -1,0 +1,1 @@
+"""Faults of machines, disks, stores and clocks."""

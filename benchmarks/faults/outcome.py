@@ -1,0 +1,94 @@
+"""What is expected of a fault, and what was seen of it.
+
+The idea: a fault says beforehand who has to see it, in how many seconds, what has to be done and
+what it may cost; what was seen is read from the run's files by code that knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EQUAL = "equal"
+"""Every step's loss is, bit for bit, that of the undisturbed run."""
+ENDED = "equal until its end"
+"""The run was ended by the fault, and every step's loss until then is the undisturbed run's."""
+NONE = "no step was done"
+SKIPPED = "not comparable: batches were skipped"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What has to become of a fault.
+
+    Attributes:
+        detected_by: as `Seen` has it.
+        action: as `Seen` has it.
+        detect_seconds: from the fault until it is told, at most.
+        lost_steps: steps that are done again, at most; None: no process is started again.
+        losses: EQUAL, or ENDED, NONE or SKIPPED where they cannot be.
+        status: the exit status of the supervisor.
+    """
+
+    detected_by: str
+    action: str
+    detect_seconds: float
+    lost_steps: int | None = None
+    losses: str = EQUAL
+    status: int = 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of a fault; `runs.Run.seen` reads it from the run's files.
+
+    Attributes:
+        detected_by: who told it first: hang, check, a kind of watch's events, or `supervisor: ` and
+            the cause of its decision; empty: nobody has.
+        action: all that was done, in order, with commas between; `finish` and `none` left out.
+        detect_seconds: from the fault to the first event that tells it; None: nobody has.
+        back_seconds: from the fault to the end of the first step by processes that were started
+            after it; None: none were.
+        lost_steps: done more than once; None: no process was started after it.
+        losses: beside the undisturbed run's.
+        status: the exit status of the supervisor; None: there was none.
+        notes: what the first event says.
+    """
+
+    detected_by: str
+    action: str
+    detect_seconds: float | None
+    back_seconds: float | None
+    lost_steps: int | None
+    losses: str
+    status: int | None
+    notes: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A fault, what was expected of it, and what was seen."""
+
+    fault: str
+    expected: Expected
+    seen: Seen
+
+    @property
+    def wrong(self) -> list[str]:
+        """What was not as expected, a line each."""
+        seen, expected = self.seen, self.expected
+        names = ("detected_by", "action", "losses", "status")
+        pairs = ((name, getattr(seen, name), getattr(expected, name)) for name in names)
+        lines = [
+            f"{name}: {one!r}, expected {other!r}" for name, one, other in pairs if one != other
+        ]
+        limits = {"detect_seconds": seen.detect_seconds, "lost_steps": seen.lost_steps}
+        for name, value in limits.items():
+            most = getattr(expected, name)
+            if (value is None) != (most is None) or (value or 0) > (most or 0):
+                lines.append(f"{name}: {value}, expected at most {most}")
+        return lines
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether it was seen by whom it has to be, in time, and cost no more than it may."""
+        return not self.wrong
