@@ -1,8 +1,6 @@
-"""Faults injected into runs of four processes are seen by whom they have to be, and cost no more."""
+"""Faults injected into runs of four processes are seen in time, and cost no more than they may."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
