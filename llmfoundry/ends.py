@@ -56,9 +56,13 @@ def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
 
 
 def read_ends(folder: Path) -> list[dict[str, Any]]:
-    """What processes left in a folder, the first that ended first."""
-    found = []
+    """What processes left in a folder, the first that ended first.
+
+    The order is the file system's, which has one clock; machines have one each.
+    """
+    found = list[tuple[int, dict[str, Any]]]()
     for path in folder.glob("rank-*.json"):
         with suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-    return sorted(found, key=lambda end: float(end["time"]))
+            end = json.loads(path.read_text(encoding="utf-8"))
+            found.append((path.stat().st_mtime_ns, end))
+    return [end for _, end in sorted(found, key=lambda pair: pair[0])]

@@ -2,9 +2,10 @@
 
 Whatever is printed or written and may hold a part of a recipe goes through `public` (a text) or
 `public_values` (a recipe's values). The idea: a secret is known by its place. In a recipe these are
-the values of `storage_options`, and in any text the password, the signature or the token of an
-address. Values found at such places (`hide`) are masked wherever else they turn up, in the message
-of another library too. An interpolation such as `${oc.env:NAME}` is not a secret, and stays.
+the values of `storage_options` and the address of a `webhook`, and in any text the password, the
+signature or the token of an address. Values found at such places (`hide`) are masked wherever else
+they turn up, in the message of another library too. An interpolation such as `${oc.env:NAME}` is
+not a secret, and stays.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 OPTIONS = "storage_options"
-# What stands below it and is not a secret: these names, and these values (gcsfs' ways to log in).
+_WHOLE = ("webhook",)  # keys whose address has its secret in the path
+# What stands below storage_options and is not a secret: these names, and these values (gcsfs' ways
+# to log in).
 _OPEN_NAMES = re.compile(
     r"account_name|addressing_style|anon|endpoint(_url)?|mode|namespace|profile|project|timeout"
     r"|region(_name)?|requester_pays|signature_version|use_ssl|verify|version_aware"
@@ -111,13 +114,19 @@ def hide(values: Any) -> None:
 def hide_override(word: str) -> None:
     """As `hide`, for a word of the command line, which nobody has read yet."""
     key, _, text = word.partition("=")
-    hide({OPTIONS: text} if OPTIONS in key.split(".") else text)
+    hide({_secret_name(key): text} if _secret_name(key) else text)
 
 
 def public_override(word: str) -> str:
     """A word of the command line as it may be shown."""
     key, _, _ = word.partition("=")
-    return f"{key}={MASK}" if OPTIONS in key.split(".") else public(word)
+    return f"{key}={MASK}" if _secret_name(key) else public(word)
+
+
+def _secret_name(key: str) -> str:
+    """The part of a word's dotted key for which all of its value is a secret; empty: none."""
+    parts = key.lstrip("+~").split(".")
+    return OPTIONS if OPTIONS in parts else parts[-1] if parts[-1] in _WHOLE else ""
 
 
 def mask_tracebacks() -> None:
@@ -163,6 +172,8 @@ def _leaves(value: Any, key: str = "", *, name: str = "", inside: bool = False) 
 
 def _is_secret(value: Any, *, name: str, inside: bool) -> bool:
     is_open = value is None or isinstance(value, bool) or value in _OPEN_VALUES
+    if name in _WHOLE:
+        return not is_open
     return inside and not is_open and _OPEN_NAMES.fullmatch(name) is None
 
 

@@ -15,6 +15,7 @@ one. (`SummaryWriter(purge_step=...)` writes none at first: a first resume would
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Callable, Container, Sequence
 from functools import partial
@@ -38,6 +39,7 @@ from llmfoundry.track.metrics import append
 
 FOLDER = "tensorboard"
 FILE = "events.out.tfevents.{seconds:.6f}"  # read in the order of names; no host in it
+_NUMBER = re.compile(r"\d+\.\d+")
 TEXTS = (".yaml", ".json", ".txt")
 
 
@@ -50,7 +52,7 @@ class TensorBoardSession:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._first_batch = folder, first_batch
         self._read: Any = None
-        path = folder / FILE.format(seconds=time.time())
+        path = folder / _next_name(folder)
         self._file = path.open("ab", buffering=0)
         now = milliseconds()
         start = _event(now, 0, file_version="brain.Event:2")
@@ -118,6 +120,14 @@ def tensorboard_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
 
 def _open(folder: Path, facts: RunFacts, say: Callable[[str], None]) -> TensorBoardSession:
     return TensorBoardSession(folder, facts.first_batch)
+
+
+def _next_name(folder: Path) -> str:
+    """Behind those that are there, also where the clock was set back since."""
+    before = FILE.split("{")[0]
+    found = [path.name.removeprefix(before) for path in folder.glob(f"{before}*")]
+    known = [float(name) for name in found if _NUMBER.fullmatch(name)]
+    return FILE.format(seconds=max([time.time(), *(seconds + 1e-3 for seconds in known)]))
 
 
 def _forget(folder: Path) -> None:

@@ -125,11 +125,14 @@ def group(tmp_path: Path) -> Iterator[Group]:
 
 def test_a_stopped_rank_is_named_with_its_stack_and_all_are_ended(group: Group) -> None:
     group.start(recorder=True)
+    sent = time.monotonic()
     group.ranks[1].send_signal(signal.SIGSTOP)
     said = group.wait()
     assert "rank 1 on here hangs in phase" in said and "the system says of it: stopped" in said
     (event,) = read_events(group.run)
     assert (event["kind"], event["rank"], event["action"]) == ("hang", 1, "end")
+    # It was woken for its stack, and beat once more; that is not when the run last went on.
+    assert sent - 30 < event["moved"] < time.monotonic() - LIMITS.stopped / 2
     stacks = Path(event["stacks"])
     for rank in range(RANKS):
         text = (stacks / f"rank-{rank}.txt").read_text()

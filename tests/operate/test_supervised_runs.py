@@ -157,6 +157,7 @@ def test_a_stopped_rank_is_found_and_the_run_ends_as_one_that_never_was(
     assert decisions == [("hang", "restart"), ("done", "finish")]
     (back,) = started.events("returned")
     assert set(back["seconds"]) == {"detect", "restart", "start", "load", "first_step"}
+    assert back["seconds"]["detect"] > 4  # hang.stopped_seconds; not since it was woken
     assert losses(started.folder) == whole
 
 

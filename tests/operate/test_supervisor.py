@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,19 @@ from llmfoundry.commands.supervise import recipe_type, supervise
 from llmfoundry.ends import own_node
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
-from llmfoundry.operate.supervise.supervisor import earlier_attempts
+from llmfoundry.operate.supervise.attempt import AttemptTimes
+from llmfoundry.operate.supervise.supervisor import earlier_attempts, last_moved, new_folder
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.scripts.check import CheckFinetuneRecipe, checked_for
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import ENV, ROOT
 
+XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
 # A run of ten steps with a checkpoint after each third, that fails as its plan says for an attempt.
-RUN = """
+RUN = (
+    f"XID = {XID!r}"
+    + """
 import json, os, signal, sys, time
 from pathlib import Path
 from llmfoundry.ends import record_end
@@ -59,6 +61,15 @@ for step in range(done + 1, 11):
         os.kill(os.getpid(), signal.SIGKILL)
     if step == done + 1 and fault == "killed at once":
         os.kill(os.getpid(), signal.SIGKILL)
+    if step == 5 and fault == "xid":
+        with Path("kernel.log").open("a") as log:
+            log.write(XID)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 5 and fault == "hung, and the clock is wrong":
+        hang = {"time": 1.0, "kind": "hang", "action": "end", "what": "rank 0 hangs", "nodes": []}
+        with (run / "events.jsonl").open("a") as events:
+            print(json.dumps(hang), file=events)
+        os.kill(os.getpid(), signal.SIGKILL)
     if step == 2 and fault == "mistake":
         record_end(2, "mistake", ["data.paths[0]: x is not there; write another"])
         sys.exit(2)
@@ -78,6 +89,7 @@ for step in range(done + 1, 11):
         save(step)
 end_beats()
 """
+)
 CHECK = """
 import json, sys
 from pathlib import Path
@@ -176,6 +188,37 @@ def test_a_request_between_two_attempts_is_heard(place: Place) -> None:
     assert len(place.events("start")) == 1
 
 
+def test_what_is_of_an_attempt_goes_by_the_order_of_lines_and_not_by_the_clock(
+    place: Place,
+) -> None:
+    old = {"time": time.time() + 1e6, "kind": "hang", "action": "end", "what": "x", "nodes": []}
+    (place.run / "events.jsonl").write_text(json.dumps(old) + "\n")  # then the clock was set back
+    (place.folder / "kernel.log").write_text(f"2999-01-01T00:00:00+00:00 {XID}")
+    assert place.supervise(["killed", "hung, and the clock is wrong"]) == 0
+    assert [cause for cause, _ in place.decisions()] == ["unknown", "hang", "done"]
+
+
+def test_a_machine_that_hangs_stands_still_since_its_last_move_not_since_it_was_woken() -> None:
+    times = AttemptTimes(started=100.0, last_beat=240.0, ended=243.0)  # the woken one's beat
+    hang = {"seconds": 34.5, "moved": 205.25, "host": "here"}
+    assert last_moved(times, hang, "here") == 205.25
+    assert last_moved(times, hang, "elsewhere") == 243.0 - 34.5  # by another machine's clock
+    assert last_moved(times, {**hang, "moved": 1.0}, "here") == 100.0
+    assert last_moved(times, None, "here") == 240.0
+    assert last_moved(AttemptTimes(started=100.0, ended=110.0), None, "here") == 110.0
+
+
+def test_what_attempts_say_has_a_folder_of_its_own_however_the_clock_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    made = []
+    for _ in range(3):
+        made.append(new_folder(tmp_path, "attempt-1"))
+        made[-1].mkdir()
+    assert len(set(made)) == 3
+
+
 def test_a_mistake_is_not_tried_again(place: Place) -> None:
     assert place.supervise(["mistake"]) == 2
     assert place.decisions() == [("user", "stop")]
@@ -220,9 +263,7 @@ def test_who_asks_twice_does_not_wait(place: Place) -> None:
 
 
 def test_a_machine_is_checked_and_told_of_but_not_touched(place: Place) -> None:
-    log = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
-    (place.folder / "kernel.log").write_text(log)
-    assert place.supervise(["killed"]) == 0
+    assert place.supervise(["xid"]) == 0
     assert place.decisions() == [("machine", "restart"), ("done", "finish")]
     first, _ = place.events("decision")
     assert first["bad_nodes"] == [os.uname().nodename]
@@ -231,48 +272,18 @@ def test_a_machine_is_checked_and_told_of_but_not_touched(place: Place) -> None:
 
 
 def test_with_act_the_only_machine_is_left_to_the_scheduler(place: Place) -> None:
-    log = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
-    (place.folder / "kernel.log").write_text(log)
-    assert place.supervise(["killed"], act=True) == 75
+    assert place.supervise(["xid"], act=True) == 75
     assert place.decisions() == [("machine", "stop")]
 
 
 def test_with_act_and_a_launcher_the_next_start_does_without(place: Place) -> None:
-    log = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
-    (place.folder / "kernel.log").write_text(log)
     launch = ["env", "LEFT_OUT={exclude}", sys.executable]
-    assert place.supervise(["killed"], act=True, launch=launch) == 0
+    assert place.supervise(["xid"], act=True, launch=launch) == 0
     commands = [event["command"] for event in place.events("start")]
     assert commands == [
         ["env", sys.executable, "run.py"],
         ["env", f"LEFT_OUT={os.uname().nodename}", sys.executable, "run.py"],
     ]
-
-
-def test_a_webhook_hears_of_every_decision_and_may_be_away(place: Place) -> None:
-    heard: list[str] = []
-
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            heard.append(json.loads(body)["text"])
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Hook)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/secret"
-    assert place.supervise(["killed"], webhook=url) == 0
-    server.shutdown()
-    server.server_close()
-    assert len(heard) == 2
-    assert "attempt 1 ended: unknown: " in heard[0] and heard[0].endswith("; restart")
-    assert "attempt 2 ended: the run is complete; finish" in heard[1]
-    assert place.supervise([], webhook=url) == 0  # nobody listens any more
-    assert "supervise.webhook: nobody was told" in place.said
 
 
 def test_a_requeued_job_remembers_what_it_has_tried(

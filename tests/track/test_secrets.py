@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from llmfoundry.errors import UserError
-from llmfoundry.masking import public, public_values
+from llmfoundry.masking import public, public_override, public_values
 from llmfoundry.recipe.front.load import checked, load
 from llmfoundry.recipe.front.typed import as_written, require, to_yaml
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -109,6 +109,19 @@ def test_storage_options_show_nothing_but_known_settings() -> None:
         "gs": {"token": "anon", "more": [{"private": "***"}]},
         "az": {"account_key": "${oc.env:KEY}", "other": "***"},
     }
+
+
+def test_a_webhooks_address_is_a_secret_as_a_whole(tmp_path: Path) -> None:
+    secret = "https://hooks.example.com/services/T0/kanarie-webhook"
+    word = f"supervise.webhook={secret}"
+    recipe = load(TrainRecipe, write_recipe(tmp_path), [word])
+    assert recipe.supervise.webhook == secret
+    assert as_written(recipe)["supervise"]["webhook"] == "***" and "kanarie" not in to_yaml(recipe)
+    assert public(f"no host at {secret}!") == "no host at ***!"
+    assert public_override(word) == "supervise.webhook=***"
+    assert public_override("supervise.webhook_form=json") == "supervise.webhook_form=json"
+    kept = {"webhook": "${oc.env:SLACK_WEBHOOK}", "act": True}
+    assert public_values({"supervise": kept}) == {"supervise": kept}
 
 
 def test_a_secret_is_masked_wherever_another_library_repeats_it() -> None:

@@ -43,6 +43,8 @@ class Hub:
         self.verdict: HangVerdict | None = None
         self.notice: HangVerdict | None = None
         self.stamp = ""
+        self.moved = 0.0
+        """When a process last went on before the verdict, by this machine's clock."""
         self._told: tuple[int, str, tuple[int, ...]] | None = None
 
     def go_on(self) -> None:
@@ -85,6 +87,7 @@ class Hub:
                 if (found.step, found.phase, found.culprits) == self._told:
                     return
                 self.verdict, self.state, self._since = found, COLLECT, self._clock()
+                self.moved = self._since - min(reading.age for reading in known)
                 self.stamp = f"step-{found.step}-{time.strftime('%Y%m%d-%H%M%S')}"
             else:
                 self.notice = found

@@ -142,6 +142,8 @@ class Monitor:
                 phase=verdict.phase,
                 seconds=round(verdict.seconds, 1),
                 stacks=str(place) if kind == "hang" else None,
+                moved=round(self._hub.moved, 3) if kind == "hang" else None,
+                host=self._settings.node,
             )
 
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -23,16 +22,18 @@ _PATIENCE = 1800.0  # seconds, of a check
 _COMMAND = 60.0  # of scontrol
 
 
-def kernel_events(path: str | None, node: str, *, since: float) -> list[tuple[str, str, bool]]:
-    """Machine, why, and whether it takes the machine out, of the kernel's lines since a time.
+def kernel_events(
+    path: str | None, node: str, *, seconds: float, start: int
+) -> list[tuple[str, str, bool]]:
+    """Machine, why, and whether it takes the machine out, of the kernel's latest lines.
 
     Args:
         path: health_check.kernel_log.
         node: this machine.
-        since: seconds since 1970.
+        seconds: how far back; counted, not the difference of two times of a clock that is set.
+        start: bytes of the file of that path to pass over.
     """
-    hours = max(1 / 3600, (time.time() - since) / 3600)
-    lines, _ = kernel_log.read(path, hours=hours)
+    lines, _ = kernel_log.read(path, hours=max(1.0, seconds) / 3600, start=start)
     return [(node, f"{e.code} {e.why}".strip(), e.is_bad) for e in events(lines)]
 
 

@@ -1,23 +1,144 @@
-"""A line to a webhook, in the form that Slack's incoming webhooks take."""
+"""A decision to a webhook, in the form that its receiver takes.
+
+The supervisor calls `notify`. The idea: it is told or not told within seconds, whoever does not
+answer; and a webhook's address lets whoever knows it in, so that nothing of it is ever said.
+"""
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
+import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
 
-from llmfoundry.masking import public
+from llmfoundry.masking import public, public_texts
+from llmfoundry.operate.check.probes.time_limit import Late, within
+from llmfoundry.recipe.operate.supervise import WEBHOOK_FORMS
 
-_PATIENCE = 10.0  # seconds
+_PATIENCE, _ANSWER, _PAUSE = 25.0, 10.0, 3.0  # seconds: in all, of a request, between two
+_BUSY = (429, 500, 502, 503, 504)  # which may take it a moment later
 
 
-def notify(webhook: str, text: str) -> str:
-    """Post {"text": text}; empty, or why it did not get there. No secret is shown in either."""
-    body = json.dumps({"text": public(text)}).encode()
+def notify(webhook: str, form: str | None, text: str, event: Mapping[str, Any]) -> str:
+    """Post a text; empty, or why it did not get there, without the address.
+
+    Args:
+        webhook: the URL.
+        form: one of WEBHOOK_FORMS; None: by the URL's host.
+        text: a line.
+        event: the line of events.jsonl that it is about, which the form json has too.
+    """
     try:
-        request = urllib.request.Request(
-            webhook, data=body, headers={"Content-Type": "application/json"}
-        )
-        urllib.request.urlopen(request, timeout=_PATIENCE).close()
-    except (OSError, ValueError) as error:
-        return f"supervise.webhook: nobody was told: {public(str(error))}"
+        body = json.dumps(_BODIES[form or form_of(webhook)](public(text), event)).encode()
+        within(_PATIENCE, lambda: _post(webhook, body))
+    except (OSError, ValueError, http.client.HTTPException, Late) as error:
+        return f"supervise.webhook: nobody was told: {_reason(error)}"
     return ""
+
+
+def form_of(webhook: str) -> str:
+    """The form that an address takes, as its host says; slack where it says nothing.
+
+    Mattermost, Rocket.Chat and Google Chat take Slack's {"text": ...} too.
+    """
+    host = (urlsplit(webhook).hostname or "").removesuffix(".")
+    for name, hosts in _HOSTS.items():
+        if any(host == known or host.endswith(f".{known}") for known in hosts):
+            return name
+    return "slack"
+
+
+_HOSTS = {
+    "discord": ("discord.com", "discordapp.com"),
+    "teams": ("webhook.office.com", "logic.azure.com", "powerplatform.com", "powerautomate.com"),
+}
+
+
+def _slack(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    """Slack reads <...> as links and calls to people; longer texts it cuts at 40,000 characters."""
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return {"text": _cut(escaped, 4000)}
+
+
+def _discord(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    """Discord refuses more than 2000 characters, and calls nobody if told so."""
+    return {"content": _cut(text, 2000), "allowed_mentions": {"parse": []}}
+
+
+def _teams(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    """Teams' workflows take adaptive cards alone."""
+    block = {"type": "TextBlock", "text": _cut(text, 4000), "wrap": True}
+    card = {
+        "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
+        "type": "AdaptiveCard",
+        "version": "1.4",
+        "body": [block],
+    }
+    kind = "application/vnd.microsoft.card.adaptive"
+    return {"type": "message", "attachments": [{"contentType": kind, "content": card}]}
+
+
+def _json(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    return {"text": text, "event": public_texts(event)}
+
+
+_BODIES: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
+    "slack": _slack,
+    "discord": _discord,
+    "teams": _teams,
+    "json": _json,
+}
+assert tuple(_BODIES) == WEBHOOK_FORMS
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """What is sent elsewhere would arrive there without its text, and count as told."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _post(webhook: str, body: bytes) -> None:
+    """Post it, once more where the receiver is busy.
+
+    Raises:
+        OSError: it was not taken.
+    """
+    headers = {"Content-Type": "application/json", "User-Agent": "llmfoundry"}
+    request = urllib.request.Request(webhook, data=body, headers=headers)
+    opener = urllib.request.build_opener(_NoRedirect)
+    try:
+        opener.open(request, timeout=_ANSWER).close()
+    except urllib.error.HTTPError as error:
+        if error.code not in _BUSY:
+            raise
+        error.close()
+        time.sleep(_PAUSE)
+        opener.open(request, timeout=_ANSWER).close()
+
+
+def _reason(error: Exception) -> str:
+    """Why, in words that cannot hold a part of the address."""
+    if isinstance(error, urllib.error.HTTPError):
+        with error:
+            said = error.read(200).decode(errors="replace").strip().splitlines()
+        word = said[0] if said and _is_word(said[0]) else error.reason
+        return f"status {error.code} ({word})"
+    if isinstance(error, urllib.error.URLError):
+        error = error.reason if isinstance(error.reason, Exception) else error
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) if isinstance(error, TimeoutError | Late) else type(error).__name__
+
+
+def _is_word(text: str) -> bool:
+    """Whether an answer is a word such as Slack's `no_service`, and not a page."""
+    return len(text) <= 40 and text.replace("_", "").isalpha()
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

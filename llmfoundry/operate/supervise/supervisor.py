@@ -16,6 +16,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +24,8 @@ from typing import Any
 from llmfoundry.ends import SAVED, own_node, read_ends
 from llmfoundry.events import add_event, read_events
 from llmfoundry.heartbeat import memory
+from llmfoundry.masking import public_override
+from llmfoundry.operate.check.probes import kernel_log
 from llmfoundry.operate.supervise import machines
 from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
@@ -61,7 +64,8 @@ class Supervisor:
         self._newest, self._first = self._checkpoint(), 0
         self._asked: list[int] = []
         self._running: RunningAttempt | None = None
-        self._before: tuple[AttemptTimes, float] | None = None  # of the attempt before
+        self._before: tuple[AttemptTimes, float] | None = None
+        """Of the attempt before, and when it last went on."""
 
     def run(self) -> int:
         """Start the run as often as it is of use; the exit status."""
@@ -74,7 +78,9 @@ class Supervisor:
                     return decision.status
                 self._pause(decision.wait)
                 if self._asked:
-                    self._tell("decision", "stopped between two attempts", "stop")
+                    why = "stopped between two attempts"
+                    event = self._tell("decision", why, "stop", exit_status=SAVED)
+                    self._notify(f"{self.folder.name} on {self.node}: {why}", event or {})
                     return SAVED
         finally:
             for number, handler in before.items():
@@ -92,13 +98,12 @@ class Supervisor:
 
     def _attempt(self, beats: Path) -> Decision:
         number = len(self.attempts) + 1
-        ends = (
-            self.folder / FOLDER / f"attempt-{number}-{time.strftime('%Y%m%d-%H%M%S')}"
-        ).absolute()
+        ends = new_folder(self.folder.absolute() / FOLDER, f"attempt-{number}")
         launch = machines.launch_words(self.config.launch, self.excluded)
         command = [*launch, *self.script] if launch else [sys.executable, *self.script]
-        began = time.time()
-        self._tell("start", f"attempt {number}", "start", attempt=number, command=command)
+        words = [public_override(word) for word in command]
+        start = self._tell("start", f"attempt {number}", "start", attempt=number, command=words)
+        logged = kernel_log.size(self.kernel_log)
         running = RunningAttempt(command, beats=beats, ends=ends, is_local=not launch)
         self._running, has_returned = running, False
         if self._asked:  # while it was being started
@@ -116,12 +121,17 @@ class Supervisor:
             node=self.node,
             asked=signal.Signals(self._asked[0]).name if self._asked else "",
             ends=read_ends(ends),
-            hang=self._event(began, "end", "hang"),
-            watch=self._event(began, "stop", *_WATCHED),
-            kernel=machines.kernel_events(self.kernel_log, self.node, since=began),
+            hang=self._event(start, "end", "hang"),
+            watch=self._event(start, "stop", *_WATCHED),
+            kernel=machines.kernel_events(
+                self.kernel_log,
+                self.node,
+                seconds=running.times.ended - running.times.started,
+                start=logged,
+            ),
             tail=list(running.tail),
         )
-        self._before = (running.times, began)
+        self._before = (running.times, last_moved(running.times, evidence.hang, self.node))
         return self._decide(number, status, find_cause(evidence), running.times)
 
     def _decide(self, number: int, status: int, cause: Cause, times: AttemptTimes) -> Decision:
@@ -148,7 +158,7 @@ class Supervisor:
             done += f" ({machines.take_out(decision.nodes, cause.why)})"
         elif bad and self.config.act:
             done += f" ({machines.take_out(bad, cause.why)})"
-        self._tell(
+        event = self._tell(
             "decision",
             f"attempt {number} ended: {decision.why}",
             decision.action,
@@ -167,7 +177,7 @@ class Supervisor:
             exit_status=decision.status,
         )
         text = f"{self.folder.name} on {self.node}: attempt {number} ended: {decision.why}"
-        self._notify(f"{text}; {done}")
+        self._notify(f"{text}; {done}", event or {})
         return decision
 
     def _confirm(self, cause: Cause) -> tuple[str, ...]:
@@ -193,9 +203,8 @@ class Supervisor:
         """Tell how long the way back took, once a restarted run has done its first step."""
         if self._before is None or times.joined is None or times.loaded is None:
             return
-        before, _ = self._before
+        before, died = self._before
         assert times.stepped is not None
-        died = before.last_beat or before.ended
         parts = {
             "detect": before.ended - died,
             "restart": times.started - before.ended,
@@ -216,9 +225,13 @@ class Supervisor:
             lost_steps=lost,
         )
 
-    def _event(self, since: float, action: str, *kinds: str) -> dict[str, Any] | None:
-        """The first event of this attempt of one of these kinds for which this was done."""
-        found = [e for e in read_events(self.folder) if e["time"] >= since and e["kind"] in kinds]
+    def _event(
+        self, start: dict[str, Any] | None, action: str, *kinds: str
+    ) -> dict[str, Any] | None:
+        """The first event of one of these kinds, behind an attempt's, for which this was done."""
+        events = list(read_events(self.folder))
+        later = events[events.index(start) + 1 :] if start in events else []
+        found = (event for event in later if event["kind"] in kinds)
         return next((event for event in found if event.get("action") == action), None)
 
     def _checkpoint(self) -> int:
@@ -233,17 +246,45 @@ class Supervisor:
 
     def _tell(
         self, kind: str, what: str, action: str, step: int | None = None, **more: Any
-    ) -> None:
+    ) -> dict[str, Any] | None:
+        """Say it, and add it to the run's events; the line, None if it cannot be written."""
         if kind != "start":
             done = more.get("done") or (action if action != "none" else "")
             print(f"supervise: {what}" + f"; {done}" * bool(done), file=sys.stderr, flush=True)
         with suppress(OSError):  # the disk may be what failed
-            add_event(self.folder, kind, what, step=step, action=action, **more)
+            return add_event(self.folder, kind, what, step=step, action=action, **more)
+        return None
 
-    def _notify(self, text: str) -> None:
-        problem = notify(self.config.webhook, text) if self.config.webhook else ""
+    def _notify(self, text: str, event: dict[str, Any]) -> None:
+        if not self.config.webhook:
+            return
+        problem = notify(self.config.webhook, self.config.webhook_form, text, event)
         if problem:
             print(problem, file=sys.stderr, flush=True)
+
+
+def last_moved(times: AttemptTimes, hang: dict[str, Any] | None, node: str) -> float:
+    """When a process of an attempt last went on by itself, in seconds of CLOCK_MONOTONIC.
+
+    Args:
+        times: of the attempt, which has ended.
+        hang: the event in which a monitor named who hangs. A process that it has woken for its
+            stack beats once more.
+        node: this machine: on another the clock is another one, and only how long it hung counts.
+    """
+    last = times.ended if times.last_beat is None else times.last_beat
+    if hang is None or "seconds" not in hang:
+        return last
+    if hang.get("host") == node and isinstance(hang.get("moved"), int | float):
+        return min(last, max(times.started, float(hang["moved"])))
+    return min(last, max(times.started, times.ended - float(hang["seconds"])))
+
+
+def new_folder(above: Path, name: str) -> Path:
+    """A folder that nobody has used: what it will hold is of one attempt, whatever the clock."""
+    stamped = above / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stamped.with_name(f"{stamped.name}-{n}") for n in count(2))
+    return next(path for path in chain([stamped], names) if not path.exists())
 
 
 def earlier_attempts(folder: Path) -> list[Attempt]:

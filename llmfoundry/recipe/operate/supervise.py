@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from llmfoundry.recipe.values.bounds import Range, choice, out_of_bounds
+from llmfoundry.recipe.values.checks import inert
 
 LEVELS = ("off", "quick", "full")
+WEBHOOK_FORMS = ("slack", "discord", "teams", "json")
 EXCLUDE = "{exclude}"
 """In `launch`: the machines to do without, with commas between."""
 
@@ -38,11 +42,25 @@ class SuperviseConfig:
     torchrun, ...]; unset: this machine alone. A word with {exclude} is left out while there is
     none to do without."""
     webhook: str | None = None
-    """A URL that gets {"text": ...} for every decision, as Slack's incoming webhooks take it; write
-    it as ${oc.env:SLACK_WEBHOOK}."""
+    """A URL that gets every decision as a line; it is a secret: write ${oc.env:SLACK_WEBHOOK}."""
+    webhook_form: Annotated[str | None, choice(WEBHOOK_FORMS)] = None
+    """What is posted: slack: {"text": ...}, as Mattermost, Rocket.Chat and Google Chat take it too;
+    discord; teams: an adaptive card; json: the text and the whole event. Unset: by the URL's host,
+    else slack."""
 
     def check(self, key: str = "supervise.") -> Iterator[str]:
         """Lines for values that cannot be."""
         yield from out_of_bounds(key, self)
-        if self.webhook is not None and not self.webhook.startswith(("http://", "https://")):
+        if self.webhook is not None and not _is_url(self.webhook):
             yield f"{key}webhook: is not a URL; write one that begins with https://"
+        if self.webhook is None:
+            yield from inert(key, self, ["webhook_form"], f"without {key}webhook")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        is_http = parts.scheme in ("http", "https") and parts.port != 0
+    except ValueError:
+        return False
+    return is_http and bool(parts.hostname) and text.isascii() and not re.search(r"[\s\x7f]", text)

@@ -24,14 +24,23 @@ _ISO = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*([+-]\
 PATIENCE = 20  # seconds, of each of these commands
 
 
-def read(path: str | None, *, hours: float) -> tuple[list[str], str]:
-    """Lines that are not older than `hours`, and "" or why there are none to be had."""
+def read(path: str | None, *, hours: float, start: int | None = None) -> tuple[list[str], str]:
+    """Lines that are not older than `hours`, and "" or why there are none to be had.
+
+    Args:
+        path: a file; None: the kernel's own.
+        hours: which may be a part of one.
+        start: of a file, whatever the dates in it, all that is behind so many bytes; if it has
+            fewer, another one has taken its place, and all of it.
+    """
     if path is not None:
         try:
-            text = Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
+            data = Path(path).expanduser().read_bytes()
         except OSError as error:
             return [], f"health_check.kernel_log: {path}: {error.strerror}"
-        return list(recent(text.splitlines(), hours=hours)), ""
+        behind = data if start is None or start > len(data) else data[start:]
+        lines = behind.decode("utf-8", errors="replace").splitlines()
+        return lines if start is not None else list(recent(lines, hours=hours)), ""
     try:
         return list(_from_kernel(hours)), ""
     except OSError as error:
@@ -48,6 +57,14 @@ def read(path: str | None, *, hours: float) -> tuple[list[str], str]:
         [],
         f"the kernel's log may not be read here ({reason}); name a file: health_check.kernel_log",
     )
+
+
+def size(path: str | None) -> int:
+    """Bytes of a file; 0: there is none."""
+    try:
+        return 0 if path is None else Path(path).expanduser().stat().st_size
+    except OSError:
+        return 0
 
 
 def recent(lines: Iterable[str], *, hours: float, now: float | None = None) -> Iterator[str]:
