@@ -5,6 +5,7 @@ It imports no PyTorch: it waits for days beside processes that need the memory.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -43,9 +45,16 @@ def supervise(recipe: TrainRecipe) -> None:
         check=[str(ROOT / "scripts" / "check.py"), *sys.argv[1:]],
         kernel_log=recipe.health_check.kernel_log,
         sees_checkpoints="://" not in recipe.save_folder,
+        logger=_filled(recipe.logger),
         attempts=earlier_attempts(folder),
     )
     sys.exit(supervisor.run())
+
+
+def _filled(logger: LoggerConfig) -> LoggerConfig:
+    filled = copy.deepcopy(logger)
+    filled.fill()
+    return filled
 
 
 def is_supervised(recipe: TrainRecipe) -> bool:

@@ -20,16 +20,18 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmfoundry.events import read_events
 from llmfoundry.masking import public
 from llmfoundry.recipe.front.called import as_called
 from llmfoundry.retry import backoff, retry
+from llmfoundry.track.event_tags import event_tags
 from llmfoundry.track.format import count
 from llmfoundry.track.metrics import find_lacking
 
 _COLLECT_SECONDS = 2.0
 _MAX_WAITING = 500_000  # values kept while a place is away: about 100 MB
 _LONGEST_PAUSE = 60.0
-_PATIENCE, PATIENCE_WHILE_AWAY = 30.0, 5.0  # seconds for the rest, after training
+PATIENCE, PATIENCE_WHILE_AWAY = 30.0, 5.0  # seconds for the rest, after training
 # Trying again would not change these: no package, no permission, no such file, no such character.
 _PERMANENT = (
     ImportError,
@@ -110,6 +112,7 @@ class LogTarget:
     `open` gets a function that prints a line. `begin_anew` is called once, where a run starts from
     its first batch in a folder that may hold an earlier one's traces. `is_permanent`: whether an
     error would come again. `patience_while_away`: seconds after training for a place that fails.
+    `tag` gives a session's run tags, which replace those of the same names; None: it has none.
     """
 
     label: str
@@ -117,6 +120,7 @@ class LogTarget:
     begin_anew: Callable[[Path], None] = lambda folder: None
     is_permanent: Callable[[Exception], bool] = lambda error: False
     patience_while_away: float = PATIENCE_WHILE_AWAY
+    tag: Callable[[Any, Mapping[str, str]], None] | None = None
 
 
 class _GivenUpError(Exception):
@@ -142,6 +146,7 @@ class BackgroundWriter:
         self._problem = ""
         self._thread: threading.Thread | None = None
         self._record = Path()  # metrics.jsonl
+        self._tags_due, self._tagged = False, dict[str, str]()
         self.has_all = True  # once closed: whether nothing is lacking there
 
     @property
@@ -152,6 +157,7 @@ class BackgroundWriter:
     def start(self, facts: RunFacts) -> None:
         """Begin to send; call after the first training step."""
         assert self._thread is None, "a run starts once"
+        self.events()  # those from before, too
         name = self._target.label
         self._record = facts.folder / "metrics.jsonl"
         self._thread = threading.Thread(target=self._work, args=(facts,), name=name, daemon=True)
@@ -172,8 +178,15 @@ class BackgroundWriter:
         """Queue a text file to be kept with the run, as it is when its turn comes."""
         self._queue([path])
 
-    def end(self, status: str, *, timeout: float = _PATIENCE) -> None:
+    def events(self) -> None:
+        """Have the tags of events.jsonl sent, as it is when their turn comes."""
+        with self._changed:
+            self._tags_due = self._target.tag is not None
+            self._changed.notify()
+
+    def end(self, status: str, *, timeout: float = PATIENCE) -> None:
         """Say how the run ended, and that nothing more comes; returns at once."""
+        self.events()  # as others write some, too
         with self._changed:
             self._status = status
             away = min(timeout, self._target.patience_while_away)
@@ -252,18 +265,29 @@ class BackgroundWriter:
     def _send_some(self, session: Session) -> bool:
         """Wait for work and send one request; False when nothing more can come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._status)
+            self._changed.wait_for(lambda: self._waiting or self._tags_due or self._status)
             # Steps may be milliseconds apart: one request for those of two seconds.
             self._changed.wait_for(
                 lambda: self._status or len(self._waiting) >= session.max_points, _COLLECT_SECONDS
             )
             items = self._next_items(session.max_points)
+            tags_due, self._tags_due = self._tags_due, False
+        if tags_due and self._target.tag is not None:
+            self._persist(partial(self._send_tags, session, self._target.tag), "the tags of events")
         if items:
             sent = self._persist(*_request(session, items))
             self._settle(items, sent=sent)
         with self._changed:
-            done = self._status is not None and not self._waiting
+            done = self._status is not None and not (self._waiting or self._tags_due)
         return not (done or self._out_of_time())
+
+    def _send_tags(self, session: Session, tag: Callable[[Any, Mapping[str, str]], None]) -> None:
+        """Send those tags of events.jsonl that have changed."""
+        tags = event_tags(read_events(self._record.parent))
+        new = {name: text for name, text in tags.items() if self._tagged.get(name) != text}
+        if new:
+            tag(session, new)
+            self._tagged |= new
 
     def _next_items(self, most: int) -> list[Item]:
         """What goes out together: values up to `most`, or one of anything else."""
@@ -368,16 +392,6 @@ class BackgroundWriter:
                 f"{self._target.label} lacks {', '.join(missing) or 'what it refused'}:"
                 f" {self._problem or 'out of time'}; metrics.jsonl has every value{later}"
             )
-
-
-def close_all(
-    writers: Sequence[BackgroundWriter], status: str, *, timeout: float = _PATIENCE
-) -> None:
-    """End a run everywhere; all send their rest at the same time."""
-    for writer in writers:
-        writer.end(status, timeout=timeout)
-    for writer in writers:
-        writer.close()
 
 
 def milliseconds() -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.background_writer import RunFacts, close_all, milliseconds
+from llmfoundry.track.background_writer import RunFacts, milliseconds
 from llmfoundry.track.environment import environment
-from llmfoundry.track.loggers import make_writers
+from llmfoundry.track.loggers import close_all, make_writers
 
 
 class Evaluation(Protocol):

@@ -20,10 +20,10 @@ from llmfoundry.recipe.front.typed import as_written, flat
 from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.track.background_writer import (
+    PATIENCE,
     BackgroundWriter,
     LogTarget,
     RunFacts,
-    close_all,
     milliseconds,
 )
 from llmfoundry.track.console import Console
@@ -167,6 +167,8 @@ class Tracker:
             add_event(self._folder, kind, seen, step=step, action=action, done=done, **more)
         except OSError as error:
             self.console.warn(f"{self._folder / NAME} was not written: {error.strerror}")
+        for writer in self._writers:
+            writer.events()
 
     def report(self) -> Path | None:
         """Write report.html as things stand; None, and a warning, if that fails."""
@@ -289,6 +291,16 @@ def send_record(
     close_all(writers, status if status in STATUS else "killed", timeout=_A_DAY)
     if not all(writer.has_all for writer in writers):
         raise UserError("logger: not every place got everything (see above); run this again later")
+
+
+def close_all(
+    writers: Sequence[BackgroundWriter], status: str, *, timeout: float = PATIENCE
+) -> None:
+    """End a run everywhere; all send their rest at the same time."""
+    for writer in writers:
+        writer.end(status, timeout=timeout)
+    for writer in writers:
+        writer.close()
 
 
 def tags_of(run: Mapping[str, Any]) -> dict[str, str]:

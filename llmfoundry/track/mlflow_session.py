@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from llmfoundry.errors import UserError
+from llmfoundry.events import read_events
 from llmfoundry.files import write_whole
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
@@ -38,6 +39,7 @@ from llmfoundry.track.background_writer import (
     RunFacts,
     Samples,
 )
+from llmfoundry.track.event_tags import event_tags
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 RUN_ID_FILE, ARTIFACTS = "mlflow_run_id", "mlartifacts"
@@ -93,6 +95,10 @@ class MlflowSession:
         """Keep a text file with the run, passwords hidden."""
         self.client.log_text(self.run_id, public(path.read_text(encoding="utf-8")), path.name)
 
+    def tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags in one request."""
+        _set_tags(self.client, self.run_id, tags)
+
     def end(self, status: str) -> None:
         """Mark the run."""
         self.client.set_terminated(self.run_id, STATUS[status])
@@ -112,6 +118,7 @@ def mlflow_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
         lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),
         _is_permanent,
         _LOCK_SECONDS if sqlite_path(config.tracking_uri) else PATIENCE_WHILE_AWAY,
+        tag=MlflowSession.tags,
     )
 
 
@@ -247,6 +254,27 @@ def _begin(
     return MlflowSession(client, run_id, facts.first_batch, known)
 
 
+def tag_ended(uri: str, folder: Path, status: str) -> None:
+    """Bring the tags of a run whose processes have ended; and its end, if they could not tell it.
+
+    Raises:
+        Exception: whatever MLflow raises.
+    """
+    _silence()
+    from mlflow.tracking import MlflowClient
+
+    _silence()
+    client = MlflowClient(tracking_uri=uri)
+    run = _existing(client, (folder / RUN_ID_FILE).read_text().strip())
+    if run is None:
+        return
+    tags = event_tags(read_events(folder))
+    if tags:
+        _set_tags(client, run.info.run_id, tags)
+    if run.info.status == "RUNNING":
+        client.set_terminated(run.info.run_id, STATUS[status])
+
+
 def _existing(client: Any, run_id: str) -> Any:
     """The run of that id, or None where it is unknown or was deleted."""
     try:
@@ -288,6 +316,12 @@ def _log_params(
     rows = [Param(metric_name(k), param_value(v)) for k, v in params.items()]
     for i in range(0, len(rows), MAX_PARAMS):
         client.log_batch(run_id, params=rows[i : i + MAX_PARAMS])
+
+
+def _set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
+    from mlflow.entities import RunTag
+
+    client.log_batch(run_id, tags=[RunTag(metric_name(k), v) for k, v in tags.items()])
 
 
 def _is_permanent(error: Exception) -> bool:

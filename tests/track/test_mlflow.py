@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.events import add_event
 from llmfoundry.masking import public
+from llmfoundry.operate.supervise import last_words
+from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.background_writer import BackgroundWriter
 from llmfoundry.track.mlflow_session import metric_name, param_value
 from tests.track.hearing import Hears, closed_port, facts, finish, writer
@@ -79,6 +82,35 @@ def test_a_run_reads_back_from_sqlite(store: str, tmp_path: Path) -> None:
     assert [text for text in heard if "sending the rest" not in text] == [
         "MLflow: long exceeds its 6000 characters and is cut there; recipe.yaml is not"
     ]
+
+
+def test_events_of_all_who_write_them_become_tags(store: str, tmp_path: Path) -> None:
+    folder, heard = tmp_path / "told", Hears()
+    add_event(folder, "hang", "rank 1 hung in the attempt before", action="end")
+    sender = mlflow_writer(store, folder, heard)
+    sender.start(facts(folder))
+    sender.log(1, {"loss": 1.0})
+    add_event(folder, "loss_spike", "a loss of 9", step=1, action="log")
+    sender.events()
+    add_event(folder, "waiting", "by a monitor, as the run ends", action="none")
+    finish(sender)
+    client, run = read_back(store, folder)
+    found = {name: text for name, text in run.data.tags.items() if name.startswith("events.")}
+    assert found.pop("events.last").endswith("waiting: by a monitor, as the run ends; none")
+    assert found == {"events.hang": "1", "events.loss_spike": "1", "events.waiting": "1"}
+    assert not heard or "sending the rest" in heard[0]  # a busy machine
+
+    # Killed meanwhile: its supervisor tells the end, by a process of its own.
+    client.update_run(run.info.run_id, status="RUNNING")
+    add_event(folder, "decision", "attempt 1 ended: given up", action="stop", cause="given up")
+    config = LoggerConfig(tracking_uri=store)
+    config.fill()
+    assert last_words.tell_mlflow(config, folder, "failed") == ""
+    _, run = read_back(store, folder)
+    assert run.data.tags["supervise.last"].endswith("attempt 1 ended: given up; stop")
+    assert (run.info.status, run.data.tags["supervise.cause"]) == ("FAILED", "given up")
+    config.mlflow = False
+    assert last_words.tell_mlflow(config, folder, "failed") == ""
 
 
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run(store: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.events import add_event
 from llmfoundry.track.background_writer import BackgroundWriter
 from tests.track.hearing import Hears, closed_port, facts, finish, writer
 
@@ -112,12 +113,17 @@ def test_a_server_gets_the_run_and_a_resumed_one_repeats_nothing(
     (tmp_path / "recipe.yaml").write_text("uri: http://me:secret@host\n")
     for first, last in ((0, 14), (9, 20)):  # the second was resumed after 9
         sender = begin(server, folder, heard, first)
+        add_event(folder, "hang", f"a rank hangs after {first}", action="end")
+        sender.events()
         train(sender, first, last)
         sender.samples(last, [("def f(", "x):")])
         sender.file(tmp_path / "recipe.yaml")
         finish(sender)
     assert capfd.readouterr() == ("", "")  # not a line of MLflow's own
     assert [line for line in heard if "sending the rest" not in line] == []  # a busy machine
+    client, run_id = connect(server.address, folder)
+    tags = client.get_run(run_id).data.tags
+    assert tags["events.hang"] == "2" and tags["events.last"].endswith("hangs after 9; end")
     assert server.losses(folder) == [(b, 1 / b) for b in range(1, 21)]
     client, run_id = connect(server.address, folder)
     assert client.get_run(run_id).info.status == "FINISHED"

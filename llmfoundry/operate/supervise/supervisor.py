@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmfoundry.ends import SAVED, own_node, read_ends
+from llmfoundry.ends import DONE, SAVED, own_node, read_ends
 from llmfoundry.events import add_event, read_events
 from llmfoundry.heartbeat import memory
 from llmfoundry.masking import public_override
@@ -30,7 +30,9 @@ from llmfoundry.operate.supervise import machines
 from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.operate.supervise.decide import RESTART, WITHOUT, Attempt, Decision, Policy, decide
+from llmfoundry.operate.supervise.last_words import tell_mlflow
 from llmfoundry.operate.supervise.notify import notify
+from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.operate.supervise import EXCLUDE, SuperviseConfig
 
 FOLDER = "supervise"
@@ -55,6 +57,8 @@ class Supervisor:
     """health_check.kernel_log."""
     sees_checkpoints: bool = True
     """Whether they are committed in the run's folder, and not in a store."""
+    logger: LoggerConfig | None = None
+    """The recipe's, filled; None: nothing is told to it."""
     attempts: list[Attempt] = field(default_factory=list)
     """The attempts so far, of this job."""
 
@@ -75,6 +79,7 @@ class Supervisor:
             while True:
                 decision = self._attempt(beats / str(len(self.attempts)))
                 if decision.action not in (RESTART, WITHOUT):
+                    self._tell_mlflow(decision)
                     return decision.status
                 self._pause(decision.wait)
                 if self._asked:
@@ -261,6 +266,15 @@ class Supervisor:
         problem = notify(self.config.webhook, self.config.webhook_form, text, event)
         if problem:
             print(problem, file=sys.stderr, flush=True)
+
+    def _tell_mlflow(self, decision: Decision) -> None:
+        """Send the last decision, unless the same command is to go on, whose start sends it."""
+        if self.logger is None or decision.status == SAVED:
+            return
+        status = "finished" if decision.status == DONE else "failed"
+        problem = tell_mlflow(self.logger, self.folder, status)
+        if problem:
+            print(f"supervise: {problem}", file=sys.stderr, flush=True)
 
 
 def last_moved(times: AttemptTimes, hang: dict[str, Any] | None, node: str) -> float:
