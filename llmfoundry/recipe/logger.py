@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from llmfoundry.masking import public
 from llmfoundry.recipe.operate.watch import WatchConfig
 from llmfoundry.recipe.values.bounds import (
     NEW_TOKENS,
@@ -47,6 +48,14 @@ LOGGERS = ChoiceTable(
             "llmfoundry.track.wandb_session:wandb_target",
             keys={"wandb_mode": "online", "wandb_project": "llmfoundry", "wandb_entity": None},
         ),
+        "prometheus": LoggerType(
+            "llmfoundry.track.prometheus_session:prometheus_target",
+            keys={
+                "prometheus_port": 9464,  # of OpenTelemetry's exporter
+                "prometheus_host": "0.0.0.0",
+                "prometheus_textfile": None,
+            },
+        ),
     },
 )
 _SHIPPED_LOGGERS = set(LOGGERS)
@@ -72,6 +81,16 @@ class LoggerConfig:
     """Weights & Biases' project; default llmfoundry."""
     wandb_entity: str | None = None
     """Weights & Biases' team or user; unset: the login's default."""
+    prometheus: bool = False
+    """Serve the newest metrics, and how many events there were, for Prometheus to scrape."""
+    prometheus_port: Annotated[int | None, Range(1, 65_535)] = None
+    """Where the main process serves them, at /metrics; default 9464. Each run of a machine needs
+    one of its own."""
+    prometheus_host: str | None = None
+    """The address to listen at; default 0.0.0.0: every one of this machine."""
+    prometheus_textfile: str | None = None
+    """A file NAME.prom in the folder that node-exporter's textfile collector reads, which is
+    written while the run goes on; no port is opened then unless prometheus_port names one."""
     in_memory: bool = False
     """Keep every metric in the tracker, for a Python program that calls the trainer."""
     plugins: Plugins = field(default_factory=dict)
@@ -83,13 +102,28 @@ class LoggerConfig:
         for name in _SHIPPED_LOGGERS - {*self.chosen()}:
             why = "with mlflow: false" if name == "mlflow" else f"without {name}: true"
             yield from inert(key, self, LOGGERS[name].keys, why)
+        if self._has_no_port:
+            yield from inert(key, self, ["prometheus_host"], f"without {key}prometheus_port")
+        if not (self.prometheus_textfile or ".prom").endswith(".prom"):
+            yield (
+                f"{key}prometheus_textfile: '{public(str(self.prometheus_textfile))}' does not end"
+                " in .prom, and node-exporter reads no other; write NAME.prom"
+            )
         yield from check_plugins(key, self.plugins, LOGGERS, _SHIPPED_LOGGERS)
+
+    @property
+    def _has_no_port(self) -> bool:
+        """Whether Prometheus gets a file alone."""
+        return self.prometheus_textfile is not None and self.prometheus_port is None
 
     def fill(self) -> None:
         """Write derived values in place."""
+        has_no_port = self._has_no_port
         for name in _SHIPPED_LOGGERS & {*self.chosen()}:
             for key, default in LOGGERS[name].keys.items():
                 setattr(self, key, getattr(self, key) or default)
+        if has_no_port:
+            self.prometheus_port = self.prometheus_host = None
         self.plugins = {**settings_of(self.plugins, LOGGERS)}
 
     def chosen(self) -> list[str]:

@@ -113,6 +113,7 @@ class LogTarget:
     its first batch in a folder that may hold an earlier one's traces. `is_permanent`: whether an
     error would come again. `patience_while_away`: seconds after training for a place that fails.
     `tag` gives a session's run tags, which replace those of the same names; None: it has none.
+    `is_store`: it keeps what it gets; else it shows what is now, and nothing is made up for later.
     """
 
     label: str
@@ -121,6 +122,7 @@ class LogTarget:
     is_permanent: Callable[[Exception], bool] = lambda error: False
     patience_while_away: float = PATIENCE_WHILE_AWAY
     tag: Callable[[Any, Mapping[str, str]], None] | None = None
+    is_store: bool = True
 
 
 class _GivenUpError(Exception):
@@ -153,6 +155,11 @@ class BackgroundWriter:
     def label(self) -> str:
         """How messages call the place."""
         return self._target.label
+
+    @property
+    def is_store(self) -> bool:
+        """Whether the place keeps what it gets."""
+        return self._target.is_store
 
     def start(self, facts: RunFacts) -> None:
         """Begin to send; call after the first training step."""
@@ -231,11 +238,11 @@ class BackgroundWriter:
         if not (self._persist(forget, "the run") and self._persist(connect, "the run")):
             return
         assert self._session is not None
-        if facts.first_batch > 0:
+        if facts.first_batch > 0 and self._target.is_store:
             self._catch_up(self._session, facts.first_batch)
         while self._send_some(self._session):
             pass
-        if self._lost.pop(KINDS[0], 0):  # the queue was too short
+        if self._target.is_store and self._lost.pop(KINDS[0], 0):  # the queue was too short
             self._catch_up(self._session, sys.maxsize)
         assert self._status is not None
         self._is_ended = self._persist(partial(self._session.end, self._status), "the run's end")
@@ -382,6 +389,8 @@ class BackgroundWriter:
         ]
         if cut_off or not self._is_ended:
             missing.append("the end of the run")
+        if not self._target.is_store:
+            return
         self.has_all = not (missing or self._refusals)
         if not self.has_all:
             folder = self._record.parent

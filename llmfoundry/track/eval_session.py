@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.background_writer import RunFacts, milliseconds
 from llmfoundry.track.environment import environment
-from llmfoundry.track.loggers import close_all, make_writers
+from llmfoundry.track.loggers import close_all, make_writers, stores
 
 
 class Evaluation(Protocol):
@@ -50,7 +50,7 @@ def log_evaluation(
         params={"model": found.name},
         tags=environment(),
     )
-    writers = make_writers(config, found.folder, note=note, warn=warn)
+    writers = stores(make_writers(config, found.folder, note=note, warn=warn), note)
     for writer in writers:
         writer.log(found.batch, metrics)
         writer.file(found.folder / "results.json")

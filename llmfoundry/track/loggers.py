@@ -249,6 +249,16 @@ def make_writers(
     ]
 
 
+def stores(
+    writers: Sequence[BackgroundWriter], note: Callable[[str], None]
+) -> list[BackgroundWriter]:
+    """Those that keep what they get; of the others it is said that they are for a run under way."""
+    for writer in writers:
+        if not writer.is_store:
+            note(f"{writer.label} shows a run that is under way; nothing is sent there")
+    return [writer for writer in writers if writer.is_store]
+
+
 def make_target(name: str, config: LoggerConfig, folder: Path) -> LogTarget:
     """The place of a name in LOGGERS that a section with its defaults chooses."""
     target: LogTarget = LOGGERS[name].load()(config, folder, **(config.plugins.get(name) or {}))
@@ -270,7 +280,7 @@ def send_record(
     rows = read_metrics(folder / "metrics.jsonl", lambda name: name in (BATCH, WALL))
     if not rows:
         raise UserError(f"run: {folder}/metrics.jsonl is empty; there is nothing to send")
-    writers = make_writers(recipe.logger, folder, note=note, warn=warn)
+    writers = stores(make_writers(recipe.logger, folder, note=note, warn=warn), note)
     if not writers:
         raise UserError("logger: names no place; write logger.mlflow=true, tensorboard or wandb")
     run = read_json(folder / "run.json")
