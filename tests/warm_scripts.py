@@ -35,6 +35,7 @@ IMPORTED = (
     "transformers.models.auto.modeling_auto",
     "torch._dynamo",
     "tqdm.auto",
+    "pytest",  # of the modules whose functions ranks call
 )
 _server: subprocess.Popen[str] | None = None  # of this process, from its first script to its end
 
@@ -164,6 +165,7 @@ def _main() -> None:
     sys.path[0] = str(SCRIPTS)
     for name in IMPORTED:
         importlib.import_module(name)
+    os.fsync = os.fstat  # type: ignore[assignment]  # as in tests/disk.py
     gc.freeze()
     request = _serve()
     if "words" in request:

@@ -155,12 +155,14 @@ class GarbageCollection(Callback):
 
     Python's comes whenever a process has made enough objects, and then all others wait for it.
     What the first step leaves, modules and weights, stays for good and is never looked at again.
+    A program that froze what it had before it trains keeps that, and what the run added, frozen.
     """
 
     def __init__(self, interval: int) -> None:
         """Collect young objects every `interval` batches, and all where a run pauses anyway."""
         self._interval = interval
         self._was_on = gc.isenabled()
+        self._was_frozen = gc.get_freeze_count() > 0
 
     def on_start(self, trainer: Trainer) -> None:
         """Switch Python's collector off."""
@@ -179,6 +181,7 @@ class GarbageCollection(Callback):
 
     def close(self) -> None:
         """Leave Python's collector as it was."""
-        gc.unfreeze()
+        if not self._was_frozen:
+            gc.unfreeze()
         if self._was_on:
             gc.enable()

@@ -110,7 +110,6 @@ def try_all(seeds: range, received: list[Any]) -> None:
         counts[result] += 1
         if problem:
             wrong.append(f"case({seed}): {tried.script} {tried.argv}\n{problem[-3000:]}"[:6000])
-    gc.unfreeze()
     print(f"\ntried {len(seeds):,}: {dict(counts)}; slowest {slowest[0]:.2f} s (seed {slowest[1]})")
     assert not wrong, f"{len(wrong)} of {len(seeds)}:\n" + "\n".join(wrong[:5])
     assert slowest[0] < SLOWEST, f"case({slowest[1]}) took {slowest[0]:.1f} s"

@@ -268,6 +268,21 @@ def test_a_metric_measured_only_in_training_is_no_error(place: Path) -> None:
     assert sorted(losses(folder)) == [1, 2, 3, 4]
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_what_a_program_froze_before_it_trains_stays_frozen(place: Path) -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    train_here("frozen", "eval_interval=0ba", "save_interval=0ba", "max_duration=2ba")
+    assert gc.get_freeze_count() >= before and gc.isenabled()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_garbage_is_collected_at_known_batches_only(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +311,7 @@ def test_garbage_is_collected_at_known_batches_only(
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_pythons_collector_comes_back_after_an_error(place: Path) -> None:
     with pytest.raises(UserError, match="not finite"):
         train_here("broken", "optimizer.lr=1e30", "schedule.t_warmup=0ba")
