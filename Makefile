@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles what it imports: of all that is installed that is little.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data bench-memory bench-layouts bench-checkpoint bench-faults gpu-check ui wheel clean
@@ -75,15 +76,18 @@ wheel: $(VENV)/.train ## build dist/*.whl, which carries recipes, gauntlets and 
 clean: ## delete .venv and caches of tools; runs/ stays
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-$(VENV)/.train: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV) (once; about a minute)"
 	$(PIP) -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.train
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) (once; about two minutes)"
 	$(PIP) -e '.[dev]'
-	@touch $@
+	@touch $(VENV)/.train $@
 
 $(VENV)/.gpu: $(VENV)/.train
 	$(PIP) pytest pytest-timeout
