@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data bench-memory bench-layouts bench-checkpoint bench-faults gpu-check ui wheel clean
+.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-layouts bench-checkpoint bench-faults gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ bench-data: $(VENV)/.dev ## the order's mixing, loaders beside others (RIVALS=th
 	$(BIN)/python -m benchmarks.data.loaders $(if $(RIVALS),--python $(RIVALS))
 	$(BIN)/python -m benchmarks.data.preparation
 	$(BIN)/python -m benchmarks.data.data_wait
+
+bench-watch: $(VENV)/.train ## what watch, heartbeats and hang monitor cost a step of the quickstart
+	$(BIN)/python -m benchmarks.training.watch
 
 bench-memory: $(VENV)/.dev ## bytes on one of 512 ranks, on fake tensors, beside the estimate
 	$(BIN)/python -m benchmarks.memory.fake_ranks

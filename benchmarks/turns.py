@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,7 +82,7 @@ class Timed:
 
     Attributes:
         ends: seconds from the command to the end of each step.
-        cpu_ends: CPU-seconds of all its threads until then.
+        cpu_ends: CPU-seconds of all its threads and processes until then.
         memory: peak resident set, bytes.
         said: all that it printed.
     """
@@ -136,12 +137,21 @@ def timed(command: Sequence[str], folder: Path, *, least: int) -> Timed:
         said.append(line)
         if STEP.match(line):
             times.append(time.perf_counter() - started)
-            cpu_times.append(sum(watched.cpu_times()[:2]))  # user and system
+            cpu_times.append(_cpu_seconds(watched))
     _, status, usage = os.wait4(process.pid, 0)
     if status != 0 or len(times) < least:
         raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(said[-30:])}")
     unit = 1 if sys.platform == "darwin" else 1024
     return Timed(times, cpu_times, usage.ru_maxrss * unit, "".join(said))
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """User's and system's, of it and of all that it has started and that still runs."""
+    seconds = 0.0
+    for one in [process, *process.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            seconds += sum(one.cpu_times()[:2])
+    return seconds
 
 
 def environment() -> dict[str, str]:

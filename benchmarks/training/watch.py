@@ -1,0 +1,147 @@
+"""What the watch, the heartbeats and the hang monitor cost a step of the quickstart: off and on.
+
+    python -m benchmarks.training.watch [--rounds 6] [--steps 240] [--processes 1 2]
+
+Measured in two ways. By turns: whole runs with everything off and with everything on, by the CPU
+time of all their processes, monitors too; a round's ratio is known to a percent or so. Inside: in
+one run with everything on, the time spent in what the loop calls for it, over the time of its
+steps; this counts too the look at whether a loss is finite, which no run is without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import table, write
+from benchmarks.turns import Timed, by_turns, ratio, timed
+from llmfoundry.recipe.front.paths import ROOT
+
+LOG = 20  # steps between two lines
+WARM_UP = 2  # lines
+RUN = f"log_interval={LOG}ba eval_interval=0ba save_interval=0ba".split()
+RUN += ["eval=off", "callbacks.generate.prompts=[]", "logger.mlflow=false"]
+_KINDS = ("loss_spike", "gradient_spike", "slow_rank", "mfu_drop", "data_wait", "stall", "gpu")
+OFF = ["hang.monitor=off", *(f"callbacks.watch.{kind}=off" for kind in _KINDS)]
+ON = ["hang.monitor=on"]
+INSIDE = "inside: "
+SHOWN = {"processes": "{}", "off, CPU ms a step": "{:.1f}", "of off, CPU": "{:.4f}"}
+SHOWN |= {"inside, of a step": "{:.4%}"}
+
+
+def main() -> None:
+    """Run everything, print a table, write the result; or, for `inside`, be one run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=240, help="of each run")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    given = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        for processes in given.processes:
+            measure = partial(timed, folder=Path(name), least=given.steps // LOG)
+            runs = by_turns(
+                partial(_commands, processes, given.steps), measure, rounds=given.rounds
+            )
+            inside = [_share(run) for run in runs["inside"]]
+            rows.append(
+                {
+                    "processes": processes,
+                    "off, CPU ms a step": statistics.median(map(_step, runs["off"])) * 1e3,
+                    "of off, CPU": ratio(runs["on"], runs["off"], _step),
+                    "inside, of a step": [min(inside), statistics.median(inside), max(inside)],
+                }
+            )
+    print("\n".join(table(rows, SHOWN)))
+    print(f"\nwritten to {write('watch', rows, vars(given))}")
+
+
+def _commands(processes: int, steps: int, turn: int) -> dict[str, list[str]]:
+    python = [sys.executable]
+    if processes > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    recipe = [str(ROOT / "yamls" / "quickstart.yaml"), f"max_duration={steps}ba", *RUN]
+    train = [*python, str(ROOT / "scripts" / "train.py"), *recipe]
+    whole = [*python, str(Path(__file__)), *recipe, *ON]
+    on_first = {"on": [*train, *ON], "off": [*train, *OFF]}
+    commands = on_first if turn % 2 else dict(reversed(on_first.items()))
+    commands["inside"] = whole
+    name = f"{processes}-{turn}"
+    return {who: [*words, f"run_name={name}-{who}"] for who, words in commands.items()}
+
+
+def _step(run: Timed) -> float:
+    """CPU-seconds of the median step."""
+    ends = run.cpu_ends[WARM_UP:]
+    return statistics.median(b - a for a, b in itertools.pairwise(ends)) / LOG
+
+
+def _share(run: Timed) -> float:
+    line = next(line for line in run.said.splitlines() if line.startswith(INSIDE))
+    return float(line.removeprefix(INSIDE))
+
+
+class Inside:
+    """The time spent in some functions of a run, and in its steps."""
+
+    def __init__(self) -> None:
+        self.seconds = {"watch": 0.0, "steps": 0.0}
+        self._depth = {"watch": 0, "steps": 0}
+
+    def count(self, owner: Any, name: str, part: str) -> None:
+        """Time every call of a function or method, in place; one within another counts once."""
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def counted(*inputs: Any, **named: Any) -> Any:
+            self._depth[part] += 1
+            began = time.perf_counter()
+            try:
+                return function(*inputs, **named)
+            finally:
+                self._depth[part] -= 1
+                if not self._depth[part]:
+                    self.seconds[part] += time.perf_counter() - began
+
+        setattr(owner, name, counted)
+
+
+def inside() -> None:
+    """Be scripts/train.py with these arguments, and tell the share of rank 0's steps."""
+    from llmfoundry.operate.watch.watch import Watch
+    from llmfoundry.train import trainer
+    from llmfoundry.train.watch.guard import Guard
+    from llmfoundry.train.watch.steps import StepWatch
+
+    measured = Inside()
+    for owner, name in (
+        (Guard, "observe"),
+        (StepWatch, "look"),
+        (StepWatch, "heed"),
+        (Watch, "on_step"),
+        (Watch, "on_log"),
+        (trainer, "beat"),
+    ):
+        measured.count(owner, name, "watch")
+    for name in ("_take", "_step"):
+        measured.count(trainer.Trainer, name, "steps")
+    script = str(ROOT / "scripts" / "train.py")
+    sys.argv[0] = script
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{INSIDE}{measured.seconds['watch'] / measured.seconds['steps']}", flush=True)
+
+
+if __name__ == "__main__":
+    inside() if len(sys.argv) > 1 and sys.argv[1].endswith(".yaml") else main()
