@@ -56,7 +56,7 @@ def test_every_bench_is_entered_by_a_make_target_or_by_another() -> None:
     for path in (ROOT / "Makefile", *ROOT.glob("scripts/*.py")):
         texts[path] = path.read_text()
     for path in ROOT.glob("benchmarks/*/**/*.py"):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
         package, _, name = module.rpartition(".")
         imports = (f"from {module} ", f"from {package} import {name}")
         ways = (f"-m {module}", f'"{module}"', f'"{module}:', *imports)
