@@ -395,6 +395,9 @@ def build_checkpointer(
             write_model(folder, job.recipe.model)
             write_adapter(folder)
 
+    def failed(batch: int, seen: str, done: str) -> None:
+        tracker.event("save_failed", seen, done, step=batch, action="log")
+
     return Checkpointer(
         folder,
         job.world,
@@ -405,6 +408,7 @@ def build_checkpointer(
         max_wait=job.recipe.save_max_wait,
         warn=tracker.console.warn,
         note=tracker.note,
+        failed=failed,
         saved=batch_of(found) if found is not None and own else None,
     )
 

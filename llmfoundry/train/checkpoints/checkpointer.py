@@ -62,6 +62,7 @@ class Checkpointer:
         max_wait: float | None = None,
         warn: Callable[[str], None],
         note: Callable[[str], None] = lambda line: None,
+        failed: Callable[[int, str, str], None] | None = None,
         saved: int | None = None,
     ) -> None:
         """Prepare to write.
@@ -75,13 +76,16 @@ class Checkpointer:
             max_failures: this many failed saves in a row end the run.
             max_wait: seconds that a save in the background waits for the one before to be written;
                 then it is left out. None: as long as it takes.
-            warn: reports a save that failed, at once.
-            note: reports each that is whole.
+            warn: reports what does not end the run, at once.
+            note: reports each save that is whole.
+            failed: reports one that failed or was left out: after which batch, what happened, what
+                is done; None: as `warn` does.
             saved: the batch whose checkpoint in this folder the run resumes from; None: none.
         """
         self._folder, self._world, self._extras = run_folder, world, extras
         self._keep, self._background = keep, background
         self._max_failures, self._warn, self._note = max_failures, warn, note
+        self._tell_failed = failed or (lambda batch, seen, done: warn(f"{seen}; {done}"))
         # the others hear of it by a collective, which has its own limit
         self._max_wait = max_wait and min(max_wait, world.timeout.total_seconds() / 2)
         self.waits = Waits()  # of the latest save
@@ -183,10 +187,11 @@ class Checkpointer:
 
     def _leave_out(self, batch: int) -> None:
         if self._world.is_main:
-            self._warn(
+            self._tell_failed(
+                batch,
                 f"save_max_wait: the checkpoint of batch {batch} is left out: the one before is"
-                f" still being written after {self._max_wait:g} s more; write a longer"
-                " save_interval or save_max_wait, or a faster disk's save_folder"
+                f" still being written after {self._max_wait:g} s more",
+                "write a longer save_interval or save_max_wait, or a faster disk's save_folder",
             )
 
     def save_weights(self, model: Decoder, state: dict[str, Any]) -> Path:
@@ -273,7 +278,8 @@ class Checkpointer:
         why = one_line(error).removeprefix("save_folder: ")
         self._problem = f"save_folder: the checkpoint of batch {batch} was not saved: {why}"
         if not last and self._failures < self._max_failures:
-            self._warn(f"{self._problem}; training continues, and the next save tries again")
+            done = "training continues, and the next save tries again"
+            self._tell_failed(batch, self._problem, done)
 
     def _advice(self) -> str:
         newest = self._home.newest()
