@@ -83,7 +83,7 @@ def _train(written: TrainRecipe, world: World) -> str:
         tracker.note(f"stopped by {stopped_by} after batch {trainer.batch}, and saved")
         tracker.note("the same command resumes from there")
     elif world.is_main:
-        tracker.console.finish(_results(trainer, job, folder))
+        tracker.console.finish(_results(trainer, job, folder, has_page=tracker.page is not None))
     return stopped_by
 
 
@@ -98,7 +98,7 @@ def _write_what_it_is(written: TrainRecipe, job: Job, folder: Path) -> None:
         ) from error
 
 
-def _results(trainer: Trainer, job: Job, folder: Path) -> list[tuple[str, str]]:
+def _results(trainer: Trainer, job: Job, folder: Path, *, has_page: bool) -> list[tuple[str, str]]:
     """The last words: what came out, where it is, and what to do with it."""
     rows = []
     if trainer.first_batch == trainer.batch:
@@ -114,7 +114,7 @@ def _results(trainer: Trainer, job: Job, folder: Path) -> list[tuple[str, str]]:
     rows += console_lines(changes(read_evaluations(folder), metric_rows(folder)))
     return [
         *rows,
-        ("report", f"{name}/report.html"),
+        *([("report", f"{name}/report.html")] if has_page else []),
         ("checkpoint", named(checkpoints[0]) if checkpoints else "none"),
         ("next", as_called(_try_it(job, name) + plugins)),
         ("", as_called(f"python scripts/eval.py {name}{plugins}")),

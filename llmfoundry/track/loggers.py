@@ -63,6 +63,7 @@ class Tracker:
         self._params, self._began = flatten(recipe), milliseconds()
         self._first, self._total = 0, 0
         self._is_open = False
+        self.page: Path | None = None  # the report, once the record is closed
         self._in_background = False  # versions are asked for and the loggers' threads run
         self.history: dict[str, list[tuple[int, float]]] = {}
         self._in_memory = recipe.logger.in_memory
@@ -194,10 +195,10 @@ class Tracker:
         self._routing.close()
         self._run["summary"] = {"status": status, **{k: plain(v) for k, v in (final or {}).items()}}
         self._write_run()
-        report = self.report()
+        self.page = self.report()
         for writer in self._writers:
-            if report is not None:
-                writer.file(report)
+            if self.page is not None:
+                writer.file(self.page)
         close_all(self._writers, status)
 
     def _begin_background(self) -> None:

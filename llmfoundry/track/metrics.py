@@ -14,8 +14,10 @@ import errno
 import json
 import math
 import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ BATCH, TOKEN = "time/batch", "time/token"
 WALL = "time/unix_ms"  # when a line was written: milliseconds since 1970
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MAX_WAITING = 256 * 2**20  # bytes of lines kept while the disk is full
+_APPEND = "to be appended when there is room, before the run goes on"
 
 
 class JsonLines:
@@ -77,11 +80,28 @@ class JsonLines:
         self._write_waiting(self._file)
         lost = self._lost + len(self._waiting)
         if lost:
-            self._warn(f"{self.path} lacks {lost} lines: {self._problem or 'the disk was full'}")
+            why, kept = self._problem or "the disk was full", self._keep_waiting()
+            where = f"; {len(self._waiting)} are in {kept}, {_APPEND}" if kept else ""
+            self._warn(f"{self.path} lacks {lost} lines: {why}{where}")
         self._waiting.clear()
         self._lost, self._problem = 0, ""
         self._file.close()
         self._file = None
+
+    def _keep_waiting(self) -> str:
+        """Write the lines that wait where this machine has room; the file, empty: nowhere."""
+        if not self._waiting:
+            return ""
+        prefix, name = f"{self.path.absolute().parent.name}-{self.path.stem}-", ""
+        try:
+            descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=self.path.suffix)
+            with open(descriptor, "wb") as file:
+                file.writelines(self._waiting)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(name)
+            return ""
+        return name
 
     def _write_waiting(self, file: FileIO) -> None:
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
+from llmfoundry.track import metrics
 from llmfoundry.track.metrics import JsonLines, read_metrics
 
 
@@ -74,6 +77,29 @@ def test_every_line_is_on_disk_when_the_process_is_killed(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60)
     assert done.returncode == -9
     assert [row["time/batch"] for row in read_metrics(path)] == list(range(1, 51))
+
+
+def test_lines_for_which_there_never_was_room_are_kept_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[str]()
+    path = tmp_path / "mine" / "metrics.jsonl"
+    file = JsonLines(path, said.append)
+    file.start(0)
+    file.write({"time/batch": 1})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(metrics, "append", full)
+    monkeypatch.setattr(metrics.tempfile, "tempdir", str(tmp_path))
+    for batch in (2, 3):
+        file.write({"time/batch": batch})
+    file.close()
+    (kept,) = tmp_path.glob("mine-metrics-*.jsonl")
+    assert len(said) == 2 and f"lacks 2 lines: No space left on device; 2 are in {kept}" in said[1]
+    path.write_bytes(path.read_bytes() + kept.read_bytes())  # as it says
+    assert [row["time/batch"] for row in read_metrics(path)] == [1, 2, 3]
 
 
 def test_numbers_keep_every_digit(tmp_path: Path) -> None:
