@@ -157,5 +157,6 @@ def test_errors_of_a_gpu_are_told_at_once_and_its_slowness_in_two_rounds() -> No
         (6, "gpu", 3, True),
     ]
     assert "XID 79, the GPU has fallen off the bus; take the machine out" in found[0][1].seen
+    assert [finding.is_bad for _, finding in found] == [True, True, False, False, False]
     assert "is lost" in found[1][1].seen and "XID 999, not in the table" in found[2][1].seen
     assert "slowed: hardware slowdown, too hot (hardware)" in found[3][1].seen

@@ -22,6 +22,8 @@ RERUN = (
     "start the program again; a GPU that repeats it alone is suspect, many GPUs are a defect of it"
 )
 WATCH = "nothing now; look at how often it comes"
+TAKE_OUT = (REPLACE, REBOOT, RESET, FABRIC)
+"""Actions for which a machine does no more work."""
 
 XIDS: dict[int, tuple[str, str]] = {
     54: (REPLACE, "auxiliary power is not connected"),
@@ -149,8 +151,7 @@ def _gpu_event(line: str) -> Event | None:
     if code == VERDICT:
         return _verdict(gpu, match["text"] or "")
     action, why = XIDS.get(code, (WATCH, "unknown to this table; see NVIDIA's list of XIDs"))
-    is_bad = action in (REPLACE, REBOOT, RESET, FABRIC)
-    return Event(gpu, f"XID {code}", why, action, is_bad)
+    return Event(gpu, f"XID {code}", why, action, action in TAKE_OUT)
 
 
 def _verdict(gpu: str, text: str) -> Event | None:

@@ -39,6 +39,7 @@ class Evidence:
         hang: the event in which a monitor named who hangs.
         watch: the event for which the run itself saved and stopped, to be started elsewhere.
         kernel: machine, why, and whether that takes the machine out, of this machine's kernel log.
+        gpu: the event in which the run told of a GPU that takes its machine out.
         tail: the last lines of standard error.
     """
 
@@ -49,6 +50,7 @@ class Evidence:
     hang: dict[str, Any] | None = None
     watch: dict[str, Any] | None = None
     kernel: Sequence[tuple[str, str, bool]] = ()
+    gpu: dict[str, Any] | None = None
     tail: Sequence[str] = ()
 
 
@@ -107,6 +109,7 @@ def find_cause(evidence: Evidence) -> Cause:
         return Cause("given up", _said(given_up) if given_up else "the run asks for no restart")
     return (
         _told(evidence)
+        or _broken(evidence)
         or _hung(evidence)
         or _seen(evidence)
         or Cause("unknown", _number(evidence), _first_host(evidence))
@@ -135,6 +138,17 @@ def _told(evidence: Evidence) -> Cause | None:
     return None
 
 
+def _broken(evidence: Evidence) -> Cause | None:
+    """What the kernel's log and the GPUs' driver say; of a lost GPU others hear nothing more."""
+    for node, why, is_bad in evidence.kernel:
+        if is_bad:
+            return Cause("machine", f"kernel log of {node}: {why}", (node,))
+    if evidence.gpu is not None:
+        host = evidence.gpu.get("host")
+        return Cause("machine", str(evidence.gpu["what"]), (str(host),) if host else ())
+    return None
+
+
 def _hung(evidence: Evidence) -> Cause | None:
     if evidence.hang is None:
         return None
@@ -142,10 +156,7 @@ def _hung(evidence: Evidence) -> Cause | None:
 
 
 def _seen(evidence: Evidence) -> Cause | None:
-    """What the kernel's log, errors without a cure and the output say."""
-    for node, why, is_bad in evidence.kernel:
-        if is_bad:
-            return Cause("machine", f"kernel log of {node}: {why}", (node,))
+    """What errors without a cure and the output say."""
     errors = [end for end in evidence.ends if end["kind"] == "error"]
     lines = [(line, end["node"], _said(end)) for end in errors for line in end["lines"]]
     lines += [(line, evidence.node, line.strip()[:300]) for line in evidence.tail]

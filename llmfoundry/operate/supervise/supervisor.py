@@ -134,6 +134,7 @@ class Supervisor:
                 seconds=running.times.ended - running.times.started,
                 start=logged,
             ),
+            gpu=self._event(start, "log", "gpu", is_bad=True),
             tail=list(running.tail),
         )
         self._before = (running.times, last_moved(running.times, evidence.hang, self.node))
@@ -231,12 +232,12 @@ class Supervisor:
         )
 
     def _event(
-        self, start: dict[str, Any] | None, action: str, *kinds: str
+        self, start: dict[str, Any] | None, action: str, *kinds: str, is_bad: bool = False
     ) -> dict[str, Any] | None:
         """The first event of one of these kinds, behind an attempt's, for which this was done."""
         events = list(read_events(self.folder))
         later = events[events.index(start) + 1 :] if start in events else []
-        found = (event for event in later if event["kind"] in kinds)
+        found = (e for e in later if e["kind"] in kinds and (e.get("is_bad") or not is_bad))
         return next((event for event in found if event.get("action") == action), None)
 
     def _checkpoint(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmfoundry.operate.check.gpus import SLOWED, WARM
 from llmfoundry.operate.check.outliers import too_small, usual_limit
-from llmfoundry.operate.check.xids import WATCH, XIDS
+from llmfoundry.operate.check.xids import TAKE_OUT, WATCH, XIDS
 from llmfoundry.recipe.operate.watch import WatchConfig
 
 KEPT = 20  # earlier rounds
@@ -65,12 +65,14 @@ class RoundFinding:
         seen: for people; `{host}` stands for the machine of `rank`.
         rank: the process that it is about; None: all.
         is_over: whether it is usual again.
+        is_bad: whether it takes the machine out of service.
     """
 
     kind: str
     seen: str
     rank: int | None = None
     is_over: bool = False
+    is_bad: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,13 +233,12 @@ def _gpu_errors(table: Sequence[RankTimes]) -> Iterator[RoundFinding]:
     for rank, times in enumerate(table):
         if times.lost:
             action, why = XIDS[79]
-            yield RoundFinding(
-                "gpu", f"the GPU of rank {rank} ({{host}}) is lost: {why}; {action}", rank
-            )
+            seen = f"the GPU of rank {rank} ({{host}}) is lost: {why}; {action}"
+            yield RoundFinding("gpu", seen, rank, is_bad=True)
         if times.xid:
             action, why = XIDS.get(int(times.xid), (WATCH, "not in the table"))
             seen = f"the GPU of rank {rank} ({{host}}): XID {int(times.xid)}, {why}; {action}"
-            yield RoundFinding("gpu", seen, rank)
+            yield RoundFinding("gpu", seen, rank, is_bad=action in TAKE_OUT)
 
 
 def _over(key: str) -> RoundFinding:

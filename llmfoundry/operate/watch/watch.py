@@ -213,6 +213,7 @@ class Watch(Callback):
             action=action,
             rank=finding.rank,
             host=host,
+            **({"is_bad": True} if finding.is_bad else {}),
         )
         if action == "stop":
             trainer.stop_and_save(seen)
