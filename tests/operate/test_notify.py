@@ -14,6 +14,7 @@ import pytest
 
 from llmfoundry.events import read_events
 from llmfoundry.operate.supervise import notify as module
+from llmfoundry.operate.supervise import request
 from llmfoundry.operate.supervise.notify import form_of, notify
 from llmfoundry.recipe.operate.supervise import SuperviseConfig
 from tests.operate.test_supervisor import Place
@@ -92,7 +93,7 @@ def test_the_form_goes_by_the_host() -> None:
 
 
 def test_one_that_is_busy_is_asked_again(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PAUSE", 0.0)
+    monkeypatch.setattr(request, "PAUSE", 0.0)
     hook.answers = [(429, "rate_limited")]
     assert notify(hook.url, None, "x", EVENT) == ""
     hook.answers = [(503, ""), (503, "")]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,13 @@ sys.exit(3)
 SUPERVISE = """
 import json, os, sys
 from pathlib import Path
+from llmfoundry.ends import own_node
+from llmfoundry.operate.supervise import kubernetes
 from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.recipe.operate.supervise import SuperviseConfig
 config = SuperviseConfig(**{"wait_seconds": 0.1} | json.loads(sys.argv[1]))
-check = ["check.py", json.dumps([os.uname().nodename])]
+check = ["check.py", json.dumps([own_node()])]
+kubernetes.ACCOUNT = Path(sys.argv[2])
 run = Path("run")
 attempts = earlier_attempts(run)
 facts = {"kernel_log": "kernel.log", "attempts": attempts}
@@ -124,12 +127,20 @@ class Place:
         (folder / "check.py").write_text(CHECK)
         (folder / "kernel.log").touch()
 
-    def start(self, plan: list[str], **config: Any) -> subprocess.Popen[str]:
+    def start(
+        self,
+        plan: list[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        account: Path | None = None,
+        **config: Any,
+    ) -> subprocess.Popen[str]:
+        """`account`: a folder in place of a Kubernetes pod's."""
         (self.folder / "plan.json").write_text(json.dumps(plan))
         return subprocess.Popen(
-            [sys.executable, "-c", SUPERVISE, json.dumps(config)],
+            [sys.executable, "-c", SUPERVISE, json.dumps(config), str(account or "none")],
             cwd=self.folder,
-            env=ENV | {"PYTHONPATH": str(ROOT)},
+            env={**ENV, "PYTHONPATH": str(ROOT), **(env or {})},
             stderr=subprocess.PIPE,
             text=True,
         )

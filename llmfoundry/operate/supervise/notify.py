@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -17,10 +16,10 @@ from urllib.parse import urlsplit
 
 from llmfoundry.masking import public, public_texts
 from llmfoundry.operate.check.probes.time_limit import Late, within
+from llmfoundry.operate.supervise.request import send
 from llmfoundry.recipe.operate.supervise import WEBHOOK_FORMS
 
-_PATIENCE, _ANSWER, _PAUSE = 25.0, 10.0, 3.0  # seconds: in all, of a request, between two
-_BUSY = (429, 500, 502, 503, 504)  # which may take it a moment later
+_PATIENCE = 25.0  # seconds
 
 
 def notify(webhook: str, form: str | None, text: str, event: Mapping[str, Any]) -> str:
@@ -34,7 +33,9 @@ def notify(webhook: str, form: str | None, text: str, event: Mapping[str, Any]) 
     """
     try:
         body = json.dumps(_BODIES[form or form_of(webhook)](public(text), event)).encode()
-        within(_PATIENCE, lambda: _post(webhook, body))
+        headers = {"Content-Type": "application/json", "User-Agent": "llmfoundry"}
+        request = urllib.request.Request(webhook, data=body, headers=headers)
+        within(_PATIENCE, lambda: send(request))
     except (OSError, ValueError, http.client.HTTPException, Late) as error:
         return f"supervise.webhook: nobody was told: {_reason(error)}"
     return ""
@@ -93,32 +94,6 @@ _BODIES: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
     "json": _json,
 }
 assert tuple(_BODIES) == WEBHOOK_FORMS
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """What is sent elsewhere would arrive there without its text, and count as told."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-def _post(webhook: str, body: bytes) -> None:
-    """Post it, once more where the receiver is busy.
-
-    Raises:
-        OSError: it was not taken.
-    """
-    headers = {"Content-Type": "application/json", "User-Agent": "llmfoundry"}
-    request = urllib.request.Request(webhook, data=body, headers=headers)
-    opener = urllib.request.build_opener(_NoRedirect)
-    try:
-        opener.open(request, timeout=_ANSWER).close()
-    except urllib.error.HTTPError as error:
-        if error.code not in _BUSY:
-            raise
-        error.close()
-        time.sleep(_PAUSE)
-        opener.open(request, timeout=_ANSWER).close()
 
 
 def _reason(error: Exception) -> str:

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -26,7 +27,7 @@ from llmfoundry.events import add_event, read_events
 from llmfoundry.heartbeat import memory
 from llmfoundry.masking import public_override
 from llmfoundry.operate.check.probes import kernel_log
-from llmfoundry.operate.supervise import machines
+from llmfoundry.operate.supervise import kubernetes, machines
 from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.operate.supervise.decide import RESTART, WITHOUT, Attempt, Decision, Policy, decide
@@ -161,9 +162,9 @@ class Supervisor:
         done = decision.action
         if decision.action == WITHOUT or (self.config.act and decision.nodes):
             self.excluded |= set(decision.nodes)
-            done += f" ({machines.take_out(decision.nodes, cause.why)})"
+            done += f" ({_take_out(decision.nodes, cause.why)})"
         elif bad and self.config.act:
-            done += f" ({machines.take_out(bad, cause.why)})"
+            done += f" ({_take_out(bad, cause.why)})"
         event = self._tell(
             "decision",
             f"attempt {number} ended: {decision.why}",
@@ -276,6 +277,13 @@ class Supervisor:
         problem = tell_mlflow(self.logger, self.folder, status)
         if problem:
             print(f"supervise: {problem}", file=sys.stderr, flush=True)
+
+
+def _take_out(nodes: Iterable[str], why: str) -> str:
+    """Tell the scheduler to start nothing on machines any more; what came of it."""
+    if "SLURM_JOB_ID" not in os.environ and kubernetes.is_here():
+        return kubernetes.cordon(nodes, why)
+    return machines.take_out(nodes, why)
 
 
 def last_moved(times: AttemptTimes, hang: dict[str, Any] | None, node: str) -> float:

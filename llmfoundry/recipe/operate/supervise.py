@@ -35,8 +35,9 @@ class SuperviseConfig:
     """How suspected machines are checked before the next start: off, quick or full, as
     scripts/check.py does."""
     act: bool = False
-    """Whether machines that the check finds bad are taken out: drained (Slurm) and left out of the
-    next start. false: it is only told, and the run starts again on the same ones."""
+    """Whether machines that the check finds bad are taken out: drained (Slurm) or cordoned
+    (Kubernetes), and left out of the next start. false: it is only told, and the run starts again
+    on the same ones."""
     launch: list[str] = field(default_factory=list)
     """Words before `scripts/train.py RECIPE ...`, as [srun, --nodes=2, "--exclude={exclude}",
     torchrun, ...]; unset: this machine alone. A word with {exclude} is left out while there is
