@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 
 def has_avx512_bf16() -> bool:
@@ -235,6 +236,33 @@ def keep_graphs_whole_under_ddp() -> None:
     config = importlib.import_module("torch._dynamo").config
     if hasattr(config, "optimize_ddp"):
         config.optimize_ddp = False
+
+
+class Replicas(DistributedDataParallel):
+    """DDP whose buckets stay as they are from the first step on.
+
+    DDP sends the first step's gradients in one bucket, and then makes others in the order in which
+    gradients were there. An all-reduce among more than two processes adds an element up in an order
+    that depends on where in its bucket it is: a resumed run's first step would differ in the last
+    bit from the same step of one that went on. Here buckets are in the reverse order of parameters,
+    which is nearly that of their gradients, before the first step.
+
+    `Reducer._push_all_rebuilt_params` and `._rebuild_buckets`, without which buckets change once
+    as ever; `DistributedDataParallel._build_params_for_reducer`, without which they are filled in
+    the order of parameters, and sent late.
+    """
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        """Take what DDP takes; every process of its group calls it."""
+        super().__init__(module, **settings)
+        own = cast(Any, self.reducer)
+        if hasattr(own, "_push_all_rebuilt_params") and hasattr(own, "_rebuild_buckets"):
+            own._push_all_rebuilt_params()
+            own._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], are_sparse[::-1]
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import ExpertWeights, MoE
+from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import REPLICATE, Meshes
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -99,7 +100,7 @@ def replicate(root: Root, meshes: Meshes | None) -> nn.Module:
     if meshes is None or not meshes.degrees.is_replicas:
         return root
     group = meshes.root.get_group(REPLICATE)
-    module = DistributedDataParallel(
+    module = Replicas(
         root,
         process_group=group,
         gradient_as_bucket_view=True,
