@@ -41,7 +41,7 @@ def explain(
         size: number of processes.
         timeout: how long a collective waits.
     """
-    failure = next(filter(_is_of_collective, _causes(error)), None)
+    failure = failed_collective(error)
     if failure is None:
         return None
     # The launcher ends all as soon as one has ended: each says first what it has found out.
@@ -59,6 +59,11 @@ def explain(
     if not missing:
         return None
     return RunFailure(f"{names(missing)} ended before the others (seen in {where})")
+
+
+def failed_collective(error: BaseException) -> BaseException | None:
+    """What was raised where processes wait for each other, if that has led to this error."""
+    return next(filter(_is_of_collective, _causes(error)), None)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -48,8 +48,9 @@ class StopSignal:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._failed or (self._world.size > 1 and isinstance(error, UserError)):
-            # the launcher ends all as soon as one has ended: each says first what was wrong
+        if self._failed or (self._world.size > 1 and isinstance(error, Exception)):
+            # The launcher ends all as soon as one has ended: each says first what was wrong, also
+            # who has lost another, whose end the launcher sees at the same time.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -25,6 +25,7 @@ from llmfoundry.heartbeat import beat
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.launch import World
+from llmfoundry.parallel.lost_ranks import failed_collective
 from llmfoundry.recipe.parallel import recomputation
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock
@@ -151,6 +152,7 @@ class Trainer:
             UserError: a loss or a gradient was not finite; the weights are those before it.
             GivenUp: a spike ends the run, by the recipe; the same holds.
         """
+        is_cut_off = False
         try:
             self.checkpointer.tidy()
             for callback in self.callbacks:
@@ -158,9 +160,13 @@ class Trainer:
             if self.recipe.eval_first and self.batch == 0:
                 self._evaluate()
             return self._fit()
+        except Exception as error:
+            is_cut_off = failed_collective(error) is not None
+            raise
         finally:
             beat("end", self.batch)
-            self.checkpointer.wait()
+            if not is_cut_off:  # or a save would wait for who is lost, and the others for this one
+                self.checkpointer.wait()
             for callback in self.callbacks:
                 callback.close()
 
