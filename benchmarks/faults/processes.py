@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from benchmarks.faults.outcome import Expected, Seen
-from benchmarks.faults.runs import SAVE, Place
+from benchmarks.faults.runs import SAVE, STOPPED, Place
 from benchmarks.faults.table import fault
 
 LOST = 2 * SAVE
@@ -13,21 +13,36 @@ LOST = 2 * SAVE
 
 
 @fault(
-    "rank killed (SIGKILL)",
+    "rank killed",
     Expected("supervisor: unknown", "restart", detect_seconds=15, lost_steps=LOST),
 )
 def rank_killed(place: Place) -> Seen:
     """As the kernel does where memory runs out, or somebody by mistake."""
+    return _killed(place, "rank-killed", 2 * SAVE + 3)
+
+
+@fault(
+    "rank killed while saving",
+    Expected("supervisor: unknown", "restart", detect_seconds=15, lost_steps=LOST),
+)
+def rank_killed_while_saving(place: Place) -> Seen:
+    """The others' saves wait for it, in the background: they must not hold the end up."""
+    return _killed(place, "killed-while-saving", 2 * SAVE)
+
+
+def _killed(place: Place, name: str, step: int) -> Seen:
     whole = place.undisturbed()
-    with place.start("rank-killed") as run:
-        run.wait_for(12)
-        run.strike(run.ranks()[1])
+    with place.start(name) as run:
+        run.wait_for(step - 1)
+        rank = run.ranks()[1]
+        run.wait_for(step)
+        run.strike(rank)
         run.end()
         return run.seen(whole)
 
 
 @fault(
-    "agent killed (torchrun, SIGKILL)",
+    "agent (torchrun) killed",
     Expected("supervisor: unknown", "restart", detect_seconds=15, lost_steps=LOST),
 )
 def agent_killed(place: Place) -> Seen:
@@ -42,10 +57,10 @@ def agent_killed(place: Place) -> Seen:
 
 @fault(
     "rank stopped (SIGSTOP)",
-    Expected("hang", "end, restart", detect_seconds=15, lost_steps=LOST),
+    Expected("hang", "end, restart", detect_seconds=STOPPED + 10, lost_steps=LOST),
 )
 def rank_stopped(place: Place) -> Seen:
-    """It neither ends nor goes on; all others wait for it. hang.stopped_seconds is 5 here."""
+    """It neither ends nor goes on; all others wait for it."""
     whole = place.undisturbed()
     with place.start("rank-stopped") as run:
         run.wait_for(12)

@@ -27,6 +27,7 @@ from llmfoundry.events import read_events
 from llmfoundry.recipe.front.paths import ROOT
 
 RANKS, LENGTH, SAVE = 4, 60, 5  # processes, steps, and steps between two checkpoints
+STOPPED = 15  # seconds after which a process that is stopped, or dead and not buried, hangs
 _PATIENCE = 240.0  # seconds, on a busy machine
 _INSIDE = Path(__file__).with_name("inside.py")
 _QUIET = ("start", "returned")  # kinds of events that tell no fault
@@ -46,7 +47,7 @@ RECIPE: dict[str, Any] = {
     "eval": {"validation": False},
     "logger": {"mlflow": False},
     "parallel": {"nproc_per_node": RANKS},
-    "hang": {"step_seconds": 10, "stopped_seconds": 5},
+    "hang": {"stopped_seconds": STOPPED},
     "supervise": {"wait_seconds": 0, "confirm": "off"},
     "plugins": [str(_INSIDE)],
     "callbacks": {"plugins": {"pace": {}}},
