@@ -8,15 +8,17 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.operate.supervise.attempt import SUPERVISED
+from llmfoundry.operate.supervise.last_words import tell_mlflow, tell_store
 from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.paths import ROOT
-from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -45,16 +47,21 @@ def supervise(recipe: TrainRecipe) -> None:
         check=[str(ROOT / "scripts" / "check.py"), *sys.argv[1:]],
         kernel_log=recipe.health_check.kernel_log,
         sees_checkpoints="://" not in recipe.save_folder,
-        logger=_filled(recipe.logger),
+        last_words=_last_words(recipe, folder),
         attempts=earlier_attempts(folder),
     )
     sys.exit(supervisor.run())
 
 
-def _filled(logger: LoggerConfig) -> LoggerConfig:
-    filled = copy.deepcopy(logger)
-    filled.fill()
-    return filled
+def _last_words(recipe: TrainRecipe, folder: Path) -> list[Callable[[str], str]]:
+    """What tells those who keep the run's record how it ended."""
+    logger = copy.deepcopy(recipe.logger)
+    logger.fill()
+    found: list[Callable[[str], str]] = [lambda status: tell_mlflow(logger, folder, status)]
+    if "://" in recipe.save_folder:
+        options = FetchOptions.from_config(recipe.data)
+        found.append(lambda status: tell_store(recipe.save_folder, options, folder))
+    return found
 
 
 def is_supervised(recipe: TrainRecipe) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.events import add_event, read_events
 from llmfoundry.operate.supervise import last_words
 from llmfoundry.recipe.logger import LoggerConfig
@@ -60,6 +61,23 @@ def test_a_store_that_does_not_answer_holds_no_supervisor_up(
         began = time.monotonic()
         said = last_words.tell_mlflow(config, tmp_path, "failed")
     assert time.monotonic() - began < 60 and "no answer in" in said
+
+
+@pytest.mark.slow
+def test_the_store_of_a_runs_url_has_the_last_decision(tmp_path: Path) -> None:
+    folder, bucket = tmp_path / "copy", tmp_path / "bucket"
+    decide(folder, 1, "killed", "stop", cause="unknown")
+    (folder / "supervise/attempt-1").mkdir(parents=True)
+    (folder / "supervise/attempt-1/rank-0.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text("of the run's own processes")
+    options = FetchOptions(retry=0, timeout=1.0, storage_options={"s3": {"secret": "kanarie12"}})
+    assert last_words.tell_store(f"file://{bucket}", options, folder) == ""
+    sent = sorted(p.relative_to(bucket).as_posix() for p in bucket.rglob("*") if p.is_file())
+    assert sent == ["events.jsonl", "supervise/attempt-1/rank-0.json"]
+    assert (bucket / "events.jsonl").read_bytes() == (folder / "events.jsonl").read_bytes()
+    (tmp_path / "file").touch()
+    said = last_words.tell_store(f"file://{tmp_path}/file/kanarie12", options, folder)
+    assert "lacks the last decision: " in said and "kanarie12" not in said.partition(": ")[2]
 
 
 @pytest.mark.slow

@@ -22,12 +22,14 @@ from llmfoundry.commands.train import train
 from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
+from llmfoundry.events import add_event
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.stores import lease, stored_run
+from llmfoundry.train.stores.run_place import run_folder
 from tests.tiny import finetune_recipe, losses, write_recipe
 from tests.train.here import train_here
 
@@ -85,6 +87,46 @@ def test_a_run_at_a_url_leaves_there_what_one_in_a_folder_does(
         same = {key for key in mine["files"] if "recipe" not in key and "state" not in key}
         assert {k: mine["files"][k] for k in same} == {k: theirs["files"][k] for k in same}
     assert not list((place / "cache/runs").glob("*/checkpoints/*")), "files that were sent are gone"
+
+
+@pytest.mark.slow
+def test_what_is_written_between_two_attempts_is_sent_with_the_next(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/runs/struck"
+    monkeypatch.setenv("LLMFOUNDRY_ENDS", str(tmp_path / "ends"))
+    folder = run_folder(checked(TrainRecipe, Path("tiny.yaml"), [f"save_folder={url}"]))
+    start = add_event(folder, "start", "attempt 1", action="start", attempt=1)
+    train_at(url, *SHORT, "max_duration=2ba")
+    store = store_of(url)
+    assert events_of(store) == [start]
+    hang = add_event(folder, "hang", "rank 1 hangs", action="end")  # and all were killed
+    (folder / "hangs/step-3").mkdir(parents=True)
+    (folder / "hangs/step-3/rank-1.txt").write_text("stacks")
+    for supervised in (True, False):  # without a supervisor: the same run, as its metrics say
+        if not supervised:
+            monkeypatch.delenv("LLMFOUNDRY_ENDS")
+            add_event(folder, "hang", "again", action="end")
+        train_at(url, *SHORT, f"max_duration={4 if supervised else 6}ba")
+        told = events_of(store)
+        assert told[:2] == [start, hang] and len(told) == (2 if supervised else 3)
+    assert store.read("hangs/step-3/rank-1.txt") == b"stacks"
+
+    stale = tmp_path / "stale"  # another run was at this URL when this machine worked on it
+    shutil.copytree(folder, stale)
+    train_at(url, *SHORT, "max_duration=2ba", "save_overwrite=true")
+    assert events_of(store) == []
+    for name in ("metrics.jsonl", "events.jsonl", "hangs/step-3/rank-1.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(stale / name, folder / name)
+    train_at(url, *SHORT, "max_duration=4ba")
+    assert events_of(store) == [] and "hangs/step-3/rank-1.txt" not in store.files()
+
+
+def events_of(store: ObjectStore) -> list[dict[str, Any]]:
+    if "events.jsonl" not in store.files():
+        return []
+    return [json.loads(line) for line in store.read("events.jsonl").splitlines()]
 
 
 def test_another_machine_goes_on_where_it_was(place: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The last decision of a supervised run to MLflow, by a process that may take only so long.
+"""The last decision of a supervised run to where its record is: MLflow, and the store of a URL.
 
-The tags of a run in MLflow are sent by its own processes (`track/event_tags.py`); after the last
-decision there are none. The supervisor calls `tell_mlflow`, which imports nothing of MLflow: the
-process that does is killed where a store does not answer.
+The run's own processes send events there (`track/event_tags.py`, `train/stores/mirror.py`); after
+the last decision there are none. The supervisor calls `tell_mlflow` and `tell_store`, which have it
+sent by a process: a store that does not answer holds nobody up, and the supervisor stays small.
 
     python -m llmfoundry.operate.supervise.last_words    # what to send is on standard input
 """
@@ -13,14 +13,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.events import NAME as EVENTS
 from llmfoundry.masking import hide, public
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.background_writer import describe
 from llmfoundry.track.mlflow_session import RUN_ID_FILE, tag_ended
+from llmfoundry.train.stores.beside import FOLDERS
 
 PATIENCE = 30.0  # seconds; an import of MLflow takes 2 to 10
 
@@ -36,6 +42,22 @@ def tell_mlflow(logger: LoggerConfig, folder: Path, status: str) -> str:
     if not logger.mlflow or not (folder / RUN_ID_FILE).is_file():
         return ""
     told = {"uri": logger.tracking_uri, "folder": str(folder.absolute()), "status": status}
+    return _sent("MLflow", {"mlflow": told})
+
+
+def tell_store(url: str, options: FetchOptions, folder: Path) -> str:
+    """Send the events, and what else was written beside a run; empty, or why they are not there.
+
+    Args:
+        url: the run's.
+        options: how its store is spoken to.
+        folder: the working copy.
+    """
+    told = {"url": url, "options": asdict(options), "folder": str(folder.absolute())}
+    return _sent(public(url), {"store": told})
+
+
+def _sent(place: str, told: dict[str, Any]) -> str:
     paths = [str(ROOT), os.environ.get("PYTHONPATH")]
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -50,23 +72,49 @@ def tell_mlflow(logger: LoggerConfig, folder: Path, status: str) -> str:
         said, _ = process.communicate(json.dumps(told), timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         process.kill()  # and not waited for: it may hang in a file system
-        return f"MLflow lacks the last decision: no answer in {PATIENCE:.0f} s"
+        return f"{place} lacks the last decision: no answer in {PATIENCE:.0f} s"
     if process.returncode:
-        return f"MLflow lacks the last decision: {said.strip() or 'it cannot be imported'}"
+        why = said.strip() or f"status {process.returncode}"
+        return f"{place} lacks the last decision: {why}"
     return ""
 
 
 def main() -> int:
     """Send what standard input says; the exit status."""
     told = json.load(sys.stdin)
-    hide(told["uri"])
+    hide({"storage_options": told.get("store", {}).get("options", {}).get("storage_options")})
+    hide([value for section in told.values() for value in section.values()])
     try:
-        tag_ended(told["uri"], Path(told["folder"]), told["status"])
+        for name, section in told.items():
+            _ACTIONS[name](section)
     except Exception as error:
         with suppress(OSError):
             print(public(describe(error)), flush=True)
         return 1
     return 0
+
+
+def _to_mlflow(told: dict[str, Any]) -> None:
+    tag_ended(told["uri"], Path(told["folder"]), told["status"])
+
+
+def _to_store(told: dict[str, Any]) -> None:
+    from llmfoundry.data.fetch.object_store import ObjectStore
+    from llmfoundry.train.stores.stored_run import CHECKPOINTS
+
+    store = ObjectStore(told["url"], FetchOptions(**told["options"]), key="save_folder")
+    sizes, folder = store.files(skip=(CHECKPOINTS,)), Path(told["folder"])
+    paths = [folder / EVENTS, *(path for name in FOLDERS for path in folder.glob(f"{name}/**/*"))]
+    for path in paths:
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and sizes.get(name) != path.stat().st_size:
+            store.upload(name, path)
+
+
+_ACTIONS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "mlflow": _to_mlflow,
+    "store": _to_store,
+}
 
 
 if __name__ == "__main__":

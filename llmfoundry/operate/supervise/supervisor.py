@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -31,9 +31,7 @@ from llmfoundry.operate.supervise import kubernetes, machines
 from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.operate.supervise.decide import RESTART, WITHOUT, Attempt, Decision, Policy, decide
-from llmfoundry.operate.supervise.last_words import tell_mlflow
 from llmfoundry.operate.supervise.notify import notify
-from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.operate.supervise import EXCLUDE, SuperviseConfig
 
 FOLDER = "supervise"
@@ -58,8 +56,9 @@ class Supervisor:
     """health_check.kernel_log."""
     sees_checkpoints: bool = True
     """Whether they are committed in the run's folder, and not in a store."""
-    logger: LoggerConfig | None = None
-    """The recipe's, filled; None: nothing is told to it."""
+    last_words: Sequence[Callable[[str], str]] = ()
+    """Tell those who keep the run's record of the last decision; each is given the run's status and
+    returns why it failed."""
     attempts: list[Attempt] = field(default_factory=list)
     """The attempts so far, of this job."""
 
@@ -80,7 +79,7 @@ class Supervisor:
             while True:
                 decision = self._attempt(beats / str(len(self.attempts)))
                 if decision.action not in (RESTART, WITHOUT):
-                    self._tell_mlflow(decision)
+                    self._tell_last(decision)
                     return decision.status
                 self._pause(decision.wait)
                 if self._asked:
@@ -269,13 +268,12 @@ class Supervisor:
         if problem:
             print(problem, file=sys.stderr, flush=True)
 
-    def _tell_mlflow(self, decision: Decision) -> None:
-        """Send the last decision, unless the same command is to go on, whose start sends it."""
-        if self.logger is None or decision.status == SAVED:
+    def _tell_last(self, decision: Decision) -> None:
+        """Tell of the last decision, unless the same command is to go on, whose start does so."""
+        if decision.status == SAVED:
             return
         status = "finished" if decision.status == DONE else "failed"
-        problem = tell_mlflow(self.logger, self.folder, status)
-        if problem:
+        for problem in filter(None, (tell(status) for tell in self.last_words)):
             print(f"supervise: {problem}", file=sys.stderr, flush=True)
 
 

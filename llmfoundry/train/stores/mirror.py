@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.train.stores.beside import FOLDERS, Beside
 from llmfoundry.train.stores.lease import BEAT_S, Lease
 from llmfoundry.train.stores.lease import NAME as LOCK
 from llmfoundry.train.stores.stored_run import CHECKPOINTS, StoredRun
@@ -24,7 +25,7 @@ from llmfoundry.train.stores.stored_run import CHECKPOINTS, StoredRun
 _EVERY_S = 30.0
 _REST = 10  # times as long as sending took
 _THREADS = 8
-READ = ("recipe.yaml", "metrics.jsonl", "run.json", "report.html", "eval")
+READ = ("recipe.yaml", "metrics.jsonl", "run.json", "report.html", "events.jsonl", "eval")
 """What of a record other scripts look at."""
 
 
@@ -43,11 +44,15 @@ class Mirror:
     def begin(self) -> None:
         """Make the working copy what the store has, and follow it from then on.
 
+        What was written beside the run meanwhile stays, and is sent.
+
         Raises:
             UserError: the store cannot be read.
         """
-        pull(self._run)
-        self._sent = dict(self._changed({}))
+        beside = Beside(self._run.folder)
+        names = pull(self._run, spare=FOLDERS)
+        self._sent = {name: stamp for name, stamp in self._changed({}) if name in names}
+        beside.put_back()
         self._thread.start()
 
     def push(self) -> None:
@@ -105,8 +110,15 @@ class Mirror:
                 self._is_away = True
 
 
-def pull(run: StoredRun, *, only: tuple[str, ...] | None = None) -> None:
-    """Make a working copy's record what the store has; `only` files and folders of these names.
+def pull(
+    run: StoredRun, *, only: tuple[str, ...] | None = None, spare: tuple[str, ...] = ()
+) -> set[str]:
+    """Make a working copy's record what the store has; the names of its files.
+
+    Args:
+        run: at a URL.
+        only: files and folders of these names; None: all.
+        spare: folders of which nothing is removed.
 
     Raises:
         UserError: the store cannot be read.
@@ -118,7 +130,7 @@ def pull(run: StoredRun, *, only: tuple[str, ...] | None = None) -> None:
         if name != LOCK and (only is None or name.partition("/")[0] in only)
     }
     for name, path in list(_files(run.folder)):
-        if name not in wanted:
+        if name not in wanted and name.partition("/")[0] not in spare:
             path.unlink(missing_ok=True)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="pull") as pool:
         for future in [
@@ -126,6 +138,7 @@ def pull(run: StoredRun, *, only: tuple[str, ...] | None = None) -> None:
             for name, size in wanted.items()
         ]:
             future.result()
+    return set(wanted)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
