@@ -63,6 +63,7 @@ bench-checkpoint: $(VENV)/.dev ## what a save of 2 GB holds training up: in the 
 
 bench-faults: $(VENV)/.dev ## faults injected into runs of four processes: who sees them, what is done, what it costs
 	$(BIN)/python -m benchmarks.faults
+	$(BIN)/python -m benchmarks.faults.quiet
 
 gpu-check: $(VENV)/.gpu ## tests, kernels, speed, memory and losses of the GPU at hand, on one page: CHECK="minutes=60 steps=mfu"
 	$(BIN)/python scripts/gpu_check.py $(CHECK)

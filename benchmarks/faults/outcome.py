@@ -31,7 +31,7 @@ class Expected:
 
     detected_by: str
     action: str
-    detect_seconds: float
+    detect_seconds: float | None
     lost_steps: int | None = None
     losses: str = EQUAL
     status: int = 0
@@ -42,13 +42,13 @@ class Seen:
     """What became of a fault; `runs.Run.seen` reads it from the run's files.
 
     Attributes:
-        detected_by: who told it first: hang, check, a kind of watch's events, or `supervisor: ` and
-            the cause of its decision; empty: nobody has.
+        detected_by: what was told first: hang, a kind of watch's or another event, with the rank
+            that it names; or `supervisor: ` and the cause of its decision; empty: nothing.
         action: all that was done, in order, with commas between; `finish` and `none` left out.
         detect_seconds: from the fault to the first event that tells it; None: nobody has.
         back_seconds: from the fault to the end of the first step by processes that were started
             after it; None: none were.
-        lost_steps: done more than once; None: no process was started after it.
+        lost_steps: done more than once; None: none, and no process was started after it.
         losses: beside the undisturbed run's.
         status: the exit status of the supervisor; None: there was none.
         notes: what the first event says.

@@ -1,7 +1,7 @@
 """Small runs of four processes under the supervisor, and what is read from their files.
 
 `processes.py` and `machines.py` strike them. A run is started as users start one, by a process of
-its own that has torchrun's processes below it, of which each holds a shard (FSDP).
+its own that has torchrun's processes below it, each with a replica of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
-from benchmarks.faults.inside import STEPS
+from benchmarks.faults.inside import STEPS, STRUCK
 from benchmarks.faults.outcome import ENDED, EQUAL, NONE, Seen
 from benchmarks.turns import environment
 from llmfoundry.events import read_events
@@ -208,28 +208,44 @@ class Run:
         found = (e for e in read_events(self.folder) if e["time"] >= self.struck - 0.002)
         return [e for e in found if e["kind"] not in _QUIET and e.get("cause") != "done"]
 
-    def seen(self, whole: Mapping[int, float], notes: str = "") -> Seen:
+    def seen(
+        self,
+        whole: Mapping[int, float],
+        *,
+        losses_are: str = "",
+        but: Collection[str] = (),
+        notes: str = "",
+    ) -> Seen:
         """What became of the fault.
 
         Args:
             whole: the losses by step of the undisturbed run.
+            losses_are: why they cannot be compared with these; empty: they are.
+            but: kinds of events that may come or not.
             notes: what else is worth a line; by default what the first event says.
         """
-        told = self.events()
+        self.struck = self._struck_inside() or self.struck
+        told = [event for event in self.events() if event["kind"] not in but]
         steps = self.steps()
         known = {step.pid for step in steps if step.time < self.struck}
         back = [step for step in steps if step.pid not in known and step.time > self.struck]
         first = told[0] if told else None
+        lost = len(steps) - len({step.number for step in steps})
         return Seen(
             detected_by=_teller(first) if first else "",
             action=", ".join(e["action"] for e in told if e["action"] not in ("none", None)),
             detect_seconds=first["time"] - self.struck if first else None,
             back_seconds=back[0].time - self.struck if back else None,
-            lost_steps=len(steps) - len({step.number for step in steps}) if back else None,
-            losses=compared(losses(self.folder), whole),
+            lost_steps=lost if back or lost else None,
+            losses=losses_are or compared(losses(self.folder), whole),
             status=self.process.poll(),
             notes=notes or (str(first["what"]) if first else ""),
         )
+
+    def _struck_inside(self) -> float | None:
+        """When a fault of the plugin happened; None: none has."""
+        path = self.folder / STRUCK
+        return float(path.read_text()) if path.exists() else None
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -252,7 +268,9 @@ def compared(found: Mapping[int, float], whole: Mapping[int, float]) -> str:
 
 
 def _teller(event: Mapping[str, Any]) -> str:
-    return f"supervisor: {event['cause']}" if event["kind"] == "decision" else str(event["kind"])
+    if event["kind"] == "decision":
+        return f"supervisor: {event['cause']}"
+    return str(event["kind"]) + (f", rank {event['rank']}" if event["rank"] is not None else "")
 
 
 def _words(process: psutil.Process) -> list[str]:
