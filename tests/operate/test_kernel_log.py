@@ -27,8 +27,15 @@ LINES = {  # by line: whether it is bad, a word of what it is, a word of what to
     "response from GPU6 GSP!": (BAD, "XID 119", "reset"),
     "NVRM: Xid (PCI:0000:c1:00): 74, pid=1, NVLink: fatal error detected on link 6": (
         BAD, "XID 74: NVLink error", "fabric"),
-    "NVRM: Xid (PCI:0000:c1:00): 145, RLW_REMAP Nonfatal XC0 i0 Link 08": (
-        BAD, "XID 145: NVLink 5", "fabric"),
+    "NVRM: Xid (PCI:0008:c1:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 08 (0x004505c6 0x0)": (
+        BAD, "XID 149: NVLink 5 error", "fabric"),
+    "NVRM: Xid (PCI:0018:c1:00): 145, pid=876767, name=ray::WorkerDict, RLW_RXPIPE Nonfatal XC0 "
+    "i0 Link 13 (0x0409a0c2 0x00000008)": (NOTICE, "NVLink 5 error, not fatal", "nothing now"),
+    "NVRM: Xid (PCI:0000:c1:00): 102, pid=1, name=python, NVJPG3": (
+        NOTICE, "XID 102: exception in a video, image", "start the program again"),
+    "NVRM: Xid (PCI:0000:c1:00): 167, PCIE_FATAL_TIMEOUT": (BAD, "PCIe fatal", "reboot"),
+    "NVRM: Xid (PCI:0000:c1:00 GPU-I:05): 94, pid=7194, Contained: SM (0x1)": (
+        NOTICE, "XID 94: contained", "start the program again"),
     "NVRM: Xid (PCI:0000:c1:00): 13, pid='<unknown>', Graphics SM Warp Exception on (GPC 7)": (
         NOTICE, "XID 13", "start the program again"),
     "NVRM: Xid (0000:c1:00): 31, Ch 00000008, intr 10000000. MMU Fault": (

@@ -2,8 +2,10 @@
 
 XIDs are errors that NVIDIA's driver writes to the kernel log:
 `NVRM: Xid (PCI:0000:c1:00): 79, pid=4067, name=python, GPU has fallen off the bus.` The table has
-NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors) as GPUd and the AWS health suite act on it.
-The idea: the number decides, except for 154, whose text is the driver's own verdict.
+NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors), whose immediate resolutions GPUd's table
+repeats; codes from 162 on, for which it has none, are as GPUd acts on them.
+The idea: the number decides, except where the text says more: 154 is the driver's own verdict, and
+an NVLink 5 error that calls itself non-fatal (more than half of NVIDIA's rules) needs nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ WATCH = "nothing now; look at how often it comes"
 TAKE_OUT = (REPLACE, REBOOT, RESET, FABRIC)
 """Actions for which a machine does no more work."""
 
+NVLINK_5 = range(144, 151)
 XIDS: dict[int, tuple[str, str]] = {
     54: (REPLACE, "auxiliary power is not connected"),
     79: (REBOOT, "the GPU has fallen off the bus"),
     151: (REBOOT, "key rotation failed"),
+    167: (REBOOT, "PCIe fatal timeout"),
     168: (REBOOT, "errors found in the write-protected part of memory"),
+    173: (REBOOT, "fatal failure of the link between processor and GPU (C2C)"),
     46: (RESET, "the GPU has stopped processing"),
     48: (RESET, "uncorrectable (double-bit) ECC error"),
     62: (RESET, "the GPU's microcontroller has halted"),
@@ -45,18 +50,25 @@ XIDS: dict[int, tuple[str, str]] = {
     155: (RESET, "NVLink error defined by software"),
     156: (RESET, "resource retirement event"),
     158: (RESET, "GPU fatal timeout"),
+    169: (RESET, "the GPU's security microcontroller has halted"),
+    **dict.fromkeys((171, 172), (RESET, "uncorrectable memory error, more of an XID 48")),
     74: (FABRIC, "NVLink error"),
-    **dict.fromkeys(range(144, 151), (FABRIC, "NVLink 5 error")),
+    **dict.fromkeys(NVLINK_5, (FABRIC, "NVLink 5 error")),
     8: (RERUN, "a kernel ran into its time limit"),
     13: (RERUN, "exception in a kernel (out of range, illegal instruction)"),
     25: (RERUN, "invalid or illegal push buffer"),
     31: (RERUN, "memory page fault"),
-    32: (RERUN, "invalid or corrupted push buffer"),
-    **dict.fromkeys((39, 40, 41), (RERUN, "copy engine exception")),
+    **dict.fromkeys((11, 32), (RERUN, "invalid or corrupted push buffer")),
+    **dict.fromkeys((39, 40, 41, 70, 71, 72, 75, 76, 77, 85), (RERUN, "copy engine exception")),
+    **dict.fromkeys(
+        (60, 68, 82, 83, 84, 86, 88, 89, *range(96, 106), 139),
+        (RERUN, "exception in a video, image or optical-flow engine"),
+    ),
     69: (RERUN, "exception in the graphics engine's class"),
     80: (RERUN, "corrupted data sent to the GPU"),
     94: (RERUN, "contained memory error: only the program that met it was ended"),
     **dict.fromkeys(range(126, 136), (RERUN, "copy engine exception")),
+    **dict.fromkeys((37, 38), (WATCH, "error of the driver's firmware")),
     43: (WATCH, "a program's channel was stopped"),
     44: (WATCH, "a context switch failed"),
     45: (WATCH, "a program was ended, mostly after another error"),
@@ -65,14 +77,17 @@ XIDS: dict[int, tuple[str, str]] = {
     92: (WATCH, "many corrected (single-bit) ECC errors"),
     93: (WATCH, "the InfoROM is not protected against writes"),
     **dict.fromkeys((106, 107, 121, 137, 141, 152, 153, 157, 160, 161), (WATCH, "informational")),
+    **dict.fromkeys(range(162, 166), (WATCH, "state of the power smoothing circuit")),
+    **dict.fromkeys((166, 170), (WATCH, "traffic on NVLink before its encryption was set up")),
 }
 VERDICT = 154  # "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
 BY_VERDICT = {"reset": RESET, "reboot": REBOOT, "drain": RESET}
 MANY = 3  # of one machine: repeats of what is otherwise a program's own fault
 
 _XID = re.compile(
-    r"NVRM: Xid \((?:PCI:)?(?P<pci>[0-9a-fA-F:.]+)\): (?P<code>\d+)(?:, *(?P<text>.*))?"
+    r"NVRM: Xid \((?:PCI:)?(?P<pci>[0-9a-fA-F:.]+)[^)]*\):? (?P<code>\d+)(?:, *(?P<text>.*))?"
 )
+_NONFATAL = re.compile(r"\bnon-?fatal\b", re.IGNORECASE)  # "149, NETIR_BER_EVENT Nonfatal XC0 i0"
 _SXID = re.compile(r"SXid \(PCI:(?P<pci>[0-9a-fA-F:.]+)\): (?P<code>\d+), *(?P<text>.*)")
 _OTHERS = (  # each: what to look for, what it is, whether it takes the machine out, what to do
     (re.compile(r"NVRM: .*fallen off the bus"), "a GPU has fallen off the bus", True, REBOOT),
@@ -151,6 +166,8 @@ def _gpu_event(line: str) -> Event | None:
     if code == VERDICT:
         return _verdict(gpu, match["text"] or "")
     action, why = XIDS.get(code, (WATCH, "unknown to this table; see NVIDIA's list of XIDs"))
+    if code in NVLINK_5 and _NONFATAL.search(match["text"] or ""):
+        action, why = WATCH, f"{why}, not fatal"
     return Event(gpu, f"XID {code}", why, action, action in TAKE_OUT)
 
 
