@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.files import read_json
+
 DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP = 0, 1, 2, 3, 75, 93
 FOLDER = "LLMFOUNDRY_ENDS"
 """In the environment: the folder for these files; none are written without it."""
@@ -63,6 +65,15 @@ def read_ends(folder: Path) -> list[dict[str, Any]]:
     found = list[tuple[int, dict[str, Any]]]()
     for path in folder.glob("rank-*.json"):
         with suppress(OSError, ValueError):
-            end = json.loads(path.read_text(encoding="utf-8"))
-            found.append((path.stat().st_mtime_ns, end))
+            end = read_json(path)
+            if _is_end(end):
+                found.append((path.stat().st_mtime_ns, end))
     return [end for _, end in sorted(found, key=lambda pair: pair[0])]
+
+
+def _is_end(found: Any) -> bool:
+    """Whether it is what `record_end` writes."""
+    kinds = {"rank": int, "status": int, "kind": str, "node": str, "lines": list}
+    if not isinstance(found, dict):
+        return False
+    return all(isinstance(found.get(name), kind) for name, kind in kinds.items())

@@ -2,8 +2,8 @@
 
 Written by whoever sees something: the loop's watch, the monitor of hanging ranks, the supervisor;
 read by the supervisor, the report, the loggers and people. The idea: a line is added by one write,
-so that processes beside each other need no lock, and a torn line is passed over. What is decided
-goes by the order of lines; their times are for people, as a clock may be set back, or on.
+so that processes beside each other need no lock; one that is torn, or not ours, is passed over.
+What is decided goes by the order of lines; their times are for people, as a clock may be set.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.files import parse_json
 from llmfoundry.masking import public_texts
 
 NAME = "events.jsonl"
+_LAST = 253_402_300_799  # seconds: the year 9999 ends
 
 
 def add_event(
@@ -51,7 +55,10 @@ def add_event(
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        size = os.fstat(descriptor).st_size
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):  # a pipe takes what nobody reads, until it is full
+            raise OSError(errno.EINVAL, "not a file", str(folder / NAME))
+        size = found.st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         data = ("\n" * is_torn + line + "\n").encode()
         if os.write(descriptor, data) < len(data):
@@ -64,14 +71,34 @@ def add_event(
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     """The events of a run in the order in which they were written; none where there is no file."""
+    path = folder / NAME
     try:
-        lines = (folder / NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_bytes().split(b"\n") if path.is_file() else []  # a pipe would wait
     except OSError:
         return
     for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and isinstance(event.get("time"), int | float):
-            yield event
+        with suppress(ValueError):
+            event = parse_json(line.decode(errors="replace"))
+            if _is_event(event):
+                yield event
+
+
+def names_in(event: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """What an event lists under a key, such as nodes; nothing where it lists nothing."""
+    found = event.get(key)
+    return tuple(map(str, found)) if isinstance(found, list | tuple) else ()
+
+
+def _is_event(found: Any) -> bool:
+    """Whether a line has what `add_event` gives to each, so that its readers need not ask."""
+    if not isinstance(found, dict):
+        return False
+    when, step, action = found.get("time"), found.get("step"), found.get("action")
+    return (
+        isinstance(when, int | float)
+        and 0 <= when <= _LAST
+        and (step is None or (type(step) is int and 0 <= step < 2**63))
+        and isinstance(found.get("kind"), str)
+        and isinstance(found.get("what"), str)
+        and (action is None or isinstance(action, str))
+    )

@@ -64,6 +64,30 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
     write_whole(path, json.dumps(value, indent=indent, default=str) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        OSError: it cannot be read, or is no file: a pipe would be waited for.
+        ValueError: it is not JSON, or nested beyond measure.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, f"{path} is not a file")
+    return parse_json(path.read_bytes())
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: it is not JSON, or nested beyond measure.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
 def publish(written: Path, path: Path) -> None:
     """Move what was written to its final name on the same disk, once all of it is on that disk.
 

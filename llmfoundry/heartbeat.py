@@ -14,8 +14,11 @@ import os
 import signal
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
+
+from llmfoundry.files import read_json
 
 PHASES = ("start", "data", "step", "update", "evaluation", "callbacks", "save", "end")
 """In the order in which a step passes them: data is the wait for rows, step the forward and
@@ -114,8 +117,17 @@ def read_beats(folder: Path) -> list[dict[str, Any]]:
     """The newest beat of every rank of this machine, by rank."""
     found = []
     for path in folder.glob("rank-*.beat"):
-        try:
-            found.append(json.loads(path.read_bytes()))
-        except (OSError, ValueError):
-            continue
+        with suppress(OSError, ValueError):
+            beat = read_json(path)
+            if _is_beat(beat):
+                found.append(beat)
     return sorted(found, key=lambda beat: int(beat["rank"]))
+
+
+def _is_beat(found: Any) -> bool:
+    """Whether it is what a `Heartbeat` writes: /dev/shm is everybody's."""
+    kinds: dict[str, Any] = {"rank": int, "pid": int, "step": int, "longest": dict}
+    kinds["since"] = (int, float)
+    if not isinstance(found, dict) or found.get("phase") not in PHASES:
+        return False
+    return all(isinstance(found.get(name), kind) for name, kind in kinds.items())

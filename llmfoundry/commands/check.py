@@ -7,7 +7,6 @@ broken GPU is ended and named. Under torchrun, srun or in a run it is one of the
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import NoReturn
 import psutil
 
 from llmfoundry.errors import RunFailure, UserError, one_line
+from llmfoundry.files import read_json
 from llmfoundry.operate.check.findings import BAD, STATUS_BAD, Report
 from llmfoundry.operate.check.host import NamedPath
 from llmfoundry.operate.check.paths import recipe_paths
@@ -146,7 +146,7 @@ def _start(folder: Path, processes: int) -> int:
     if _written(report) == before:
         status = started.returncode
         raise RunFailure(f"the check itself ended with status {status} and without a report")
-    return STATUS_BAD if json.loads(report.read_text(encoding="utf-8"))["level"] == BAD else 0
+    return STATUS_BAD if read_json(report)["level"] == BAD else 0
 
 
 def _written(path: Path) -> tuple[int, int] | None:

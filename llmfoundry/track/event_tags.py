@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from llmfoundry.events import names_in
 from llmfoundry.masking import public
 
 _MOST_KINDS, _LONGEST = 20, 500
@@ -46,7 +47,7 @@ def _supervised(events: list[Mapping[str, Any]]) -> dict[str, str]:
     tags = {"supervise.attempts": str(starts)} if starts else {}
     if decisions:
         restarts = sum(str(event.get("action")).startswith("restart") for event in decisions)
-        bad = {str(node) for event in decisions for node in event.get("bad_nodes") or ()}
+        bad = {node for event in decisions for node in names_in(event, "bad_nodes")}
         tags["supervise.restarts"] = str(restarts)
         tags["supervise.last"] = _line(decisions[-1])
         tags |= {"supervise.cause": str(cause)} if (cause := decisions[-1].get("cause")) else {}

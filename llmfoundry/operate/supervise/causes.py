@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry.ends import BAD_MACHINE, DONE, GIVE_UP, MISTAKE, SAVED
+from llmfoundry.events import names_in
 
 KINDS = (
     "done",
@@ -152,7 +153,7 @@ def _broken(evidence: Evidence) -> Cause | None:
 def _hung(evidence: Evidence) -> Cause | None:
     if evidence.hang is None:
         return None
-    return Cause("hang", str(evidence.hang["what"]), tuple(evidence.hang.get("nodes", ())))
+    return Cause("hang", str(evidence.hang["what"]), names_in(evidence.hang, "nodes"))
 
 
 def _seen(evidence: Evidence) -> Cause | None:

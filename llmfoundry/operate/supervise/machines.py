@@ -5,7 +5,6 @@ Slurm's commands are used where they are there. Nothing is decided here.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llmfoundry.ends import BAD_MACHINE
+from llmfoundry.events import names_in
+from llmfoundry.files import read_json
 from llmfoundry.operate.check.probes import kernel_log
 from llmfoundry.operate.check.xids import events
 from llmfoundry.recipe.operate.supervise import EXCLUDE
@@ -53,10 +54,10 @@ def check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
     if done.returncode != BAD_MACHINE:
         return (), f"the check itself ended with status {done.returncode}"
     try:
-        found = json.loads((output / "check.json").read_text(encoding="utf-8"))["bad_nodes"]
-    except (OSError, ValueError, KeyError) as error:
+        found = names_in(read_json(output / "check.json"), "bad_nodes")
+    except (OSError, ValueError, AttributeError) as error:
         return (), f"the check's report cannot be read: {error}"
-    return tuple(found), f"bad: {', '.join(found) or 'no machine alone is to blame'}"
+    return found, f"bad: {', '.join(found) or 'no machine alone is to blame'}"
 
 
 def take_out(nodes: Iterable[str], why: str) -> str:

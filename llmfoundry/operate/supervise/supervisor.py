@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from llmfoundry.ends import DONE, SAVED, own_node, read_ends
-from llmfoundry.events import add_event, read_events
+from llmfoundry.events import add_event, names_in, read_events
 from llmfoundry.heartbeat import memory
 from llmfoundry.masking import public_override
 from llmfoundry.operate.check.probes import kernel_log
@@ -242,8 +242,8 @@ class Supervisor:
 
     def _checkpoint(self) -> int:
         """The batch of the newest checkpoint that was committed; -1: there is none."""
-        found = self.folder.glob("checkpoints/ba*/COMMIT")
-        return max((int(p.parent.name[2:]) for p in found), default=-1)
+        found = (p.parent.name[2:] for p in self.folder.glob("checkpoints/ba*/COMMIT"))
+        return max((int(batch) for batch in found if batch.isdecimal()), default=-1)
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -294,7 +294,7 @@ def last_moved(times: AttemptTimes, hang: dict[str, Any] | None, node: str) -> f
         node: this machine: on another the clock is another one, and only how long it hung counts.
     """
     last = times.ended if times.last_beat is None else times.last_beat
-    if hang is None or "seconds" not in hang:
+    if hang is None or not isinstance(hang.get("seconds"), int | float):
         return last
     if hang.get("host") == node and isinstance(hang.get("moved"), int | float):
         return min(last, max(times.started, float(hang["moved"])))
@@ -310,13 +310,14 @@ def new_folder(above: Path, name: str) -> Path:
 
 def earlier_attempts(folder: Path) -> list[Attempt]:
     """The attempts of this job before it was requeued, from the run's events; else none."""
-    if int(os.environ.get("SLURM_RESTART_COUNT", 0)) == 0:
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "")
+    if not requeued.isdecimal() or int(requeued) == 0:
         return []
     found = list[Attempt]()
     for event in read_events(folder):
         if event["kind"] == "decision" and event.get("cause") in KINDS:
             if event.get("attempt") == 1:
                 found = []
-            cause = Cause(event["cause"], str(event.get("why")), tuple(event.get("nodes", ())))
+            cause = Cause(event["cause"], str(event.get("why")), names_in(event, "nodes"))
             found.append(Attempt(cause, bool(event.get("progressed"))))
     return found

@@ -45,13 +45,14 @@ def page(
     kind = status.split()[0]
     so_far = f" · {escape(reached)}" if reached else ""
     script = f"<script>{_read('charts.js')}</script>" if is_live else ""
-    return (
+    document = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_read('page.css')}</style></head>\n<body><main><header>"
         f'<h1>{escape(title)}</h1><p><span class="status {kind}">{escape(status)}</span>{so_far}'
         f"</p></header>{_tiles(tiles)}{body}</main>{script}</body></html>\n"
     )
+    return document.encode(errors="replace").decode()  # half a surrogate pair cannot be written
 
 
 def _tiles(tiles: Sequence[Tile]) -> str:
