@@ -11,7 +11,7 @@ from llmfoundry.assemble.trainer import build_trainer
 from llmfoundry.assemble.weights.pretrained import resolve
 from llmfoundry.commands.check import before_run
 from llmfoundry.commands.supervise import is_supervised, supervise
-from llmfoundry.ends import SAVED, record_end
+from llmfoundry.ends import DONE, SAVED, record_end
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
 from llmfoundry.operate.hang.beside import keep_recorder, monitored
@@ -54,9 +54,12 @@ def train(recipe: TrainRecipe) -> None:
     ):
         before_run(with_defaults(recipe), world, folder)
         stopped_by = _train(recipe, world)
-    if stopped_by and world.is_main:  # the others end as they would: a launcher would end this one
+    if not world.is_main:  # these end as they would: a launcher would end the main one
+        return
+    if stopped_by:
         record_end(SAVED, "stopped", [f"stopped by {stopped_by}, and saved"])
         sys.exit(SAVED)
+    record_end(DONE, "done", ["the run is complete"])
 
 
 def _train(written: TrainRecipe, world: World) -> str:

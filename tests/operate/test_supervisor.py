@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from llmfoundry.commands.supervise import recipe_type, supervise
 from llmfoundry.ends import own_node
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
-from llmfoundry.operate.supervise.attempt import AttemptTimes
+from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.supervisor import earlier_attempts, last_moved, new_folder
 from llmfoundry.recipe.front.argv import CommandLine
+from llmfoundry.recipe.operate.supervise import SuperviseConfig
 from llmfoundry.recipe.scripts.check import CheckFinetuneRecipe, checked_for
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -88,6 +90,8 @@ for step in range(done + 1, 11):
         beat("save", step)
         save(step)
 end_beats()
+if fault != "says nothing":
+    record_end(0, "done", [])
 """
 )
 CHECK = """
@@ -228,6 +232,47 @@ def test_what_attempts_say_has_a_folder_of_its_own_however_the_clock_stands(
         made.append(new_folder(tmp_path, "attempt-1"))
         made[-1].mkdir()
     assert len(set(made)) == 3
+
+
+def test_a_launcher_that_leaves_the_run_alone_has_not_completed_it(place: Place) -> None:
+    assert place.supervise(["says nothing"]) == 2
+    assert "write a supervise.launch that waits for the run" in place.said
+
+
+def test_a_program_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    for word in ("nosuchprogram", str(tmp_path), "a\0b"):
+        with pytest.raises(UserError, match=r"supervise.launch: '.*' cannot be started: "):
+            RunningAttempt([word], beats=tmp_path / "b", ends=tmp_path / "e", is_local=True)
+
+
+def test_an_endless_line_is_passed_on_and_only_its_end_is_kept(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    flood = "import os; [os.write(2, b'x' * 10**6) for _ in range(30)]; os.write(2, b'\\xff end')"
+    command = [sys.executable, "-c", flood]
+    attempt = RunningAttempt(command, beats=tmp_path / "b", ends=tmp_path / "e", is_local=True)
+    while attempt.look():
+        pass
+    assert attempt.end() == 0
+    (line,) = attempt.tail
+    assert len(line) < 10**5 and line.endswith("\ufffd end")
+    assert len(capfdbinary.readouterr().err) == 30 * 10**6 + 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (
+            {"launch": ["srun", "--exclude={excluded}"]},
+            "launch\\[1\\]: {excluded} stands for nothing",
+        ),
+        ({"launch": [" "]}, "launch\\[0\\]: is empty"),
+        ({"act": True, "confirm": "off"}, "act: has no effect with supervise.confirm: off"),
+    ],
+)
+def test_keys_without_effect_are_refused(keys: dict[str, Any], line: str) -> None:
+    (found,) = SuperviseConfig(**keys).check()
+    assert re.match(f"supervise.{line}", found)
 
 
 def test_a_mistake_is_not_tried_again(place: Place) -> None:

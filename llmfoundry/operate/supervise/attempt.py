@@ -6,6 +6,7 @@ give them 30 s: a save may take longer. Nothing is decided here.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from llmfoundry.ends import FOLDER as ENDS
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.heartbeat import BEATS, PHASES, read_beats
 from llmfoundry.processes import keep_children
 
@@ -28,6 +30,7 @@ SUPERVISED = "LLMFOUNDRY_SUPERVISED"
 """In the environment of what a supervisor has started."""
 _SECONDS = 0.1
 _TAIL = 400  # lines
+_LONGEST, _CHUNK = 2**14, 2**16  # bytes: of a line its end is kept
 
 
 @dataclass
@@ -66,6 +69,9 @@ class RunningAttempt:
             beats: a folder of this machine, in memory.
             ends: a folder that all machines see.
             is_local: whether all of its processes are on this machine, and end with this one.
+
+        Raises:
+            UserError: the command cannot be started.
         """
         for folder in (beats, ends):
             folder.mkdir(parents=True, exist_ok=True)
@@ -75,9 +81,16 @@ class RunningAttempt:
         self.times = AttemptTimes(time.monotonic())
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self._beats, self._ranks = beats, dict[int, psutil.Process]()
-        self._process = subprocess.Popen(
-            list(command), env=env, stderr=subprocess.PIPE, start_new_session=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                list(command), env=env, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except (OSError, ValueError) as error:
+            why = one_line(error) if isinstance(error, OSError) else str(error)
+            raise UserError(
+                f"supervise.launch: {command[0]!r} cannot be started: {why}; write a program that"
+                " this machine has"
+            ) from error
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -137,13 +150,22 @@ class RunningAttempt:
             times.stepped = now if min(steps) > done else None
 
     def _read(self) -> None:
-        """Pass on standard error, and keep its end."""
-        assert self._process.stderr is not None
+        """Pass on standard error as it comes, and keep its end."""
+        assert isinstance(self._process.stderr, io.BufferedReader)
+        line = b""
         with self._process.stderr as stream:
-            for line in stream:
-                sys.stderr.buffer.write(line)
-                sys.stderr.flush()
-                self.tail.append(line.decode(errors="replace").rstrip("\n"))
+            while chunk := stream.read1(_CHUNK):
+                with suppress(OSError, ValueError):  # the terminal is gone; the run goes on
+                    sys.stderr.buffer.write(chunk)
+                    sys.stderr.flush()
+                *whole, line = (line + chunk).split(b"\n")
+                self.tail.extend(_decoded(line) for line in whole)
+                line = line[-_LONGEST:]
+        self.tail.extend([_decoded(line)] if line else [])
+
+
+def _decoded(line: bytes) -> str:
+    return line[-_LONGEST:].decode(errors="replace").rstrip("\r")
 
 
 def _is_there(process: psutil.Process) -> bool:

@@ -53,6 +53,8 @@ class Evidence:
     kernel: Sequence[tuple[str, str, bool]] = ()
     gpu: dict[str, Any] | None = None
     tail: Sequence[str] = ()
+    expects_word: bool = False
+    """Whether a run that is complete says so in `ends`."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,11 @@ _HOST, _RANK = re.compile(r"^\s*host\s*:\s*(\S+)"), re.compile(r"^\s*rank\s*:\s*
 def find_cause(evidence: Evidence) -> Cause:
     """Why an attempt ended."""
     ends = evidence.ends
-    if evidence.status == DONE:
+    if evidence.status == DONE and _is_complete(evidence):
         return Cause("done", "the run is complete")
+    if evidence.status == DONE and not ends and not evidence.asked:
+        why = "the command ended with status 0, but no process has said that a run is complete"
+        return Cause("user", f"{why}; write a supervise.launch that waits for the run")
     if evidence.watch is not None and not evidence.asked:
         host = evidence.watch.get("host")
         return Cause("machine", str(evidence.watch["what"]), (str(host),) if host else ())
@@ -115,6 +120,11 @@ def find_cause(evidence: Evidence) -> Cause:
         or _seen(evidence)
         or Cause("unknown", _number(evidence), _first_host(evidence))
     )
+
+
+def _is_complete(evidence: Evidence) -> bool:
+    """Whether status 0 is to be believed: some launchers have it whatever became of the run."""
+    return not evidence.expects_word or any(end["status"] == DONE for end in evidence.ends)
 
 
 def _said(end: dict[str, Any]) -> str:

@@ -136,6 +136,7 @@ class Supervisor:
             ),
             gpu=self._event(start, "log", "gpu", is_bad=True),
             tail=list(running.tail),
+            expects_word=self.sees_checkpoints,
         )
         self._before = (running.times, last_moved(running.times, evidence.hang, self.node))
         return self._decide(number, status, find_cause(evidence), running.times)

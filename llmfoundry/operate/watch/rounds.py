@@ -16,7 +16,7 @@ from typing import Any
 
 from llmfoundry.operate.check.gpus import SLOWED, WARM
 from llmfoundry.operate.check.outliers import too_small, usual_limit
-from llmfoundry.operate.check.xids import TAKE_OUT, WATCH, XIDS
+from llmfoundry.operate.check.xids import NVLINK_5, TAKE_OUT, WATCH, XIDS
 from llmfoundry.recipe.operate.watch import WatchConfig
 
 KEPT = 20  # earlier rounds
@@ -236,9 +236,11 @@ def _gpu_errors(table: Sequence[RankTimes]) -> Iterator[RoundFinding]:
             seen = f"the GPU of rank {rank} ({{host}}) is lost: {why}; {action}"
             yield RoundFinding("gpu", seen, rank, is_bad=True)
         if times.xid:
-            action, why = XIDS.get(int(times.xid), (WATCH, "not in the table"))
-            seen = f"the GPU of rank {rank} ({{host}}): XID {int(times.xid)}, {why}; {action}"
-            yield RoundFinding("gpu", seen, rank, is_bad=action in TAKE_OUT)
+            code = int(times.xid)
+            action, why = XIDS.get(code, (WATCH, "not in the table"))
+            seen = f"the GPU of rank {rank} ({{host}}): XID {code}, {why}; {action}"
+            is_bad = action in TAKE_OUT and code not in NVLINK_5  # NVML leaves out if it was fatal
+            yield RoundFinding("gpu", seen, rank, is_bad=is_bad)
 
 
 def _over(key: str) -> RoundFinding:

@@ -9,11 +9,12 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 from llmfoundry.recipe.values.bounds import Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import inert
+from llmfoundry.recipe.values.checks import inert, nearest
 
 LEVELS = ("off", "quick", "full")
 WEBHOOK_FORMS = ("slack", "discord", "teams", "json")
 EXCLUDE = "{exclude}"
+_FIELD = re.compile(r"\{[^{}]*\}")
 """In `launch`: the machines to do without, with commas between."""
 
 
@@ -54,6 +55,14 @@ class SuperviseConfig:
         yield from out_of_bounds(key, self)
         if self.webhook is not None and not _is_url(self.webhook):
             yield f"{key}webhook: is not a URL; write one that begins with https://"
+        for number, word in enumerate(self.launch):
+            for name in _FIELD.findall(word):
+                if name != EXCLUDE and nearest(name, [EXCLUDE]):
+                    yield f"{key}launch[{number}]: {name} stands for nothing; write {EXCLUDE}"
+            if not word.strip():
+                yield f"{key}launch[{number}]: is empty; remove it"
+        if self.act and self.confirm == "off":
+            yield f"{key}act: has no effect with {key}confirm: off; remove it"
         if self.webhook is None:
             yield from inert(key, self, ["webhook_form"], f"without {key}webhook")
 
