@@ -56,6 +56,15 @@ def test_nights_between_starts_by_hand_do_not_count() -> None:
     assert (found["training"], found["starting"]) == pytest.approx((9.0, 17 + 7.0))
 
 
+def test_a_clock_that_is_set_meanwhile_makes_no_time() -> None:
+    for jump in (1e6, -1e6):  # in the second attempt
+        events = [start(100, 1), decision(120), start(125, 2), decision(145 + jump)]
+        events = [{**e, "took": 20.0} if e["kind"] == "decision" else e for e in events]
+        assert goodput(ROWS, events)["whole"] == pytest.approx(45.0)
+    events[2:] = [start(125 + jump, 2), decision(145 + jump) | {"took": 20.0}]  # before it
+    assert goodput(ROWS, events)["whole"] == pytest.approx(40.0)
+
+
 def test_a_run_under_way_counts_up_to_its_last_row() -> None:
     assert goodput(ROWS[:4], EVENTS[:1])["whole"] == pytest.approx(14.0)
 

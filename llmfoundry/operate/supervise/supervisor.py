@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -67,6 +68,7 @@ class Supervisor:
         self.excluded: set[str] = set()
         self._newest, self._first = self._checkpoint(), 0
         self._asked: list[int] = []
+        self._notifier: threading.Thread | None = None
         self._running: RunningAttempt | None = None
         self._before: tuple[AttemptTimes, float] | None = None
         """Of the attempt before, and when it last went on."""
@@ -88,6 +90,7 @@ class Supervisor:
                     self._notify(f"{self.folder.name} on {self.node}: {why}", event or {})
                     return SAVED
         finally:
+            self._notified()
             for number, handler in before.items():
                 signal.signal(number, handler)
             shutil.rmtree(beats, ignore_errors=True)
@@ -180,6 +183,7 @@ class Supervisor:
             checkpoint=newest,
             progressed=progressed,
             seconds=round(times.ended - times.started, 1),
+            took=round(time.monotonic() - times.started, 1),  # with the check
             wait=decision.wait,
             exit_status=decision.status,
         )
@@ -263,11 +267,18 @@ class Supervisor:
         return None
 
     def _notify(self, text: str, event: dict[str, Any]) -> None:
-        if not self.config.webhook:
-            return
-        problem = notify(self.config.webhook, self.config.webhook_form, text, event)
-        if problem:
-            print(problem, file=sys.stderr, flush=True)
+        """Tell the webhook, beside the restart: who does not answer holds nothing up."""
+        self._notified()
+        webhook, form = self.config.webhook, self.config.webhook_form
+        if webhook:
+            self._notifier = threading.Thread(target=_post, args=(webhook, form, text, event))
+            self._notifier.daemon = True
+            self._notifier.start()
+
+    def _notified(self) -> None:
+        """Wait until the last line is told, or not; `notify` has a limit of time."""
+        if self._notifier is not None:
+            self._notifier.join()
 
     def _tell_last(self, decision: Decision) -> None:
         """Tell of the last decision, unless the same command is to go on, whose start does so."""
@@ -276,6 +287,12 @@ class Supervisor:
         status = "finished" if decision.status == DONE else "failed"
         for problem in filter(None, (tell(status) for tell in self.last_words)):
             print(f"supervise: {problem}", file=sys.stderr, flush=True)
+
+
+def _post(webhook: str, form: str | None, text: str, event: dict[str, Any]) -> None:
+    problem = notify(webhook, form, text, event)
+    if problem:
+        print(problem, file=sys.stderr, flush=True)
 
 
 def _take_out(nodes: Iterable[str], why: str) -> str:

@@ -1,7 +1,8 @@
 """Goodput of a supervised run: the share of its time in steps that count, and what ate the rest.
 
 A pure function of metrics.jsonl, which keeps the rows of steps that were not done again, and of the
-supervisor's events. Between two starts by hand time does not count.
+supervisor's events. Between two starts by hand time does not count. Where a clock was set during a
+run, the whole is right, and what is called starting or lost may be the other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from llmfoundry.track.pages.page import Tile
 
 _TRAINING, _EVALUATION, _SAVING = "time/train", "time/val", "time/checkpoint_blocking"
 _LEAST = 0.001  # a share that is told
+_LONGEST_PAUSE = 330.0  # seconds between two attempts: decide.py waits for 300 s at most
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -33,7 +35,7 @@ def goodput(rows: Rows, events: Rows) -> dict[str, float]:
     rows = [row for row in rows if WALL in row]
     if not starts or not rows:
         return {}
-    whole = sum(end - begin for begin, end in _sessions(events, rows))
+    whole = _whole(events, rows)
     training = sum(_grown(rows, _TRAINING))
     found = {
         "training": training,
@@ -56,18 +58,22 @@ def goodput_tile(rows: Rows, events: Rows) -> Iterator[Tile]:
         yield Tile("goodput", percent(training / whole), text)
 
 
-def _sessions(events: Rows, rows: Rows) -> Iterator[tuple[float, float]]:
-    """Begin and end of each supervisor, of which the last may still be at work."""
-    begin, end = 0.0, 0.0
+def _whole(events: Rows, rows: Rows) -> float:
+    """Seconds of attempts and between them, up to now where the last is still under way.
+
+    An attempt's are those that its supervisor has counted, as a clock may be set meanwhile.
+    """
+    whole, begun, ended = 0.0, None, None
     for event in events:
-        if event.get("kind") == "start" and event.get("attempt") == 1:
-            if end:
-                yield begin, end
-            begin = end = float(event["time"])
-        elif event.get("kind") in ("start", "decision"):
-            end = float(event["time"])
-    if end:
-        yield begin, max(end, rows[-1][WALL] / 1000)
+        when = float(event["time"])
+        if event.get("kind") == "start":
+            if ended is not None and event.get("attempt") != 1:
+                whole += min(_LONGEST_PAUSE, max(0.0, when - ended))
+            begun, ended = when, None
+        elif event.get("kind") == "decision" and begun is not None:
+            whole += float(event.get("took", max(0.0, when - begun)))
+            begun, ended = None, when
+    return whole if begun is None else whole + max(0.0, rows[-1][WALL] / 1000 - begun)
 
 
 def _grown(rows: Rows, name: str) -> Iterator[float]:
