@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-layouts bench-checkpoint bench-faults gpu-check ui wheel clean
+.PHONY: help install train test test-slow test-harness test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-layouts bench-checkpoint bench-faults gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,11 @@ gpu-check: $(VENV)/.gpu ## tests, kernels, speed, memory and losses of the GPU a
 
 test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evaluation-harness
 	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/benchmarks/test_evaluators.py
+
+test-slurm: $(VENV)/.dev ## jobs of a real Slurm on this machine that are drained, killed, requeued: ten minutes
+	@PATH="$$PATH:/usr/sbin:/sbin"; for name in slurmctld slurmd sbatch; do command -v $$name >/dev/null \
+		|| { echo "$$name is not there: apt install slurmctld slurmd slurm-client"; exit 2; }; done
+	$(BIN)/python -m pytest -m slurm -n 0 tests/operate/slurm
 
 ui: $(VENV)/.ui ## open MLflow on the runs of this folder
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db

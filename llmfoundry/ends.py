@@ -57,6 +57,26 @@ def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
         partial.replace(path)
 
 
+def record_place(folder: Path, ranks: Sequence[int]) -> None:
+    """Leave word of which processes are on this machine; by the first of them."""
+    place = {"node": own_node(), "ranks": list(ranks)}
+    with suppress(OSError):
+        path = folder / f"place-{ranks[0]}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(place), encoding="utf-8")
+        partial.replace(path)
+
+
+def read_places(folder: Path) -> dict[int, str]:
+    """The machine of each process that has begun, by rank."""
+    found = dict[int, str]()
+    for path in folder.glob("place-*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # damaged
+            place = read_json(path)
+            found |= dict.fromkeys(map(int, place["ranks"]), str(place["node"]))
+    return found
+
+
 def read_ends(folder: Path) -> list[dict[str, Any]]:
     """What processes left in a folder, the first that ended first.
 

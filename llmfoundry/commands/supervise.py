@@ -13,12 +13,14 @@ from pathlib import Path
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
+from llmfoundry.operate.supervise import slurm
 from llmfoundry.operate.supervise.attempt import SUPERVISED
 from llmfoundry.operate.supervise.last_words import tell_mlflow, tell_store
 from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.operate.supervise import NODES
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -37,6 +39,11 @@ def supervise(recipe: TrainRecipe) -> None:
         )
     if not recipe.autoresume:
         raise UserError("autoresume: false, but a supervised run goes on by itself; write true")
+    if not slurm.in_job() and any(NODES in word for word in recipe.supervise.launch):
+        raise UserError(
+            f"supervise.launch: {NODES} is the number of a Slurm job's machines, and this is none;"
+            " write the number, or start it with sbatch"
+        )
     end_with_starters()
     name = "finetune" if isinstance(recipe, FinetuneRecipe) else "train"
     folder = _folder(recipe)
@@ -66,7 +73,8 @@ def _last_words(recipe: TrainRecipe, folder: Path) -> list[Callable[[str], str]]
 
 def is_supervised(recipe: TrainRecipe) -> bool:
     """Whether this process is to become a supervisor: none is around it, and no launcher."""
-    return recipe.supervise.enabled and not {SUPERVISED, "RANK"} & os.environ.keys()
+    is_launched = "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    return recipe.supervise.enabled and SUPERVISED not in os.environ and not is_launched
 
 
 def _folder(recipe: TrainRecipe) -> Path:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from llmfoundry.ends import own_node
 from llmfoundry.errors import UserError
 from llmfoundry.ops.host_memory import keep_memory
 from llmfoundry.ops.torch_private import default_store, set_timeouts
@@ -266,11 +267,14 @@ def check_devices(found: Sequence[tuple[str, str]]) -> None:
 
 
 def _machine_name() -> str:
-    """The host's name, and what tells apart two that have the same; not so two of a container."""
+    """The host's name, and what tells apart two that have the same; not so two of a container.
+
+    Two of a scheduler's machines on one host are two: each is started, lost and drained alone.
+    """
     boot = ""
     with suppress(OSError):  # not Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot}"
+    return f"{socket.gethostname()} {boot} {own_node()}"
 
 
 def _gpu_name(device: torch.device) -> str:

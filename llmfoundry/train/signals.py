@@ -8,7 +8,9 @@ the step.
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from types import FrameType, TracebackType
 
 import torch
@@ -17,16 +19,22 @@ import torch.distributed as dist
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 
+_SAME_REQUEST = 5.0
+"""Seconds in which further signals are the same request: Slurm sends SIGTERM to torchrun and to its
+processes, to which torchrun passes it on."""
+
 
 class StopSignal:
-    """A context in which a signal asks for a stop; a second one kills at once.
+    """A context in which a signal asks for a stop; Ctrl-C a second time kills at once.
+
+    So does another signal than Ctrl-C that comes later than those of one request.
 
     Processes agree by one all-reduce a step on the host, begun before the step's work and read
     after it, so no step waits.
     """
 
     def __init__(self, world: World) -> None:
-        self._received = ""
+        self._received, self._since = "", 0.0
         self._agreed = ""
         self._world = world
         self._failure: BaseException | None = None
@@ -54,8 +62,13 @@ class StopSignal:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+        now = time.monotonic()
+        if not self._received:
+            self._received, self._since = signal.Signals(number).name, now
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        elif now - self._since > _SAME_REQUEST:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def begin(self, failure: BaseException | None) -> None:
         """Before a step: tell the others whether to stop, and whether this process failed.

@@ -90,6 +90,16 @@ CASES = {
     "defect": (Evidence(1, ends=[end("error", "KeyError: 'x'", rank=3), RESET, LOST]),
                "unknown", ()),
     "agent killed": (Evidence(-9), "unknown", ()),
+    "machine silent": (Evidence(1, ends=[LOST], places={0: "n1", 1: "n2"}), "machine", ("n2",)),
+    "one process of two": (Evidence(1, ends=[LOST, end("lost", "x", rank=2)],
+                                    places={0: "n1", 1: "n2", 2: "n2"}), "unknown", ()),
+    "all on one machine": (Evidence(1, ends=[LOST], places={0: "n1", 1: "n1"}), "unknown", ()),
+    "said by who is lost": (Evidence(1, ends=[end("mistake", "x: is not there", rank=1, status=2),
+                                              LOST], places={0: "n1", 1: "n2"}), "user", ()),
+    "lost to Slurm": (Evidence(1, ends=[LOST], hang=HANG, places={0: "n1", 1: "n2"},
+                               lost={"n2": "Slurm holds n2 for down*"}), "machine", ("n2",)),
+    "another is lost": (Evidence(1, hang=HANG, places={0: "n1", 1: "n4"}, lost={"n7": "x"}),
+                        "hang", ("n4",)),
 }  # fmt: skip
 
 
@@ -190,7 +200,17 @@ def test_machines_are_taken_out_only_where_it_may_and_can() -> None:
     assert decide([of("machine")], Policy(act=True, can_exclude=True)).action == RESTART
 
 
+def test_who_does_not_start_on_fewer_machines_is_started_elsewhere() -> None:
+    """Also where its batch does not divide among those that are left: a mistake elsewhere."""
+    for kind in ("user", "unknown", "network"):
+        refused = Attempt(Cause(kind, "x"), without=("n4",))
+        decision = decide([of("machine", bad=("n4",)), refused], Policy(act=True))
+        assert (decision.action, decision.status) == (STOP, SAVED)
+        assert "does not start here without n4" in decision.why
+
+
 def test_the_launch_leaves_machines_out_where_there_are_any() -> None:
     launch = ["srun", "--nodes=2", "--exclude={exclude}", "torchrun"]
     assert launch_words(launch, []) == ["srun", "--nodes=2", "torchrun"]
     assert launch_words(launch, {"n4", "n2"})[2] == "--exclude=n2,n4"
+    assert launch_words(["srun", "--nodes={nodes}"], [], 7) == ["srun", "--nodes=7"]

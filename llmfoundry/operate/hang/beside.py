@@ -16,8 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from llmfoundry.ends import own_node
+from llmfoundry.ends import FOLDER as ENDS
+from llmfoundry.ends import own_node, record_place
 from llmfoundry.heartbeat import BEATS, RECORDER, begin_beats, end_beats, memory
 from llmfoundry.operate.hang.collect import FLIGHT, PIPE
 from llmfoundry.operate.hang.judge import HangLimits
@@ -63,6 +65,7 @@ def monitored(
         return
     beats = Path(on_each_machine(world, _make_folder))
     begin_beats(beats, world.rank)
+    _record_place(world)
     if is_on:
         _start(config, world, folder, beats, is_compiled)
     yield
@@ -84,6 +87,19 @@ def _start(config: HangConfig, world: World, folder: Path, beats: Path, is_compi
     first = world.rank if world.machine is None else world.machine.first
     if world.rank == first != 0:
         _launch({**asdict(settings), "hub": address})
+
+
+def _record_place(world: World) -> None:
+    """Let a supervisor know who is on this machine."""
+    if ENDS not in os.environ:
+        return
+    machine, ranks = world.machine, [world.rank]
+    if machine is not None:
+        ranks = [*range(world.size)]
+        if machine.group is not None:
+            ranks = dist.get_process_group_ranks(machine.group)
+    if world.rank == ranks[0]:
+        record_place(Path(os.environ[ENDS]), ranks)
 
 
 def _limits(config: HangConfig, is_compiled: bool) -> HangLimits:

@@ -21,9 +21,11 @@ from pathlib import Path
 
 import psutil
 
+from llmfoundry.ends import DONE, SAVED, read_ends
 from llmfoundry.ends import FOLDER as ENDS
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.heartbeat import BEATS, PHASES, read_beats
+from llmfoundry.operate.supervise import slurm
 from llmfoundry.processes import keep_children
 
 SUPERVISED = "LLMFOUNDRY_SUPERVISED"
@@ -31,6 +33,11 @@ SUPERVISED = "LLMFOUNDRY_SUPERVISED"
 _SECONDS = 0.1
 _TAIL = 400  # lines
 _LONGEST, _CHUNK = 2**14, 2**16  # bytes: of a line its end is kept
+_LOOK = 2.0  # seconds between two looks at a folder that all machines see
+_LEFT, _UNSEEN = 30.0, 120.0
+"""Seconds that a launcher has to end after a process has failed: where none of this machine's is
+left, and where it has none. torchrun gives the others 30 s, and srun waits for a machine that is
+dead until Slurm believes it (SlurmdTimeout, 300 s)."""
 
 
 @dataclass
@@ -75,12 +82,17 @@ class RunningAttempt:
         """
         for folder in (beats, ends):
             folder.mkdir(parents=True, exist_ok=True)
-        env = {**os.environ, BEATS: str(beats), ENDS: str(ends), SUPERVISED: "1"}
+        base = dict(os.environ) if is_local else slurm.step_environment()
+        env = {**base, BEATS: str(beats), ENDS: str(ends), SUPERVISED: "1"}
         if is_local:
             keep_children(env)
         self.times = AttemptTimes(time.monotonic())
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self._beats, self._ranks = beats, dict[int, psutil.Process]()
+        self._ends, self._is_local = ends, is_local
+        self._looked, self._failed = 0.0, 0.0  # moments; 0: not yet
+        options = {word.partition("=")[0].replace("_", "-") for word in command}
+        self._begins_again = "--max-restarts" in options  # torchrun by itself
         try:
             self._process = subprocess.Popen(
                 list(command), env=env, stderr=subprocess.PIPE, start_new_session=True
@@ -99,20 +111,42 @@ class RunningAttempt:
         time.sleep(_SECONDS)
         is_running = self._process.poll() is None
         self._note()
+        due = not self._begins_again and time.monotonic() - self._looked > _LOOK
+        if is_running and due:
+            self._looked = time.monotonic()
+            self._end_launcher()
         return is_running
 
     def ask(self, number: int) -> None:
-        """Pass on a request to stop: to its processes, or to the command before there are any."""
+        """Pass on a request to stop: to its processes, or to the command before there are any.
+
+        srun would end them with SIGKILL at SIGTERM, so Slurm is asked where it has started them.
+        """
         ranks = [rank for rank in self._ranks.values() if _is_there(rank)]
-        if not ranks or self.times.loaded is None:
+        if not ranks and not self._is_local and slurm.in_job():
+            slurm.signal_steps("TERM")
+        elif not ranks or self.times.loaded is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
         for rank in ranks:
             with suppress(psutil.Error):
                 rank.send_signal(signal.SIGTERM)
 
+    def _end_launcher(self) -> None:
+        """End a launcher that does not, though a process has failed and none is left here."""
+        now = time.monotonic()
+        if not self._failed:
+            statuses = {end["status"] for end in read_ends(self._ends)}
+            self._failed = now if statuses - {DONE, SAVED} else 0.0
+            return
+        patience = _LEFT if self._ranks else _UNSEEN
+        if now - self._failed > patience and not any(map(_is_there, self._ranks.values())):
+            self.kill()
+
     def kill(self) -> None:
         """End all of it at once."""
+        if not self._is_local and slurm.in_job():
+            slurm.signal_steps("KILL")
         with suppress(psutil.Error):
             own = psutil.Process(self._process.pid)
             for process in [*own.children(recursive=True), own]:

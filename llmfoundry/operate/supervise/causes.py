@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry.ends import BAD_MACHINE, DONE, GIVE_UP, MISTAKE, SAVED
@@ -42,6 +42,8 @@ class Evidence:
         kernel: machine, why, and whether that takes the machine out, of this machine's kernel log.
         gpu: the event in which the run told of a GPU that takes its machine out.
         tail: the last lines of standard error.
+        places: which machine each process was on.
+        lost: machines that the scheduler holds for lost, and what it says.
     """
 
     status: int
@@ -55,6 +57,8 @@ class Evidence:
     tail: Sequence[str] = ()
     expects_word: bool = False
     """Whether a run that is complete says so in `ends`."""
+    places: Mapping[int, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ _NETWORK = re.compile(
     r"|service unavailable|read timed? ?out",
     re.IGNORECASE,
 )
+_LOST_RANKS = re.compile(r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? ended before the others")
+"""As `parallel.lost_ranks` says it."""
 _NUMERICAL = re.compile(r"not finite")
 _EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
 _HOST, _RANK = re.compile(r"^\s*host\s*:\s*(\S+)"), re.compile(r"^\s*rank\s*:\s*(\d+)")
@@ -116,6 +122,7 @@ def find_cause(evidence: Evidence) -> Cause:
     return (
         _told(evidence)
         or _broken(evidence)
+        or _lost(evidence)
         or _hung(evidence)
         or _seen(evidence)
         or Cause("unknown", _number(evidence), _first_host(evidence))
@@ -160,6 +167,34 @@ def _broken(evidence: Evidence) -> Cause | None:
     return None
 
 
+def _lost(evidence: Evidence) -> Cause | None:
+    """Machines of this attempt that the scheduler has lost."""
+    used = {*evidence.places.values()}
+    nodes = [node for node in evidence.lost if node in used or not used]
+    if not nodes:
+        return None
+    return Cause("machine", "; ".join(evidence.lost[node] for node in nodes), tuple(nodes))
+
+
+def _gone(evidence: Evidence) -> Cause | None:
+    """Machines none of whose processes said a word, as others lost them."""
+    said = {end["rank"] for end in evidence.ends}
+    for end in evidence.ends:
+        named = (
+            _LOST_RANKS.match(end["lines"][0]) if end["kind"] == "lost" and end["lines"] else None
+        )
+        if named is None:
+            continue
+        ranks = [int(rank) for rank in named[1].split(", ")]
+        nodes = {evidence.places[rank] for rank in ranks if rank in evidence.places}
+        talked = {node for rank, node in evidence.places.items() if rank in said}
+        silent = tuple(sorted(nodes - talked))
+        if silent and len(set(evidence.places.values())) > 1:
+            why = f"{_said(end)}; nobody on {', '.join(silent)} said a word"
+            return Cause("machine", why, silent)
+    return None
+
+
 def _hung(evidence: Evidence) -> Cause | None:
     if evidence.hang is None:
         return None
@@ -177,6 +212,9 @@ def _seen(evidence: Evidence) -> Cause | None:
     for end in errors:  # of its own, which others lost it by
         if not _NETWORK.search("\n".join(end["lines"])):
             return Cause("unknown", _said(end))
+    gone = _gone(evidence)
+    if gone is not None:
+        return gone
     if any(code in (-9, -7, -11) for code in _codes(evidence)):
         return None  # killed: that the others lost the connection says nothing
     for line, _, said in lines:

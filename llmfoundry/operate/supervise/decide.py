@@ -38,11 +38,13 @@ class Attempt:
         cause: why it ended.
         progressed: whether it left a newer checkpoint than all before.
         bad_nodes: machines that the check found bad after it.
+        without: machines that it was to do without, if none of its processes began.
     """
 
     cause: Cause
     progressed: bool = False
     bad_nodes: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
         return Decision(FINISH, cause.why)
     if cause.kind == "preemption":
         return Decision(STOP, f"{cause.why}; run the same command again", SAVED)
+    if last.without:
+        why = f"it does not start here without {', '.join(last.without)}: {cause.why}"
+        return Decision(STOP, f"{why}; run it elsewhere", SAVED)
     if cause.kind == "user":
         return Decision(STOP, f"{cause.why}; the same again would fail again", MISTAKE)
     if cause.kind == "given up":

@@ -5,11 +5,9 @@ Slurm's commands are used where they are there. Nothing is decided here.
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from llmfoundry.ends import BAD_MACHINE
@@ -17,10 +15,10 @@ from llmfoundry.events import names_in
 from llmfoundry.files import read_json
 from llmfoundry.operate.check.probes import kernel_log
 from llmfoundry.operate.check.xids import events
-from llmfoundry.recipe.operate.supervise import EXCLUDE
+from llmfoundry.operate.supervise import slurm
+from llmfoundry.recipe.operate.supervise import EXCLUDE, NODES
 
 _PATIENCE = 1800.0  # seconds, of a check
-_COMMAND = 60.0  # of scontrol
 
 
 def kernel_events(
@@ -46,7 +44,9 @@ def check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
         output: where check.json lands.
     """
     try:
-        done = subprocess.run(list(command), timeout=_PATIENCE, stdout=sys.stderr)
+        done = subprocess.run(
+            list(command), timeout=_PATIENCE, stdout=sys.stderr, env=slurm.step_environment()
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return (), f"the check itself failed: {error}"
     if done.returncode == 0:
@@ -60,29 +60,61 @@ def check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
     return found, f"bad: {', '.join(found) or 'no machine alone is to blame'}"
 
 
-def take_out(nodes: Iterable[str], why: str) -> str:
-    """Drain machines of a Slurm cluster; what came of it."""
-    program = shutil.which("scontrol")
-    if program is None or "SLURM_JOB_ID" not in os.environ:
-        return "left out of the next start"
-    names = ",".join(nodes)
-    command = [program, "update", f"nodename={names}", "state=drain"]
-    try:
-        done = subprocess.run(
-            [*command, f"reason=llmfoundry: {why[:120]}"],
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"not drained ({error}), but left out of the next start"
-    if done.returncode:
-        return f"not drained ({done.stderr.strip()}), but left out of the next start"
-    return "drained, and left out of the next start"
+def take_out(nodes: Iterable[str], why: str, *, silent: Collection[str]) -> str:
+    """Drain machines of a Slurm cluster; what came of it, empty outside of one.
+
+    Args:
+        nodes: their names.
+        why: for who looks after them.
+        silent: those that do not answer.
+    """
+    if not slurm.in_job():
+        return ""
+    found, names = [], set(nodes)
+    for state, some in (("down", names & {*silent}), ("drain", names - {*silent})):
+        if some:
+            problem = slurm.take_out(sorted(some), why, state=state)
+            found.append(f"not set to {state}: {problem}" if problem else f"set to {state}")
+    return ", ".join(found)
 
 
-def launch_words(launch: Sequence[str], excluded: Iterable[str]) -> list[str]:
-    """The words of `supervise.launch`, without machines that are to be left out."""
+def find_bad(
+    suspected: Iterable[str], command: Sequence[str], output: Path
+) -> tuple[tuple[str, ...], set[str], str]:
+    """Machines of a Slurm job that are bad, those of them that do not answer, and why.
+
+    Args:
+        suspected: their names.
+        command: the words of scripts/check.py; empty: nothing is started, Slurm alone is asked.
+        output: where check.json lands.
+    """
+    lost = slurm.lost_nodes()
+    bad = {node: lost[node] for node in suspected if node in lost}
+    rest = [node for node in suspected if node not in bad]
+    told = list(bad.values())
+    if not command or not rest:
+        return tuple(bad), set(bad), "; ".join(told) or "not checked"
+    silent = {node: why for node in rest if (why := slurm.answers(node))}
+    told += [f"{node}: {why}" for node, why in silent.items()]
+    rest = [node for node in rest if node not in silent]
+    if rest:
+        tasks = [f"--ntasks={len(rest)}", f"--nodes={len(rest)}", "--ntasks-per-node=1"]
+        prefix = ["srun", *tasks, f"--nodelist={','.join(rest)}", sys.executable]
+        found, verdict = check([*prefix, *command], output)
+        told.append(verdict)
+    else:
+        found = ()
+    return (*bad, *silent, *found), {*bad, *silent}, "; ".join(told)
+
+
+def launch_words(launch: Sequence[str], excluded: Iterable[str], nodes: int = 0) -> list[str]:
+    """The words of `supervise.launch`, without machines that are to be left out.
+
+    Args:
+        launch: as it is written.
+        excluded: their names.
+        nodes: how many machines there are without them.
+    """
     names = ",".join(sorted(excluded))
     words = [word for word in launch if names or EXCLUDE not in word]
-    return [word.replace(EXCLUDE, names) for word in words]
+    return [word.replace(EXCLUDE, names).replace(NODES, str(nodes)) for word in words]

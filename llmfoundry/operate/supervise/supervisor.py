@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -23,12 +23,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmfoundry.ends import DONE, SAVED, own_node, read_ends
+from llmfoundry.ends import DONE, SAVED, own_node, read_ends, read_places
 from llmfoundry.events import add_event, names_in, read_events
 from llmfoundry.heartbeat import memory
 from llmfoundry.masking import public_override
 from llmfoundry.operate.check.probes import kernel_log
-from llmfoundry.operate.supervise import kubernetes, machines
+from llmfoundry.operate.supervise import kubernetes, machines, slurm
 from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.operate.supervise.decide import RESTART, WITHOUT, Attempt, Decision, Policy, decide
@@ -66,6 +66,9 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.node = own_node()
         self.excluded: set[str] = set()
+        self._silent = set[str]()  # of those that are suspected
+        self._without: tuple[str, ...] = ()  # of the attempt under way
+        self._is_slurm = bool(self.config.launch) and slurm.in_job()
         self._newest, self._first = self._checkpoint(), 0
         self._asked: list[int] = []
         self._notifier: threading.Thread | None = None
@@ -82,32 +85,57 @@ class Supervisor:
                 decision = self._attempt(beats / str(len(self.attempts)))
                 if decision.action not in (RESTART, WITHOUT):
                     self._tell_last(decision)
-                    return decision.status
+                    return self._leave(decision.status)
                 self._pause(decision.wait)
                 if self._asked:
                     why = "stopped between two attempts"
                     event = self._tell("decision", why, "stop", exit_status=SAVED)
                     self._notify(f"{self.folder.name} on {self.node}: {why}", event or {})
-                    return SAVED
+                    return self._leave(SAVED)
         finally:
             self._notified()
             for number, handler in before.items():
                 signal.signal(number, handler)
             shutil.rmtree(beats, ignore_errors=True)
 
+    def _leave(self, status: int) -> int:
+        """The exit status, after this job has been put back into the queue where it is to be."""
+        if status == SAVED and self.config.requeue and slurm.in_job():
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # Slurm ends the job with one
+            done = slurm.requeue(self.excluded)
+            self._tell("requeue", f"job {os.environ['SLURM_JOB_ID']}: {done}", "requeue")
+        return status
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Asked to stop: the run saves and ends; asked again: it ends at once."""
+        """Asked to stop: the run saves and ends; asked again: it ends at once.
+
+        Slurm asks ahead of a job's limit and once more at it, and kills by itself.
+        """
         self._asked.append(number)
         if self._running is not None:
-            if len(self._asked) > 1:
-                self._running.kill()
-            else:
+            if len(self._asked) == 1:
                 self._running.ask(number)
+            elif not slurm.in_job():
+                self._running.kill()
+
+    def _launch_words(self) -> list[str]:
+        """The launcher's, on the machines that are left."""
+        excluded, left = set(self.excluded), 0
+        if self._is_slurm:
+            if self.config.act and self.attempts:  # somebody else wants them to be free
+                excluded |= slurm.drained_nodes().keys()
+            there = slurm.job_nodes()
+            if not set(there) - excluded:
+                excluded = set(self.excluded)
+            left = len(set(there) - excluded)
+        self._without = tuple(sorted(excluded))
+        return machines.launch_words(self.config.launch, excluded, left)
 
     def _attempt(self, beats: Path) -> Decision:
         number = len(self.attempts) + 1
         ends = new_folder(self.folder.absolute() / FOLDER, f"attempt-{number}")
-        launch = machines.launch_words(self.config.launch, self.excluded)
+        launch = self._launch_words()
         command = [*launch, *self.script] if launch else [sys.executable, *self.script]
         words = [public_override(word) for word in command]
         start = self._tell("start", f"attempt {number}", "start", attempt=number, command=words)
@@ -124,6 +152,8 @@ class Supervisor:
                 self._returned(running.times)
         status = running.end()
         self._running = None
+        places = read_places(ends)
+        has_begun = bool(places) or running.times.joined is not None
         evidence = Evidence(
             status=status,
             node=self.node,
@@ -140,11 +170,16 @@ class Supervisor:
             gpu=self._event(start, "log", "gpu", is_bad=True),
             tail=list(running.tail),
             expects_word=self.sees_checkpoints,
+            places=places,
+            lost=self._lost() if status else {},
         )
         self._before = (running.times, last_moved(running.times, evidence.hang, self.node))
-        return self._decide(number, status, find_cause(evidence), running.times)
+        cause = find_cause(evidence)
+        return self._decide(number, status, cause, running.times, has_begun=has_begun)
 
-    def _decide(self, number: int, status: int, cause: Cause, times: AttemptTimes) -> Decision:
+    def _decide(
+        self, number: int, status: int, cause: Cause, times: AttemptTimes, *, has_begun: bool
+    ) -> Decision:
         newest, before = self._checkpoint(), self._newest
         self._newest = max(newest, before)
         progressed = newest > before
@@ -152,22 +187,21 @@ class Supervisor:
             progressed = 0 < self._first < (times.first_step or 0)
             self._first = max(self._first, times.first_step or 0)
         bad = self._confirm(cause) if not self._asked else ()
-        self.attempts.append(Attempt(cause, progressed, bad))
-        can_exclude = any(EXCLUDE in word for word in self.config.launch)
+        without = () if has_begun else self._without
+        self.attempts.append(Attempt(cause, progressed, bad, without))
         policy = Policy(
             no_progress=self.config.no_progress,
             max_restarts=self.config.max_restarts,
             wait_seconds=self.config.wait_seconds,
             act=self.config.act,
-            can_exclude=can_exclude,
+            can_exclude=self._can_exclude(bad),
         )
         decision = decide(self.attempts, policy)
         done = decision.action
-        if decision.action == WITHOUT or (self.config.act and decision.nodes):
-            self.excluded |= set(decision.nodes)
-            done += f" ({_take_out(decision.nodes, cause.why)})"
-        elif bad and self.config.act:
-            done += f" ({_take_out(bad, cause.why)})"
+        if bad and self.config.act:
+            self.excluded |= set(bad)
+            told = _take_out(bad, cause.why, self._silent)
+            done += f" ({told})" if told else ""
         event = self._tell(
             "decision",
             f"attempt {number} ended: {decision.why}",
@@ -191,22 +225,32 @@ class Supervisor:
         self._notify(f"{text}; {done}", event or {})
         return decision
 
+    def _lost(self) -> dict[str, str]:
+        """Machines that the scheduler has lost, of those that the attempt could be on."""
+        found = slurm.lost_nodes() if self._is_slurm else {}
+        return {node: what for node, what in found.items() if node not in self._without}
+
+    def _can_exclude(self, bad: tuple[str, ...]) -> bool:
+        """Whether the launcher can leave machines out, and any other is left."""
+        if not any(EXCLUDE in word for word in self.config.launch):
+            return False
+        return not self._is_slurm or bool(set(slurm.job_nodes()) - self.excluded - set(bad))
+
     def _confirm(self, cause: Cause) -> tuple[str, ...]:
-        """Which of the suspected machines the check finds bad."""
-        if not cause.nodes or self.config.confirm == "off":
+        """Which of the suspected machines are bad: lost, or found so by the check."""
+        is_off = self.config.confirm == "off"
+        if not cause.nodes or (is_off and not self._is_slurm):
             return ()
         output = self.folder / FOLDER
         words = [*self.check, f"level={self.config.confirm}", f"output={output}"]
-        if self.config.launch and "SLURM_JOB_ID" in os.environ:
-            names = ",".join(cause.nodes)
-            tasks = ["--ntasks-per-node=1", f"--nodes={len(cause.nodes)}"]
-            prefix = ["srun", f"--nodelist={names}", *tasks, "python"]
+        if self._is_slurm:
+            command = [] if is_off else words
+            bad, self._silent, verdict = machines.find_bad(cause.nodes, command, output)
         elif set(cause.nodes) <= {self.node}:
-            prefix = [sys.executable]
+            bad, verdict = machines.check([sys.executable, *words], output)
         else:
             self._tell("check", f"{', '.join(cause.nodes)} cannot be checked from here", "none")
             return ()
-        bad, verdict = machines.check([*prefix, *words], output)
         self._tell("check", f"{', '.join(cause.nodes)} suspected; {verdict}", "check")
         return tuple(node for node in bad if node in cause.nodes)
 
@@ -295,11 +339,11 @@ def _post(webhook: str, form: str | None, text: str, event: dict[str, Any]) -> N
         print(problem, file=sys.stderr, flush=True)
 
 
-def _take_out(nodes: Iterable[str], why: str) -> str:
+def _take_out(nodes: Iterable[str], why: str, silent: Collection[str]) -> str:
     """Tell the scheduler to start nothing on machines any more; what came of it."""
     if "SLURM_JOB_ID" not in os.environ and kubernetes.is_here():
         return kubernetes.cordon(nodes, why)
-    return machines.take_out(nodes, why)
+    return machines.take_out(nodes, why, silent=silent)
 
 
 def last_moved(times: AttemptTimes, hang: dict[str, Any] | None, node: str) -> float:

@@ -16,6 +16,8 @@ WEBHOOK_FORMS = ("slack", "discord", "teams", "json")
 EXCLUDE = "{exclude}"
 _FIELD = re.compile(r"\{[^{}]*\}")
 """In `launch`: the machines to do without, with commas between."""
+NODES = "{nodes}"
+"""In `launch`: how many machines of the Slurm job are left."""
 
 
 @dataclass
@@ -40,9 +42,14 @@ class SuperviseConfig:
     (Kubernetes), and left out of the next start. false: it is only told, and the run starts again
     on the same ones."""
     launch: list[str] = field(default_factory=list)
-    """Words before `scripts/train.py RECIPE ...`, as [srun, --nodes=2, "--exclude={exclude}",
-    torchrun, ...]; unset: this machine alone. A word with {exclude} is left out while there is
-    none to do without."""
+    """Words before `scripts/train.py RECIPE ...`, as [srun, -K, "--nodes={nodes}",
+    "--exclude={exclude}", python]; unset: this machine alone. {nodes}: how many machines of the
+    Slurm job are left, so that it goes on with fewer; a number: so many, and others are spare. A
+    word with {exclude} is left out while there is none to do without."""
+    requeue: bool = False
+    """Whether a Slurm job that is to go on later or elsewhere (exit status 75) puts itself back
+    into the queue (scontrol requeue); with `act` without machines found bad. false: whoever has
+    started it does."""
     webhook: str | None = None
     """A URL that gets every decision as a line; it is a secret: write ${oc.env:SLACK_WEBHOOK}."""
     webhook_form: Annotated[str | None, choice(WEBHOOK_FORMS)] = None
