@@ -11,9 +11,11 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable
 
 _PATIENCE = 60.0  # seconds, of a command of Slurm's
+_GRACE = 20.0  # of the 30 s (KillWait) from a requeue until Slurm kills
 _LOST = ("down", "fail", "error", "powered_down", "powering_down")
 _DRAINED = ("drain", "drng")
 
@@ -130,7 +132,10 @@ def requeue(without: Iterable[str]) -> str:
     names = ",".join(filter(None, [before, *sorted(without)]))
     if names == before:
         return "requeued"
-    problem = _tell("update", f"jobid={_job()}", f"excnodelist={names}")
+    problem, deadline = "not tried", time.monotonic() + _GRACE
+    while problem and time.monotonic() < deadline:  # "try again in a bit", it says for a moment
+        problem = _tell("update", f"jobid={_job()}", f"excnodelist={names}")
+        time.sleep(0.5 if problem else 0.0)
     return (
         f"requeued, but not without {names}: {problem}" if problem else f"requeued without {names}"
     )
