@@ -58,7 +58,7 @@ GAUGES = {
 """By their names in metrics.jsonl; all others are llmfoundry_metric{name="..."}."""
 KINDS = (
     *("loss_spike", "gradient_spike", "not_finite", "slow_rank", "mfu_drop", "data_wait"),
-    *("stall", "gpu", "hang", "waiting", "check", "returned"),
+    *("stall", "gpu", "save_failed", "hang", "waiting", "check", "returned"),
 )
 """Events that are counted from 0 on: a count that begins at 1 has not increased to Prometheus."""
 _MOST = 500  # metrics without a name of their own: norms of each parameter may be thousands

@@ -243,6 +243,5 @@ def test_a_run_may_ask_for_its_own_supervisor(place: Path) -> None:
     assert [event["kind"] for event in events] == ["start", "decision"]
     assert Path(events[0]["command"][1]) == ROOT / "scripts/train.py"
     number = (place / "runs/tiny/mlflow_run_id").read_text().strip()
-    tags = MlflowClient(uri).get_run(number).data.tags
-    assert (tags["supervise.attempts"], tags["supervise.cause"]) == ("1", "done")
-    assert tags["supervise.last"].endswith("attempt 1 ended: the run is complete; finish")
+    # Of the last decision, which has a minute: test_mlflow.py.
+    assert MlflowClient(uri).get_run(number).data.tags["supervise.attempts"] == "1"

@@ -64,7 +64,10 @@ def test_a_store_that_does_not_answer_holds_no_supervisor_up(
 
 
 @pytest.mark.slow
-def test_the_store_of_a_runs_url_has_the_last_decision(tmp_path: Path) -> None:
+def test_the_store_of_a_runs_url_has_the_last_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_words, "PATIENCE", 300.0)  # a busy machine
     folder, bucket = tmp_path / "copy", tmp_path / "bucket"
     decide(folder, 1, "killed", "stop", cause="unknown")
     (folder / "supervise/attempt-1").mkdir(parents=True)
@@ -81,7 +84,10 @@ def test_the_store_of_a_runs_url_has_the_last_decision(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_is_told_without_its_password(tmp_path: Path) -> None:
+def test_a_store_that_is_away_is_told_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_words, "PATIENCE", 300.0)
     (tmp_path / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
     config = LoggerConfig(tracking_uri=f"http://me:secret@127.0.0.1:{closed_port()}")
     config.fill()

@@ -84,7 +84,10 @@ def test_a_run_reads_back_from_sqlite(store: str, tmp_path: Path) -> None:
     ]
 
 
-def test_events_of_all_who_write_them_become_tags(store: str, tmp_path: Path) -> None:
+def test_events_of_all_who_write_them_become_tags(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_words, "PATIENCE", 300.0)  # a busy machine
     folder, heard = tmp_path / "told", Hears()
     add_event(folder, "hang", "rank 1 hung in the attempt before", action="end")
     sender = mlflow_writer(store, folder, heard)
@@ -93,7 +96,7 @@ def test_events_of_all_who_write_them_become_tags(store: str, tmp_path: Path) ->
     add_event(folder, "loss_spike", "a loss of 9", step=1, action="log")
     sender.events()
     add_event(folder, "waiting", "by a monitor, as the run ends", action="none")
-    finish(sender)
+    finish(sender, timeout=300.0)
     client, run = read_back(store, folder)
     found = {name: text for name, text in run.data.tags.items() if name.startswith("events.")}
     assert found.pop("events.last").endswith("waiting: by a monitor, as the run ends; none")

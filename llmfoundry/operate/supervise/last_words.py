@@ -28,7 +28,7 @@ from llmfoundry.track.background_writer import describe
 from llmfoundry.track.mlflow_session import RUN_ID_FILE, tag_ended
 from llmfoundry.train.stores.beside import FOLDERS
 
-PATIENCE = 30.0  # seconds; an import of MLflow takes 2 to 10
+PATIENCE = 60.0  # seconds; an import of MLflow takes 2 to 10, a request of its 20 at most
 
 
 def tell_mlflow(logger: LoggerConfig, folder: Path, status: str) -> str:

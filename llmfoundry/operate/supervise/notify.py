@@ -61,8 +61,8 @@ _HOSTS = {
 
 def _slack(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
     """Slack reads <...> as links and calls to people; longer texts it cuts at 40,000 characters."""
-    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return {"text": _cut(escaped, 4000)}
+    text = _cut(text, 4000)
+    return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
 
 
 def _discord(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
