@@ -110,25 +110,7 @@ def replicate(root: Root, meshes: Meshes | None) -> nn.Module:
     if any(p.dtype == torch.bfloat16 and p.requires_grad for p in root.parameters()):
         # DDP reads annotations, and cannot read those that are strings: hence the lambda
         module.register_comm_hook(group, lambda group, bucket: _mean_in_fp32(group, bucket))
-    _settle_buckets(module)
     return module
-
-
-def _settle_buckets(module: DistributedDataParallel) -> None:
-    """Let DDP cut its buckets now, by the parameters' order, by a backward pass of zeros.
-
-    It would add up a process's first step in one bucket and cut others in the order in which
-    gradients came. Where three processes or more add a number up, its place in a bucket says in
-    which order: a resumed run's first step would be rounded otherwise than the run's own.
-    """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    module.reducer.prepare_for_forward()
-    module.reducer.prepare_for_backward([])
-    for parameter in reversed(trained):
-        parameter.backward(parameter.new_zeros(()).expand_as(parameter))
-    for parameter in trained:
-        parameter.grad = None
-    module.reducer._rebuild_buckets()
 
 
 def _mean_in_fp32(
