@@ -107,6 +107,16 @@ def leave_group(group: Any, *, failed: bool) -> None:
         end()
 
 
+def gather(every: Tensor, own: Tensor) -> dist.Work | None:
+    """Begin to put the `own` of all processes into the rows of `every`.
+
+    `dist.all_gather_into_tensor`, which PyTorch 2.13 calls `all_gather_single`, and warns of.
+    """
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = call(every, own, async_op=True)
+    return work
+
+
 def flattened(mesh: DeviceMesh, names: list[str], backend: str | None) -> DeviceMesh:
     """Some neighbouring dimensions of a mesh as one, a view of the same mesh.
 

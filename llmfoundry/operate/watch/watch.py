@@ -22,6 +22,7 @@ from llmfoundry.operate.check.outliers import LEAST
 from llmfoundry.operate.watch.gpu_reader import GpuReader, GpuState
 from llmfoundry.operate.watch.rounds import History, RankTimes, RoundFinding, judge
 from llmfoundry.operate.watch.stopwatch import Stopwatch
+from llmfoundry.ops.torch_private import gather
 from llmfoundry.parallel.agree import from_all
 from llmfoundry.recipe.operate.watch import WatchConfig
 from llmfoundry.train.trainer import Callback, Trainer
@@ -173,7 +174,7 @@ class Watch(Callback):
             self._pending = (None, own)
             return
         every = own.new_empty(trainer.world.size, own.shape[1])
-        work = dist.all_gather_into_tensor(every, own, async_op=True)  # on the host
+        work = gather(every, own)  # on the host
         self._pending = (work, every)
 
     def _finish(self, trainer: Trainer) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,6 +282,7 @@ def on_four(rank: int, folder: str, port: int, places: set[int], *words: str) ->
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 4)):
         os.environ[name] = str(value)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    warnings.simplefilter("error", FutureWarning)  # what a user would see
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, places)
         if rank == 2:
