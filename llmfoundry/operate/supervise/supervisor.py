@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +29,7 @@ from llmfoundry.events import add_event, names_in, read_events
 from llmfoundry.heartbeat import memory
 from llmfoundry.masking import public_override
 from llmfoundry.operate.check.probes import kernel_log
-from llmfoundry.operate.supervise import kubernetes, machines, slurm
+from llmfoundry.operate.supervise import kubernetes, machines, slurm, stand_by
 from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.operate.supervise.decide import RESTART, WITHOUT, Attempt, Decision, Policy, decide
@@ -73,6 +74,7 @@ class Supervisor:
         self._asked: list[int] = []
         self._notifier: threading.Thread | None = None
         self._running: RunningAttempt | None = None
+        self._stand_by: subprocess.Popen[bytes] | None = None
         self._before: tuple[AttemptTimes, float] | None = None
         """Of the attempt before, and when it last went on."""
 
@@ -94,6 +96,7 @@ class Supervisor:
                     return self._leave(SAVED)
         finally:
             self._notified()
+            self._end_stand_by()
             for number, handler in before.items():
                 signal.signal(number, handler)
             shutil.rmtree(beats, ignore_errors=True)
@@ -129,8 +132,15 @@ class Supervisor:
             if not set(there) - excluded:
                 excluded = set(self.excluded)
             left = len(set(there) - excluded)
+            self._end_stand_by()
+            if self.config.requeue:
+                self._stand_by = stand_by.start(self.node, excluded)
         self._without = tuple(sorted(excluded))
         return machines.launch_words(self.config.launch, excluded, left)
+
+    def _end_stand_by(self) -> None:
+        if self._stand_by is not None:  # its machine may be the one that is lost
+            self._stand_by.terminate()
 
     def _attempt(self, beats: Path) -> Decision:
         number = len(self.attempts) + 1

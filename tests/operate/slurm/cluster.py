@@ -6,8 +6,8 @@ as the user and listens on free ports. With root each machine has a /dev/shm of 
 
 from __future__ import annotations
 
-import getpass
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -82,7 +82,7 @@ class Cluster:
     def _write(self, *, timeout: int) -> None:
         host = socket.gethostname().split(".")[0]
         text = CONF.format(
-            host=host, user=getpass.getuser(), port=self._ports[-1], folder=self._folder,
+            host=host, user=_user(), port=self._ports[-1], folder=self._folder,
             timeout=timeout,
         )  # fmt: skip
         for node, port in zip(self.nodes, self._ports, strict=False):
@@ -135,8 +135,8 @@ class Cluster:
 
     def repair(self) -> None:
         """Every machine is there again, and empty."""
-        self.ask("scancel", f"--user={getpass.getuser()}", "--signal=KILL", "--full")
-        self.ask("scancel", f"--user={getpass.getuser()}")
+        self.ask("scancel", f"--user={_user()}", "--signal=KILL", "--full")
+        self.ask("scancel", f"--user={_user()}")
         for node in self.nodes:
             if self._daemons[node].poll() is not None:
                 self.start(node)
@@ -177,11 +177,15 @@ class Cluster:
 
     def stop(self) -> None:
         """End all of it."""
-        self.ask("scancel", f"--user={getpass.getuser()}", "--signal=KILL", "--full")
+        self.ask("scancel", f"--user={_user()}", "--signal=KILL", "--full")
         for node in self.nodes:
             self.kill(node)
         self._daemons["slurmctld"].kill()
         self._daemons["slurmctld"].wait()
+
+
+def _user() -> str:
+    return pwd.getpwuid(os.geteuid()).pw_name
 
 
 def free_ports(count: int) -> list[int]:

@@ -215,9 +215,10 @@ def test_a_run_that_needs_two_machines_waits_for_another(
     assert losses(job.folder) == whole
 
 
-def test_slurm_begins_again_where_the_supervisors_machine_dies(
+def test_the_job_begins_again_where_the_supervisors_machine_dies(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
+    """Slurm itself would let the job hold its other machine until its limit."""
     cluster.give_up_after(20)
     job = Job(cluster, place, "first-machine")
     job.wait_for(10)
