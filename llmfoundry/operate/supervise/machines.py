@@ -60,8 +60,8 @@ def check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
     return found, f"bad: {', '.join(found) or 'no machine alone is to blame'}"
 
 
-def take_out(nodes: Iterable[str], why: str, *, silent: Collection[str]) -> str:
-    """Drain machines of a Slurm cluster; what came of it, empty outside of one.
+def take_out(nodes: Iterable[str], why: str, *, silent: Collection[str]) -> tuple[str, set[str]]:
+    """Drain machines of a Slurm cluster; what came of it in words, and which it still may use.
 
     Args:
         nodes: their names.
@@ -69,13 +69,14 @@ def take_out(nodes: Iterable[str], why: str, *, silent: Collection[str]) -> str:
         silent: those that do not answer.
     """
     if not slurm.in_job():
-        return ""
-    found, names = [], set(nodes)
+        return "", set()
+    found, names, kept = [], set(nodes), set[str]()
     for state, some in (("down", names & {*silent}), ("drain", names - {*silent})):
         if some:
             problem = slurm.take_out(sorted(some), why, state=state)
             found.append(f"not set to {state}: {problem}" if problem else f"set to {state}")
-    return ", ".join(found)
+            kept |= some if problem else set()
+    return ", ".join(found), kept
 
 
 def find_bad(

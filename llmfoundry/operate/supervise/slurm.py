@@ -115,11 +115,12 @@ def requeue(without: Iterable[str]) -> str:
     """Put this job back into the queue; what came of it, in words.
 
     Slurm then ends this job with SIGTERM, and 30 s (KillWait) later with SIGKILL. What is to be
-    left out is added to the job's own list, for which nobody needs an operator's rights; it can be
-    written once the job waits again.
+    left out is added to the job's own list, for which nobody needs an operator's rights. It can be
+    written once the job waits again; of a job that has lost a machine only where Slurm keeps
+    accounts (slurmdbd): elsewhere it says forever "the DB index is being set".
 
     Args:
-        without: machines that the job is not to get again.
+        without: machines that the job is not to get again, though Slurm may use them.
     """
     job = _ask("scontrol", "--oneliner", "show", "job", _job())
     state = _field(job, "JobState")

@@ -68,6 +68,7 @@ class Supervisor:
         self.node = own_node()
         self.excluded: set[str] = set()
         self._silent = set[str]()  # of those that are suspected
+        self._kept = set[str]()  # bad ones that the scheduler may still use
         self._without: tuple[str, ...] = ()  # of the attempt under way
         self._is_slurm = bool(self.config.launch) and slurm.in_job()
         self._newest, self._first = self._checkpoint(), 0
@@ -106,7 +107,7 @@ class Supervisor:
         if status == SAVED and self.config.requeue and slurm.in_job():
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # Slurm ends the job with one
-            done = slurm.requeue(self.excluded)
+            done = slurm.requeue(self._kept)
             self._tell("requeue", f"job {os.environ['SLURM_JOB_ID']}: {done}", "requeue")
         return status
 
@@ -210,7 +211,8 @@ class Supervisor:
         done = decision.action
         if bad and self.config.act:
             self.excluded |= set(bad)
-            told = _take_out(bad, cause.why, self._silent)
+            told, kept = _take_out(bad, cause.why, self._silent)
+            self._kept |= kept
             done += f" ({told})" if told else ""
         event = self._tell(
             "decision",
@@ -349,10 +351,10 @@ def _post(webhook: str, form: str | None, text: str, event: dict[str, Any]) -> N
         print(problem, file=sys.stderr, flush=True)
 
 
-def _take_out(nodes: Iterable[str], why: str, silent: Collection[str]) -> str:
-    """Tell the scheduler to start nothing on machines any more; what came of it."""
+def _take_out(nodes: Iterable[str], why: str, silent: Collection[str]) -> tuple[str, set[str]]:
+    """Tell the scheduler to start nothing on machines any more; as `machines.take_out`."""
     if "SLURM_JOB_ID" not in os.environ and kubernetes.is_here():
-        return kubernetes.cordon(nodes, why)
+        return kubernetes.cordon(nodes, why), set()
     return machines.take_out(nodes, why, silent=silent)
 
 

@@ -112,12 +112,18 @@ class Cluster:
         self._start(node, [*memory, *own] if can else own)
 
     def kill(self, node: str) -> None:
-        """What the loss of its power does to a machine: none of its processes is left."""
-        self._daemons[node].kill()
-        for process in self.processes(node):
-            with suppress(psutil.Error):
-                process.kill()
-        self._daemons[node].wait()
+        """What the loss of its power does to a machine: none of its processes is left.
+
+        All stop first: srun has a process that ends its step when srun itself is killed.
+        """
+        daemon = self._daemons[node]
+        found = [] if daemon.poll() is not None else [psutil.Process(daemon.pid)]
+        for look in range(2):  # those that one has started meanwhile
+            found += [one for one in self.processes(node) if one not in found]
+            for process in found:
+                with suppress(psutil.Error):
+                    process.suspend() if look == 0 else process.kill()
+        daemon.wait()
 
     def processes(self, node: str) -> list[psutil.Process]:
         """Those of jobs on a machine, and Slurm's own beside them."""

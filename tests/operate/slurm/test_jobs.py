@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.events import read_events
-from tests.operate.slurm.cluster import INSTALL, PYTHON, Cluster, free_ports, missing, wait
+from tests.operate.slurm.cluster import INSTALL, PATH, PYTHON, Cluster, free_ports, missing, wait
 from tests.tiny import ROOT, losses, run, write_recipe
 
 pytestmark = [
@@ -81,7 +82,14 @@ class Job:
     """A job by scripts/slurm.sbatch, of one process on each machine."""
 
     def __init__(
-        self, cluster: Cluster, place: Path, name: str, *overrides: str, nodes: int = 2, **more: str
+        self,
+        cluster: Cluster,
+        place: Path,
+        name: str,
+        *overrides: str,
+        nodes: int = 2,
+        path: str = "",
+        **more: str,
     ) -> None:
         self.cluster, self.folder, self.log = cluster, place / "runs" / name, place / f"{name}.log"
         options = {"output": str(self.log), "nodes": nodes, "ntasks_per_node": 1}
@@ -91,7 +99,7 @@ class Job:
         keys += ["callbacks.plugins.slow={}", *overrides]
         script = [str(ROOT / "scripts/slurm.sbatch"), str(place / "tiny.yaml"), *keys]
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
-        env |= {"PATH": f"{PYTHON}:{cluster.env['PATH']}", "PYTHONUNBUFFERED": "1"}
+        env |= {"PATH": f"{path}:{PYTHON}:{cluster.env['PATH']}", "PYTHONUNBUFFERED": "1"}
         self.number = cluster.submit(*words, *script, cwd=ROOT, **env)
 
     def wait_for(self, batch: int) -> None:
@@ -210,8 +218,33 @@ def test_a_run_that_needs_two_machines_waits_for_another(
     tell("elsewhere", job, began)
     assert ended["ExitCode"] == "0:0", job.said()
     assert (ended["NodeList"], ended["Restarts"]) == ("n[1,3]", "1")
-    assert ended["ExcNodeList"] == "n2"
     assert [action for _, action in job.decisions()] == ["restart_without", "stop", "finish"]
+    assert losses(job.folder) == whole
+
+
+def test_nobody_needs_the_right_to_drain(
+    cluster: Cluster, place: Path, whole: dict[int, float]
+) -> None:
+    """The job does without the bad machine by its own list."""
+    bin_folder = place / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "scontrol").write_text(f"""#!/bin/sh
+case "$*" in *nodename=*) echo 'slurm_update error: Invalid user id' >&2; exit 1;; esac
+exec {shutil.which("scontrol", path=PATH)} "$@"
+""")
+    (bin_folder / "scontrol").chmod(0o755)
+    job = Job(cluster, place, "no-rights", SPARE, path=str(bin_folder))
+    job.wait_for(10)
+    began = time.time()
+    cluster.kill("n2")
+    wait(lambda: bool(job.events("requeue")), "a requeue")
+    cluster.give_up_after(10)  # nothing begins before Slurm believes that the machine is dead
+    ended = job.end()
+    tell("no-rights", job, began)
+    assert ended["ExitCode"] == "0:0", job.said()
+    assert (ended["NodeList"], ended["ExcNodeList"]) == ("n[1,3]", "n2")
+    first = job.events("decision")[0]
+    assert "not set to down: slurm_update error: Invalid user id" in first["done"]
     assert losses(job.folder) == whole
 
 
@@ -236,7 +269,7 @@ def test_a_job_is_told_ahead_of_its_limit(
 ) -> None:
     """By --signal of sbatch: saved, status 75, requeued, and counted."""
     job = Job(
-        cluster, place, "limit", "callbacks.plugins.slow.seconds=1", time="2", signal="B:TERM@75"
+        cluster, place, "limit", "callbacks.plugins.slow.seconds=3", time="3", signal="B:TERM@75"
     )
     began = time.time()
     wait(lambda: job.cluster.job(job.number)["Restarts"] == "1", "a requeue")
