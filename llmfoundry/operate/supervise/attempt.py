@@ -120,7 +120,7 @@ class RunningAttempt:
     def ask(self, number: int) -> None:
         """Pass on a request to stop: to its processes, or to the command before there are any.
 
-        srun would end them with SIGKILL at SIGTERM, so Slurm is asked where it has started them.
+        srun takes SIGTERM as "force the step's end", so Slurm is asked where it has started them.
         """
         ranks = [rank for rank in self._ranks.values() if _is_there(rank)]
         if not ranks and not self._is_local and slurm.in_job():

@@ -103,8 +103,12 @@ class Supervisor:
             shutil.rmtree(beats, ignore_errors=True)
 
     def _leave(self, status: int) -> int:
-        """The exit status, after this job has been put back into the queue where it is to be."""
-        if status == SAVED and self.config.requeue and slurm.in_job():
+        """The exit status, after this job has been put back into the queue where it is to be.
+
+        Schedulers send TERM or USR1; INT is a person's, who does not want it back.
+        """
+        is_person = self._asked[:1] == [signal.SIGINT]
+        if status == SAVED and self.config.requeue and slurm.in_job() and not is_person:
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # Slurm ends the job with one
             done = slurm.requeue(self._kept)

@@ -48,8 +48,8 @@ class SuperviseConfig:
     word with {exclude} is left out while there is none to do without."""
     requeue: bool = False
     """Whether a Slurm job that is to go on later or elsewhere (exit status 75) puts itself back
-    into the queue (scontrol requeue); with `act` without machines found bad. false: whoever has
-    started it does."""
+    into the queue (scontrol requeue), with `act` without machines found bad; not after SIGINT, a
+    person's. false: whoever has started it does."""
     webhook: str | None = None
     """A URL that gets every decision as a line; it is a secret: write ${oc.env:SLACK_WEBHOOK}."""
     webhook_form: Annotated[str | None, choice(WEBHOOK_FORMS)] = None

@@ -302,12 +302,18 @@ def test_torchrun_and_its_processes_hear_of_a_preemption(
     assert losses(job.folder) == whole
 
 
-def test_who_cancels_a_job_does_not_get_it_back(cluster: Cluster, place: Path) -> None:
-    job = Job(cluster, place, "cancelled")
+@pytest.mark.parametrize("name", ["cancelled", "stopped"])
+def test_who_ends_a_job_does_not_get_it_back(cluster: Cluster, place: Path, name: str) -> None:
+    """By scancel, or saved, by the signal of Ctrl-C."""
+    job = Job(cluster, place, name)
     job.wait_for(4)
-    cluster.ask("scancel", job.number)
+    signals = [] if name == "cancelled" else ["--batch", "--signal=INT"]
+    cluster.ask("scancel", *signals, job.number)
     ended = job.end()
-    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), job.said()
+    state = "CANCELLED" if name == "cancelled" else "FAILED"
+    assert (ended["JobState"], ended["Restarts"]) == (state, "0"), job.said()
+    if name == "stopped":
+        assert ended["ExitCode"] == "75:0" and "SIGINT, and saved" in job.said()
 
 
 @pytest.mark.parametrize(
