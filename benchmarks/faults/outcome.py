@@ -44,7 +44,7 @@ class Seen:
     Attributes:
         detected_by: what was told first: hang, a kind of watch's or another event, with the rank
             that it names; or `supervisor: ` and the cause of its decision; empty: nothing.
-        action: all that was done, in order, with commas between; `finish` and `none` left out.
+        action: all that was done, in order, with commas between; `none` and repeats left out.
         detect_seconds: from the fault to the first event that tells it; None: nobody has.
         back_seconds: from the fault to the end of the first step by processes that were started
             after it; None: none were.

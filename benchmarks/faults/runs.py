@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -231,9 +232,10 @@ class Run:
         back = [step for step in steps if step.pid not in known and step.time > self.struck]
         first = told[0] if told else None
         lost = len(steps) - len({step.number for step in steps})
+        actions = [e["action"] for e in told if e["action"] not in ("none", None)]
         return Seen(
             detected_by=_teller(first) if first else "",
-            action=", ".join(e["action"] for e in told if e["action"] not in ("none", None)),
+            action=", ".join(action for action, _ in groupby(actions)),
             detect_seconds=first["time"] - self.struck if first else None,
             back_seconds=back[0].time - self.struck if back else None,
             lost_steps=lost if back or lost else None,

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from llmfoundry.locks import try_lock
+from llmfoundry.parallel.launch import World
+from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.stores.run_lock import NAME
+from llmfoundry.train.trainer import Trainer
 from tests.tiny import ENV, ROOT, write_recipe
 
 TARGETS = """
@@ -123,3 +130,37 @@ def test_one_rank_out_of_memory_ends_all_at_once(tmp_path: Path) -> None:
     key = "[rank 1] device_train_microbatch_size: ran out of memory at 8; write 4 (tried to"
     assert key in said[1]
     assert "rank 1 ended before the others" in said[0]
+
+
+@pytest.mark.parametrize("error", [dist.DistBackendError("closed by peer"), RuntimeError("CUDA")])
+def test_who_has_lost_another_does_not_wait_for_a_save_that_needs_it(error: Exception) -> None:
+    """Of an error of its own it does: the others' saves wait for this one's part."""
+    waited: list[str] = []
+
+    def fail() -> None:
+        try:
+            raise error
+        except Exception as first:
+            raise ValueError("in the step") from first
+
+    parts = SimpleNamespace(
+        checkpointer=SimpleNamespace(tidy=list, wait=lambda: waited.append("save")),
+        recipe=SimpleNamespace(eval_first=False),
+        callbacks=[],
+        batch=3,
+        _fit=fail,
+    )
+    with pytest.raises(ValueError, match="in the step"):
+        Trainer.fit(parts)  # type: ignore[arg-type]
+    assert bool(waited) == (type(error) is RuntimeError)
+
+
+def test_who_has_lost_another_says_so_before_its_launcher_ends_it() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        world = World(0, 2, 0, torch.device("cpu"))
+        with pytest.raises(dist.DistBackendError), StopSignal(world):
+            raise dist.DistBackendError("closed by peer")
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
