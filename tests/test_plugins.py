@@ -58,7 +58,7 @@ from llmfoundry.recipe.architecture.attention import NORMS, NormType
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS, CallbackType, LoggerType
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerType
 from llmfoundry.recipe.schedule import SCHEDULES, ScheduleType
-from llmfoundry.track.background_writer import LogTarget
+from llmfoundry.track.log_target import LogTarget
 from llmfoundry.train.trainer import Callback
 
 Path("imported").touch()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.background_writer import RunFacts, milliseconds
 from llmfoundry.track.environment import environment
+from llmfoundry.track.log_target import RunFacts, milliseconds
 from llmfoundry.track.loggers import close_all, make_writers, stores
 
 

@@ -19,15 +19,10 @@ from llmfoundry.masking import public, public_texts
 from llmfoundry.recipe.front.typed import as_written, flat
 from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.track.background_writer import (
-    PATIENCE,
-    BackgroundWriter,
-    LogTarget,
-    RunFacts,
-    milliseconds,
-)
+from llmfoundry.track.background_writer import PATIENCE, BackgroundWriter
 from llmfoundry.track.console import Console
 from llmfoundry.track.environment import environment
+from llmfoundry.track.log_target import LogTarget, RunFacts, milliseconds
 from llmfoundry.track.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
 from llmfoundry.track.pages.report import STATUS, read_json, write_report
 from llmfoundry.track.pages.report_charts import TRAIN_LOSS

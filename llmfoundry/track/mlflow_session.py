@@ -32,14 +32,14 @@ from llmfoundry.files import write_whole
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.values.checks import nearest
-from llmfoundry.track.background_writer import (
+from llmfoundry.track.event_tags import event_tags
+from llmfoundry.track.log_target import (
     PATIENCE_WHILE_AWAY,
     LogTarget,
     MetricPoint,
     RunFacts,
     Samples,
 )
-from llmfoundry.track.event_tags import event_tags
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 RUN_ID_FILE, ARTIFACTS = "mlflow_run_id", "mlartifacts"

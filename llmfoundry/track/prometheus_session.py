@@ -26,7 +26,7 @@ from llmfoundry.events import NAME as EVENTS
 from llmfoundry.events import read_events
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.background_writer import LogTarget, MetricPoint, RunFacts, Samples
+from llmfoundry.track.log_target import LogTarget, MetricPoint, RunFacts, Samples
 from llmfoundry.track.metrics import TOKEN
 from llmfoundry.track.pages.titles import title
 

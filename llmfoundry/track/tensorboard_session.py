@@ -27,14 +27,8 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.background_writer import (
-    LogTarget,
-    MetricPoint,
-    RunFacts,
-    Samples,
-    milliseconds,
-)
 from llmfoundry.track.console import printable
+from llmfoundry.track.log_target import LogTarget, MetricPoint, RunFacts, Samples, milliseconds
 from llmfoundry.track.metrics import append
 
 FOLDER = "tensorboard"

@@ -33,7 +33,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.background_writer import LogTarget, MetricPoint, RunFacts, Samples, describe
+from llmfoundry.track.log_target import LogTarget, MetricPoint, RunFacts, Samples, describe
 from llmfoundry.track.metrics import BATCH
 
 RUN_ID_FILE = "wandb_run_id"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.background_writer import BackgroundWriter, RunFacts, milliseconds
+from llmfoundry.track.background_writer import BackgroundWriter
+from llmfoundry.track.log_target import RunFacts, milliseconds
 from llmfoundry.track.loggers import make_target
 
 

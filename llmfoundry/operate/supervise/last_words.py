@@ -24,7 +24,7 @@ from llmfoundry.events import NAME as EVENTS
 from llmfoundry.masking import hide, public
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.track.background_writer import describe
+from llmfoundry.track.log_target import describe
 from llmfoundry.track.mlflow_session import RUN_ID_FILE, tag_ended
 from llmfoundry.train.stores.beside import FOLDERS
 
