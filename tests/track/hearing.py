@@ -34,7 +34,7 @@ def facts(folder: Path, first_batch: int = 0, **given: Any) -> RunFacts:
     return RunFacts(folder.name, folder, first_batch, milliseconds(), params, tags)
 
 
-def finish(sender: BackgroundWriter, status: str = "finished", timeout: float = 30.0) -> None:
+def finish(sender: BackgroundWriter, status: str = "finished", timeout: float = 300.0) -> None:
     sender.end(status, timeout=timeout)
     sender.close()
 
