@@ -16,18 +16,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from llmfoundry.files import read_json
 
+Handler = Callable[[int, FrameType | None], None]
 DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP = 0, 1, 2, 3, 75, 93
 FOLDER = "LLMFOUNDRY_ENDS"
 """In the environment: the folder for these files; none are written without it."""
+STOPS = tuple(getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "USR1", "HUP"))
+"""Signals that ask a run to save and end: schedulers, Ctrl-C, and a terminal that is closed."""
 _MOST_LOST = 8  # ranks that tell that another was lost: 3,072 files would say no more
 
 
@@ -35,6 +40,16 @@ def own_node() -> str:
     """This machine's name as its scheduler knows it, else as it calls itself."""
     env = os.environ
     return env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname()
+
+
+def on_stops(hear: Handler) -> dict[signal.Signals, Any]:
+    """From now on call `hear` at each of STOPS that is not ignored, as nohup has SIGHUP ignored.
+
+    Returns:
+        What was called before, to be set again.
+    """
+    heard = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, hear) for number in heard}
 
 
 def record_end(status: int, kind: str, lines: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ to its end.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
@@ -25,7 +26,7 @@ def outlast_readers() -> None:
     """Let standard output and error lose their readers without harm; files stay as they are."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None or stream is not getattr(sys, f"__{name}__") or not _is_pipe(stream):
+        if stream is None or stream is not getattr(sys, f"__{name}__") or not _may_go(stream):
             continue
         stream.flush()
         lasting = io.TextIOWrapper(
@@ -38,22 +39,25 @@ def outlast_readers() -> None:
         setattr(sys, name, lasting)
 
 
-def _is_pipe(stream: TextIO) -> bool:
+def _may_go(stream: TextIO) -> bool:
+    """Whether it is a pipe or a terminal, whose other end others may close."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):
         return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stream.isatty()
 
 
 class _Lasting(io.FileIO):
-    """A pipe that becomes /dev/null once its reader has closed it."""
+    """A pipe or terminal that becomes /dev/null once its other end is closed."""
 
     def write(self, data: Any) -> int:
         """All of `data`, as far as anybody knows."""
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, of a terminal
+                raise
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.fileno())
             os.close(nothing)

@@ -100,6 +100,30 @@ def test_a_command_outlives_its_reader(tmp_path: Path) -> None:
     assert (tmp_path / "end").read_text() == "whole"
 
 
+def test_a_command_outlives_its_terminal(tmp_path: Path) -> None:
+    code = (
+        "from llmfoundry.terminal import outlast_readers as o; o()\n"
+        "import signal, sys, time; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "print(sys.stdout.isatty(), flush=True); sys.stdin.read()\n"
+        "print('nobody reads this', flush=True); print('nor this', file=sys.stderr, flush=True)\n"
+        f"open({str(tmp_path / 'end')!r}, 'w').write('whole')"
+    )
+    ours, its = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+    )
+    os.close(its)
+    assert os.read(ours, 100).split() == [b"True"]
+    os.close(ours)
+    process.communicate()
+    assert process.returncode == 0 and (tmp_path / "end").read_text() == "whole"
+
+
 @pytest.mark.filterwarnings("error")
 def test_replicas_are_made_without_a_warning() -> None:
     store = torch.distributed.HashStore()

@@ -1,9 +1,9 @@
 """What all processes of a run must know at the same step: that it is to stop, or that one failed.
 
-SIGTERM, SIGINT and SIGUSR1 (which schedulers send ahead of their limits) end a run after the step
-under way. A process that has no batch to compute (its shard is gone) takes part in the step with an
-empty one, so that nobody waits for it for ever, and all of them raise before the optimizer has seen
-the step.
+SIGTERM, SIGINT, SIGUSR1 (which schedulers send ahead of their limits) and SIGHUP (a terminal is
+closed) end a run after the step under way. A process that has no batch to compute (its shard is
+gone) takes part in the step with an empty one, so that nobody waits for it for ever, and all of
+them raise before the optimizer has seen the step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
+from llmfoundry.ends import on_stops
 from llmfoundry.errors import UserError
 from llmfoundry.parallel.launch import World
 
@@ -42,10 +43,7 @@ class StopSignal:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def __enter__(self) -> StopSignal:
-        self._before = {
-            number: signal.signal(number, self._receive)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        }
+        self._before = on_stops(self._receive)
         return self
 
     def __exit__(

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmfoundry.ends import DONE, SAVED, own_node, read_ends, read_places
+from llmfoundry.ends import DONE, SAVED, STOPS, on_stops, own_node, read_ends, read_places
 from llmfoundry.events import add_event, names_in, read_events
 from llmfoundry.heartbeat import memory
 from llmfoundry.masking import public_override
@@ -40,7 +40,6 @@ FOLDER = "supervise"
 """Below a run's folder: what processes said at their ends, by attempt, and the check's report."""
 _WATCHED = ("slow_rank", "mfu_drop", "data_wait", "stall")
 """Events of callbacks.watch at which a run may save and stop by itself."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass
@@ -82,7 +81,7 @@ class Supervisor:
     def run(self) -> int:
         """Start the run as often as it is of use; the exit status."""
         beats = Path(tempfile.mkdtemp(prefix="llmfoundry-supervise-", dir=memory()))
-        before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        before = on_stops(self._hear)
         try:
             while True:
                 decision = self._attempt(beats / str(len(self.attempts)))
@@ -109,7 +108,7 @@ class Supervisor:
         """
         is_person = self._asked[:1] == [signal.SIGINT]
         if status == SAVED and self.config.requeue and slurm.in_job() and not is_person:
-            for number in _SIGNALS:
+            for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)  # Slurm ends the job with one
             done = slurm.requeue(self._kept)
             self._tell("requeue", f"job {os.environ['SLURM_JOB_ID']}: {done}", "requeue")
@@ -120,6 +119,8 @@ class Supervisor:
 
         Slurm asks ahead of a job's limit and once more at it, and kills by itself.
         """
+        if number == signal.SIGHUP and number in self._asked:
+            return  # shell and system both tell that a terminal is closed
         self._asked.append(number)
         if self._running is not None:
             if len(self._asked) == 1:
