@@ -1,20 +1,24 @@
-// Stands in for libnvidia-ml.so.1: GPUs in whatever state FAKE_NVML says, such as "healthy,lost".
+// Stands in for libnvidia-ml.so.1: GPUs in whatever state FAKE_NVML says, such as "healthy,lost",
+// or now the file that FAKE_NVML_FILE names.
 // Numbers of functions, fields and errors are NVIDIA's (nvml.h); it is asked by nvidia-ml-py itself.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <string>
+#include <unistd.h>
 #include <vector>
 
 namespace {
-enum { kOk = 0, kInvalid = 2, kNotSupported = 3, kInsufficientSize = 7, kLost = 15 };
+enum { kOk = 0, kInvalid = 2, kNotSupported = 3, kNotFound = 6, kInsufficientSize = 7, kTimeout = 10, kLost = 15 };
 
 std::vector<std::string> states() {
   const char *text = getenv("FAKE_NVML");
   std::vector<std::string> found;
   if (text == nullptr || *text == 0) return found;
   std::string all = text;
+  if (const char *file = getenv("FAKE_NVML_FILE")) std::getline(std::ifstream(file), all);
   for (size_t from = 0; from <= all.size();) {
     size_t to = std::min(all.find(',', from), all.size());
     found.push_back(all.substr(from, to - from));
@@ -23,7 +27,10 @@ std::vector<std::string> states() {
   return found;
 }
 
-bool is(uintptr_t gpu, const char *state) { return states().at(gpu - 1) == state; }
+bool is(uintptr_t gpu, const char *state) {
+  auto all = states();
+  return gpu <= all.size() && all[gpu - 1] == state;
+}
 
 struct FieldValue {  // nvmlFieldValue_t
   uint32_t field, scope;
@@ -56,6 +63,13 @@ int nvmlShutdown() { return kOk; }
 const char *nvmlErrorString(int code) { return code == kLost ? "GPU is lost" : code == 9 ? "Driver Not Loaded" : "Other"; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = states().size(); return kOk; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, uintptr_t *gpu) { *gpu = index + 1; return kOk; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, uintptr_t *gpu) {
+  *gpu = strncmp(uuid, "GPU-0000-", 9) ? 0 : atoi(uuid + 9);
+  return *gpu >= 1 && *gpu <= states().size() ? kOk : kNotFound;
+}
+int nvmlEventSetCreate(uintptr_t *events) { *events = 1; return kOk; }
+int nvmlDeviceRegisterEvents(uintptr_t, unsigned long long, uintptr_t) { return kOk; }
+int nvmlEventSetWait_v2(uintptr_t, void *, unsigned milliseconds) { usleep(1000 * milliseconds); return kTimeout; }
 int nvmlDeviceGetName(uintptr_t gpu, char *name, unsigned n) { ALIVE(gpu); snprintf(name, n, "NVIDIA H100 80GB HBM3"); return kOk; }
 int nvmlDeviceGetUUID(uintptr_t gpu, char *name, unsigned n) { ALIVE(gpu); snprintf(name, n, "GPU-0000-%lu", (unsigned long)gpu); return kOk; }
 int nvmlDeviceGetPciInfo_v3(uintptr_t gpu, PciInfo *info) {
