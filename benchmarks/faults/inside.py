@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Pace(Callback):
         """Wait, and note the step."""
         time.sleep(self._seconds)
         if self._notes:
-            with self._path.open("a") as file:
+            with suppress(OSError), self._path.open("a") as file:  # the disk may be the fault
                 file.write(f"{os.getpid()} {trainer.batch} {time.time():.3f}\n")
 
 

@@ -16,6 +16,20 @@ NONE = "no step was done"
 SKIPPED = "not comparable: batches were skipped"
 
 
+class NotHereError(Exception):
+    """A fault cannot be injected on this machine, which lacks what it says."""
+
+
+def need(is_there: bool, what: str) -> None:
+    """Refuse to inject a fault where this machine lacks something.
+
+    Raises:
+        NotHereError: so it is.
+    """
+    if not is_there:
+        raise NotHereError(f"it needs {what}")
+
+
 @dataclass(frozen=True)
 class Expected:
     """What has to become of a fault.

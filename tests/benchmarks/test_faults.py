@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.faults import links as links
 from benchmarks.faults import machines as machines
 from benchmarks.faults import processes as processes
+from benchmarks.faults import stores as stores
+from benchmarks.faults.outcome import NotHereError
 from benchmarks.faults.runs import Place
 from benchmarks.faults.table import FAULTS
 
@@ -19,4 +22,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen_and_costs_no_more_than_it_may(place: Place, name: str) -> None:
-    assert FAULTS[name].outcome(place).wrong == []
+    try:
+        outcome = FAULTS[name].outcome(place)
+    except NotHereError as why:
+        pytest.skip(str(why))
+    assert outcome.wrong == []
