@@ -209,7 +209,8 @@ def gpu_lost_in_run(place: Place) -> Seen:
     states = place.folder / "gpus"
     states.write_text("healthy,healthy,healthy,healthy")
     plugins = [str(Path(__file__).with_name(name)) for name in ("inside.py", "inside_gpus.py")]
-    words = (f"plugins=[{','.join(plugins)}]", "callbacks.watch.interval=4")
+    watch = [f"callbacks.watch.{word}" for word in ("interval=4", "slow_rank=off", "mfu_drop=off")]
+    words = (f"plugins=[{','.join(plugins)}]", *watch)  # other work on this machine is not asked
     env = fake_gpus("none", FAKE_NVML_FILE=str(states))
     with place.start("gpu-lost-in-run", *words, "hang.stopped_seconds=30", env=env) as run:
         run.wait_for(12)

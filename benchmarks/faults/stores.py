@@ -34,14 +34,13 @@ class Store:
         env: what a run needs to reach it.
     """
 
-    def __init__(self, server: FaultyS3, place: Place) -> None:
+    def __init__(self, server: FaultyS3) -> None:
         """It answers."""
         self._answers, self._how = threading.Event(), ""
         self._answers.set()
         server.next_fault = self._fault  # type: ignore[method-assign]
         self.env = {"S3_ENDPOINT_URL": server.url, "AWS_ENDPOINT_URL": server.url}
         self.env |= {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
-        self.cache = f"data.cache_folder={place.folder / 'cache-of-store'}"
 
     def fail(self, how: str) -> None:
         """Hang, or answer as `tests.data.s3_server` names it, until `answer`."""
@@ -65,14 +64,15 @@ class Store:
 def store(place: Place) -> Iterator[tuple[Store, tuple[str, ...]]]:
     """It, and the overrides of a run whose data are there, in shards of a few rows."""
     shards = place.folder / "shards"
-    write_mds(shards / "train", "rows", rows=RANKS * LENGTH)
+    if not shards.exists():
+        write_mds(shards / "train", "rows", rows=RANKS * LENGTH)
     with s3_server() as (server, put):
         for path in sorted(shards.rglob("*")):
             if path.is_file():
                 put(f"data/{path.relative_to(shards).as_posix()}", path.read_bytes())
         words = ["data.name=shards", "data.paths=[]", f"data.remote=s3://{BUCKET}/data"]
         words += ["data.split=train", "data.prefetch=1b", "data.shuffle=false"]
-        yield Store(server, place), tuple(words)
+        yield Store(server), tuple(words)
 
 
 @fault(
@@ -88,7 +88,7 @@ def data_hangs(place: Place) -> Seen:
         name = "data-hangs"
         plain = place.undisturbed(*words[:1], "data.paths=[]", *_local(place))
         with place.start(
-            name, *words, *watch, *patient, remote.cache, _SLOW, env=remote.env
+            name, *words, *watch, *patient, _cache(place, name), _SLOW, env=remote.env
         ) as run:
             run.wait_for(30)
             run.struck = time.time()
@@ -97,6 +97,11 @@ def data_hangs(place: Place) -> Seen:
             remote.answer()
             run.end()
             return run.seen(plain)
+
+
+def _cache(place: Place, name: str) -> str:
+    """Of this run alone: what another has fetched is not asked for."""
+    return f"data.cache_folder={place.folder / f'cache-of-{name}'}"
 
 
 def _local(place: Place) -> tuple[str, ...]:
@@ -114,7 +119,9 @@ def data_busy(place: Place) -> Seen:
     with store(place) as (remote, words):
         plain = place.undisturbed(*words[:1], "data.paths=[]", *_local(place))
         name = "data-busy"
-        with place.start(name, *words, *impatient, remote.cache, _SLOW, env=remote.env) as run:
+        with place.start(
+            name, *words, *impatient, _cache(place, name), _SLOW, env=remote.env
+        ) as run:
             run.wait_for(30)
             run.struck = time.time()
             remote.fail("slow down")
