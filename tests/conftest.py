@@ -15,29 +15,37 @@ from tests.disk import skip_fsync
 gc.disable()  # until everything is imported
 skip_fsync()
 
-LONG = (  # by the seconds of CPU that they take, from 60 to 10
+LONG = (  # by the seconds of CPU that they take, from 45 to 10
+    "tests/train/test_layouts.py",
+    "tests/train/watch/test_runs.py",
     "tests/parallel/test_matrix.py",
-    "tests/parallel/test_ranks.py",
-    "tests/test_recipes.py",
     "tests/commands/test_evaluate.py",
     "tests/test_whole_path.py",
+    "tests/test_recipes.py",
     "tests/train/test_moe_training.py",
-    "tests/train/test_layouts.py",
+    "tests/test_processes.py",
     "tests/gauntlet/test_harness.py",
     "tests/train/test_saving.py",
+    "tests/track/test_secrets.py",
+    "tests/recipe/test_front.py",
     "tests/parallel/test_frozen.py",
     "tests/parallel/test_blocks.py",
-    "tests/parallel/test_data_failure.py",
-    "tests/recipe/test_launch_lines.py",
-    "tests/recipe/test_any_input.py",
-    "tests/recipe/test_front.py",
-    "tests/test_console.py",
-    "tests/gauntlet/test_generation.py",
+    "tests/benchmarks/test_gpu_check.py",
+    "tests/parallel/test_ranks.py",
+    "tests/operate/test_sweep.py",
     "tests/train/test_finetune_class.py",
     "tests/commands/test_finetune.py",
+    "tests/train/test_adapter_runs.py",
+    "tests/recipe/test_launch_lines.py",
+    "tests/recipe/test_any_input.py",
+    "tests/test_console.py",
+    "tests/gauntlet/test_generation.py",
     "tests/train/test_callbacks.py",
     "tests/export/test_hf_settings.py",
     "tests/gauntlet/test_endpoint_scores.py",
+    "tests/operate/test_supervised_runs.py",
+    "tests/operate/test_supervisor.py",  # waits
+    "tests/operate/test_hang_monitor.py",
 )
 
 

@@ -65,6 +65,7 @@ def survivors(
 def test_a_killed_launcher_leaves_no_rank_and_no_worker(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     assert survivors(tmp_path, OWN, end=signal.SIGKILL, after=None) == []
+    assert "2 x CPU" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 
 from tests.tiny import ENV, command, losses, run, write_recipe
 
-LONG = "max_duration=60ba"
+LONG = "max_duration=40ba"
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_after_kill_9_the_losses_are_bit_for_bit_those_of_the_whole_run(
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not (folder / "checkpoints" / "ba0000060" / "COMMIT").exists(), "killed too late"
+    assert not (folder / "checkpoints" / "ba0000040" / "COMMIT").exists(), "killed too late"
     done = run(*arguments, cwd=whole)
     assert "resuming from" in done.stdout
     assert losses(folder) == long
@@ -144,13 +144,13 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if "/60" in line:  # the first step's line
+        if "/40" in line:  # the first step's line
             process.send_signal(number)
             break
     rest = process.stdout.read()
     assert process.wait() == 75, rest
     assert f"stopped by {number.name}" in rest
-    assert 0 < len(losses(folder)) < 60, "the signal came too late"
+    assert 0 < len(losses(folder)) < 40, "the signal came too late"
     run(*arguments, cwd=whole)
     assert losses(folder) == long
 

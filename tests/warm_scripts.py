@@ -20,8 +20,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from torch.distributed import TCPStore
@@ -37,19 +38,30 @@ IMPORTED = (
     "tqdm.auto",
     "pytest",  # of the modules whose functions ranks call
 )
+GRACE = 5
+"""Seconds in which the other ranks may end by themselves once one has failed."""
 _server: subprocess.Popen[str] | None = None  # of this process, from its first script to its end
 
 
 def run_script(
-    script: str, arguments: Sequence[str], *, cwd: Path, processes: int = 1, timeout: float = 240
+    script: str,
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    processes: int = 1,
+    timeout: float = 240,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run` with captured streams gives; 1 if one of several ranks fails.
+
+    `variables` are in its environment beside those of this process.
 
     Raises:
         TimeoutExpired: it was killed after `timeout` seconds.
     """
     words = [str(SCRIPTS / script), *arguments]
-    return _ask({"words": words, "cwd": str(cwd.resolve())}, processes, timeout)
+    request = {"words": words, "cwd": str(cwd.resolve()), "variables": {**variables}}
+    return _ask(request, processes, timeout)
 
 
 def on_ranks(work: Callable[..., object], arguments: Sequence[Any], processes: int) -> None:
@@ -110,6 +122,7 @@ def _serve() -> dict[str, Any]:
                 os.dup2(file, number)
                 os.close(file)
             os.chdir(request["cwd"])
+            os.environ |= request.get("variables", {})
             return request
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
     sys.exit()
@@ -131,8 +144,8 @@ def _start_ranks(processes: int, listener: socket.socket | None) -> int:
         ranks.remove(pid)
         if status and not failed:
             failed = True
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
+            signal.signal(signal.SIGALRM, lambda *_: [os.kill(r, signal.SIGKILL) for r in ranks])
+            signal.alarm(GRACE)
     os._exit(failed)
 
 
@@ -165,6 +178,11 @@ def _main() -> None:
     sys.path[0] = str(SCRIPTS)
     for name in IMPORTED:
         importlib.import_module(name)
+    from llmfoundry.recipe.front.load import checked
+    from llmfoundry.recipe.scripts.train import TrainRecipe
+
+    recipe = str(SCRIPTS.parent / "yamls/quickstart.yaml")
+    checked(TrainRecipe, recipe, ["max_duration=1ba"])  # a third of a second less for each fork
     os.fsync = os.fstat  # type: ignore[assignment]  # as in tests/disk.py
     gc.freeze()
     request = _serve()

@@ -124,10 +124,11 @@ CALLBACKS["stop"] = CallbackType(lambda job: Stop(), keys={})
 
 
 def test_a_run_has_a_monitor_that_ends_it_where_a_rank_is_stopped(
-    place: Path, whole: dict[int, float]
+    place: Path,
 ) -> None:
     (place / "stop.py").write_text(STOPS_ITSELF)
-    words = ["tiny.yaml", *LENGTH, "run_name=monitored"]
+    short = ["tiny.yaml", *LENGTH, "max_duration=14ba"]
+    words = [*short, "run_name=monitored"]
     stop = ["plugins=[stop.py]", "callbacks.plugins.stop={}", "hang.stopped_seconds=1"]
     done = run_script("train.py", [*words, *stop], cwd=place, processes=2)
     assert done.returncode == 1 and "rank 1 on" in done.stderr
@@ -135,8 +136,10 @@ def test_a_run_has_a_monitor_that_ends_it_where_a_rank_is_stopped(
     assert (event["kind"], event["rank"], event["phase"]) == ("hang", 1, "callbacks")
     stacks = [(place / event["stacks"] / f"rank-{r}.txt").read_text() for r in (0, 1)]
     assert "llmfoundry/train/trainer.py" in stacks[0] and "on_step" in stacks[1]
-    run("train.py", *words, cwd=place, processes=2)
-    assert losses(place / "runs/monitored") == whole
+    for name in ("monitored", "undisturbed"):
+        run("train.py", *short, f"run_name={name}", cwd=place, processes=2)
+    assert losses(place / "runs/monitored") == losses(place / "runs/undisturbed")
+    assert max(losses(place / "runs/monitored")) == 14
 
 
 @pytest.mark.slow

@@ -69,6 +69,13 @@ def failing() -> Tools:
     return Tools(multiply=multiply)
 
 
+def several(rank: int) -> Tools | None:
+    """A flipped bit, a device that fails and a node whose clock is ahead, in one check."""
+    if rank in (2, 3):
+        return Tools(now=lambda: time.time() + 30)
+    return {6: wrong_once, 1: failing}[rank]() if rank in (6, 1) else None
+
+
 def slow_products() -> Tools:
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         time.sleep(0.5)
@@ -109,12 +116,10 @@ CASES: dict[str, Callable[[int], Tools | None]] = {  # what each rank has in its
     "one pair": lambda rank: delayed(lambda pair: pair == (2, 5)),
     "one rank": lambda rank: delayed(lambda pair: 3 in pair),
     "halves": lambda rank: delayed(lambda pair: (pair[0] < 4) != (pair[1] < 4)),
-    "wrong": lambda rank: wrong_once() if rank == 6 else None,
-    "failing": lambda rank: failing() if rank == 1 else None,
+    "several": lambda rank: several(rank),
     "slow": lambda rank: slow_products() if rank == 4 else None,
-    "clock": lambda rank: Tools(now=lambda: time.time() + 30) if rank in (2, 3) else None,
 }
-LONGER = ["one pair", "slow", "nodes"]
+LONGER = ["one pair", "halves", "slow", "nodes"]
 GONE = {"products": 5, "all-reduces": 3}  # each the last of its processes
 HANGING = {"a device": 0, "NVML": 2, "a link": 1}  # rank 0 is the one that judges
 
@@ -141,7 +146,7 @@ def work(rank: int, folder: Path, size: int, cases: list[str]) -> None:
         )
         if case == "quiet":
             settings.payloads.append("16kb")
-        if case in ("wrong", "failing", "slow", "clock", "a link"):
+        if case in ("several", "slow", "a link"):
             settings.pair_rounds = 1
         tools = CASES[case](rank) if case in CASES else None
         if case in GONE:
@@ -215,8 +220,9 @@ def test_a_delay_in_one_rank_names_its_device_and_node(found: Path) -> None:
     assert one.where == "n1, rank 3" and one.nodes == ("n1",) and "all 6 pairs" in one.why
 
 
-def test_a_delay_between_halves_names_the_switch_and_no_node(found: Path) -> None:
-    (one,) = bad(found, "halves")
+@pytest.mark.slow  # tests/operate/test_pairs.py has it of tables of times
+def test_a_delay_between_halves_names_the_switch_and_no_node(found_later: Path) -> None:
+    (one,) = bad(found_later, "halves")
     assert one.where == "n0, rank 0, n0, rank 1, n1, rank 2, n1, rank 3" and one.nodes == ()
     assert "slow to n2, rank 4" in one.why and "switch" in one.action
 
@@ -229,11 +235,12 @@ def test_nodes_are_paired_with_all_their_processes(found_later: Path) -> None:
     assert one.where == "n1" and one.nodes == ("n1",)
 
 
-def test_a_flipped_bit_and_a_failure_are_named(found: Path) -> None:
-    (wrong,) = bad(found, "wrong")
-    assert wrong.where == "n3, rank 6" and "1 repeats of one product differ" in wrong.why
-    (failed,) = bad(found, "failing")
-    assert failed.where == "n0, rank 1"
+def test_a_flipped_bit_a_failure_and_a_clock_that_is_ahead_are_named(found: Path) -> None:
+    named = {one.where: one for one in bad(found, "several")}
+    assert named.keys() == {"n3, rank 6", "n0, rank 1", "n1"}
+    assert "1 repeats of one product differ" in named["n3, rank 6"].why
+    assert "30.0 s ahead" in named["n1"].why and named["n1"].nodes == ("n1",)
+    failed = named["n0, rank 1"]
     assert failed.why == "failed: CUDA error: an illegal memory access was encountered"
 
 
@@ -241,11 +248,6 @@ def test_a_flipped_bit_and_a_failure_are_named(found: Path) -> None:
 def test_a_slow_device_is_named(found_later: Path) -> None:
     (slow,) = bad(found_later, "slow")
     assert slow.where == "n2, rank 4" and slow.check == "compute" and slow.nodes == ("n2",)
-
-
-def test_a_clock_that_is_ahead_names_its_node(found: Path) -> None:
-    (one,) = bad(found, "clock")
-    assert one.where == "n1" and "30.0 s ahead" in one.why and one.nodes == ("n1",)
 
 
 @pytest.mark.parametrize("case", ["products", pytest.param("all-reduces", marks=pytest.mark.slow)])

@@ -51,13 +51,12 @@ def run_layout(folder: Path, layout: str, name: str, *overrides: str) -> dict[in
     return losses(folder / "runs" / name)
 
 
+@pytest.mark.slow  # tests/train/watch/test_runs.py has a run of four shards, the next an HSDP
 def test_losses_equal_one_process(alone: Path) -> None:
     expected = losses(alone / "runs" / "alone")
-    found = run_layout(alone, "hsdp-2x2", "hsdp", "parallel.activation_checkpointing=true")
+    found = run_layout(alone, "fsdp-4", "sharded")
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, rel=0, abs=EXACT)
-    norms = [grad_norms(alone / "runs" / name) for name in ("hsdp", "alone")]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 @pytest.mark.slow  # the optimizer's own tests have its formula
@@ -74,16 +73,19 @@ def grad_norms(run_folder: Path) -> list[float]:
     return [row["l2_norm/grad/global"] for row in rows if "l2_norm/grad/global" in row]
 
 
-def test_four_shards_go_on_as_two_and_then_as_one(alone: Path) -> None:
-    """The losses after each change of the number of processes are the whole run's."""
+def test_four_processes_go_on_as_two_and_then_as_one(alone: Path) -> None:
+    """Losses and norms after each change of the number of processes are the whole run's."""
     expected = losses(alone / "runs" / "alone")
-    run_layout(alone, "fsdp-4", "shrinking", "max_duration=3ba", "schedule.t_max=8ba")
+    again = ("parallel.activation_checkpointing=true", "schedule.t_max=8ba")
+    run_layout(alone, "hsdp-2x2", "shrinking", "max_duration=3ba", *again)
     run_layout(alone, "fsdp-2", "shrinking", "max_duration=6ba", "schedule.t_max=8ba")
     arguments = ("tiny.yaml", "run_name=shrinking", *EIGHT_STEPS)
     run("train.py", *arguments, cwd=alone)
     found = losses(alone / "runs" / "shrinking")
     assert sorted(found) == list(range(1, 9))
     assert found == pytest.approx(expected, rel=0, abs=EXACT)
+    norms = [grad_norms(alone / "runs" / name) for name in ("shrinking", "alone")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 @pytest.mark.slow  # tests/train/test_kills.py has it, from any moment
@@ -124,6 +126,7 @@ def test_torchrun_restarts_after_a_process_died_and_the_losses_are_the_same(alon
     assert losses(folder) == losses(alone / "runs" / "unharmed")
 
 
+@pytest.mark.slow  # tests/test_processes.py kills such a run
 def test_the_script_starts_its_own_processes(alone: Path) -> None:
     arguments = ("tiny.yaml", "run_name=own", *EIGHT_STEPS, "parallel.nproc_per_node=2")
     done = run("train.py", *arguments, cwd=alone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from llmfoundry.masking import public, public_override, public_values
 from llmfoundry.recipe.front.load import checked, load
 from llmfoundry.recipe.front.typed import as_written, require, to_yaml
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from tests.tiny import ENV, command, write_recipe
+from tests.tiny import write_recipe
+from tests.warm_scripts import run_script
 
 CANARY = "kanarie"
 # Every place of a recipe that can hold a secret, and what it is written with there.
@@ -133,14 +133,7 @@ def test_a_secret_is_masked_wherever_another_library_repeats_it() -> None:
 
 def start(script: str, *words: str, cwd: Path, canary: str | None = None) -> str:
     """What a script prints, whatever its exit status."""
-    env = {key: value for key, value in ENV.items() if key != "HIDDEN"}
-    done = subprocess.run(
-        command(script, *words),
-        cwd=cwd,
-        env=env | ({"HIDDEN": canary} if canary else {}),
-        capture_output=True,
-        text=True,
-    )
+    done = run_script(script, words, cwd=cwd, variables={"HIDDEN": canary} if canary else {})
     return f"{done.stdout}{done.stderr}\nstatus {done.returncode}"
 
 

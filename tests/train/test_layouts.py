@@ -1,9 +1,10 @@
 """A checkpoint of any layout of processes goes on on any other, with the losses of one process.
 
 Each number of processes is started once and runs its layouts in turn: first all save after two
-steps, then each loads what all the others saved and takes a third. What they are compared with is a
-plain loop that never stops. Bytes that leave the disk, opened files and written files are counted:
-of replicas the first alone writes and reads.
+steps, then each loads what others saved and takes a third. What they are compared with is a plain
+loop that never stops. By default one process loads what all saved and each other layout what it
+saved itself and what the one before it did; behind `slow` each loads everything. Bytes that leave
+the disk, opened files and written files are counted: of replicas the first alone writes and reads.
 """
 
 from __future__ import annotations
@@ -207,6 +208,15 @@ def here(names: list[str], processes: int) -> list[str]:
     return [name for name in names if LAYOUTS[name].processes == processes]
 
 
+def sources(model: str, name: str, names: list[str]) -> list[str]:
+    """Whose checkpoints a layout loads."""
+    able = [other for other in names if model in LAYOUTS[other].models()]
+    if LAYOUTS[name].processes == 1 or len(names) == len(LAYOUTS):
+        return able
+    place = able.index(name)
+    return [able[place - 1], name]
+
+
 def save_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
     """Two steps on each of these layouts, and a checkpoint."""
     join(rank, processes, folder / f"save{processes}")
@@ -228,9 +238,7 @@ def load_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
     for name in here(names, processes):
         for model in LAYOUTS[name].models():
             job = Job(LAYOUTS[name], model, rank)
-            for other in names:
-                if model not in LAYOUTS[other].models():
-                    continue
+            for other in sources(model, name, names):
                 place = folder / model / other / f"checkpoints/ba{SAVED:07d}"
                 with disk() as seen:
                     job.load(place)
@@ -331,11 +339,10 @@ def plain(model: str) -> tuple[list[float], float]:
 
 def check(found: dict[str, dict[str, float]], names: list[str]) -> None:
     wanted = {
-        f"{model}-{a}-{b}"
-        for a in names
-        for b in names
-        for model in MODELS
-        if model in LAYOUTS[a].models() and model in LAYOUTS[b].models()
+        f"{model}-{other}-{name}"
+        for name in names
+        for model in LAYOUTS[name].models()
+        for other in sources(model, name, names)
     }
     assert found.keys() == wanted
     for key, values in found.items():

@@ -21,6 +21,9 @@ from llmfoundry.recipe.values.checks import nearest
 
 _ROOT = "__recipe__"
 _SCHEME = "recipes"
+_NO_YAML = str(Path(__file__).resolve().parent)
+"""A folder that Hydra finds nothing in. Without one it looks for its caller's, and reads the source
+of every frame for that: half a second where many modules are loaded."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def _ask_hydra(
         FileNotFoundError: a part does not exist; its text is the part's name.
         ValueError: Hydra cannot make sense of the list.
     """
-    from hydra import initialize
+    from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.plugins import Plugins
@@ -130,7 +133,7 @@ def _ask_hydra(
     root = {"defaults": defaults, "hydra": {"searchpath": searchpath}}
     ConfigStore.instance().store(name=_ROOT, node=root)
     try:
-        with initialize(config_path=None, version_base="1.3"):
+        with initialize_config_dir(_NO_YAML, version_base="1.3"):
             loader: Any = GlobalHydra.instance().config_loader()
             parts = loader.compute_defaults_list(_ROOT, [], RunMode.RUN)
             added = set(groups) - set(parts.overrides.known_choices)
