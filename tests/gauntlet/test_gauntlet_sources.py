@@ -172,7 +172,10 @@ def test_a_web_address_is_read_and_its_absence_is_told(tmp_path: Path, web: str)
 
 def test_a_network_that_fails_is_told_with_the_reason(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
-    (told,) = problems_of(tmp_path, "http://127.0.0.1:9/t.jsonl")  # the discard port: no server
+    task = TaskConfig("t", "http://127.0.0.1:9/t.jsonl", KIND, [0])  # the discard port: no server
+    with pytest.raises(UserError) as error:
+        load_rows(task, gauntlet_path=tmp_path / "g.yaml", fetching=FetchOptions(retry=1))
+    (told,) = error.value.problems
     assert "t: dataset_uri: cannot read http://127.0.0.1:9/t.jsonl: " in told
     assert "onnect" in told
 

@@ -109,16 +109,20 @@ def test_a_full_disk_is_said_once_and_tears_no_event(tmp_path: Path) -> None:
         "finish(sender, timeout=1.0 + 29 * cleared)\n"
         "print(json.dumps([batch, time.monotonic() - began, heard]))\n"
     )
-    for cleared in (False, True):
-        folder = tmp_path / str(cleared)
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(folder), str(int(cleared))],
-            capture_output=True,
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / str(cleared)), str(int(cleared))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
         )
-        assert done.returncode == 0, done.stderr
-        batches, seconds, heard = json.loads(done.stdout)
+        for cleared in (False, True)
+    ]
+    for cleared, process in zip((False, True), started, strict=True):
+        folder = tmp_path / str(cleared)
+        out, said = process.communicate(timeout=100)
+        assert process.returncode == 0, said
+        batches, seconds, heard = json.loads(out)
         kept = scalars(folder, "loss") if "loss" in read(folder).Tags()["tensors"] else []
         assert kept == [(b, float(b)) for b in range(1, len(kept) + 1)]  # no torn record between
         assert "TensorBoard" in heard[0] and "File too large" in heard[0]
