@@ -135,11 +135,14 @@ def _ask_hydra(
     try:
         with initialize_config_dir(_NO_YAML, version_base="1.3"):
             loader: Any = GlobalHydra.instance().config_loader()
-            parts = loader.compute_defaults_list(_ROOT, [], RunMode.RUN)
-            added = set(groups) - set(parts.overrides.known_choices)
-            if groups:
-                choices = [f"{'+' if g in added else ''}{g}='{groups[g]}'" for g in groups]
-                parts = loader.compute_defaults_list(_ROOT, choices, RunMode.RUN)
+            added = groups.keys() - {
+                key for entry in defaults if _is_choice(entry) for key in entry
+            }
+            if added:  # a list below the recipe's may have them
+                below = loader.compute_defaults_list(_ROOT, [], RunMode.RUN)
+                added -= set(below.overrides.known_choices)
+            choices = [f"{'+' if g in added else ''}{g}='{groups[g]}'" for g in groups]
+            parts = loader.compute_defaults_list(_ROOT, choices, RunMode.RUN)
     except MissingConfigException as error:
         raise FileNotFoundError(error.missing_cfg_file) from error
     except HydraException as error:
