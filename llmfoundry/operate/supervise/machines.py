@@ -1,10 +1,11 @@
 """Machines that are suspected: check them, take them out, start without them.
 
-Slurm's commands are used where they are there. Nothing is decided here.
+Slurm, or Kubernetes, is asked where it is there. Nothing is decided here.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -15,7 +16,7 @@ from llmfoundry.events import names_in
 from llmfoundry.files import read_json
 from llmfoundry.operate.check.probes import kernel_log
 from llmfoundry.operate.check.xids import events
-from llmfoundry.operate.supervise import slurm
+from llmfoundry.operate.supervise import kubernetes, slurm
 from llmfoundry.recipe.operate.supervise import EXCLUDE, NODES
 
 _PATIENCE = 1800.0  # seconds, of a check
@@ -61,13 +62,18 @@ def check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
 
 
 def take_out(nodes: Iterable[str], why: str, *, silent: Collection[str]) -> tuple[str, set[str]]:
-    """Drain machines of a Slurm cluster; what came of it in words, and which it still may use.
+    """Tell the scheduler to start nothing on machines any more.
 
     Args:
         nodes: their names.
         why: for who looks after them.
         silent: those that do not answer.
+
+    Returns:
+        What came of it, in words, and which of them Slurm may still use.
     """
+    if "SLURM_JOB_ID" not in os.environ and kubernetes.is_here():
+        return kubernetes.cordon(nodes, why), set()
     if not slurm.in_job():
         return "", set()
     found, names, kept = [], set(nodes), set[str]()

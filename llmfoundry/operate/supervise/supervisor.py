@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -29,7 +29,7 @@ from llmfoundry.events import add_event, names_in, read_events
 from llmfoundry.heartbeat import memory
 from llmfoundry.masking import public_override
 from llmfoundry.operate.check.probes import kernel_log
-from llmfoundry.operate.supervise import kubernetes, machines, slurm, stand_by
+from llmfoundry.operate.supervise import machines, slurm, stand_by
 from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.operate.supervise.decide import RESTART, WITHOUT, Attempt, Decision, Policy, decide
@@ -134,10 +134,11 @@ class Supervisor:
         if self._is_slurm:
             if self.config.act and self.attempts:  # somebody else wants them to be free
                 excluded |= slurm.drained_nodes().keys()
-            there = slurm.job_nodes()
-            if not set(there) - excluded:
+            there = {*slurm.job_nodes()}  # empty: its controller is away
+            if not there - excluded:
                 excluded = set(self.excluded)
-            left = len(set(there) - excluded)
+            first = int(os.environ.get("SLURM_NNODES", 1))
+            left = len(there - excluded) if there else first - len(excluded)
             self._end_stand_by()
             if self.config.requeue:
                 self._stand_by = stand_by.start(self.node, excluded)
@@ -216,7 +217,7 @@ class Supervisor:
         done = decision.action
         if bad and self.config.act:
             self.excluded |= set(bad)
-            told, kept = _take_out(bad, cause.why, self._silent)
+            told, kept = machines.take_out(bad, cause.why, silent=self._silent)
             self._kept |= kept
             done += f" ({told})" if told else ""
         event = self._tell(
@@ -354,13 +355,6 @@ def _post(webhook: str, form: str | None, text: str, event: dict[str, Any]) -> N
     problem = notify(webhook, form, text, event)
     if problem:
         print(problem, file=sys.stderr, flush=True)
-
-
-def _take_out(nodes: Iterable[str], why: str, silent: Collection[str]) -> tuple[str, set[str]]:
-    """Tell the scheduler to start nothing on machines any more; as `machines.take_out`."""
-    if "SLURM_JOB_ID" not in os.environ and kubernetes.is_here():
-        return kubernetes.cordon(nodes, why), set()
-    return machines.take_out(nodes, why, silent=silent)
 
 
 def last_moved(times: AttemptTimes, hang: dict[str, Any] | None, node: str) -> float:

@@ -191,6 +191,26 @@ def test_a_spare_machine_takes_the_place_of_one_that_dies(
     assert losses(job.folder) == whole
 
 
+def test_a_machine_that_lost_its_processes_and_is_sound_is_kept(
+    cluster: Cluster, place: Path, whole: dict[int, float]
+) -> None:
+    """By scripts/check.py, which srun starts on it."""
+    job = Job(cluster, place, "sound")
+    job.wait_for(10)
+    began = time.time()
+    for process in cluster.processes("n2"):
+        if any(word.endswith("train.py") for word in process.cmdline()):
+            process.kill()
+    ended = job.end()
+    tell("sound", job, began)
+    assert (ended["ExitCode"], ended["NodeList"]) == ("0:0", "n[1-2]"), job.said()
+    assert job.decisions() == [("machine", "restart"), ("done", "finish")]
+    (check,) = job.events("check")
+    assert check["what"] == "n2 suspected; nothing is bad"
+    assert (job.folder / "supervise/check.json").exists()
+    assert losses(job.folder) == whole
+
+
 def test_without_a_spare_the_run_goes_on_with_fewer(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
@@ -238,7 +258,8 @@ exec {shutil.which("scontrol", path=PATH)} "$@"
     began = time.time()
     cluster.kill("n2")
     wait(lambda: bool(job.events("requeue")), "a requeue")
-    cluster.give_up_after(10)  # nothing begins before Slurm believes that the machine is dead
+    # the job waits until Slurm, or an administrator, gives the machine up
+    cluster.ask("scontrol", "update", "nodename=n2", "state=down", "reason=dead")
     ended = job.end()
     tell("no-rights", job, began)
     assert ended["ExitCode"] == "0:0", job.said()
@@ -269,7 +290,7 @@ def test_a_job_is_told_ahead_of_its_limit(
 ) -> None:
     """By --signal of sbatch: saved, status 75, requeued, and counted."""
     job = Job(
-        cluster, place, "limit", "callbacks.plugins.slow.seconds=3", time="3", signal="B:TERM@75"
+        cluster, place, "limit", "callbacks.plugins.slow.seconds=5", time="4", signal="B:TERM@75"
     )
     began = time.time()
     wait(lambda: job.cluster.job(job.number)["Restarts"] == "1", "a requeue")
