@@ -97,8 +97,8 @@ class Supervisor:
         finally:
             self._notified()
             self._end_stand_by()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, handler in before.items():  # who was asked answers, if asked again too
+                signal.signal(number, signal.SIG_IGN if self._asked else handler)
             shutil.rmtree(beats, ignore_errors=True)
 
     def _leave(self, status: int) -> int:
