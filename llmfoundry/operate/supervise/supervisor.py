@@ -106,6 +106,7 @@ class Supervisor:
 
         Schedulers send TERM or USR1; INT is a person's, who does not want it back.
         """
+        self._notified()  # Slurm kills what is not done soon
         is_person = self._asked[:1] == [signal.SIGINT]
         if status == SAVED and self.config.requeue and slurm.in_job() and not is_person:
             for number in STOPS:
