@@ -6,7 +6,10 @@ what it may cost; what was seen is read from the run's files by code that knows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
+
+from llmfoundry.processes import cores
 
 EQUAL = "equal"
 """Every step's loss is, bit for bit, that of the undisturbed run."""
@@ -37,7 +40,8 @@ class Expected:
     Attributes:
         detected_by: as `Seen` has it.
         action: as `Seen` has it.
-        detect_seconds: from the fault until it is told, at most.
+        detect_seconds: from the fault until it is told, at most, on a machine of the run's own;
+            where others use its cores too, as many times as long as its load is above them.
         lost_steps: steps that are done again, at most; None: no process is started again.
         losses: EQUAL, or ENDED, NONE or SKIPPED where they cannot be.
         status: the exit status of the supervisor.
@@ -66,6 +70,7 @@ class Seen:
         losses: beside the undisturbed run's.
         status: the exit status of the supervisor; None: there was none.
         notes: what the first event says.
+        busy: processes that want a core, for each core; at least 1.
     """
 
     detected_by: str
@@ -76,6 +81,7 @@ class Seen:
     losses: str
     status: int | None
     notes: str = ""
+    busy: float = field(default_factory=lambda: max(1.0, os.getloadavg()[0] / cores()))
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,12 @@ class Outcome:
         lines = [
             f"{name}: {one!r}, expected {other!r}" for name, one, other in pairs if one != other
         ]
-        limits = {"detect_seconds": seen.detect_seconds, "lost_steps": seen.lost_steps}
-        for name, value in limits.items():
-            most = getattr(expected, name)
-            if (value is None) != (most is None) or (value or 0) > (most or 0):
-                lines.append(f"{name}: {value}, expected at most {most}")
+        most = expected.detect_seconds and expected.detect_seconds * seen.busy
+        limits = (("detect_seconds", most), ("lost_steps", expected.lost_steps))
+        for name, limit in limits:
+            value = getattr(seen, name)
+            if (value is None) != (limit is None) or (value or 0) > (limit or 0):
+                lines.append(f"{name}: {value}, expected at most {limit}")
         return lines
 
     @property
