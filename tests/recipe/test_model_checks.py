@@ -88,6 +88,12 @@ LINES = {
     "callbacks.watch.loss_spike=ski": "callbacks.watch.loss_spike: 'ski' is not a choice; did",
     "callbacks.watch.not_finite=log": "callbacks.watch.not_finite: 'log' is not a choice",
     "callbacks.watch.roll_back_steps=9": "callbacks.watch.roll_back_steps: has no effect without",
+    "callbacks.watch={slow_rank: off, slow_rank_above: 2}": "callbacks.watch.slow_rank_above: has "
+    "no effect with callbacks.watch.slow_rank: off; remove it",
+    "callbacks.watch={loss_spike: off, gradient_spike: off, spike_window: 64}": "callbacks.watch."
+    "spike_window: has no effect with callbacks.watch.loss_spike, gradient_spike: off",
+    "callbacks.watch={loss_spike: stop, gradient_spike: off, spikes_in_a_row: 3}": "callbacks."
+    "watch.spikes_in_a_row: has no effect without log or skip of callbacks.watch.loss_spike",
     "callbacks.watch.interval=0": "callbacks.watch.interval: 0 is too small; write 1 or more",
     "callbacks.watch.slow_rank_above=1": "callbacks.watch.slow_rank_above: 1.0 must be greater",
     "callbacks.watch.spike_window=4": "callbacks.watch.spike_window: 4 is too small; write 8",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from llmfoundry.recipe.values.bounds import Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.checks import fill, inert, inert_change
 
 SPIKE_ACTIONS = ("off", "log", "skip", "roll_back", "stop")
 NOT_FINITE_ACTIONS = ("skip", "roll_back", "stop")
@@ -86,6 +86,13 @@ class WatchConfig:
             names = ["roll_back_steps", "roll_back_skip", "roll_back_most"]
             why = f"without {key}loss_spike, gradient_spike or not_finite: roll_back"
             yield from inert(key, self, names, why)
+        for name, switches in _SWITCHES.items():
+            if all(getattr(self, switch) == "off" for switch in switches):
+                why = f"with {key}{switches[0]}" + "".join(f", {s}" for s in switches[1:]) + ": off"
+                yield from inert_change(key, self, [name], why)
+        if not {"log", "skip"} & {self.loss_spike, self.gradient_spike, self.not_finite}:
+            why = f"without log or skip of {key}loss_spike, gradient_spike or not_finite"
+            yield from inert_change(key, self, ["spikes_in_a_row"], why)
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -102,3 +109,18 @@ class WatchConfig:
         """Whether processes tell each other their times."""
         names = (self.slow_rank, self.mfu_drop, self.data_wait, self.stall, self.gpu)
         return any(name != "off" for name in names)
+
+
+_SPIKES = ("loss_spike", "gradient_spike")
+_ROUNDS = ("slow_rank", "mfu_drop", "data_wait", "gpu")  # which must show several times
+_SWITCHES: dict[str, tuple[str, ...]] = {
+    "spike_window": _SPIKES,
+    "spike_deviations": _SPIKES,
+    "slow_rank_above": ("slow_rank",),
+    "mfu_drop_below": ("mfu_drop",),
+    "data_wait_above": ("data_wait",),
+    "stall_above": ("stall",),
+    "interval": (*_ROUNDS, "stall"),
+    "in_a_row": _ROUNDS,
+}
+"""Keys, and those without which they have no effect."""

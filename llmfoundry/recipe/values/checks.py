@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -151,6 +152,14 @@ def inert(key: str, section: Any, fields: Iterable[str], why: str) -> Iterator[s
     """
     for field in fields:
         if getattr(section, field) is not None:
+            yield f"{key}{field}: has no effect {why}; remove it"
+
+
+def inert_change(key: str, section: Any, fields: Iterable[str], why: str) -> Iterator[str]:
+    """The same of fields that are never None: those that are not at their default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(section)}
+    for field in fields:
+        if getattr(section, field) != defaults[field]:
             yield f"{key}{field}: has no effect {why}; remove it"
 
 
