@@ -112,6 +112,24 @@ def test_lines_of_before_a_repair_do_not_count(tmp_path: Path) -> None:
     assert len(kernel_log.read(str(path), hours=31)[0]) == len(lines) + 1
 
 
+@pytest.mark.parametrize("zone", ["UTC", "America/New_York"])
+def test_dates_of_syslog_and_of_dmesg_are_read_too(
+    zone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    now = time.mktime((2026, 1, 1, 0, 30, 0, 0, 0, -1))  # half an hour into the year
+    old, new = (time.ctime(now - 3600 * hours) for hours in (30, 1))  # Thu Jan  1 00:30:00 2026
+    lines = [f"{when[4:19]} host kernel: {text}" for when, text in ((old, "old"), (new, "new"))]
+    lines += [f"[{when}] {text}" for when, text in ((old, "old"), (new, "new"))]
+    lines += ["[Mon Jan  1 00:20:00 2024] old", "Feb 29 00:00:00 host kernel: old"]
+    kept = ["[Sat Feb 30 00:00:00 2026] no such day", "[  12.3] Jan  1 is no date here"]
+    found = [*kernel_log.recent([*lines, *kept], hours=24, now=now)]
+    monkeypatch.undo()
+    time.tzset()
+    assert found == [lines[1], lines[3], *kept]
+
+
 def test_a_log_that_cannot_be_read_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,11 @@ _COMMANDS = (
     ["journalctl", "--dmesg", "--output", "short-iso", "--no-pager", "--quiet"],
 )
 _ISO = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*([+-]\d\d:?\d\d|Z)?")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_TRADITIONAL = re.compile(  # syslog's, which has no year, and that of dmesg -T
+    rf"\[?(?:[A-Z][a-z]{{2}} )?({'|'.join(_MONTHS)}) +(\d{{1,2}}) (\d\d:\d\d:\d\d)(?: (\d{{4}})\])?"
+)
+_DAY = 86_400
 PATIENCE = 20  # seconds, of each of these commands
 
 
@@ -69,11 +74,30 @@ def size(path: str | None) -> int:
 
 def recent(lines: Iterable[str], *, hours: float, now: float | None = None) -> Iterator[str]:
     """Lines with a date of the last `hours`, and those without a date."""
-    oldest = (time.time() if now is None else now) - 3600 * hours
+    now = time.time() if now is None else now
     for line in lines:
-        match = _ISO.search(line[:60])
-        if match is None or _seconds(match) >= oldest:
+        if match := _ISO.search(line[:60]):
+            written = _seconds(match)
+        elif match := _TRADITIONAL.match(line):
+            written = _latest(match, now)
+        else:
+            written = now
+        if written >= now - 3600 * hours:
             yield line
+
+
+def _latest(match: re.Match[str], now: float) -> float:
+    """Since 1970; a date without a year is of the last one in which it is not to come."""
+    year = int(match[4] or datetime.fromtimestamp(now + _DAY).year)
+    day = f"{_MONTHS.index(match[1]) + 1:02}-{int(match[2]):02}T{match[3]}"
+    for candidate in [year] if match[4] else range(year, year - 9, -1):  # of 29 February
+        try:
+            found = datetime.fromisoformat(f"{candidate}-{day}").timestamp()
+        except ValueError:  # no such day that year
+            continue
+        if match[4] or found <= now + _DAY:
+            return found
+    return now
 
 
 def _seconds(match: re.Match[str]) -> float:
