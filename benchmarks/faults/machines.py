@@ -30,7 +30,7 @@ WARNED = "console"
 """Who tells what is in no event."""
 _TIMES = ("time/remaining", "time/data_wait", "time/train", "time/checkpoint", "time/total")
 _ROOM = "24m"
-_CHECKED = 240  # seconds in which a run, or what is left of it, is started, ends and is checked
+_CHECKED = 600  # seconds for starts and checks: half a minute, but on a machine with other work
 _CLOCK = ROOT / "tests" / "operate" / "jumping_clock.cpp"
 XID_79 = "NVRM: Xid (PCI:0000:c1:00): 79, pid=4067, name=python, GPU has fallen off the bus."
 
