@@ -91,6 +91,9 @@ CASES = {
                "unknown", ()),
     "agent killed": (Evidence(-9), "unknown", ()),
     "machine silent": (Evidence(1, ends=[LOST], places={0: "n1", 1: "n2"}), "machine", ("n2",)),
+    "silent in a save": (Evidence(1, ends=[end("lost", "parallel.dist_timeout: rank 1 did not come"
+                                               " within 600 s (waited for in x.py:1): it hangs")],
+                                  places={0: "n1", 1: "n2"}), "machine", ("n2",)),
     "one process of two": (Evidence(1, ends=[LOST, end("lost", "x", rank=2)],
                                     places={0: "n1", 1: "n2", 2: "n2"}), "unknown", ()),
     "all on one machine": (Evidence(1, ends=[LOST], places={0: "n1", 1: "n1"}), "unknown", ()),

@@ -91,7 +91,9 @@ _NETWORK = re.compile(
     r"|service unavailable|read timed? ?out",
     re.IGNORECASE,
 )
-_LOST_RANKS = re.compile(r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? ended before the others")
+_LOST_RANKS = re.compile(
+    r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:ended before the others|did not come within)"
+)
 """As `parallel.lost_ranks` says it."""
 _NUMERICAL = re.compile(r"not finite")
 _EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
@@ -181,7 +183,7 @@ def _gone(evidence: Evidence) -> Cause | None:
     said = {end["rank"] for end in evidence.ends}
     for end in evidence.ends:
         named = (
-            _LOST_RANKS.match(end["lines"][0]) if end["kind"] == "lost" and end["lines"] else None
+            _LOST_RANKS.search(end["lines"][0]) if end["kind"] == "lost" and end["lines"] else None
         )
         if named is None:
             continue

@@ -26,6 +26,7 @@ _MINUTES = 240.0  # seconds for a job to come as far as a test waits for
 
 CONF = """
 ClusterName=tiny
+FirstJobId={port}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}

@@ -29,7 +29,8 @@ TORCHRUN = (
     '"--nnodes={nodes}","--nproc-per-node=1","--rdzv-backend=c10d",'
     '"--rdzv-endpoint=127.0.0.1:PORT"]'
 )
-FAST = ("supervise.wait_seconds=0", "hang.stopped_seconds=10")
+# A machine that dies while others save is missed by their messages' time limit alone.
+FAST = ("supervise.wait_seconds=0", "hang.stopped_seconds=10", "parallel.dist_timeout=90")
 # Steps that take long enough to be struck in.
 SLOW = """
 import time
