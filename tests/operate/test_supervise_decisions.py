@@ -54,6 +54,9 @@ CASES = {
     "complete": (Evidence(0), "done", ()),
     "asked and saved": (Evidence(1, asked="SIGTERM", ends=[end("stopped", "x", status=75)]),
                         "preemption", ()),
+    "the agent killed, whose store all lose": (
+        Evidence(-9, tail=["[rank3] recvValue failed on SocketImpl: Connection reset by peer"]),
+        "unknown", ()),
     "asked too early": (Evidence(-15, asked="SIGTERM"), "preemption", ()),
     "a rank was asked": (Evidence(1, ends=[end("stopped", "stopped by SIGUSR1", status=75)]),
                          "preemption", ()),

@@ -217,8 +217,8 @@ def _seen(evidence: Evidence) -> Cause | None:
     gone = _gone(evidence)
     if gone is not None:
         return gone
-    if any(code in (-9, -7, -11) for code in _codes(evidence)):
-        return None  # killed: that the others lost the connection says nothing
+    if evidence.status < 0 or any(code in (-9, -7, -11) for code in _codes(evidence)):
+        return None  # a rank or the agent was killed: that others lost a connection says nothing
     for line, _, said in lines:
         if _NETWORK.search(line):
             return Cause("network", said)
