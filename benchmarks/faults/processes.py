@@ -147,10 +147,13 @@ def _with_bad_data(place: Place, policy: str, *watch: str) -> Run:
     Expected("mfu_drop", "log", detect_seconds=90),
 )
 def throttled(place: Place) -> Seen:
-    """As heat or a power limit does, by SIGSTOP and SIGCONT; all processes alike."""
+    """As heat or a power limit does, by SIGSTOP and SIGCONT; all processes alike.
+
+    Steps beside which a checkpoint is written are not compared: here no round would be left.
+    """
     whole = place.undisturbed()
-    watch = ("callbacks.watch.interval=5", "callbacks.watch.slow_rank=off")
-    with place.start("throttled", *watch) as run:
+    watch = ("callbacks.watch.interval=4", "callbacks.watch.slow_rank=off")
+    with place.start("throttled", *watch, "save_interval=60ba") as run:
         run.wait_for(40)
         ranks, run.struck = list(run.ranks().values()), time.time()
         while run.process.poll() is None:
@@ -259,8 +262,8 @@ def damaged(place: Place) -> Seen:
 def second_supervisor(place: Place) -> Seen:
     """The second ends with a mistake of the user's; the first goes on as if it had not been."""
     whole = place.undisturbed()
-    with place.start("twice", "max_duration=60ba") as first:
-        first.wait_for(5)
+    with place.start("twice", "callbacks.plugins.pace.seconds=1") as first:
+        first.wait_for(1)
         with place.start("twice") as second:
             first.struck, status = time.time(), second.end()
         is_first_on = first.process.poll() is None
