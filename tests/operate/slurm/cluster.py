@@ -26,7 +26,7 @@ _MINUTES = 240.0  # seconds for a job to come as far as a test waits for
 
 CONF = """
 ClusterName=tiny
-FirstJobId={port}
+FirstJobId={first}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
@@ -82,9 +82,10 @@ class Cluster:
 
     def _write(self, *, timeout: int) -> None:
         host = socket.gethostname().split(".")[0]
+        # Of a job's number its ranks make the port at which they meet: two clusters on a host differ.
         text = CONF.format(
             host=host, user=_user(), port=self._ports[-1], folder=self._folder,
-            timeout=timeout,
+            timeout=timeout, first=1 + self._ports[0] % 9000,
         )  # fmt: skip
         for node, port in zip(self.nodes, self._ports, strict=False):
             text += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2"
