@@ -82,7 +82,7 @@ class Cluster:
 
     def _write(self, *, timeout: int) -> None:
         host = socket.gethostname().split(".")[0]
-        # Of a job's number its ranks make the port at which they meet: two clusters on a host differ.
+        # Ranks make the port at which they meet of the job number: clusters of a host differ in it.
         text = CONF.format(
             host=host, user=_user(), port=self._ports[-1], folder=self._folder,
             timeout=timeout, first=1 + self._ports[0] % 9000,
