@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import time
 from collections import deque
@@ -32,14 +33,17 @@ BEATS = "LLMFOUNDRY_BEATS"
 RECORDER = "LLMFOUNDRY_RECORDER"
 """In the environment: where this process's flight recorder of NCCL writes, if it has one."""
 MEMORY = "/dev/shm"
+_ROOM = 2**22  # bytes: 16 ranks' beats and stacks
 _SIZE = 512  # bytes of a line, padded: a write never leaves the end of a longer one
 _WARM = 3  # steps that compile, tune and connect
 _WINDOW = 100  # steps, the longest of which is told
 
 
 def memory() -> str | None:
-    """Where files are in memory; None: this machine has no such place, or it is not ours."""
-    return MEMORY if os.access(MEMORY, os.W_OK) else None
+    """Where files are in memory; None: there is no such place, or it is not ours or full."""
+    if not os.access(MEMORY, os.W_OK):
+        return None
+    return MEMORY if shutil.disk_usage(MEMORY).free >= _ROOM else None
 
 
 class Heartbeat:

@@ -72,7 +72,7 @@ def not_a_step(model: nn.Module | None, batch: int) -> UserError:
         )
     return UserError(
         f"optimizer.lr: the loss or its gradient was not finite in step {batch + 1}; the"
-        " optimizer did not see it, and the newest checkpoint is sound; write a smaller lr, a"
+        " optimizer did not see it, and what was saved before is sound; write a smaller lr, a"
         " longer schedule.t_warmup, or precision=fp32, and run the same command"
     )
 

@@ -245,6 +245,13 @@ def test_a_program_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
             RunningAttempt([word], beats=tmp_path / "b", ends=tmp_path / "e", is_local=True)
 
 
+def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "supervise").touch()
+    ends = tmp_path / "supervise/attempt-1"
+    with pytest.raises(UserError, match=r"save_folder: .* cannot be made: Not a directory"):
+        RunningAttempt(["true"], beats=tmp_path / "b", ends=ends, is_local=True)
+
+
 def test_an_endless_line_is_passed_on_and_only_its_end_is_kept(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -78,10 +78,14 @@ class RunningAttempt:
             is_local: whether all of its processes are on this machine, and end with this one.
 
         Raises:
-            UserError: the command cannot be started.
+            UserError: the command cannot be started, or a folder not be made.
         """
         for folder in (beats, ends):
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                why = f"the folder of this attempt cannot be made: {one_line(error)}"
+                raise UserError(f"save_folder: {why}; make room for it") from error
         base = dict(os.environ) if is_local else slurm.step_environment()
         env = {**base, BEATS: str(beats), ENDS: str(ends), SUPERVISED: "1"}
         if is_local:

@@ -104,7 +104,7 @@ class StepWatch:
                 raise RollBack(decision)  # who goes back tells how far
             self.tell(decision)
             if decision.action == "stop":
-                raise GivenUp(f"{decision.seen}; {decision.done}; the newest checkpoint is sound")
+                raise GivenUp(f"{decision.seen}; {decision.done}; what was saved before is sound")
 
     def tell(self, decision: SpikeDecision) -> None:
         """Write an event."""

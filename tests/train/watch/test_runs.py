@@ -230,7 +230,7 @@ def test_a_step_that_is_skipped_might_not_have_been(place: Path, factor: float) 
 def test_stop_leaves_the_weights_and_has_its_exit_status(place: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         spoil_step(patch, 13, 100.0)
-        with pytest.raises(GivenUp, match=r"step 14: the loss is .*newest checkpoint is sound"):
+        with pytest.raises(GivenUp, match=r"step 14: the loss is .*what was saved before is sound"):
             train_here("stopped", *SETTINGS, "callbacks.watch.loss_spike=stop")
     assert GivenUp.status == 93
     assert events(Path("runs/stopped")) == [("loss_spike", 14, "stop")]
