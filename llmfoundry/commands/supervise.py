@@ -32,6 +32,11 @@ def supervise(recipe: TrainRecipe) -> None:
         SystemExit: with the status that `ends` has for how it ended.
         UserError: the recipe would begin anew at each restart, or refuse to go on.
     """
+    if {SUPERVISED, "RANK"} & os.environ.keys():
+        raise UserError(
+            "scripts/supervise.py: is itself started by torchrun or another supervisor; start it"
+            " alone: it starts the processes of each machine, or what supervise.launch says"
+        )
     if recipe.save_overwrite:
         raise UserError(
             "save_overwrite: true, but every restart would delete what the run has saved; delete"

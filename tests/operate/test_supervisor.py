@@ -252,6 +252,15 @@ def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
         RunningAttempt(["true"], beats=tmp_path / "b", ends=ends, is_local=True)
 
 
+@pytest.mark.parametrize("name", ["RANK", "LLMFOUNDRY_SUPERVISED"])
+def test_who_is_started_by_a_launcher_does_not_supervise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(UserError, match="start it alone"):
+        supervise(TrainRecipe())
+
+
 def test_an_endless_line_is_passed_on_and_only_its_end_is_kept(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
