@@ -7,11 +7,15 @@ what no test needs is not waited for: the collector of garbage on all that was i
 from __future__ import annotations
 
 import gc
+import signal
 
 import pytest
 
 from tests.disk import skip_fsync
 
+# Under nohup, and behind &, signals are ignored, and what tests start would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until everything is imported
 skip_fsync()
 

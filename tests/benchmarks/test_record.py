@@ -59,7 +59,8 @@ def test_every_bench_is_entered_by_a_make_target_or_by_another() -> None:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
         package, _, name = module.rpartition(".")
         imports = (f"from {module} ", f"from {package} import {name}")
-        ways = (f"-m {module}", f'"{module}"', f'"{module}:', *imports)
+        plugin = f'"{path.name}"'  # named as a file, in a recipe
+        ways = (f"-m {module}", f'"{module}"', f'"{module}:', plugin, *imports)
         others = [text for other, text in texts.items() if other != path]
         entered = any(way in text for way in ways for text in others)
         assert entered or name == "__init__", module

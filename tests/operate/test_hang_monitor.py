@@ -33,9 +33,13 @@ def record():  # what PyTorch's thread beside NCCL does
     place = Path(os.environ[RECORDER])
     pipe = place / f"ask-{rank}.pipe"
     os.mkfifo(pipe)
-    asked = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    while not os.read(asked, 1):  # nobody writes yet
+    asked, said = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), b""
+    while not said:
         time.sleep(0.05)
+        try:
+            said = os.read(asked, 1)
+        except BlockingIOError:  # somebody has opened it, and is about to write
+            pass
     (place / f"flight-{rank}").write_text(f"messages of {rank}")
 
 def wait_for_a_store_that_never_answers():
@@ -136,9 +140,10 @@ def test_a_stopped_rank_is_named_with_its_stack_and_all_are_ended(group: Group) 
     stacks = Path(event["stacks"])
     for rank in range(RANKS):
         text = (stacks / f"rank-{rank}.txt").read_text()
-        assert 'File "<string>"' in text and "most recent call first" in text  # by faulthandler
+        assert "most recent call first" in text  # by faulthandler
         assert (stacks / f"flight-{rank}").read_text() == f"messages of {rank}"
-    assert "on here: stopped" in (stacks / "rank-1.txt").read_text()
+    text = (stacks / "rank-1.txt").read_text()  # those of ranks that go on may be cut short
+    assert "on here: stopped" in text and 'File "<string>"' in text
     assert [rank.wait(10) for rank in group.ranks] == [-signal.SIGKILL] * RANKS
     assert not group.beats.exists()
 

@@ -138,7 +138,7 @@ def judge(readings: Sequence[RankReading], limits: HangLimits) -> HangVerdict | 
     alone = len(last) < len(readings)
     if min(r.age for r in last) > limit and still > min(limit, limits.stopped):
         halted = [r for r in last if r.stopped_for > 0]  # not yet for long, but it explains all
-        if halted and not alone:
+        if halted:
             return _verdict(halted, f"the system says of it: {halted[0].state}")
         why = "all others wait for it" if alone else "all processes are in this phase"
         return _verdict(last, why)
