@@ -21,6 +21,7 @@ from llmfoundry.heartbeat import STACKS, read_beats, stacks_path
 from llmfoundry.operate.hang.judge import STOPPED, RankReading, waits_in_torch
 
 _STACK_SECONDS, _SPY_SECONDS = 2.0, 10.0
+_OVER = ("dead", "zombie", "gone")
 FLIGHT, PIPE = "flight-", "ask-"
 """What a flight recorder's file and the pipe that asks for it are called, before the rank."""
 
@@ -71,6 +72,10 @@ class Ranks:
     def pids(self) -> dict[int, int]:
         """The processes that are still there, by rank."""
         return {r: p.pid for r, p in self._known.items() if self._state(r, p.pid) != "gone"}
+
+    def any_left(self) -> bool:
+        """Whether one of them can still do something; who waits for a dead one may wait for us."""
+        return any(self._state(r, pid) not in _OVER for r, pid in self.pids().items())
 
     def kill(self, ranks: set[int]) -> None:
         """End these at once; a stopped process too."""

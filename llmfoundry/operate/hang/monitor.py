@@ -75,7 +75,7 @@ class Monitor:
     def run(self) -> None:
         """Look, until no process is left; the one that has started this beats already."""
         readings = self._ranks.read()
-        while self._ranks.pids() and self._look(readings):
+        while self._ranks.any_left() and self._look(readings):
             time.sleep(_SECONDS)
             readings = self._ranks.read()
         own = [r for r in self._ranks.recorders.values() if r.name.startswith(RECORDERS)]
@@ -119,7 +119,7 @@ class Monitor:
             return True
         self._ranks.kill(set(verdict.culprits))
         deadline = time.monotonic() + _GRACE
-        while self._ranks.pids() and time.monotonic() < deadline:
+        while self._ranks.any_left() and time.monotonic() < deadline:
             time.sleep(_SECONDS)
         self._ranks.kill(set(self._ranks.pids()))
         return False
