@@ -110,14 +110,15 @@ def names(*runs: str) -> pytest.MarkDecorator:
 
 
 STOPS_ITSELF = """
-import os, signal
+import os, signal, time
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
 from llmfoundry.train.trainer import Callback
 
 class Stop(Callback):
     def on_step(self, trainer):
-        if trainer.batch >= 10 and trainer.world.rank == 1:  # again once it is woken for its stack
+        while trainer.batch == 10 and trainer.world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1)  # woken for its stack
 
 CALLBACKS["stop"] = CallbackType(lambda job: Stop(), keys={})
 """
