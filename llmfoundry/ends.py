@@ -65,20 +65,19 @@ def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
         return
     end = {"rank": rank, "status": status, "kind": kind, "time": time.time()}
     end |= {"node": own_node(), "lines": [line[:1000] for line in lines[:20]]}
-    with suppress(OSError):  # the disk may be what failed
-        path = Path(folder) / f"rank-{rank}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(end), encoding="utf-8")
-        partial.replace(path)
+    _leave(Path(folder) / f"rank-{rank}.json", end)
 
 
 def record_place(folder: Path, ranks: Sequence[int]) -> None:
     """Leave word of which processes are on this machine; by the first of them."""
-    place = {"node": own_node(), "ranks": list(ranks)}
-    with suppress(OSError):
-        path = folder / f"place-{ranks[0]}.json"
+    _leave(folder / f"place-{ranks[0]}.json", {"node": own_node(), "ranks": list(ranks)})
+
+
+def _leave(path: Path, word: dict[str, Any]) -> None:
+    """Write it whole, without waiting for the disk, as `files.write_json` would."""
+    with suppress(OSError):  # the disk may be what failed
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(place), encoding="utf-8")
+        partial.write_text(json.dumps(word), encoding="utf-8")
         partial.replace(path)
 
 

@@ -83,6 +83,11 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
+def is_restart(event: Mapping[str, Any]) -> bool:
+    """Whether it is a supervisor's decision to start the run again."""
+    return event.get("kind") == "decision" and str(event.get("action")).startswith("restart")
+
+
 def names_in(event: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """What an event lists under a key, such as nodes; nothing where it lists nothing."""
     found = event.get(key)

@@ -14,13 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.faults.noise import reading_noise
 from llmfoundry.assemble.job import Job
 from llmfoundry.data.loader import Loader
-from llmfoundry.data.rows import Row
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
 from llmfoundry.train.stores.run_place import run_folder
@@ -135,16 +134,7 @@ class BadRows(Callback):
         for step in self._steps:
             plan = trainer.loader._plan_of(step)
             places.update(plan.places[step - plan.step])
-        read = OrderedStream.read
-
-        def spoilt(stream: OrderedStream, place: int) -> Row:
-            row = read(stream, place)
-            if place not in places:
-                return row
-            noise = np.random.default_rng(place).integers(128, 256, len(row.ids))
-            return row._replace(ids=noise.astype(row.ids.dtype))
-
-        setattr(OrderedStream, "read", spoilt)  # noqa: B010
+        setattr(OrderedStream, "read", reading_noise(places))  # noqa: B010
 
 
 class WithoutRows(Callback):

@@ -126,8 +126,7 @@ def network_gone(place: Place) -> Seen:
 
     def cut(machines: Network, run: Run) -> None:
         machines.delay = lambda one, other: None
-        while not run.events() and run.process.poll() is None:
-            time.sleep(0.1)
+        run.wait_for_event()
         machines.delay = lambda one, other: 0.0
 
     return _on_two(place, "network-gone", cut)

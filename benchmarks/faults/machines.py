@@ -216,8 +216,7 @@ def gpu_lost_in_run(place: Place) -> Seen:
         run.wait_for(12)
         run.struck = time.time()
         states.write_text("healthy,healthy,lost,healthy")
-        while not run.events() and run.process.poll() is None:
-            time.sleep(0.05)
+        run.wait_for_event()
         states.write_text("healthy,healthy,healthy,healthy")  # reset, before the next start
         run.ranks()[2].kill()
         run.end()

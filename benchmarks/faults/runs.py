@@ -171,6 +171,11 @@ class Run:
                 raise RuntimeError(f"step {number} was not done:\n{self.said()[-3000:]}")
             time.sleep(0.02)
 
+    def wait_for_event(self) -> None:
+        """Wait until anybody has told anything, or the run has ended."""
+        while not self.events() and self.process.poll() is None:
+            time.sleep(0.05)
+
     def children(self) -> list[psutil.Process]:
         """All processes below the supervisor."""
         return psutil.Process(self.process.pid).children(recursive=True)

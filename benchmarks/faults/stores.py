@@ -128,8 +128,7 @@ def data_busy(place: Place) -> Seen:
             run.wait_for(30)
             run.struck = time.time()
             remote.fail("slow down")
-            while not run.events() and run.process.poll() is None:
-                time.sleep(0.1)
+            run.wait_for_event()
             remote.answer()
             run.end()
             return run.seen(plain)
@@ -150,8 +149,7 @@ def checkpoints_gone(place: Place) -> Seen:
             run.wait_for(12)
             run.struck = time.time()
             remote.fail("reset")
-            while not run.events() and run.process.poll() is None:
-                time.sleep(0.1)
+            run.wait_for_event()
             remote.answer()
             run.end()
             seen = run.seen(whole)

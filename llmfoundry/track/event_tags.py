@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from llmfoundry.events import names_in
+from llmfoundry.events import is_restart, names_in
 from llmfoundry.masking import public
 
 _MOST_KINDS, _LONGEST = 20, 500
@@ -46,9 +46,8 @@ def _supervised(events: list[Mapping[str, Any]]) -> dict[str, str]:
     starts = sum(event["kind"] == "start" for event in events)
     tags = {"supervise.attempts": str(starts)} if starts else {}
     if decisions:
-        restarts = sum(str(event.get("action")).startswith("restart") for event in decisions)
         bad = {node for event in decisions for node in names_in(event, "bad_nodes")}
-        tags["supervise.restarts"] = str(restarts)
+        tags["supervise.restarts"] = str(sum(map(is_restart, decisions)))
         tags["supervise.last"] = _line(decisions[-1])
         tags |= {"supervise.cause": str(cause)} if (cause := decisions[-1].get("cause")) else {}
         tags |= {"supervise.bad_nodes": _cut(", ".join(sorted(bad)))} if bad else {}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME as EVENTS
-from llmfoundry.events import read_events
+from llmfoundry.events import is_restart, read_events
 from llmfoundry.masking import public
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.log_target import LogTarget, MetricPoint, RunFacts, Samples
@@ -136,8 +136,7 @@ class RunCollector:
             counts, restarts = Counter(dict.fromkeys(KINDS, 0)), 0
             for event in read_events(self._folder):
                 counts[str(event["kind"])] += 1
-                is_decision = event["kind"] == "decision"
-                restarts += is_decision and str(event.get("action")).startswith("restart")
+                restarts += is_restart(event)
             self._stamp, self._counted = stamp, (counts, restarts)
         return self._counted
 

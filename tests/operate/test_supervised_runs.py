@@ -22,25 +22,12 @@ QUICK = (
     *("hang.step_seconds=5", "hang.stopped_seconds=4", "supervise.wait_seconds=0"),
     *("supervise.confirm=off", "parallel.nproc_per_node=2"),
 )
-# Steps that take long enough to be struck in.
-SLOW = """
-import time
-from llmfoundry.recipe.logger import CALLBACKS, CallbackType
-from llmfoundry.train.trainer import Callback
-
-class Slow(Callback):
-    def on_step(self, trainer):
-        time.sleep(0.1)
-
-CALLBACKS["slow"] = CallbackType(lambda job: Slow(), keys={})
-"""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("supervised")
     write_recipe(folder)
-    (folder / "slow.py").write_text(SLOW)
     return folder
 
 
@@ -56,7 +43,7 @@ class Run:
 
     def __init__(self, place: Path, name: str, *overrides: str) -> None:
         script = ROOT / "scripts/supervise.py"
-        slow = ("plugins=[slow.py]", "callbacks.plugins.slow={}")
+        slow = (f"plugins=[{ROOT / 'tests/operate/slow_steps.py'}]", "callbacks.plugins.slow={}")
         words = ["tiny.yaml", f"run_name={name}", *LENGTH, *QUICK, *slow, *overrides]
         self.folder = place / "runs" / name
         self.process = subprocess.Popen(

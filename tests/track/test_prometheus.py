@@ -14,6 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ def begin(folder: Path, heard: Hears, first: int = 0, **keys: Any) -> Background
     sender = writer("prometheus", folder, heard, **keys)
     sender.start(facts(folder, first))
     return sender
+
+
+@contextmanager
+def taken(port: int) -> Iterator[None]:
+    """Somebody else serves there."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        yield
 
 
 def scrape(port: int) -> str:
@@ -119,9 +129,7 @@ def test_the_newest_of_each_metric_is_served_in_base_units_until_the_end(
 
 def test_a_port_that_is_taken_is_told_and_had_once_it_is_free(tmp_path: Path, port: int) -> None:
     heard = Hears()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port))
-        other.listen()
+    with taken(port):
         made = begin(tmp_path / "tiny", heard, prometheus_port=port, prometheus_host="127.0.0.1")
         made.log(1, {"loss/train/total": 1.0})
         deadline = time.monotonic() + 60
@@ -138,9 +146,7 @@ def test_a_port_that_is_taken_is_told_and_had_once_it_is_free(tmp_path: Path, po
 
 def test_a_port_that_stays_taken_holds_no_end_up(tmp_path: Path, port: int) -> None:
     heard = Hears()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port))
-        other.listen()
+    with taken(port):
         made = begin(tmp_path / "tiny", heard, prometheus_port=port, prometheus_host="127.0.0.1")
         made.log(1, {"loss/train/total": 1.0})
         finish(made, timeout=0.2)

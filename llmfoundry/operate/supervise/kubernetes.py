@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
+from llmfoundry.files import parse_json
 from llmfoundry.masking import public
 from llmfoundry.operate.check.probes.time_limit import Late, within
 from llmfoundry.operate.supervise.request import send
@@ -113,5 +114,5 @@ def _reason(error: Exception, node: str) -> str:
 def _said(error: urllib.error.HTTPError) -> str:
     """The message of the API's Status object."""
     with error, suppress(OSError, ValueError, AttributeError, http.client.HTTPException):
-        return public(str(json.loads(error.read(100_000)).get("message", "")))[:300]
+        return public(str(parse_json(error.read(100_000)).get("message", "")))[:300]
     return ""

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -172,20 +172,21 @@ class Supervisor:
         self._running = None
         places = read_places(ends)
         has_begun = bool(places) or running.times.joined is not None
+        told = self._events_behind(start)
         evidence = Evidence(
             status=status,
             node=self.node,
             asked=signal.Signals(self._asked[0]).name if self._asked else "",
             ends=read_ends(ends),
-            hang=self._event(start, "end", "hang"),
-            watch=self._event(start, "stop", *_WATCHED),
+            hang=_first(told, "end", "hang"),
+            watch=_first(told, "stop", *_WATCHED),
             kernel=machines.kernel_events(
                 self.kernel_log,
                 self.node,
                 seconds=running.times.ended - running.times.started,
                 start=logged,
             ),
-            gpu=self._event(start, "log", "gpu", is_bad=True),
+            gpu=_first((event for event in told if event.get("is_bad")), "log", "gpu"),
             tail=list(running.tail),
             expects_word=self.sees_checkpoints,
             places=places,
@@ -299,14 +300,10 @@ class Supervisor:
             lost_steps=lost,
         )
 
-    def _event(
-        self, start: dict[str, Any] | None, action: str, *kinds: str, is_bad: bool = False
-    ) -> dict[str, Any] | None:
-        """The first event of one of these kinds, behind an attempt's, for which this was done."""
+    def _events_behind(self, start: dict[str, Any] | None) -> list[dict[str, Any]]:
+        """The events of an attempt, which are behind that of its start."""
         events = list(read_events(self.folder))
-        later = events[events.index(start) + 1 :] if start in events else []
-        found = (e for e in later if e["kind"] in kinds and (e.get("is_bad") or not is_bad))
-        return next((event for event in found if event.get("action") == action), None)
+        return events[events.index(start) + 1 :] if start in events else []
 
     def _checkpoint(self) -> int:
         """The batch of the newest checkpoint that was committed; -1: there is none."""
@@ -356,6 +353,12 @@ def _post(webhook: str, form: str | None, text: str, event: dict[str, Any]) -> N
     problem = notify(webhook, form, text, event)
     if problem:
         print(problem, file=sys.stderr, flush=True)
+
+
+def _first(events: Iterable[dict[str, Any]], action: str, *kinds: str) -> dict[str, Any] | None:
+    """The first event of one of these kinds for which this was done."""
+    found = (event for event in events if event["kind"] in kinds)
+    return next((event for event in found if event.get("action") == action), None)
 
 
 def last_moved(times: AttemptTimes, hang: dict[str, Any] | None, node: str) -> float:

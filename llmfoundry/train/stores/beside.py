@@ -7,7 +7,6 @@ copy what the store has, calls `Beside` before and after, so that those are sent
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from contextlib import suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from llmfoundry.ends import FOLDER as SUPERVISED
 from llmfoundry.events import NAME as EVENTS
+from llmfoundry.files import parse_json
 
 FOLDERS = ("supervise", "hangs")
 """Below a run's folder: what these two write beside events.jsonl."""
@@ -54,7 +54,7 @@ class Beside:
 def _of_supervisor(lines: list[bytes]) -> list[bytes]:
     """The lines since a supervisor's first start; of one that goes on after a requeue all."""
     for index in range(len(lines) - 1, -1, -1):
-        event = json.loads(lines[index])
+        event = parse_json(lines[index])
         if event.get("kind") == "start" and event.get("attempt") == 1:
             return lines[index:]
     return lines
@@ -66,5 +66,5 @@ def _lines(path: Path) -> list[bytes]:
     with suppress(OSError):
         for line in path.read_bytes().split(b"\n"):
             with suppress(ValueError):
-                found += [line] if isinstance(json.loads(line), dict) else []
+                found += [line] if isinstance(parse_json(line), dict) else []
     return found

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=f"no {missing()}: {INSTALL}"),
 ]
+SLOW = ROOT / "tests/operate/slow_steps.py"
 LENGTH = ("max_duration=40ba", "save_interval=4ba", "parallel=fsdp")
 SPARE = 'supervise.launch=[srun,-K,"--nodes=2","--exclude={exclude}",python]'
 TORCHRUN = (
@@ -31,28 +32,12 @@ TORCHRUN = (
 )
 # A machine that dies while others save is missed by their messages' time limit alone.
 FAST = ("supervise.wait_seconds=0", "hang.stopped_seconds=10", "parallel.dist_timeout=90")
-# Steps that take long enough to be struck in.
-SLOW = """
-import time
-from llmfoundry.recipe.logger import CALLBACKS, CallbackType
-from llmfoundry.train.trainer import Callback
-
-class Slow(Callback):
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def on_step(self, trainer):
-        time.sleep(self.seconds)
-
-CALLBACKS["slow"] = CallbackType(lambda job, seconds: Slow(seconds), keys={"seconds": 0.1})
-"""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("slurm")
     write_recipe(folder)
-    (folder / "slow.py").write_text(SLOW)
     return folder
 
 
@@ -96,7 +81,7 @@ class Job:
         options = {"output": str(self.log), "nodes": nodes, "ntasks_per_node": 1}
         options |= {"gpus_per_node": 1, **more}
         words = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-        keys = [f"save_folder={self.folder}", f"plugins=[{place}/slow.py]", *FAST, *LENGTH]
+        keys = [f"save_folder={self.folder}", f"plugins=[{SLOW}]", *FAST, *LENGTH]
         keys += ["callbacks.plugins.slow={}", *overrides]
         script = [str(ROOT / "scripts/slurm.sbatch"), str(place / "tiny.yaml"), *keys]
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}

@@ -14,12 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from benchmarks.faults.noise import reading_noise
 from llmfoundry.data.loader import Loader
-from llmfoundry.data.rows import Row
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.events import read_events
@@ -60,16 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def poison(patch: pytest.MonkeyPatch, places: set[int]) -> None:
     """Make rows of noise, which nothing that was learned foretells, of some rows of the source."""
-    read = OrderedStream.read
-
-    def spoilt(stream: OrderedStream, place: int) -> Row:
-        row = read(stream, place)
-        if place not in places:
-            return row
-        noise = np.random.default_rng(place).integers(128, 256, len(row.ids))
-        return row._replace(ids=noise.astype(row.ids.dtype))
-
-    patch.setattr(OrderedStream, "read", spoilt)
+    patch.setattr(OrderedStream, "read", reading_noise(places))
 
 
 def poisoned_places(patch: pytest.MonkeyPatch, batches: range) -> set[int]:
