@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -152,13 +152,24 @@ def slurm_environment() -> dict[str, str]:
     # srun's own variables: in a batch script outside srun, SLURM_NTASKS counts tasks not started
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
-    return {
+    tasks = _tasks_of_node(env)
+    return ({} if tasks is None else {"LOCAL_WORLD_SIZE": str(tasks)}) | {
         "RANK": env["SLURM_PROCID"],
         "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": env["SLURM_LOCALID"],
         "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": env.get("MASTER_PORT") or str(20000 + int(env["SLURM_JOB_ID"]) % 20000),
     }
+
+
+def _tasks_of_node(env: Mapping[str, str]) -> int | None:
+    """The step's tasks on this node; `8(x2),4` is of three nodes. None where Slurm does not say."""
+    each = list[int]()
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        tasks, _, nodes = part.partition("(x")
+        each += [int(tasks)] * int(nodes.rstrip(")") or 1) if tasks else []
+    node = int(env.get("SLURM_NODEID", 0))
+    return each[node] if node < len(each) else None
 
 
 def first_host(nodelist: str) -> str:

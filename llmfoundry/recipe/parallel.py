@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -30,6 +31,13 @@ AXES = (
 """The mesh's dimensions, the outermost first: neighbours work most closely together."""
 EXPERT = "expert_parallel_degree"
 METHODS = ("ulysses", "all_gather")
+NODE = 8
+"""Processes of a node where no launcher says how many: GPUs of most."""
+
+
+def node_size() -> int:
+    """Processes of this node: LOCAL_WORLD_SIZE, from torchrun or `parallel/launch`, or NODE."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or NODE
 
 
 @dataclass(frozen=True)
@@ -108,8 +116,9 @@ class ParallelConfig:
     """Processes that share each matrix of attention, dense feed-forward layers, embedding and head
     (Shoeybi et al., 2019), and between these the row's tokens (Korthikanti et al., 2022)."""
     expert_parallel_degree: Annotated[int, Range(-1, 2**20)] = 1
-    """Processes that share the experts of a layer: tokens travel to them and back. -1: all of one
-    copy of the model."""
+    """Processes that share the experts of a layer: tokens travel to them and back. -1: as many as
+    divide both a node and one copy of the model, so that tokens stay inside a node; a larger degree
+    is reported with its cost."""
     reshard_after_forward: bool | None = None
     """Only with shards: free a block's weights after its forward pass and gather them again for
     the backward pass; default true. False keeps them: faster, more memory."""
@@ -133,7 +142,7 @@ class ParallelConfig:
         for name, value in values.items():
             if value == 0:
                 yield f"{key}{name}: {value}; write -1 or a number of processes"
-        free = [name for name, value in values.items() if value == -1]
+        free = [name for name in AXES if values[name] == -1]
         if len(free) > 1:
             first, *others = free
             yield f"{key}{first}: and {', '.join(others)} cannot both be -1; give all but one"
@@ -177,7 +186,9 @@ class ParallelConfig:
         if math.prod(filled) != world_size or 0 in filled:
             raise UserError(self._does_not_fit(world_size))
         lent = math.prod(filled[1:])
-        expert = lent if self.expert_parallel_degree == -1 else self.expert_parallel_degree
+        expert = self.expert_parallel_degree
+        if expert == -1:
+            expert = math.gcd(lent, node_size())
         if lent % expert:
             close = _nearest(expert, divisors(lent))
             raise UserError(

@@ -173,6 +173,26 @@ def test_degrees_that_do_not_fit_name_their_key() -> None:
 
 
 @pytest.mark.parametrize(
+    ("node", "world", "replicate", "shard", "expert"),
+    [("", 512, 4, -1, 8), ("8", 128, 1, 128, 8), ("4", 128, 1, -1, 4), ("8", 12, 1, -1, 4),
+     ("72", 144, 2, 72, 72), ("8", 1, 1, 1, 1)],
+)  # fmt: skip
+def test_experts_stay_within_a_node_unless_a_degree_is_written(
+    monkeypatch: pytest.MonkeyPatch, node: str, world: int, replicate: int, shard: int, expert: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", node or "0")
+    config = ParallelConfig(
+        data_parallel_replicate_degree=replicate,
+        data_parallel_shard_degree=shard,
+        expert_parallel_degree=-1,
+    )
+    assert not [*config.check()]
+    assert config.degrees(world).expert == expert
+    config.expert_parallel_degree = expert
+    assert config.degrees(world).expert == expert
+
+
+@pytest.mark.parametrize(
     ("nodelist", "host"),
     [("gpu[03-05,09]", "gpu03"), ("a1,a2", "a1"), ("n-7", "n-7"), ("r[1,4]-ib", "r1-ib")],
 )
@@ -188,6 +208,8 @@ def test_a_slurm_step_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
         "SLURM_LOCALID": "1",
         "SLURM_STEP_NODELIST": "gpu[03-04]",
         "SLURM_JOB_ID": "20123",
+        "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
+        "SLURM_NODEID": "1",
     }
     for key, value in facts.items():
         monkeypatch.setenv(key, value)
@@ -197,9 +219,14 @@ def test_a_slurm_step_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
         "RANK": "9",
         "WORLD_SIZE": "16",
         "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "8",
         "MASTER_ADDR": "gpu03",
         "MASTER_PORT": "20123",
     }
+    monkeypatch.setenv("SLURM_NODEID", "2")
+    assert slurm_environment()["LOCAL_WORLD_SIZE"] == "4"
+    monkeypatch.delenv("SLURM_STEP_TASKS_PER_NODE")
+    assert "LOCAL_WORLD_SIZE" not in slurm_environment()
 
 
 @pytest.mark.gpu
