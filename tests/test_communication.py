@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from benchmarks.memory import fake_ranks
+from benchmarks.memory import fake_ranks, layouts
 from benchmarks.memory.communication import formula
 from benchmarks.memory.fake_ranks import count, read
 from benchmarks.memory.sent_bytes import SentBytes
 from llmfoundry.assemble.job import build_root
+from llmfoundry.estimate.communication import Messages, between_nodes, communication, spanning
 from llmfoundry.parallel.apply import parallelize
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh
@@ -125,6 +126,8 @@ def test_bytes_sent_in_a_step_are_those_of_the_formula(case: tuple[str, str]) ->
     recipe = make(shape, ranks, degrees)
     _, counted = count(recipe, ranks, microbatches=2)
     assert counted.sent == formula(recipe, ranks, 2)
+    said = {(each.kind, each.processes, each.apart) for each in communication(recipe, ranks, 2)}
+    assert counted.groups == said  # which ranks: what leaves a node follows from them
     assert sum(counted.sent.values()) > 100 * counted.small > 0
 
 
@@ -134,6 +137,46 @@ def test_what_changes_the_bytes_is_in_the_formula(change: tuple[str, str, str]) 
     recipe = make(shape, 8, degrees, words)
     _, counted = count(recipe, 8, microbatches=2)
     assert counted.sent == formula(recipe, 8, 2)
+
+
+BETWEEN = [  # kind, processes, ranks apart, of so many, on nodes of so many: share that leaves one
+    ("all_to_all", 8, 1, 512, 8, 0.0),
+    ("all_to_all", 16, 1, 512, 8, 8 / 15),
+    ("all_to_all", 16, 1, 512, 4, 12 / 15),
+    ("all_to_all", 4, 4, 32, 8, 2 / 3),  # two of a node
+    ("all_to_all", 4, 1, 12, 6, 2 / 9),  # one group of three lies on two nodes
+    ("all_gather", 128, 1, 512, 8, 1 / 8),  # one of eight links of a ring's node leads out
+    ("all_gather", 16, 8, 512, 8, 1.0),
+    ("all_gather", 64, 2, 512, 8, 1 / 4),
+    ("all_reduce", 4, 128, 512, 8, 1.0),
+    ("all_reduce", 8, 1, 8, 8, 0.0),
+    ("reduce_scatter", 6, 1, 12, 8, 2 / 12),  # the second group alone, twice
+]
+
+
+@pytest.mark.parametrize("case", BETWEEN, ids=lambda case: "-".join(map(str, case[:5])))
+def test_what_leaves_a_node(case: tuple[str, int, int, int, int, float]) -> None:
+    kind, processes, apart, world, node, share = case
+    messages = Messages("x", kind, processes, apart, 1 << 30)
+    assert between_nodes(messages, world, node) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("expert", "waits", "mfu"), [(8, 0.75, 0.50), (16, 4.24, 0.41)])
+def test_experts_within_a_node_are_waited_for_less(expert: int, waits: float, mfu: float) -> None:
+    """By hand: 7/8 of 360 GiB at 450 GB/s; 7/15 and 8/15 of 15/16 of it at 450 and at 50 GB/s."""
+    degrees = ["replicate_degree=4", "shard_degree=128"]
+    layout = [f"parallel.data_parallel_{degree}" for degree in degrees]
+    recipe = read("dbrx", 512, [*layout, f"parallel.expert_parallel_degree={expert}"])
+    rows = recipe.device_train_microbatch_size
+    assert rows == 4 and recipe.parallel.activation_checkpointing == "whole"
+    one = layouts.Built(recipe, True, 0.0, 0, 0, (0, 0), [], 0.0)
+    assert one.seconds_a_step[0] == pytest.approx(waits, abs=0.01)
+    assert one.model_seconds / one.seconds_a_step[1] == pytest.approx(mfu, abs=0.005)
+    lines = [*spanning(recipe, 512, rows, 8)]
+    assert len(lines) == (expert == 16)
+    for line in lines:
+        assert line.startswith("parallel.expert_parallel_degree: 16 spans nodes of 8 processes")
+        assert "about 4.2 s" in line and line.endswith("at most 8 stays inside")
 
 
 class Unplaced(nullcontext[None]):

@@ -5,8 +5,9 @@
 One process is in turn the first, one in the middle and the last of a group whose other ranks do not
 exist (`fake_ranks.py`). The whole model is spread as a run does it, and its optimizer makes the
 moments. Of each layout: whether it fits a GPU of 80 GB and with what, bytes of parameters and
-moments beside the estimate, what a step sends by the formulas of `estimate/communication.py`, which
-ranks work together, and which rows of a block's matrices each holds.
+moments beside the estimate, what a step sends by the formulas of `estimate/communication.py`, how
+much of it between nodes of 8, how long nothing is computed meanwhile and which MFU that leaves at
+most, which ranks work together, and which rows of a block's matrices each holds.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.memory.fake_ranks import CPU, GPU, MEMORY, built, held_bytes, spread
 from benchmarks.record import table
 from llmfoundry.errors import UserError
-from llmfoundry.estimate.communication import Messages, communication
+from llmfoundry.estimate.communication import Messages, communication, waited_for
 from llmfoundry.estimate.fit import choose_fit
 from llmfoundry.estimate.memory import GIB, estimate
+from llmfoundry.models.counts import PEAK_FLOPS, flops_per_token
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.spread.held import all_stacked_rows, held_blocks
 from llmfoundry.parallel.mesh import Meshes
@@ -37,13 +39,15 @@ LAYOUTS = {  # by name: the degrees that are not 1; replicas are what is left
     "fsdp": "shard=-1",
     "hsdp": "shard=128",
     "hsdp_ep": "shard=64 expert=8",
-    "hsdp_ep16": "shard=128 expert=16",
+    "hsdp_ep8": "shard=128 expert=8",
+    "hsdp_ep16": "shard=128 expert=16",  # over two nodes of 8
     "fsdp_cp": "shard=64 context=8",
     "fsdp_tp": "shard=64 tensor=8",
-    "hsdp_tp_ep": "shard=16 tensor=8 expert=16",
+    "hsdp_tp_ep": "shard=16 tensor=8 expert=8",
     "hsdp_cp_ep": "shard=32 context=4 expert=8",
     "all": "shard=16 context=2 tensor=4 expert=16",
 }
+OF_PEAK = 0.7  # reached by matrix products
 ROWS = {512: 4096, 3072: 6144}  # of a step: as many for each process that reads its own
 SHOWN = ("attn.Wqkv.weight", "attn.out_proj.weight", "ffn.experts.w1")
 
@@ -78,6 +82,26 @@ class Built:
         rows = self.recipe.device_train_microbatch_size
         assert isinstance(rows, int)
         return communication(self.recipe, self.recipe.parallel.written_degrees.world, rows)
+
+    @property
+    def seconds_a_step(self) -> tuple[float, float]:
+        """Of a step on H100 in nodes of 8, at best: waiting for others, and in all.
+
+        Products run at OF_PEAK, those computed again as well; weights and gradients travel beside
+        them, and take longer only where these are done before.
+        """
+        waits, products = waited_for(self.messages), self.model_seconds / OF_PEAK
+        if self.recipe.parallel.activation_checkpointing == "whole":
+            products *= 4 / 3
+        beside = sum(each.seconds for each in self.messages) - waits
+        return waits + max(0.0, beside - products), waits + max(products, beside)
+
+    @property
+    def model_seconds(self) -> float:
+        """Of a process's share of a step's model FLOPs at an H100's peak."""
+        tokens = self.recipe.global_train_batch_size * self.recipe.max_seq_len
+        flops = tokens * flops_per_token(self.recipe.model, self.recipe.max_seq_len)
+        return flops / self.recipe.parallel.written_degrees.world / PEAK_FLOPS["H100"]
 
 
 def words(layout: str, ranks: int) -> list[str]:
@@ -193,6 +217,10 @@ COLUMNS = {
     "moments": "{:.3f}",
     "of counted, its estimate": "{:.4f}",
     "sends GiB a step": "{:.1f}",
+    "between nodes": "{:.1f}",
+    "waits s": "{:.2f}",
+    "step s": "{:.1f}",
+    "MFU at most": "{:.0%}",
     "seconds": "{:.0f}",
 }
 
@@ -227,13 +255,21 @@ def _row(layout: str, ranks: int, one: Built) -> dict[str, object]:
         "moments": one.moments / GIB,
         "of counted, its estimate": one.expected[1] / one.moments,
         "sends GiB a step": sum(m.sent for m in one.messages) / GIB,
+        "between nodes": sum(m.between for m in one.messages) / GIB,
+        "waits s": one.seconds_a_step[0],
+        "step s": one.seconds_a_step[1],
+        "MFU at most": one.model_seconds / one.seconds_a_step[1],
         "seconds": one.seconds,
     }
 
 
 def _sent(messages: Iterable[Messages]) -> Iterator[str]:
-    for what, kind, processes, sent in messages:
-        yield f"  sends {what} by {kind} among {processes}: {sent / GIB:.2f} GiB a step"
+    for each in messages:
+        out = f", {each.between / GIB:.2f} of it to other nodes" if each.between else ""
+        yield (
+            f"  sends {each.what} by {each.kind} among {each.processes}: {each.sent / GIB:.2f} GiB"
+            f" a step{out}"
+        )
 
 
 if __name__ == "__main__":

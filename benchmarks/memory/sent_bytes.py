@@ -6,6 +6,7 @@ and loses its way among blocks whose forward pass is replaced.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class SentBytes(TorchDispatchMode):
     Attributes:
         calls: of every kind.
         sent: bytes by kind and number of processes.
+        groups: kind, number of processes and the ranks from one to the next, where they are even.
         small: bytes of messages under SMALL, which `sent` leaves out.
     """
 
@@ -50,6 +52,7 @@ class SentBytes(TorchDispatchMode):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.sent: Counter[tuple[str, int]] = Counter()
+        self.groups: set[tuple[str, int, int]] = set()
         self.small = 0
 
     def __torch_dispatch__(
@@ -71,6 +74,7 @@ class SentBytes(TorchDispatchMode):
                 self.small += size
             else:
                 self.sent[kind, group.size()] += size
+                self.groups.add((kind, group.size(), _apart(group)))
         return func(*args, **(kwargs or {}))
 
 
@@ -80,6 +84,13 @@ def _group(args: Sequence[Any]) -> dist.ProcessGroup:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
     return _resolve_process_group(args[-1])
+
+
+def _apart(group: dist.ProcessGroup) -> int:
+    """Ranks from one process of a group to the next; 0: not alike."""
+    ranks = dist.get_process_group_ranks(group)
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    return steps.pop() if len(steps) == 1 else 0
 
 
 def _operand(args: Sequence[Any]) -> int:

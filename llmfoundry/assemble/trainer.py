@@ -40,6 +40,7 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError, enough_memory
+from llmfoundry.estimate.communication import spanning
 from llmfoundry.estimate.fit import (
     Fit,
     available_memory,
@@ -55,7 +56,7 @@ from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import value_count
-from llmfoundry.parallel.agree import least, together
+from llmfoundry.parallel.agree import check_alike, least, together
 from llmfoundry.parallel.apply import parallelize
 from llmfoundry.parallel.blocks import check_compiler
 from llmfoundry.parallel.context import token_cut
@@ -63,7 +64,7 @@ from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.parallel.mesh import Meshes, build_mesh, on_mesh
 from llmfoundry.parallel.sharding import replicate
 from llmfoundry.recipe.front.typed import to_yaml
-from llmfoundry.recipe.parallel import recomputation
+from llmfoundry.recipe.parallel import EXPERT, node_size, recomputation
 from llmfoundry.recipe.parallel_limits import limits
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -109,6 +110,8 @@ def build_trainer(
     data = _open_data(recipe, tokenizer, world, tracker.note)
     settle_vocabulary(recipe, written, tokenizer)
     chosen = _fitted(recipe, fit, start, world, tracker.note)
+    for line in layout_lines(recipe, world, chosen, pretrained):
+        tracker.note(line)
     root = build_model(
         recipe, world, meshes, tracker.note, written=written, checkpoint=start.checkpoint
     )
@@ -157,6 +160,9 @@ def _join_mesh(
     """This process's place in the layout, which all have agreed upon."""
     check_same_recipe(recipe, world)  # first: what is asked of all depends on it
     recipe.precision = served_precision(recipe.precision, world, note)
+    if recipe.parallel.expert_parallel_degree == -1:
+        found = {f"parallel.{EXPERT}": str(node_size())}
+        check_alike(world, found, advice="nodes have other numbers of processes; write a number")
     check_layout(recipe, world)
     meshes = build_mesh(recipe.parallel, world)
     return on_mesh(world, meshes), meshes
@@ -202,6 +208,15 @@ def _fitted(
         note(checkpointing_line(recipe, chosen, begun_with))
     recipe.parallel.activation_checkpointing = chosen.checkpointing
     return chosen
+
+
+def layout_lines(
+    recipe: TrainRecipe, world: World, chosen: Fit, pretrained: Pretrained | None
+) -> list[str]:
+    """What degrees that span nodes cost; of models of our own shapes alone."""
+    if world.size == 1 or pretrained is not None:
+        return []
+    return [*spanning(recipe, world.size, chosen.microbatch, node_size())]
 
 
 def _check_machine(

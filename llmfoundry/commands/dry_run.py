@@ -28,12 +28,14 @@ from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.errors import UserError
-from llmfoundry.estimate.communication import Messages, communication
+from llmfoundry.estimate.communication import Messages, communication, spanning
 from llmfoundry.estimate.fit import (
+    Fit,
     check_workers,
     checkpointing_line,
     choose_fit,
     with_guessed_vocabulary,
+    with_level,
 )
 from llmfoundry.estimate.memory import GIB, MemoryEstimate
 from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
@@ -45,6 +47,7 @@ from llmfoundry.parallel.launch import World, wanted_processes
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.optimizer import OPTIMIZERS
+from llmfoundry.recipe.parallel import node_size
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
 from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
@@ -111,7 +114,7 @@ def plan_training(written: TrainRecipe) -> Rows:
     yield "device", f"{world.size} x {device}, {recipe.precision}, microbatch {rows}"
     yield "memory", _memory(need, rows, free)
     if world.size > 1 and model is None:
-        yield "sends", _sends(communication(guessed, world.size, rows))
+        yield from _layout(guessed, world, fit)
     if recipe.parallel.activation_checkpointing == "auto":
         yield "", checkpointing_line(guessed, fit)
     yield "checkpoints", _checkpoints(recipe, need, model)
@@ -202,13 +205,29 @@ def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
     )
 
 
+def _layout(guessed: TrainRecipe, world: World, fit: Fit) -> Rows:
+    """What a process sends, and degrees whose processes wait for each other across nodes."""
+    recipe = with_level(guessed, fit.checkpointing)
+    node = node_size() if "RANK" in os.environ else world.size  # else all are of this machine
+    yield "sends", _sends(communication(recipe, world.size, fit.microbatch, node))
+    for line in spanning(recipe, world.size, fit.microbatch, node):
+        yield "layout", line
+
+
 def _sends(messages: Iterable[Messages]) -> str:
-    """What a process sends in a step, the most first."""
-    each: Counter[str] = Counter()
+    """What a process sends in a step, the most first; in brackets, what leaves its node."""
+    each, between = Counter[str](), Counter[str]()
     for message in messages:
         each[message.what] += message.sent
-    parts = ", ".join(f"{what} {size(sent / GIB)}" for what, sent in each.most_common())
-    return f"about {size(each.total() / GIB)} a process and step: {parts}"
+        between[message.what] += message.between
+
+    def part(what: str, sent: int) -> str:
+        out = f" ({size(between[what] / GIB)})" if between[what] else ""
+        return f"{what} {size(sent / GIB)}{out}"
+
+    out = f", {size(between.total() / GIB)} of it to other nodes" if between.total() else ""
+    parts = ", ".join(part(what, sent) for what, sent in each.most_common())
+    return f"about {size(each.total() / GIB)} a process and step{out}: {parts}"
 
 
 def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | None) -> str:

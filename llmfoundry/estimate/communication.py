@@ -7,19 +7,33 @@ Written below: p processes take part, W are the values that they share (`shards.
 value in matrix products (2 under bfloat16), M microbatches are in a step. A process sends what it
 receives: (p - 1) / p of what is gathered or reduce-scattered, as in a ring, twice that of what is
 all-reduced (Patarasuk & Yuan, 2009), (p - 1) / p of what is exchanged all to all.
+
+What leaves a node is counted beside it. Nodes hold neighbouring ranks. All to all, the other nodes'
+share of the p - 1 others; around a ring, which enters and leaves each node once, one message in as
+many as the node has processes of the group: the mean of its processes, each of which has a network
+card (NCCL turns its rings so that all do).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from llmfoundry.estimate.activations import tokens_of_row
+from llmfoundry.estimate.memory import GIB
 from llmfoundry.estimate.shards import REDUCED, Shares, seen_by_tokens, shares
-from llmfoundry.recipe.parallel import Degrees, recomputation
+from llmfoundry.recipe.parallel import NODE, Degrees, recomputation
 from llmfoundry.recipe.parallel_limits import context_method
 from llmfoundry.recipe.scripts.train import TrainRecipe
+
+NVLINK, NETWORK = 450e9, 50e9
+"""Bytes/s in one direction of a GPU: of an H100 inside a node (900 GB/s both ways), and through a
+card of 400 Gb/s a GPU between nodes."""
+WAITED_FOR = ("tokens", "activations", "heads", "keys and values")
+"""What the next products need: nothing is computed beside it, but a shared expert, which hides part
+of the tokens. Weights and gradients travel beside other blocks' products."""
 
 
 class Messages(NamedTuple):
@@ -29,17 +43,35 @@ class Messages(NamedTuple):
         what: is sent, in a word.
         kind: of the collective, as torch.distributed calls it.
         processes: that take part.
+        apart: ranks from one of them to the next.
         sent: bytes; it receives as many.
+        between: those of them that go to another node; the mean of all processes.
     """
 
     what: str
     kind: str
     processes: int
+    apart: int
     sent: int
+    between: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """That it takes by itself, at NVLINK and NETWORK, one behind the other."""
+        return (self.sent - self.between) / NVLINK + self.between / NETWORK
 
 
-def communication(recipe: TrainRecipe, world_size: int, microbatch: int) -> list[Messages]:
-    """All that a process sends in a step of a filled recipe, `microbatch` rows at a time."""
+def communication(
+    recipe: TrainRecipe, world_size: int, microbatch: int, node: int = NODE
+) -> list[Messages]:
+    """All that a process sends in a step of a filled recipe.
+
+    Args:
+        recipe: filled; activation checkpointing decided.
+        world_size: processes of the run.
+        microbatch: rows at a time.
+        node: processes of a node.
+    """
     degrees = recipe.parallel.degrees(world_size)
     rows = recipe.global_train_batch_size // degrees.data
     held = shares(recipe.model, degrees)
@@ -50,13 +82,73 @@ def communication(recipe: TrainRecipe, world_size: int, microbatch: int) -> list
         found += tensor_parallel(recipe, degrees, rows, -(-rows // microbatch))
         found += context_parallel(recipe, degrees, rows)
         found += expert_parallel(recipe, degrees, rows)
-    return [messages for messages in found if messages.sent]
+    return [
+        each._replace(between=round(each.sent * between_nodes(each, world_size, node)))
+        for each in found
+        if each.sent
+    ]
+
+
+def between_nodes(messages: Messages, world_size: int, node: int) -> float:
+    """The share of messages that leaves a node of so many neighbouring ranks.
+
+    Groups are ranks `apart` from each other, and all of a run's groups together are its processes.
+    """
+    p, apart, crossing = messages.processes, messages.apart, 0.0
+    for first in range(0, world_size, p * apart):
+        for offset in range(apart):
+            ranks = range(first + offset, first + offset + p * apart, apart)
+            here = Counter(rank // node for rank in ranks)
+            if messages.kind == "all_to_all":
+                crossing += p - sum(n * (n - 1) for n in here.values()) / (p - 1)
+            elif len(here) > 1:
+                crossing += len(here)
+    return crossing / world_size
+
+
+def waited_for(found: Iterable[Messages]) -> float:
+    """Seconds of a step in which nothing is computed: of what the next products need."""
+    return sum(each.seconds for each in found if each.what in WAITED_FOR)
+
+
+def spanning(recipe: TrainRecipe, world_size: int, microbatch: int, node: int) -> Iterator[str]:
+    """A line for each degree whose processes wait for each other across nodes, with its cost.
+
+    Args:
+        recipe: filled; activation checkpointing decided.
+        world_size: processes of the run.
+        microbatch: rows at a time.
+        node: processes of a node.
+    """
+    degrees = recipe.parallel.degrees(world_size)
+    found = communication(recipe, world_size, microbatch, node)
+    for name, what in _SPANNING.items():
+        across = [each for each in found if each.what in what and each.between]
+        if not across:
+            continue
+        degree, apart = getattr(degrees, name), across[0].apart
+        cost, out = sum(each.seconds for each in across), sum(each.between for each in across)
+        inside = math.gcd(degree, node // apart) if node % apart == 0 else 1
+        yield (
+            f"parallel.{name}_parallel_degree: {degree} spans nodes of {node} processes:"
+            f" {out / GIB:.3g} of {sum(each.sent for each in across) / GIB:.3g} GiB of a process's"
+            f" {across[0].what} leave its node in a step, about {cost:.2g} s that nothing hides (at"
+            f" {NVLINK / 1e9:.0f} GB/s inside, {NETWORK / 1e9:.0f} GB/s between); at most {inside}"
+            " stays inside"
+        )
+
+
+_SPANNING = {
+    "expert": ("tokens",),
+    "tensor": ("activations",),
+    "context": ("heads", "keys and values"),
+}
 
 
 def data_parallel(held: Shares, degrees: Degrees) -> Iterator[Messages]:
     """DDP: gradients, all-reduced once a step: 2 (p - 1) / p * 4 W."""
     p = degrees.replicate
-    yield Messages("gradients", "all_reduce", p, 2 * (p - 1) * REDUCED * held.all.shard // p)
+    yield Messages("gradients", "all_reduce", p, 1, 2 * (p - 1) * REDUCED * held.all.shard // p)
 
 
 def fully_sharded(
@@ -72,12 +164,12 @@ def fully_sharded(
     passes = 2 if recipe.parallel.reshard_after_forward else 1
     scattered = microbatches if recipe.parallel.reduce_scatter_each_microbatch else 1
     r = degrees.replicate
-    parts = [(unit.processes, unit.all.shard, passes) for unit in held.units]
-    for p, own, gathers in [(degrees.weights, held.ends.shard, 1), *parts]:
-        gathered = microbatches * gathers * _low(recipe) * own
-        yield Messages("weights", "all_gather", p, (p - 1) * gathered)
-        yield Messages("gradients", "reduce_scatter", p, (p - 1) * scattered * REDUCED * own)
-        yield Messages("gradients", "all_reduce", r, 2 * (r - 1) * REDUCED * own // r)
+    parts = [(unit.processes, unit.apart, unit.all.shard, passes) for unit in held.units]
+    for p, apart, own, gathers in [(degrees.weights, degrees.tensor, held.ends.shard, 1), *parts]:
+        gathered, reduced = microbatches * gathers * _low(recipe) * own, REDUCED * own
+        yield Messages("weights", "all_gather", p, apart, (p - 1) * gathered)
+        yield Messages("gradients", "reduce_scatter", p, apart, (p - 1) * scattered * reduced)
+        yield Messages("gradients", "all_reduce", r, degrees.lent, 2 * (r - 1) * reduced // r)
 
 
 def tensor_parallel(
@@ -103,13 +195,12 @@ def tensor_parallel(
     gathered = n * (gathers * (norm + low) + repeated * norm) + norm + low
     scattered = n * (gathers * (norm + low) + scatters * low) + norm + low
     values = (p - 1) * tokens * model.d_model // p
-    yield Messages("activations", "all_gather", p, gathered * values)
-    yield Messages("activations", "reduce_scatter", p, scattered * values)
+    yield Messages("activations", "all_gather", p, 1, gathered * values)
+    yield Messages("activations", "reduce_scatter", p, 1, scattered * values)
     of_tokens = microbatches * low * seen_by_tokens(model)
-    yield Messages("gradients", "all_reduce", p, 2 * (p - 1) * of_tokens // p)
-    yield Messages(
-        "losses", "all_gather", p, (p - 1) * 2 * 4 * rows * tokens_of_row(recipe, degrees)
-    )
+    yield Messages("gradients", "all_reduce", p, 1, 2 * (p - 1) * of_tokens // p)
+    of_losses = 2 * 4 * rows * tokens_of_row(recipe, degrees)
+    yield Messages("losses", "all_gather", p, 1, (p - 1) * of_losses)
 
 
 def context_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterator[Messages]:
@@ -131,12 +222,13 @@ def context_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterat
         each = 2 * heads * model.n_layers + 2 * math.lcm(kv, p) * makers
         values = (p - 1) * tokens * each * width // p
         passes = 3 if again == "whole" else 2
-        yield Messages("heads", "all_to_all", p, passes * _low(recipe) * values)
+        yield Messages("heads", "all_to_all", p, degrees.tensor, passes * _low(recipe) * values)
     else:
         values = (p - 1) * tokens * 2 * kv * width * makers
         passes = 1 if again == "none" else 2
-        yield Messages("keys and values", "all_gather", p, passes * _low(recipe) * values)
-        yield Messages("keys and values", "reduce_scatter", p, _low(recipe) * values)
+        values *= _low(recipe)
+        yield Messages("keys and values", "all_gather", p, degrees.tensor, passes * values)
+        yield Messages("keys and values", "reduce_scatter", p, degrees.tensor, values)
 
 
 def expert_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterator[Messages]:
@@ -155,7 +247,7 @@ def expert_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterato
     values = (p - 1) * tokens * top_k * model.d_model // p
     whole = recomputation(recipe.parallel.activation_checkpointing) == "whole"
     sent = (6 if whole else 4) * _low(recipe) * values * model.n_layers
-    yield Messages("tokens", "all_to_all", p, sent)
+    yield Messages("tokens", "all_to_all", p, 1, sent)
 
 
 def _low(recipe: TrainRecipe) -> int:

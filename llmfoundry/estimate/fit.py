@@ -92,7 +92,7 @@ def choose_fit(
     levels = _levels(recipe, device) if asked == "auto" else [asked]
     fits = list[Fit]()
     for level in levels:
-        need = estimate(_with_level(recipe, level), world_size, sketch=sketch, device=device)
+        need = estimate(with_level(recipe, level), world_size, sketch=sketch, device=device)
         room = [n for n in candidates if need.total(n) <= USABLE * available]
         fits += [Fit(n, level, need) for n in room[:1]]
     enough = min(candidates[0], -(-MIN_TOKENS // recipe.max_seq_len))
@@ -150,7 +150,7 @@ def _levels(recipe: TrainRecipe, device: torch.device) -> list[str]:
     return [level for level in LEVELS if not (without and level == "selective")]
 
 
-def _with_level(recipe: TrainRecipe, level: str) -> TrainRecipe:
+def with_level(recipe: TrainRecipe, level: str) -> TrainRecipe:
     """A copy of which so much is computed again."""
     parallel = dataclasses.replace(recipe.parallel, activation_checkpointing=level)
     return dataclasses.replace(recipe, parallel=parallel)

@@ -67,11 +67,13 @@ class Unit(NamedTuple):
 
     Attributes:
         processes: over which it is cut.
+        apart: ranks from one of these to the next.
         all: of all blocks.
         block: of the largest block.
     """
 
     processes: int
+    apart: int
     all: Values
     block: Values
 
@@ -106,7 +108,12 @@ def shares(model: ModelConfig, degrees: Degrees) -> Shares:
     each = [(by_unit(block.named_parameters(), degrees), count) for block, count in blocks]
     largest, _ = max(each, key=lambda one: total(one[0].values()).gathered)
     units = tuple(
-        Unit(cut_over(unit, degrees), total(found[unit].times(n) for found, n in each), of_block)
+        Unit(
+            cut_over(unit, degrees),
+            apart(unit, degrees),
+            total(found[unit].times(n) for found, n in each),
+            of_block,
+        )
         for unit, of_block in largest.items()
     )
     head = bare.head_weight
@@ -141,6 +148,11 @@ def cut_over(unit: str, degrees: Degrees) -> int:
         OF_LAYER: degrees.lent,
         OF_EXPERTS: degrees.expert_shard,
     }[unit]
+
+
+def apart(unit: str, degrees: Degrees) -> int:
+    """Ranks from one of these processes to the next, as `parallel/mesh.py` lays them out."""
+    return {BLOCK: degrees.tensor, OF_LAYER: 1, OF_EXPERTS: degrees.expert}[unit]
 
 
 def seen_by_tokens(model: ModelConfig) -> int:

@@ -65,6 +65,23 @@ def test_processes_are_told_what_they_send_to_each_other(
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_degree_that_spans_nodes_is_reported_with_its_cost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_WORLD_SIZE": 8}.items():
+        monkeypatch.setenv(name, str(value))
+    tiny, key = YAMLS / "dbrx-tiny.yaml", "parallel.expert_parallel_degree"
+    words = ["model.vocab_size=2048", "parallel=fsdp", "global_train_batch_size=16"]
+    assert dry(TrainRecipe, "train:train", tiny, *words, f"{key}=16") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"{key}: 16 spans nodes of 8 processes: " in out and "at most 8 stays inside" in out
+    assert re.search(r"sends about \S+ \S+ a process and step, \S+ \S+ of it to other nodes: ", out)
+    for degree in (-1, 8):
+        assert dry(TrainRecipe, "train:train", tiny, *words, f"{key}={degree}") == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "spans" not in out and "of it to other nodes" in out  # gradients and weights
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU serves amp_bf16")
 @pytest.mark.parametrize(("has_bf16", "served"), [(True, "amp_bf16"), (False, "fp32")])
 def test_the_plan_names_the_precision_that_is_computed_in(

@@ -40,7 +40,7 @@ def made(model: str, degrees: str, processes: int) -> TrainRecipe:
 @pytest.mark.parametrize("line", slow_but(ROUTINE, LINES))
 def test_a_row_of_the_table_is_what_the_estimate_says(line: str) -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    gpus, model, degrees, gib, again, pace, sends, parts = cells
+    gpus, model, degrees, gib, again, pace, sends, leaves, parts = cells
     processes = int(gpus.replace(",", ""))
     recipe = made(model, degrees, processes)
     spread_by = recipe.parallel.degrees(processes)  # refuses what is not so many
@@ -51,8 +51,11 @@ def test_a_row_of_the_table_is_what_the_estimate_says(line: str) -> None:
     assert fit.need.total(fit.microbatch) / GIB == pytest.approx(float(gib), abs=0.051)
     assert (fit.checkpointing, f"{fit.microbatch} x {times}") == (again, pace)
     sent: Counter[str] = Counter()
-    for message in communication(recipe, processes, fit.microbatch):
+    messages = communication(recipe, processes, fit.microbatch)
+    for message in messages:
         sent[message.what] += message.sent
+    between = sum(message.between for message in messages)
+    assert between / GIB == pytest.approx(float(leaves), abs=0.51)
     assert sent.total() / GIB == pytest.approx(float(sends), abs=0.51)
     said = {what: float(number) for what, number in re.findall(r"(\w+) ([\d.]+)", parts)}
     seen = {what: count / GIB for what, count in sent.items() if count > 0.1 * GIB}
