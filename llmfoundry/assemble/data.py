@@ -60,6 +60,7 @@ class Data:
         validation: held-out text; no rows where there is none.
         bytes_per_token: of the training text; an estimate for MDS shards.
         summary: lines for the user: counts, sizes, and what was dropped.
+        bad_rows: those of its lines about rows that cannot be used and are left out.
     """
 
     streams: tuple[Stream, ...]
@@ -68,6 +69,7 @@ class Data:
     validation: HeldOut
     bytes_per_token: float
     summary: str
+    bad_rows: tuple[str, ...] = ()
 
     def validation_texts(self) -> list[str]:
         """The held-out documents."""
@@ -82,6 +84,7 @@ class _Opened:
     bytes_per_token: float
     notes: list[str]
     validation: list[HeldOut] = field(default_factory=list)
+    bad_rows: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
         validation=validation,
         bytes_per_token=float(parts @ [found.bytes_per_token for found in opened]),
         summary="\n".join(lines + opening.silent),
+        bad_rows=tuple([line for found in opened for line in found.bad_rows] + opening.bad_rows),
     )
 
 
@@ -257,6 +261,7 @@ class _Opening:
         self._tokenizer, self._world = tokenizer, world
         self._options = FetchOptions.from_config(recipe.data)
         self.silent: list[str] = []  # lines: each store that gave no index, held-out rows
+        self.bad_rows: list[str] = []  # lines of held-out rows
 
     def stream(self, name: str, source: SourceConfig) -> _Opened:
         """One to train on."""
@@ -268,8 +273,9 @@ class _Opening:
         """Shards, or supervised rows, to measure on."""
         if config.is_supervised:
             opened = partial(open_validation_rows, config, self._recipe, self._tokenizer)
-            rows, lines = on_each_machine(self._world, opened, patient=True)
+            rows, lines, bad_rows = on_each_machine(self._world, opened, patient=True)
             self.silent += lines
+            self.bad_rows += bad_rows
             return rows
         key, folder = "data.validation", open_folder(config, self._options)
         index = on_rank0(self._world, lambda: self._read_index(key, folder))
@@ -292,7 +298,7 @@ class _Opening:
         found = on_each_machine(self._world, opened, patient=True)
         stream = OrderedStream(found.source, self._order(found.source.sizes))
         validation: list[HeldOut] = [] if found.validation is None else [found.validation]
-        return _Opened(stream, found.bytes_per_token, found.notes, validation)
+        return _Opened(stream, found.bytes_per_token, found.notes, validation, found.bad_rows)
 
     def _corpus(self, name: str, source: SourceConfig) -> _Opened:
         config = self._config if name == ONLY else self._config.alone(source)

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmfoundry.data.sources import ONLY, stream_key
-from llmfoundry.data.supervised.pack import PackedExamples, PackOptions, open_rows, summary
+from llmfoundry.data.supervised.pack import (
+    PackedExamples,
+    PackOptions,
+    bad_lines,
+    open_rows,
+    summary,
+)
 from llmfoundry.data.supervised.prepare_rows import prepare_rows
 from llmfoundry.data.supervised.source import SupervisedHeldOut, SupervisedSource
 from llmfoundry.data.supervised.store import Store
@@ -26,12 +32,14 @@ class OpenedRows:
         validation: those held out of it; None: none are.
         bytes_per_token: of the learned tokens.
         notes: lines for the user.
+        bad_rows: those of them about rows that cannot be used and are left out.
     """
 
     source: SupervisedSource
     validation: SupervisedHeldOut | None
     bytes_per_token: float
     notes: list[str]
+    bad_rows: list[str]
 
 
 def open_supervised(
@@ -54,21 +62,22 @@ def open_supervised(
         validation = SupervisedHeldOut(store, packed.held_out, tokenizer, supervised)
     counts = packed.counts
     ratio = max(1, counts.learned_bytes) / max(1, counts.learned)
-    return OpenedRows(rows, validation, ratio, lines)
+    return OpenedRows(rows, validation, ratio, lines, bad_lines(stream_key(name), store.facts))
 
 
 def open_validation_rows(
     source: SourceConfig, recipe: TrainRecipe, tokenizer: Tokenizer
-) -> tuple[SupervisedHeldOut, list[str]]:
-    """The rows of data.validation, all to measure on, and lines for the user.
+) -> tuple[SupervisedHeldOut, list[str], list[str]]:
+    """The rows of data.validation, all to measure on; notes and bad_rows as in `OpenedRows`.
 
     Raises:
         UserError: as `open_supervised`.
     """
     config = recipe.data.alone(source)
-    store, packed, lines = _open("data.validation", config, recipe, tokenizer, 0.0)
-    examples = np.sort(packed.members)
-    return SupervisedHeldOut(store, examples, tokenizer, config.supervised), lines
+    key = "data.validation"
+    store, packed, lines = _open(key, config, recipe, tokenizer, 0.0)
+    held_out = SupervisedHeldOut(store, np.sort(packed.members), tokenizer, config.supervised)
+    return held_out, lines, bad_lines(key, store.facts)
 
 
 def _open(

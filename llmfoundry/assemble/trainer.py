@@ -50,6 +50,7 @@ from llmfoundry.estimate.fit import (
     with_guessed_vocabulary,
 )
 from llmfoundry.events import NAME as EVENTS
+from llmfoundry.events import read_events
 from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
@@ -246,6 +247,11 @@ def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
         (folder / EVENTS).unlink(missing_ok=True)
     first, clock = trainer.first_batch, trainer.clock
     tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))
+    if job.data.bad_rows and job.world.is_main:
+        known = {event["what"] for event in read_events(run_folder(job.recipe))}
+        for line in job.data.bad_rows:
+            if line not in known:  # written by an attempt before this one
+                tracker.keep_event("bad_rows", line, "left out", step=None, action="drop")
 
 
 def make_tokenizer(

@@ -14,6 +14,7 @@ PACKINGS = ("best_fit", "off")
 LOSSES = ("tokens", "sequences")
 TOO_LONG = ("truncate", "drop", "error")
 NOTHING_LEARNED = ("error", "drop")
+BAD_ROWS = ("error", "drop")
 _AT_LEAST = re.compile(r"length>=([1-9]\d{0,8})")
 
 
@@ -39,6 +40,11 @@ class SupervisedConfig:
     prompt: truncate (the end is cut), drop, or error."""
     nothing_learned: Annotated[str, choice(NOTHING_LEARNED)] = "error"
     """Rows in which no token is learned, also because of truncation: error, or drop."""
+    bad_rows: Annotated[str, choice(BAD_ROWS)] = "error"
+    """Rows that cannot be used: not JSON, not of the format, refused by the chat template. All are
+    counted by what is wrong with them in one pass. error: the run ends with a line for each reason
+    and the first places of each. drop: they are left out, with a line and an event for each
+    reason."""
     drop_duplicates: bool = False
     """Leave out rows that repeat another exactly; they are counted either way."""
 

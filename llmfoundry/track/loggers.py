@@ -156,9 +156,16 @@ class Tracker:
         self, kind: str, seen: str, done: str, *, step: int, action: str, **more: Any
     ) -> None:
         """Warn of what happened in a step (from 1), and keep it, and `more`, in events.jsonl."""
+        if self._is_main:
+            self.console.warn(f"{seen}; {done}")
+        self.keep_event(kind, seen, done, step=step, action=action, **more)
+
+    def keep_event(
+        self, kind: str, seen: str, done: str, *, step: int | None, action: str, **more: Any
+    ) -> None:
+        """Keep what happened, and `more`, in events.jsonl; without a warning of it."""
         if not self._is_main:
             return
-        self.console.warn(f"{seen}; {done}")
         try:
             add_event(self._folder, kind, seen, step=step, action=action, done=done, **more)
         except OSError as error:

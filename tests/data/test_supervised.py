@@ -506,19 +506,17 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ({"text": "x"}, r"no column 'messages'; it has text; write"),
     ({"messages": "hi"}, "messages holds text, not a list of messages"),
     ({"messages": [user("a")]}, "messages has 1 messages; a conversation has at least two"),
-    ({"messages": [assistant("a"), user("b"), assistant("c")]},
-     r"messages\[0\] is assistant; a conversation begins with system or user"),
-    ({"messages": [user("a"), user("b"), assistant("c")]},
-     r"messages\[1\] is user after user; expected assistant"),
     ({"messages": [user("a"), assistant("b"), user("c")]}, "last message must be the assistant"),
-    ({"messages": [user("a"), {"role": "system", "content": "s"}, assistant("b")]},
-     r"messages\[1\] is system after user"),
     ({"messages": [user("a"), {"role": "bot", "content": "b"}]}, r"messages\[1\].role is 'bot'"),
     ({"messages": [user("a"), {"role": "assistant"}]}, r"messages\[1\] has no content"),
     ({"messages": [user("a"), {"role": "assistant", "content": 3}]},
      r"messages\[1\].content holds a int, not text"),
-    ({"messages": [user("a"), assistant("b", wieght=1)]},
-     r"messages\[1\] has the unknown key 'wieght'; did you mean 'weight'"),
+    ({"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+     r"messages\[0\] has from and value; write data.format=sharegpt"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+     r"no column 'messages'; it has conversations; write data.format=sharegpt, or correct"),
+    ({"prompt": "a", "response": "b"}, r"write data.format=prompt_response, or correct the row"),
+    ({"chosen": "a", "rejected": "b"}, r"write data.format=preference, or correct the row"),
     ({"messages": [user("a"), assistant("b", weight="x")]}, r"messages\[1\].weight is 'x'"),
     ({"messages": [user("a"), assistant("b", weight=float("nan"))]}, r"weight is nan"),
     ({"messages": [user("a"), assistant("b", weight=10**400)]}, r"weight is 10000.* from 0 to"),
@@ -558,7 +556,9 @@ def test_a_row_that_is_no_conversation_is_named(tmp_path, row, message):
         ("sharegpt", {"conversations": [{"from": [1], "value": "a"}] * 2}, r"role is \[1\]"),
         ("sharegpt", {"conversations": [{"from": "human"}]}, r"conversations\[0\] lacks from"),
         ("sharegpt", {"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value":
-            "b"}]}, "begins with system or user"),
+            "b"}]}, "messages ends with user; the last message"),
+        ("sharegpt", {"messages": [user("a"), assistant("b")]},
+            "no column 'conversations'; it has messages; write data.format=chat, or correct it"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_not_of_its_format_is_named(tmp_path, form, row, message):
@@ -588,6 +588,268 @@ def test_a_function_that_fails_is_a_line(tmp_path, code, message):
     assert len(error.value.lines()) == 1
 
 
+def test_a_column_that_no_row_has_is_named_with_its_key(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", [{"prompt": "a", "response": "b"}] * 5))
+    config = {"paths": [path], "format": "prompt_response", "columns": {"prompt": "zz"}}
+    with pytest.raises(UserError) as error:
+        opened(tmp_path, config)
+    head, line = error.value.lines()
+    assert head.startswith("data: 5 of 5 rows cannot be used; correct them, or leave them out: ")
+    assert line == (
+        f"{path}:1: no column 'zz', which data.columns.prompt names; it has prompt, response"
+        f" (5 rows; also :2, :3 and 2 more)"
+    )
+
+
+MIXED: list[Any] = [
+    *chats(4),
+    "{bad json",
+    {"messages": [user("a"), {"role": "bot", "content": "b"}]},
+    {"text": "x"},
+    "[1]",
+    {"messages": [user("a"), assistant("b"), {"role": "narrator", "content": "c"}]},
+    "also bad",
+    {"messages": [user("half \ud800 a pair"), assistant("b")]},
+    *chats(9)[4:],
+    {"prompt": "a", "response": "b"},
+]
+
+
+def mixed_files(folder: Path, kind: str) -> tuple[Path, dict[int, int]]:
+    """MIXED in a file, and the place that each line of jsonl has in it, where it can be there."""
+    rows, lines = MIXED, [row if isinstance(row, str) else json.dumps(row) for row in MIXED]
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "gz":
+        (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+        return folder / "a.jsonl.gz", {n: n for n in range(1, len(lines) + 1)}
+    if kind == "jsonl":
+        return write(folder / "a.jsonl", rows), {n: n for n in range(1, len(lines) + 1)}
+    kept = [n for n, line in enumerate(lines) if line[0] in "{[" and "bad" not in line]
+    if kind == "parquet":
+        kept = [n for n in kept if line_holds_columns(lines[n])]
+        pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+        table = [{"messages": None, "text": None, "prompt": None, "response": None} for _ in kept]
+        table = [empty | json.loads(lines[n]) for empty, n in zip(table, kept, strict=True)]
+        for row in table:
+            row["messages"] = row["messages"] and json.dumps(row["messages"])
+        parquet.write_table(pyarrow.Table.from_pylist(table), folder / "a.parquet")
+        return folder / "a.parquet", {n + 1: k for k, n in enumerate(kept)}  # from 0
+    (folder / "a.json").write_text("[" + ",".join(lines[n] for n in kept) + "]")
+    return folder / "a.json", {n + 1: k + 1 for k, n in enumerate(kept)}
+
+
+def line_holds_columns(line: str) -> bool:
+    return line[0] == "{" and "ud800" not in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "reasons"), [("jsonl", 5), ("gz", 5), ("json", 4), ("parquet", 2)]
+)
+def test_one_pass_counts_all_bad_rows_by_reason(tmp_path, kind, reasons):
+    path, place = mixed_files(tmp_path / "in", kind)
+    config = {"paths": [str(path)], "format": "chat"}
+    bad = [n for n in place if not 1 <= n <= 4 and not 12 <= n <= 16]
+    with pytest.raises(UserError) as error:
+        opened(tmp_path, dict(config))
+    head, *lines = error.value.lines()
+    assert head == (
+        f"data: {len(bad)} of {len(place)} rows cannot be used, for {reasons} reasons; correct"
+        " them, or leave them out: data.supervised.bad_rows: drop"
+    )
+    assert len(lines) == reasons
+    for row, text in [(6, "messages[1].role is 'bot'; roles are "), (7, "no column 'messages'; ")]:
+        (line,) = [line for line in lines if text in line]
+        assert line.startswith(f"{path}:{place[row]}: {text}")
+        assert line.endswith(f"(2 rows; also :{place[{6: 9, 7: 17}[row]]})")
+    data = opened(tmp_path, config | {"supervised": {"bad_rows": "drop"}}, max_seq_len=512)
+    assert sum(documents(rows_of(data)).values()) == 9
+    assert len(data.bad_rows) == reasons and {*data.bad_rows} <= {*data.summary.splitlines()}
+    assert sum(int(line.split()[1]) for line in data.bad_rows) == len(bad)
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        ("prompt_response", {"prompt": "a", "response": "b"}, {"prompt": "a"}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "a"},
+                                        {"from": "gpt", "value": "b"}]}, {"conversations": 3}),
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": "a", "chosen": "b", "rejected": "b"}),
+        ("unpaired", {"prompt": "a", "completion": "b", "label": True},
+            {"prompt": "a", "completion": "b", "label": "good"}),
+        ("alpaca", {"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}),
+    ],
+)  # fmt: skip
+def test_bad_rows_of_every_format_can_be_left_out(tmp_path, form, good, bad):
+    path = str(write(tmp_path / "in" / "a.jsonl", [bad, "no", good, bad, *[good] * 3]))
+    config = {"paths": [path], "format": form}
+    with pytest.raises(UserError) as error:
+        opened(tmp_path, dict(config))
+    head, line, no_json = error.value.lines()
+    assert head.startswith("data: 3 of 7 rows cannot be used, for 2 reasons; ")
+    assert line.startswith(f"{path}:1: ") and line.endswith(" (2 rows; also :4)")
+    assert no_json.startswith(f"{path}:2: not JSON")
+    data = opened(tmp_path, config | {"supervised": {"bad_rows": "drop"}}, max_seq_len=512)
+    assert len({*learned(rows_of(data))}) == (2 if form == "preference" else 1)
+    dropped = [line.split(":")[1] for line in data.bad_rows]
+    assert dropped == [" 2 rows dropped", " 1 row dropped"]
+
+
+def test_bad_rows_of_several_parts_are_counted_in_order_in_bounded_memory(tmp_path):
+    """Two parts; 60,000 bad rows of 50 kinds are 41 lines, and each line's places are the first."""
+    rows: list[Any] = []
+    for n in range(60_000):
+        rows.append({f"column {chr(97 + n % 50 // 26)}{chr(97 + n % 50 % 26)}": "x" * 50, "n": n})
+    rows += [row | {"unread": "x" * 15_000} for row in chats(150)]
+    path = write(tmp_path / "in" / "a.jsonl", rows)
+    assert path.stat().st_size > 4 << 20  # so that it is read in parts
+    config = {"paths": [str(path)], "format": "prompt_response", "num_workers": 2}
+    function = {"preprocess": f"{tmp_path / 'mine.py'}:f"}
+    (tmp_path / "mine.py").write_text(
+        "def f(row):\n    if 'messages' in row: return {'prompt': 'a', 'response': str(row)[:50]}\n"
+        "    return {next(iter(row)): 'x'}\n"
+    )
+    with pytest.raises(UserError) as error:
+        opened(tmp_path, config | function)
+    head, *lines = error.value.lines()
+    assert head.startswith("data: 60,000 of 60,150 rows cannot be used, for 41 reasons; ")
+    counts = {line.split(":")[1]: line for line in lines}
+    assert f"{path}:1: " in counts["1"] and "; also :51, :101 and 1,197 more)" in counts["1"]
+    (other,) = [line for line in lines if ": other mistakes (" in line]
+    assert other.startswith(f"{path}:")
+    dropped = {"supervised": {"bad_rows": "drop"}}
+    data = opened(tmp_path, config | function | dropped, max_seq_len=512)
+    assert sum(int(line.split()[1].replace(",", "")) for line in data.bad_rows) == 60_000
+    assert sum(documents(rows_of(data)).values()) == 150
+
+
+def test_what_was_prepared_to_drop_bad_rows_is_still_an_error_without(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", [*chats(5), "no"]))
+    config = {"paths": [path], "format": "chat"}
+    opened(tmp_path, config | {"supervised": {"bad_rows": "drop"}})
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"a.jsonl:6: not JSON: .*data.supervised.bad_rows"):
+            opened(tmp_path, dict(config))
+
+
+def test_bad_rows_alone_leave_nothing_to_learn(tmp_path):
+    path = str(write(tmp_path / "in" / "a.jsonl", ["no", '{"a": 1}']))
+    with pytest.raises(UserError) as error:
+        config = {"paths": [path], "format": "chat", "supervised": {"bad_rows": "drop"}}
+        opened(tmp_path, config)
+    head, *lines = error.value.lines()
+    assert head == "data: no row is left to learn from; dropped: 2 that cannot be used"
+    assert [line.split(":")[1] for line in lines] == [" 1 row dropped"] * 2
+
+
+# Conversations in other orders
+
+
+def turns_of(*roles: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": f"{role} {n}"} for n, role in enumerate(roles)]
+
+
+ORDERS = [
+    ("assistant", "user", "assistant"),
+    ("system", "assistant", "user", "assistant"),
+    ("user", "user", "assistant"),
+    ("user", "assistant", "assistant"),
+    ("developer", "user", "assistant"),
+    ("user", "system", "assistant"),
+]
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3", "zephyr", "mpt"])
+def test_orders_that_a_template_takes_are_accepted(tmp_path, template):
+    rows = [{"messages": turns_of(*roles)} for roles in ORDERS]
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    config = {"paths": [path], "format": "chat", "shuffle": False}
+    config["supervised"] = {"packing": "off"}
+    found = rows_of(opened(tmp_path, config, template=template, max_seq_len=512))
+    tokenizer = tokenizer_of(template)
+    for row, roles in zip(found, ORDERS, strict=True):
+        text = tokenizer.decode(row.ids.tolist())
+        shown = [m | {"role": m["role"].replace("developer", "system")} for m in turns_of(*roles)]
+        assert text.removesuffix(tokenizer.eos) == tokenizer.chat.render(shown).removesuffix(
+            tokenizer.eos
+        )
+        answers = [m["content"] for m in shown if m["role"] == "assistant"]
+        assert row.weights is not None
+        weighed = tokenizer.decode(row.ids[row.weights > 0].tolist())
+        assert all(a in weighed for a in answers) and "user" not in weighed
+
+
+def test_orders_that_a_template_refuses_or_leaves_out_are_named(tmp_path):
+    (tmp_path / "alternate.jinja").write_text(
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{{ eos_token }}"
+        "{% endfor %}"
+    )
+    (tmp_path / "silent.jinja").write_text(
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.role }}: "
+        "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        "assistant: {% endif %}"
+    )
+    row = {"messages": turns_of("user", "user", "assistant")}
+    path = str(write(tmp_path / "in" / "a.jsonl", [*chats(3), row]))
+    config = {"paths": [path], "format": "chat"}
+    message = (
+        r"a.jsonl:4: messages\[1\] is user after user; the chat template refuses it: roles must"
+    )
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, config, template=str(tmp_path / "alternate.jinja"))
+    row = {"messages": turns_of("user", "system", "assistant")}
+    path = str(write(tmp_path / "in" / "b.jsonl", [*chats(3), row]))
+    message = r"b.jsonl:4: the chat template leaves out messages\[1\], a message of system; write"
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, config | {"paths": [path]}, template=str(tmp_path / "silent.jinja"))
+
+
+def test_keys_of_messages_that_nothing_reads_are_told(tmp_path):
+    (tmp_path / "named.jinja").write_text(
+        "{% for m in messages %}{{ m.role }} {{ m['mood'] }}: {{ m.content }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    row = {"messages": [user("a") | {"mood": "glad"}, assistant("b", wieght=1, id=3)], "n": 1}
+    path = str(write(tmp_path / "in" / "a.jsonl", [row, *chats(3)]))
+    config = {"paths": [path], "format": "chat"}
+    data = opened(tmp_path, dict(config), template=str(tmp_path / "named.jinja"))
+    lines = data.summary.splitlines()
+    key = "data: a key of messages not read: messages[]"
+    assert [line for line in lines if "not read" in line] == [
+        "data: columns not read: n",
+        f"{key}.id, in 1 row",
+        f"{key}.wieght, in 1 row; did you mean 'weight'?",
+    ]
+    text = "".join(tokenizer_of().decode(row.ids.tolist()) for row in rows_of(data))
+    assert "user glad: a<|endoftext|>assistant : b<|endoftext|>" in text
+
+
+def test_an_empty_answer_of_a_conversation_is_dropped_as_one_of_a_prompt_is(tmp_path):
+    call = {"function": {"name": "f", "arguments": {}}}
+    rows = [
+        {"messages": [user("a"), assistant("")]},
+        {"messages": [user("a"), assistant(" \n")]},
+        {"messages": [user("a"), assistant(""), user("b"), assistant("c")]},
+        {"messages": [user("a"), assistant("", weight=0), user("b"), assistant("history")]},
+        {"messages": [user("a"), {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": [user("a"), assistant("kept")]},
+    ]
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    config = {"paths": [path], "format": "chat", "shuffle": False}
+    data = opened(tmp_path, config, max_seq_len=512)
+    assert f"data: 3 rows empty: dropped (the first: {path}:1)" in data.summary.splitlines()
+    texts = [text.partition("<|im_end|>")[0] for text in learned(rows_of(data))]
+    assert len(texts) == 3 and {"history", "kept"} < {*texts}
+    config["supervised"] = {"target_responses": "last"}
+    assert "data: 2 rows empty: dropped" in opened(tmp_path, config, max_seq_len=512).summary
+    pairs = [{"prompt": [user("a")], "chosen": [assistant("x")], "rejected": [assistant("")]}]
+    path = str(write(tmp_path / "pairs" / "a.jsonl", [*pairs, *pairs, {"prompt": [user("a")],
+        "chosen": [assistant("x")], "rejected": [assistant("y")]}]))  # fmt: skip
+    data = opened(tmp_path, {"paths": [path], "format": "preference"})
+    assert "data: 2 rows empty: dropped" in data.summary
+
+
 def test_a_tokenizer_without_a_template_is_a_line(tmp_path):
     path = str(write(tmp_path / "in" / "a.jsonl", chats(3)))
     with pytest.raises(
@@ -613,7 +875,6 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path):
     ("config", "message"),
     [
         ({"columns": {"promt": "q"}}, r"data.columns.promt: rows of prompt_response have prompt"),
-        ({"columns": {"prompt": "zz"}}, r"a.jsonl:1: no column 'zz', which data.columns.prompt"),
         ({"preprocess": "mine"}, "data.preprocess: mine; write module:function"),
         ({"preprocess": "no_such_module:f"}, "data.preprocess: cannot import 'no_such_module'"),
         ({"text_column": "x"}, "data.text_column: has no effect with format: prompt_response"),

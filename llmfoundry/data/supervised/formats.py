@@ -10,20 +10,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from llmfoundry.data.supervised.bad_rows import NotOfFormat
 from llmfoundry.data.supervised.messages import (
+    Messages,
+    check_answers,
+    check_shown,
     conversation,
+    for_template,
     is_messages,
+    keys_not_read,
     kind,
     plain_messages,
     tools_of,
+    unusual_order,
 )
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.errors import UserError
 
-Messages = list[dict[str, Any]]
+_CONVERSATIONS = ("messages", "prompt", "response", "completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,13 @@ class Example:
         key: what decides whether it is held out: its text, or, of answers that are compared, their
             prompt's.
         contents: what the row itself holds in a rendered text.
+        unread: keys of its messages that nothing reads, as messages[].key.
     """
 
     documents: tuple[SegmentedText, ...]
     key: str
     contents: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,10 @@ class ExampleOptions:
     last_only: bool = False
     prompts: bool = False
 
+    def names(self, word: str) -> bool:
+        """Whether the template reads a key, or a role, of messages."""
+        return self.chat is not None and self.chat.names(word)
+
 
 def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Example:
     """The documents of a row.
@@ -96,9 +109,16 @@ def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Ex
         options: see there.
 
     Raises:
+        EmptyAnswerError: of a conversation an answer is empty.
         ValueError: the row is not of the format, or the template does not fit; says why.
     """
-    return _FORMATS[form](row, options)
+    example = _FORMATS[form](row, options)
+    unread = {
+        f"{column}[].{key}"
+        for column in _CONVERSATIONS
+        for key in keys_not_read(row.get(column), options.names)
+    }
+    return replace(example, unread=tuple(sorted(unread))) if unread else example
 
 
 def _prompt_response(row: Mapping[str, Any], options: ExampleOptions) -> Example:
@@ -114,7 +134,7 @@ def _prompt_response(row: Mapping[str, Any], options: ExampleOptions) -> Example
 
 def _chat(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     messages, tools = conversation(_column(row, "messages")), tools_of(row.get("tools"))
-    document = SegmentedText(_turns(messages, tools, options), rendered=True)
+    document = _rendered_document(messages, tools, options, "messages")
     return Example((document,), _key([messages, tools]), _contents(messages))
 
 
@@ -140,7 +160,7 @@ def _unpaired(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     if isinstance(label, str) and label in ("0", "1"):
         label = int(label)
     if label not in (True, False):  # 1 and 0 too
-        raise ValueError(f"label is {label!r}; write true or false")
+        raise NotOfFormat(f"label is {label!r}; write true or false", "label is no truth value")
     _column(row, "prompt")
     document = _compared(row, "completion", tools_of(row.get("tools")), options)
     key = "".join(piece.text for piece in document.pieces[:-1])
@@ -185,7 +205,24 @@ def _answered(
         messages = [*plain_messages(before, name="prompt"), *messages]
     elif is_messages(prompt) and not _begins(messages, plain_messages(prompt, name="prompt")):
         raise ValueError(f"{name} is a whole conversation that does not begin with prompt")
-    return SegmentedText(_turns(conversation(messages, name=name), tools, options), rendered=True)
+    return _rendered_document(conversation(messages, name=name), tools, options, name)
+
+
+def _rendered_document(
+    messages: Messages, tools: list[dict[str, Any]] | None, options: ExampleOptions, name: str
+) -> SegmentedText:
+    """A conversation by the template, which takes its order and leaves none of it out."""
+    check_answers(messages, last_only=options.last_only)
+    shown = for_template(messages, options.names)
+    try:
+        document = SegmentedText(_turns(shown, tools, options), rendered=True)
+    except UserError as error:
+        unusual = unusual_order(messages, name)
+        if options.chat is None or unusual is None:
+            raise
+        raise ValueError(f"{unusual}; {error}") from error
+    check_shown(shown, "".join(piece.text for piece in document.pieces), name)
+    return document
 
 
 def _begins(messages: Messages, beginning: Messages) -> bool:
@@ -252,8 +289,8 @@ def _rendered(
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
     if row.get(name) is None:
-        has = ", ".join(row) or "none"
-        raise ValueError(f"no column {name!r}; it has {has}")
+        has, no = ", ".join(row) or "none", f"no column {name!r}"
+        raise NotOfFormat(f"{no}; it has {has}", no)
     return row[name]
 
 

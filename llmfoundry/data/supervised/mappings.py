@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llmfoundry.data.supervised.bad_rows import NotOfFormat
 from llmfoundry.data.supervised.messages import from_json
 
 Row = Mapping[str, Any]
@@ -77,7 +78,8 @@ def _sharegpt(row: Row) -> dict[str, Any]:
         role = turn["from"]
         role = _ROLES.get(role, role) if isinstance(role, str) else role
         message = {"role": role, "content": turn["value"]}
-        messages.append(message | {k: turn[k] for k in ("weight",) if k in turn})
+        more = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
+        messages.append(message | more)
     return {"messages": messages, "tools": row.get("tools")}
 
 
@@ -108,7 +110,8 @@ PUBLISHED: dict[str, Callable[[Row], dict[str, Any]]] = {
 
 def _column(row: Row, name: str) -> Any:
     if row.get(name) is None:
-        raise ValueError(f"no column {name!r}; it has {', '.join(row)}")
+        no = f"no column {name!r}"
+        raise NotOfFormat(f"{no}; it has {', '.join(row) or 'none'}", no)
     return row[name]
 
 

@@ -1,33 +1,28 @@
 """What a conversation must be: checked before a template sees it, so that errors name the message.
 
-Called by `formats`. LLM Foundry's rules (at least two messages, known roles, no repeats, the
-assistant last) and the order that templates assume: system first, then the user, then in turn.
+Called by `formats`. At least two messages, known roles, the assistant last. Other orders than a
+system message, the user, then in turn are the template's to take or refuse: where it takes them,
+`check_shown` sees to it that it leaves nothing out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.data.supervised.bad_rows import NotOfFormat
 
-ROLES = ("system", "user", "assistant", "tool")
-KEYS = (
-    "role",
-    "content",
-    "weight",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)
+Messages = list[dict[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_PROMPTING = ("system", "developer", "user")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+KEYS = ("role", "content", "weight", "name", "tool_calls", "tool_call_id", *REASONING)
 LONGEST = 1024  # messages: each answer is found by rendering all that lies before it
 _MAY_FOLLOW = {
-    None: ("system", "user"),
+    None: ("system", "developer", "user"),
     "system": ("user",),
+    "developer": ("user",),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
@@ -52,15 +47,78 @@ def conversation(value: Any, *, name: str = "messages") -> list[dict[str, Any]]:
     messages = [_message(m, f"{name}[{n}]") for n, m in enumerate(value)]
     if len(messages) < 2:
         raise ValueError(f"{name} has {len(messages)} messages; a conversation has at least two")
+    last = messages[-1]["role"]
+    if last != "assistant":
+        raise ValueError(f"{name} ends with {last}; the last message must be the assistant's")
+    return messages
+
+
+def unusual_order(messages: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    """The first message that is not in the order that every template takes; None: all are."""
     before = None
     for n, message in enumerate(messages):
         role = message["role"]
         if role not in _MAY_FOLLOW[before]:
-            raise ValueError(f"{name}[{n}] is {_out_of_order(role, before)}")
+            return f"{name}[{n}] is {role}{f' after {before}' if before else ', the first'}"
         before = role
-    if before != "assistant":
-        raise ValueError(f"{name} ends with {before}; the last message must be the assistant's")
-    return messages
+    return None
+
+
+def for_template(messages: Sequence[Mapping[str, Any]], reads: Callable[[str], bool]) -> Messages:
+    """Messages with the keys and roles that a template knows.
+
+    Args:
+        messages: of a conversation.
+        reads: whether the template names a word.
+    """
+    known = [{k: v for k, v in m.items() if k in KEYS or reads(k)} for m in messages]
+    if not reads("developer"):
+        return [m | {"role": "system"} if m["role"] == "developer" else m for m in known]
+    return known
+
+
+class EmptyAnswerError(ValueError):
+    """A conversation with an answer of nothing, which would teach the model to say nothing."""
+
+
+def check_answers(messages: Sequence[Mapping[str, Any]], *, last_only: bool) -> None:
+    """Refuse answers that are learned and empty.
+
+    Args:
+        messages: of a conversation.
+        last_only: only the last answer is learned.
+
+    Raises:
+        EmptyAnswerError: there is one without content, calls and reasoning.
+    """
+    for message in messages[-1:] if last_only else messages:
+        if message["role"] == "assistant" and message.get("weight", 1) != 0:
+            said = [message.get(name) for name in ("content", "tool_calls", *REASONING)]
+            if not any(part.strip() if isinstance(part, str) else part for part in said):
+                raise EmptyAnswerError("an answer is empty")
+
+
+def check_shown(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
+    """Refuse a conversation of which the template leaves out a part of what the model is asked.
+
+    Raises:
+        ValueError: naming the message.
+    """
+    for n, message in enumerate(messages):
+        role, content = message["role"], message.get("content", "").strip()
+        if role in _PROMPTING and content not in text:
+            raise ValueError(
+                f"the chat template leaves out {name}[{n}], a message of {role}; write another"
+                " tokenizer.chat_template, or correct the row"
+            )
+
+
+def keys_not_read(value: Any, reads: Callable[[str], bool]) -> set[str]:
+    """The keys of messages that neither we nor the template read."""
+    if not is_messages(value):
+        return set()
+    found = {str(name) for m in from_json(value) if isinstance(m, Mapping) for name in m}
+    return {name for name in found if name not in KEYS and not reads(name)}
 
 
 def plain_messages(value: Any, *, name: str) -> list[dict[str, Any]]:
@@ -116,12 +174,15 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} holds {kind(value)}, not an object with role and content")
     message = {str(name): entry for name, entry in value.items() if entry is not None}
-    for name in message:
-        if name not in KEYS:
-            raise ValueError(f"{where} has the unknown key {name!r}{nearest(name, KEYS)}")
     role = message.get("role")
+    if role is None and "from" in message and "value" in message:
+        raise ValueError(
+            f"{where} has from and value; write data.format=sharegpt, which reads them of"
+            " conversations (another column: data.columns={conversations: theirs})"
+        )
     if role not in ROLES:
-        raise ValueError(f"{where}.role is {role!r}; roles are {', '.join(ROLES)}")
+        why = f"{where}.role is {role!r}; roles are {', '.join(ROLES)}"
+        raise NotOfFormat(why, f"{where}.role is not known")
     _check_calls(message, where)
     if "content" not in message and "tool_calls" not in message:
         raise ValueError(f"{where} has no content")
@@ -160,9 +221,10 @@ def _check_weight(message: dict[str, Any], where: str) -> None:
     if message["role"] != "assistant":
         raise ValueError(f"{where}.weight is on a message of {message['role']}, never learned")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise ValueError(f"{where}.weight is {weight!r}; write a number")
+        raise NotOfFormat(f"{where}.weight is {weight!r}; write a number", "weight is no number")
     if not 0 <= weight <= 1000:  # so it is finite
-        raise ValueError(f"{where}.weight is {str(weight)[:20]}; write a number from 0 to 1000")
+        why = f"{where}.weight is {str(weight)[:20]}; write a number from 0 to 1000"
+        raise NotOfFormat(why, "weight is out of bounds")
 
 
 def _content(value: Any, where: str) -> str:
@@ -183,10 +245,3 @@ def _filled(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _filled(entry) for name, entry in value.items() if entry is not None}
     return [_filled(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _out_of_order(role: str, before: str | None) -> str:
-    expected = " or ".join(_MAY_FOLLOW[before])
-    if before is None:
-        return f"{role}; a conversation begins with {expected}"
-    return f"{role} after {before}; expected {expected}"

@@ -19,10 +19,12 @@ import numpy as np
 
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.supervised.messages import KEYS
 from llmfoundry.data.supervised.store import Store, StoreFacts
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.recipe.supervised import SupervisedConfig
+from llmfoundry.recipe.values.checks import nearest
 
 _VERSION = 1  # of how rows are made; raised when the same examples become others
 _LOOKED_AT = 1 << 24  # tokens at a time
@@ -114,6 +116,7 @@ def open_rows(
             this is an error; or none is left.
     """
     settings = asdict(options) | {"key": None}
+    del settings["supervised"]["bad_rows"]  # which rows are left is in `content`
     key = cache_key(version=_VERSION, content=store.facts.content, **settings)
     folder = Path(cache_folder).expanduser() / "supervised" / f"rows-{key}"
     build_once(folder, lambda partial: _build(partial, store, options, token_bytes))
@@ -335,13 +338,25 @@ def summary(key: str, facts: StoreFacts, packed: PackedExamples, options: PackOp
         lines.append(_line(key, count, what, dropped[what] + more, counts.first[what]))
     for what, count in facts.dropped.items():
         lines.append(_line(key, count, what, "dropped", facts.first[what]))
+    lines += bad_lines(key, facts)
     for what, count in facts.told.items():
         lines.append(_line(key, count, what, "read as that token", facts.first[what]))
-    if facts.unread:
-        lines.append(f"{key}: columns not read: {', '.join(sorted(facts.unread))}")
+    columns = sorted(name for name in facts.unread if "[]." not in name)
+    if columns:
+        lines.append(f"{key}: columns not read: {', '.join(columns)}")
+    for name in sorted(facts.unread.keys() - {*columns}):
+        meant = nearest(name.partition("[].")[2], KEYS)
+        lines.append(
+            f"{key}: a key of messages not read: {name}, in {_rows(facts.unread[name])}{meant}"
+        )
     if facts.ignored:
         lines.append(f"{key}: {facts.ignored:,} files of other kinds left out of the folders named")
     return lines
+
+
+def bad_lines(key: str, facts: StoreFacts) -> list[str]:
+    """Lines for rows that cannot be used and are left out, one for each reason."""
+    return [f"{key}: {line}" for line in facts.bad.lines()]
 
 
 def _line(key: str, count: int, what: str, then: str, first: str) -> str:

@@ -10,9 +10,9 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ import numpy as np
 
 from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.engines import local_engine
+from llmfoundry.data.preparation.read.bad_row import BadRow, OnBadRow
 from llmfoundry.data.preparation.read.corpus import Corpus, Document
 from llmfoundry.data.preparation.read.readers import ROW, FileRow
 from llmfoundry.data.preparation.split import content_hash
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
+from llmfoundry.data.supervised.bad_rows import bad_row
 from llmfoundry.data.supervised.encode import Encoded, Encoder
 from llmfoundry.data.supervised.formats import Example, ExampleOptions, example_of
+from llmfoundry.data.supervised.messages import EmptyAnswerError
 from llmfoundry.data.supervised.reader import RowReader
 from llmfoundry.data.supervised.store import (
     DOCUMENT,
@@ -41,7 +44,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import INSTRUCTIONS
 
-_VERSION = 2  # of what is made of a row; raised when it becomes another
+_VERSION = 3  # of what is made of a row; raised when it becomes another
 _BATCH = 512  # rows that are encoded at a time
 EMPTY, LEFT_OUT, SPELLED = "empty", "left out by preprocess", "with the text of a special token"
 
@@ -56,15 +59,19 @@ def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: in
         seed: of instructions that are generated.
 
     Raises:
-        UserError: a row cannot be read or is not of its format, there are none, or the cache cannot
-            be written.
+        UserError: rows cannot be read or are not of their format and `bad_rows` is error, there are
+            none, or the cache cannot be written.
     """
     plan = _Plan(config, key, tokenizer, seed)
     folder = Path(config.cache_folder).expanduser() / "supervised" / cache_key(**plan.facts())
     build_once(folder, plan.build)
     store = Store(folder)
+    if config.supervised.bad_rows == "error":
+        store.facts.bad.check(key, store.facts.rows)
     if not len(store.examples):
-        raise UserError(f"{key}: no row is left to learn from; {_why_none(store.facts)}")
+        more = [f"{key}: {line}" for line in store.facts.bad.lines()]
+        why = _why_none(store.facts)
+        raise UserError(f"{key}: no row is left to learn from; {why}", *more)
     return store
 
 
@@ -110,7 +117,8 @@ class _Plan:
         work = _Work(self._reader, self._options, self._encoder, self._key, folder)
         if self._config.name == INSTRUCTIONS:
             config = self._config
-            made = [work.make(0, _generated(config, self._key, self._seed), ["instructions"])]
+            generated = _generated(config, self._key, self._seed)
+            made = [work.make(0, lambda on_bad_row: generated)]
             sources, ignored = ["instructions"], 0
         else:
             work = replace(work, corpus=self._corpus)
@@ -147,7 +155,7 @@ class _Work:
     corpus: Corpus | None = None
 
     def __call__(self, task: Task) -> tuple[int, StoreFacts]:
-        return self.make(task.number, self._rows(task), self.sources)
+        return self.make(task.number, partial(self._rows, task))
 
     @property
     def sources(self) -> list[str]:
@@ -162,18 +170,24 @@ class _Work:
         return self.folder / f"part-{number:05}.npz"
 
     def make(
-        self, number: int, rows: Iterator[_Read], sources: Sequence[str]
+        self, number: int, rows: Callable[[OnBadRow], Iterator[_Read]]
     ) -> tuple[int, StoreFacts]:
-        """Write a part.
+        """Write a part of those of its rows that can be used.
 
         Raises:
-            UserError: a row cannot be read or is not of its format.
+            UserError: a file cannot be read.
         """
         facts = StoreFacts(self.reader.format)
+
+        def unreadable(error: BadRow) -> None:
+            facts.rows += 1
+            facts.bad(error)
+
         self.reader.unread.clear()
         kept: list[tuple[_Read, Example]] = []
         made: list[_Made] = []
-        for read in rows:
+        for read in rows(unreadable):
+            facts.rows += 1
             example = self._example(read, facts)
             if example is not None:
                 kept.append((read, example))
@@ -185,11 +199,11 @@ class _Work:
         _arrays(made).write(self.part(number))
         return number, facts
 
-    def _rows(self, task: Task) -> Iterator[_Read]:
+    def _rows(self, task: Task, on_bad_row: OnBadRow) -> Iterator[_Read]:
         assert self.corpus is not None
         for span in task.spans:
             before: int | None = None
-            for document in self.corpus.read(span):
+            for document in self.corpus.read(span, on_bad_row=on_bad_row):
                 if document.blank:
                     continue
                 if before is None:
@@ -199,21 +213,36 @@ class _Work:
                 yield _Read(span.source, number, f"{document.source}:{number}", values)
 
     def _example(self, read: _Read, facts: StoreFacts) -> Example | None:
-        values = self.reader(read.where, read.values)
-        if values is None:
+        try:
+            values = self.reader(read.where, read.values)
+            example = None if values is None else self._made(read.where, values)
+        except BadRow as error:
+            facts.bad(error)
+            return None
+        except EmptyAnswerError:
+            facts.note(facts.dropped, EMPTY, str(read.where))
+            return None
+        if example is None:
             facts.note(facts.dropped, LEFT_OUT, str(read.where))
             return None
-        try:
-            example = example_of(values, self.reader.format, self.options)
-        except (ValueError, UserError) as error:
-            if isinstance(error, UserError) and str(error).startswith("tokenizer."):
-                raise
-            raise UserError(f"{read.where}: {error}") from error
-        except RecursionError as error:
-            raise UserError(f"{read.where}: is nested too deeply; correct the row") from error
         if any(self._special.search(text) for text in example.contents):
             facts.note(facts.told, SPELLED, str(read.where))
+        self.reader.unread.update(example.unread)
         return example
+
+    def _made(self, where: object, values: dict[str, Any]) -> Example:
+        try:
+            return example_of(values, self.reader.format, self.options)
+        except UserError as error:
+            if str(error).startswith("tokenizer."):  # no row is at fault
+                raise
+            raise BadRow(where, str(error)) from error
+        except EmptyAnswerError:
+            raise
+        except ValueError as error:
+            raise bad_row(where, error) from error
+        except RecursionError as error:
+            raise BadRow(where, "is nested too deeply; correct the row") from error
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -296,4 +325,6 @@ def _generator_hash() -> str:
 
 def _why_none(facts: StoreFacts) -> str:
     reasons = [f"{count:,} {reason}" for reason, count in facts.dropped.items()]
+    if facts.bad.count:
+        reasons.append(f"{facts.bad.count:,} that cannot be used")
     return f"dropped: {', '.join(reasons)}" if reasons else "the source has no rows"

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from llmfoundry.data.preparation.read.bad_row import BadRow
+from llmfoundry.data.supervised.bad_rows import bad_row
 from llmfoundry.data.supervised.mappings import PUBLISHED
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.source import COLUMNS, MAPPINGS, SourceConfig
@@ -28,7 +30,23 @@ _NEEDED = {
     "preference": ("chosen", "rejected"),  # which may bring their prompt
     "unpaired": ("prompt", "completion", "label"),
 }
+_TOLD_BY = {
+    "preference": ("chosen", "rejected"),
+    "sharegpt": ("conversations",),
+    "chat": ("messages",),
+    "unpaired": ("prompt", "completion", "label"),
+    "prompt_response": ("prompt", "response"),
+    "alpaca": ("instruction", "output"),
+    "dolly": ("instruction", "context", "response"),
+}
+"""Columns that only rows of a format have."""
 Preprocess = Callable[[dict[str, Any]], Any]
+
+
+def format_of(row: Mapping[str, Any]) -> str | None:
+    """The format that a row's columns show; None: none or several."""
+    found = [f for f, names in _TOLD_BY.items() if all(row.get(n) is not None for n in names)]
+    return found[0] if len(found) == 1 else None
 
 
 class RowReader:
@@ -47,6 +65,7 @@ class RowReader:
         """
         self._key = key
         self._columns, self._preprocess = dict(source.columns), source.preprocess
+        self._name = source.format
         self._published = PUBLISHED.get(source.format)
         self.format = MAPPINGS[source.format][0] if self._published else source.format
         self._read = source.columns_read
@@ -62,17 +81,14 @@ class RowReader:
             row: as read.
 
         Raises:
-            UserError: a column is missing, or the function fails.
+            BadRow: a column is missing, or the function fails.
         """
         if self._preprocess is not None:
             return self._preprocessed(where, row)
         for ours, theirs in self._columns.items():
             if theirs not in row:
-                has = ", ".join(map(str, row))
-                raise UserError(
-                    f"{where}: no column {theirs!r}, which {self._key}.columns.{ours} names; it has"
-                    f" {has}"
-                )
+                no = f"no column {theirs!r}, which {self._key}.columns.{ours} names"
+                raise BadRow(where, f"{no}; it has {', '.join(map(str, row)) or 'none'}", no)
         taken = set(self._columns.values())
         renamed = {name: value for name, value in row.items() if name not in taken}
         renamed |= {ours: row[theirs] for ours, theirs in self._columns.items()}
@@ -84,16 +100,20 @@ class RowReader:
         try:
             return self._published(renamed)
         except ValueError as error:
-            raise UserError(f"{where}: {error}; correct it, or {self._key}.columns") from error
+            found, fitting = bad_row(where, error), format_of(row)
+            is_other = fitting is not None and not (self._columns or fitting == self._name)
+            what = f"write {self._key}.format={fitting}, or " if is_other else ""
+            why = f"{found.why}; {what}correct it, or {self._key}.columns"
+            raise BadRow(where, why, found.kind) from error
 
     def _check_columns(self, where: object, row: dict[str, Any]) -> None:
         for name in _NEEDED[self.format]:
             if row.get(name) is None:
-                has = ", ".join(row) or "none"
-                raise UserError(
-                    f"{where}: no column {name!r}; it has {has}; write {self._key}.columns, as in"
-                    f" {{{name}: theirs}}, or correct the row"
-                )
+                has, no, fitting = ", ".join(row) or "none", f"no column {name!r}", format_of(row)
+                what = f"write {self._key}.columns, as in {{{name}: theirs}}"
+                if fitting not in (None, self._name) and not self._columns:
+                    what = f"write {self._key}.format={fitting}"
+                raise BadRow(where, f"{no}; it has {has}; {what}, or correct the row", no)
 
     def facts(self) -> list[Any]:
         """What decides its rows beside the input, as JSON."""
@@ -109,22 +129,26 @@ class RowReader:
         try:
             made = self._function(row)
         except Exception as error:  # a user's function may raise anything
-            raise UserError(
-                f"{where}: {key}: {self._preprocess} raised {_named(error)};"
-                " correct the function, or return None for a row to leave out"
+            raise BadRow(
+                where,
+                f"{key}: {self._preprocess} raised {_named(error)};"
+                " correct the function, or return None for a row to leave out",
+                f"{key}: raised {type(error).__name__}",
             ) from error
         if made is None:
             return None
         if not isinstance(made, Mapping) or not all(isinstance(name, str) for name in made):
-            raise UserError(
-                f"{where}: {key}: {self._preprocess} returned {type(made).__name__}; return a dict"
-                f" with {', '.join(COLUMNS[self.format])}, or None"
+            raise BadRow(
+                where,
+                f"{key}: {self._preprocess} returned {type(made).__name__}; return a dict"
+                f" with {', '.join(COLUMNS[self.format])}, or None",
             )
         unknown = [name for name in made if name not in COLUMNS[self.format]]
         if unknown:
-            raise UserError(
-                f"{where}: {key}: {self._preprocess} returned the key {unknown[0]!r}; rows of"
-                f" {self.format} have {', '.join(COLUMNS[self.format])}"
+            raise BadRow(
+                where,
+                f"{key}: {self._preprocess} returned the key {unknown[0]!r}; rows of"
+                f" {self.format} have {', '.join(COLUMNS[self.format])}",
             )
         return dict(made)
 

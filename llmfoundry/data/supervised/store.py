@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from llmfoundry.data.supervised.bad_rows import BadRows
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 
@@ -36,7 +37,9 @@ class StoreFacts:
         dropped: rows left out, by reason.
         first: of each reason, and of each thing to tell, the first row's place.
         told: rows of which something is to be told, by what.
-        unread: rows that have a column that is not read, by its name.
+        unread: rows that have a column, or a key of a message, that is not read, by its name.
+        rows: that were read.
+        bad: those that cannot be used.
         ignored: files of other kinds in the folders named.
         content: hash of ids and weights.
     """
@@ -48,6 +51,8 @@ class StoreFacts:
     first: dict[str, str] = field(default_factory=dict)
     told: dict[str, int] = field(default_factory=dict)
     unread: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
+    bad: BadRows = field(default_factory=BadRows)
     ignored: int = 0
     content: str = ""
 
@@ -62,6 +67,8 @@ class StoreFacts:
             counts = Counter(getattr(self, name)) + Counter(getattr(part, name))
             setattr(self, name, dict(counts))
         self.first = part.first | self.first
+        self.rows += part.rows
+        self.bad.add(part.bad)
 
 
 class Store:
@@ -79,7 +86,8 @@ class Store:
         """
         self._folder = folder
         try:
-            self.facts = StoreFacts(**json.loads((folder / "facts.json").read_text()))
+            facts = json.loads((folder / "facts.json").read_text())
+            self.facts = StoreFacts(**facts | {"bad": BadRows(**facts["bad"])})
             if len(self.examples) * self.facts.per_example != len(self.documents):
                 raise ValueError("rows and documents do not agree")
             if len(self.ids) != self._n_ids or len(self.weights) != self._n_ids:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ class ChatTemplate:
         if len(text) > _LONGEST:
             raise UserError(f"the chat template makes more than {_LONGEST:,} characters")
         return text
+
+    def names(self, word: str) -> bool:
+        """Whether the source names a key or a role of messages, as `.weight` or `developer`."""
+        return _names(self.text, word) or _names(self._tools_text, word)
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -182,6 +187,11 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
     if reasoning is None:
         return dict(message)
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+@lru_cache(4096)  # words may come from rows
+def _names(text: str, word: str) -> bool:
+    return re.search(rf"[.'\"]{re.escape(word)}\b", text) is not None
 
 
 @cache

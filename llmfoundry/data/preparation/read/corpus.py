@@ -15,6 +15,12 @@ from functools import cached_property
 from typing import Any
 
 from llmfoundry.data.preparation.choose.filters import Filter, build_filter
+from llmfoundry.data.preparation.read.bad_row import (
+    BadRow,
+    OnBadRow,
+    raise_bad_row,
+    text_of_row,
+)
 from llmfoundry.data.preparation.read.file_text import FileText
 from llmfoundry.data.preparation.read.hub import HubText
 from llmfoundry.data.preparation.read.mds_text import MDSText
@@ -99,16 +105,26 @@ class Corpus:
         """
         return self._texts.spans(longest)
 
-    def read(self, span: Span, seen: Callable[[int], None] = _unseen) -> Iterator[Document]:
-        """The documents of a part, blank ones too; `seen` gets the bytes of input on the way.
+    def read(
+        self,
+        span: Span,
+        seen: Callable[[int], None] = _unseen,
+        on_bad_row: OnBadRow = raise_bad_row,
+    ) -> Iterator[Document]:
+        """The documents of a part, blank ones too.
+
+        Args:
+            span: the part.
+            seen: gets the bytes of input on the way.
+            on_bad_row: gets each row that cannot be read, for which a blank document stands.
 
         Raises:
             UserError: something cannot be read.
         """
-        for source, row, text in self._texts.read(span, seen):
+        for source, row, text in self._texts.read(span, seen, on_bad_row):
             document = Document(source, row, text)
-            _check_text(document)
-            yield document
+            checked = text_of_row(on_bad_row, _checked_text, document)
+            yield document if checked == text else replace(document, text=checked)
 
     def drops(self, document: Document) -> str | None:
         """Why a document is left out by what it says, or None."""
@@ -138,16 +154,15 @@ class Corpus:
         return build_filter(self.config.filter)
 
 
-def _check_text(document: Document) -> None:
+def _checked_text(document: Document) -> str:
     """JSON and Python strings may hold half a surrogate pair, which no tokenizer can read."""
     try:
         document.text.encode()
     except UnicodeEncodeError as error:
         half = f"half a surrogate pair (U+{ord(document.text[error.start]):04X})"
-        raise UserError(
-            f"{document.where}: character {error.start} is {half}, which is not text;"
-            " correct the row"
-        ) from error
+        why = f"character {error.start} is {half}, which is not text; correct the row"
+        raise BadRow(document.where, why, "half a surrogate pair") from error
+    return document.text
 
 
 _KINDS: dict[str, Callable[[DataConfig], TextSource]] = {

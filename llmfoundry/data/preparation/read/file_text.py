@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.preparation.read.bad_row import OnBadRow, raise_bad_row
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.data.preparation.read.open_files import Input, InputFile
 from llmfoundry.data.preparation.read.readers import (
@@ -47,7 +48,7 @@ class FileText:
         return [span for n, file in enumerate(self.files) for span in self._cut(n, file, longest)]
 
     def read(
-        self, span: Span, seen: Callable[[int], None]
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
     ) -> Iterator[tuple[str, FileRow | int | None, str]]:
         """Yield (file, row, text).
 
@@ -55,10 +56,12 @@ class FileText:
             UserError: something cannot be read.
         """
         name = self.files[span.source].name
-        for row, text in read_file(self.input(span, seen), self._column):
+        for row, text in read_file(self.input(span, seen, on_bad_row), self._column):
             yield name, row, text
 
-    def input(self, span: Span, seen: Callable[[int], None]) -> Input:
+    def input(
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow = raise_bad_row
+    ) -> Input:
         """The bytes of a span."""
         return Input(
             file=self.files[span.source],
@@ -68,6 +71,7 @@ class FileText:
             longest=self._longest,
             seen=seen,
             options=self._options,
+            on_bad_row=on_bad_row,
         )
 
     def _cut(self, number: int, file: InputFile, longest: int | None) -> Iterator[Span]:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.data.preparation.read.bad_row import OnBadRow, text_of_row
 from llmfoundry.data.preparation.read.inputs import files_below
 from llmfoundry.data.preparation.read.open_files import InputFile
 from llmfoundry.data.preparation.read.readers import (
@@ -61,32 +62,38 @@ class HubText:
         bounds = [*range(0, n_rows, rows), n_rows]
         return [Span(0, start, stop, (stop - start) * size) for start, stop in pairwise(bounds)]
 
-    def read(self, span: Span, seen: Callable[[int], None]) -> Iterator[tuple[str, int, str]]:
+    def read(
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
+    ) -> Iterator[tuple[str, int, str]]:
         """Yield (dataset, row, text); rows of a streamed file are counted within it.
 
         Raises:
             UserError: something cannot be read.
         """
-        rows = self._streamed(span.start) if self._folder is None else self._mapped(span)
+        if self._folder is None:
+            rows = self._streamed(span.start, on_bad_row)
+        else:
+            rows = self._mapped(span, on_bad_row)
         for row, text in rows:
             seen(len(text))
             yield self._name, row, text
 
-    def _mapped(self, span: Span) -> Iterator[tuple[int, str]]:
+    def _mapped(self, span: Span, on_bad_row: OnBadRow) -> Iterator[tuple[int, str]]:
         assert span.stop is not None, span
         rows = self._data.select(range(span.start, span.stop))
         row = span.start
         tables = self._chosen(rows).with_format("arrow").iter(_ROWS)
         for table in _reached(self._name, tables):
-            for text in arrow_texts(f"{self._name}: row", row, self._column, table):
+            for text in arrow_texts(f"{self._name}: row", row, self._column, table, on_bad_row):
                 yield row, text
                 row += 1
 
-    def _streamed(self, number: int) -> Iterator[tuple[int, str]]:
+    def _streamed(self, number: int, on_bad_row: OnBadRow) -> Iterator[tuple[int, str]]:
         file = self._data.shard(num_shards=self._data.num_shards, index=number)
         for row, values in enumerate(_reached(f"{self._name}: file {number}", file)):
             self._check(list(values))
-            yield row, pick(f"{self._name}: file {number}, row {row}", self._column, values)
+            where = f"{self._name}: file {number}, row {row}"
+            yield row, text_of_row(on_bad_row, pick, where, self._column, values)
 
     @cached_property
     def _data(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSShard
+from llmfoundry.data.preparation.read.bad_row import OnBadRow, text_of_row
 from llmfoundry.data.preparation.read.open_files import InputFile
 from llmfoundry.data.preparation.read.readers import ROW, as_text, no_column, row_text
 from llmfoundry.data.preparation.read.spans import Span
@@ -37,7 +38,9 @@ class MDSText:
         sizes = self._index.raw_bytes.tolist()
         return [Span(0, n, n + 1, size) for n, size in enumerate(sizes)]
 
-    def read(self, span: Span, seen: Callable[[int], None]) -> Iterator[tuple[str, int, str]]:
+    def read(
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
+    ) -> Iterator[tuple[str, int, str]]:
         """Yield (shard, sample, text).
 
         Raises:
@@ -50,7 +53,8 @@ class MDSText:
         with self._folder.pin(self._index.spec(span.start)) as path:
             shard = MDSShard(path, self._index, span.start)
             for row in range(len(shard)):
-                text = self._text(shard, f"{name}:{row}", row, columns)
+                where = f"{name}:{row}"
+                text = text_of_row(on_bad_row, self._text, shard, where, row, columns)
                 seen(len(text))
                 yield name, row, text
 

@@ -14,10 +14,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.preparation.read.bad_row import OnBadRow, raise_bad_row
 from llmfoundry.data.preparation.read.remote_input import open_url
 from llmfoundry.errors import UserError, import_optional
 
@@ -68,6 +70,7 @@ class Input:
         longest: bytes of a row of it, unpacked; `data.max_row_size`.
         seen: called with how many of these bytes were read, for a progress bar.
         options: how a URL is read.
+        on_bad_row: gets each row that cannot be read; blank text stands for it.
     """
 
     file: InputFile
@@ -77,6 +80,7 @@ class Input:
     longest: int = _LONGEST
     seen: Callable[[int], None] = lambda n_bytes: None
     options: FetchOptions = field(default_factory=FetchOptions)
+    on_bad_row: OnBadRow = raise_bad_row
 
     @property
     def name(self) -> str:
@@ -148,7 +152,11 @@ class Input:
             place += len(line) + 1
 
     def lines_before(self) -> int:
-        """Lines of the file before the part, read anew; for messages."""
+        """Lines of the file before the part, read anew the first time; for messages."""
+        return self._n_lines_before
+
+    @cached_property
+    def _n_lines_before(self) -> int:
         with self.open() as file:
             left, count = self.start, 0
             while left and (chunk := file.read(min(CHUNK, left))):

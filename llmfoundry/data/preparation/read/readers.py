@@ -18,6 +18,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+from llmfoundry.data.preparation.read.bad_row import (
+    BadRow,
+    OnBadRow,
+    raise_bad_row,
+    text_of_row,
+)
 from llmfoundry.data.preparation.read.open_files import PACKED, Input, decode
 from llmfoundry.data.preparation.read.wet import read_wet
 from llmfoundry.errors import UserError, import_optional, one_line
@@ -119,7 +125,8 @@ def _jsonl(source: Input, text_column: str) -> Rows:
     for number, data in enumerate(source.lines(), start=1):
         line = FileRow(source, number)
         if data.strip():
-            yield line, _jsonl_text(_Place(line), data, text_column)
+            place = _Place(line)
+            yield line, text_of_row(source.on_bad_row, _jsonl_text, place, data, text_column)
         else:
             yield line, ""
 
@@ -129,12 +136,13 @@ def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
         row = json.loads(data.removeprefix(codecs.BOM_UTF8))
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the line (0x{error.object[error.start]:02x})"
-        raise UserError(f"{where}: {byte} is not UTF-8: {error.reason}") from error
+        raise BadRow(where, f"{byte} is not UTF-8: {error.reason}", "not UTF-8") from error
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # of a long integer: how a program could allow it
-        raise UserError(f"{where}: not JSON: {reason}; every line must hold one object") from error
+        why = f"not JSON: {reason}; every line must hold one object"
+        raise BadRow(where, why, "not JSON") from error
     if not isinstance(row, dict):
-        raise UserError(f"{where}: holds {_kind(row)}; every line must hold one JSON object")
+        raise BadRow(where, f"holds {_kind(row)}; every line must hold one JSON object")
     return pick(where, text_column, row)
 
 
@@ -151,9 +159,14 @@ def _json(source: Input, text_column: str) -> Rows:
         reason = str(error).partition(";")[0]
         raise UserError(f"{source.name}: not JSON: {reason}; it must hold a list") from error
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise UserError(f"{source.name}:{number}: holds {_kind(row)}, not a JSON object")
-        yield number, pick(f"{source.name}:{number}", text_column, row)
+        where = f"{source.name}:{number}"
+        yield number, text_of_row(source.on_bad_row, _entry_text, where, row, text_column)
+
+
+def _entry_text(where: str, row: Any, text_column: str) -> str:
+    if not isinstance(row, dict):
+        raise BadRow(where, f"holds {_kind(row)}, not a JSON object")
+    return pick(where, text_column, row)
 
 
 def _json_lines(source: Input, data: bytes, text_column: str) -> Rows:
@@ -166,7 +179,7 @@ def _json_lines(source: Input, data: bytes, text_column: str) -> Rows:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             place = _Place(FileRow(source, number))
-            yield number, _jsonl_text(place, line, text_column)
+            yield number, text_of_row(source.on_bad_row, _jsonl_text, place, line, text_column)
 
 
 def _csv(source: Input, text_column: str) -> Rows:
@@ -190,18 +203,22 @@ def _csv(source: Input, text_column: str) -> Rows:
             number, size = rows.line_num + 1, 0
             if (row := next(rows, None)) is None:
                 return
-            if row and len(row) != len(names):
-                raise UserError(
-                    f"{source.name}:{number}: has {len(row)} fields, line 1 names {len(names)};"
-                    " correct the row"
-                )
             where = f"{source.name}:{number}"
             yield (
                 number,
-                pick(where, text_column, dict(zip(names, row, strict=True))) if row else "",
+                text_of_row(source.on_bad_row, _fields_text, where, names, row, text_column)
+                if row
+                else "",
             )
     except csv.Error as error:
         raise UserError(f"{source.name}:{number}: not CSV: {error}") from error
+
+
+def _fields_text(where: str, names: list[str], row: list[str], text_column: str) -> str:
+    if len(row) != len(names):
+        why = f"has {len(row)} fields, line 1 names {len(names)}; correct the row"
+        raise BadRow(where, why, "another number of fields")
+    return pick(where, text_column, dict(zip(names, row, strict=True)))
 
 
 def _parquet(source: Input, text_column: str) -> Rows:
@@ -213,7 +230,8 @@ def _parquet(source: Input, text_column: str) -> Rows:
         row = sum(file.metadata.row_group(n).num_rows for n in range(source.start))
         for group in groups:
             for batch in file.iter_batches(1024, [group], columns, use_threads=False):
-                for text in arrow_texts(f"{source.name}: row", row, text_column, batch):
+                where = f"{source.name}: row"
+                for text in arrow_texts(where, row, text_column, batch, source.on_bad_row):
                     yield row, text
                     row += 1
             source.seen(source.n_bytes // len(groups))
@@ -297,7 +315,7 @@ def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
     try:
         return json.dumps(values, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {error}; correct the row or the columns named") from error
+        raise BadRow(where, f"{error}; correct the row or the columns named") from error
 
 
 def row_text(where: object, row: Mapping[str, Any]) -> str:
@@ -309,27 +327,36 @@ def row_text(where: object, row: Mapping[str, Any]) -> str:
     try:
         return json.dumps(row, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {error}; correct the row") from error
+        raise BadRow(where, f"{error}; correct the row") from error
 
 
-def arrow_texts(where: str, first: int, text_column: str, batch: Any) -> Iterator[str]:
+def arrow_texts(
+    where: str,
+    first: int,
+    text_column: str,
+    batch: Any,
+    on_bad_row: OnBadRow = raise_bad_row,
+) -> Iterator[str]:
     """The texts of a pyarrow batch or table whose first row is number `first`.
 
     Raises:
-        UserError: a value is null, no string, or not UTF-8.
+        BadRow: a value is null, no string, or not UTF-8; unless `on_bad_row` does otherwise.
     """
     names = batch.schema.names
     for number, values in enumerate(zip(*batch.columns, strict=True), start=first):
-        try:
-            row = {name: value.as_py() for name, value in zip(names, values, strict=True)}
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{where} {number}: byte {error.start} is not UTF-8: {error.reason}"
-            ) from error
-        except Exception as error:  # what values Python has no like of raise, by their types
-            why = one_line(error)
-            raise UserError(f"{where} {number}: cannot be read: {why}; correct it") from error
-        yield pick(f"{where} {number}", text_column, row)
+        place = f"{where} {number}"
+        yield text_of_row(on_bad_row, _arrow_text, place, names, values, text_column)
+
+
+def _arrow_text(where: str, names: list[str], values: tuple[Any, ...], text_column: str) -> str:
+    try:
+        row = {name: value.as_py() for name, value in zip(names, values, strict=True)}
+    except UnicodeDecodeError as error:
+        why = f"byte {error.start} is not UTF-8: {error.reason}"
+        raise BadRow(where, why, "not UTF-8") from error
+    except Exception as error:  # what values Python has no like of raise, by their types
+        raise BadRow(where, f"cannot be read: {one_line(error)}; correct it") from error
+    return pick(where, text_column, row)
 
 
 def as_text(where: object, text_column: str, value: Any) -> str:
@@ -340,9 +367,10 @@ def as_text(where: object, text_column: str, value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    raise UserError(
-        f"{where}: {text_column!r} holds {_kind(value)}, not text;"
-        " correct the row or choose another data.text_column"
+    raise BadRow(
+        where,
+        f"{text_column!r} holds {_kind(value)}, not text;"
+        " correct the row or choose another data.text_column",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from llmfoundry.data.preparation.read.bad_row import OnBadRow
 from llmfoundry.data.preparation.read.open_files import InputFile
 
 
@@ -43,5 +44,10 @@ class TextSource(Protocol):
     def spans(self, longest: int | None) -> list[Span]:
         """All of it in parts, in order, of about `longest` bytes at most where that is possible."""
 
-    def read(self, span: Span, seen: Callable[[int], None]) -> Iterator[tuple[str, Any, str]]:
-        """Yield (source, row or None, text); `seen` gets the bytes of input on the way."""
+    def read(
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
+    ) -> Iterator[tuple[str, Any, str]]:
+        """Yield (source, row or None, text).
+
+        `seen` gets the bytes of input on the way, `on_bad_row` each row that cannot be read.
+        """

@@ -1,0 +1,138 @@
+"""`BadRows`: rows of a source that cannot be used, counted by what is wrong with them.
+
+`prepare_rows` counts them in every part of a source and adds the parts up, in order; the store
+keeps the counts. The idea: one pass finds them all, in memory that does not grow with their number,
+and `data.supervised.bad_rows` decides afterwards what they mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llmfoundry.data.preparation.read.bad_row import BadRow
+from llmfoundry.errors import UserError
+
+_PLACES = 3  # kept of each kind
+_KINDS = 40  # kept apart; a terminal shows 50 lines
+OTHER = "other mistakes"
+_INDEX, _NUMBER = re.compile(r"\[\d+\]"), re.compile(r"\d[\d,]*")
+
+
+class NotOfFormat(ValueError):
+    """A row that is not of its format, for a reason that names what the row holds.
+
+    Attributes:
+        kind: the reason without it, equal for all rows with the same mistake.
+    """
+
+    def __init__(self, why: str, kind: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+def bad_row(where: object, error: ValueError) -> BadRow:
+    """A row of which `error` says what is wrong."""
+    return BadRow(where, str(error), error.kind if isinstance(error, NotOfFormat) else None)
+
+
+@dataclass
+class BadKind:
+    """Rows with the same mistake.
+
+    Attributes:
+        why: what is wrong with the first.
+        count: how many they are.
+        places: file and line of the first few.
+    """
+
+    why: str
+    count: int = 0
+    places: list[str] = field(default_factory=list)
+
+    def add(self, count: int, places: list[str]) -> None:
+        """Count more of them, which come after those counted."""
+        self.count += count
+        self.places += places[: _PLACES - len(self.places)]
+
+
+@dataclass
+class BadRows:
+    """All of a source, or of a part of it.
+
+    Attributes:
+        kinds: by what is wrong, numbers left out.
+    """
+
+    kinds: dict[str, BadKind] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read what JSON keeps."""
+        for name, kind in self.kinds.items():
+            if isinstance(kind, dict):
+                self.kinds[name] = BadKind(**kind)
+
+    def __call__(self, error: BadRow) -> None:
+        """Count a row."""
+        kind = _NUMBER.sub("N", _INDEX.sub("[]", error.kind))
+        self._count(kind, error.why, 1, [error.where])
+
+    def add(self, others: BadRows) -> None:
+        """Count those of the part that follows."""
+        for name, kind in others.kinds.items():
+            self._count(name, kind.why, kind.count, kind.places)
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return sum(kind.count for kind in self.kinds.values())
+
+    def check(self, key: str, rows: int) -> None:
+        """Refuse them all at once.
+
+        Args:
+            key: of the source in the recipe.
+            rows: how many were read, these with them.
+
+        Raises:
+            UserError: there are any; a line for each kind, the most frequent first.
+        """
+        kinds, drop = self._by_count(), "data.supervised.bad_rows: drop"
+        if self.count == 1:
+            raise UserError(f"{kinds[0].places[0]}: {kinds[0].why} (or leave it out: {drop})")
+        if kinds:
+            many = f", for {len(kinds)} reasons" if len(kinds) > 1 else ""
+            raise UserError(
+                f"{key}: {self.count:,} of {rows:,} rows cannot be used{many}; correct them, or"
+                f" leave them out: {drop}",
+                *(f"{kind.places[0]}: {kind.why}{_others(kind)}" for kind in kinds),
+            )
+
+    def lines(self) -> Iterator[str]:
+        """For each kind, the most frequent first: how many, why, and where the first few are."""
+        for kind in self._by_count():
+            rows = "1 row" if kind.count == 1 else f"{kind.count:,} rows"
+            yield f"{rows} dropped: {kind.why} (the first: {', '.join(_shortened(kind.places))})"
+
+    def _by_count(self) -> list[BadKind]:
+        return sorted(self.kinds.values(), key=lambda kind: -kind.count)
+
+    def _count(self, name: str, why: str, count: int, places: list[str]) -> None:
+        if name not in self.kinds and len(self.kinds) >= _KINDS:
+            name, why = OTHER, OTHER
+        self.kinds.setdefault(name, BadKind(why)).add(count, places)
+
+
+def _others(kind: BadKind) -> str:
+    if kind.count == 1:
+        return ""
+    rest = kind.count - len(kind.places)
+    more = f" and {rest:,} more" if rest else ""
+    return f" ({kind.count:,} rows; also {', '.join(_shortened(kind.places)[1:])}{more})"
+
+
+def _shortened(places: list[str]) -> list[str]:
+    """Places of which those in the first one's file have their line alone, as `:12`."""
+    file = places[0].rpartition(":")[0]
+    return [places[0], *(p.removeprefix(file) if file else p for p in places[1:])]
