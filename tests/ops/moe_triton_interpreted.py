@@ -1,8 +1,10 @@
 """Runs the Triton kernels of the mixture of experts on a CPU, by Triton's interpreter.
 
 Not a test: `test_moe_triton.py` starts it as a process of its own, for the interpreter is chosen by
-TRITON_INTERPRET before Triton is imported. Prints each case's distance from PyTorch's step as JSON.
-On a GPU `benchmarks/gpu_check/exactness.py` calls `cases`.
+TRITON_INTERPRET before Triton is imported. Prints each case's distance from PyTorch's step as JSON,
+and those that do not keep NaN.
+On a GPU `benchmarks/gpu_check/items/exactness.py` calls `cases`
+and `lost`.
 """
 
 from __future__ import annotations
@@ -27,14 +29,27 @@ def distance(mine: Tensor | None, right: Tensor | None) -> float:
     return float((mine.double() - right.double()).norm() / right.double().norm().clamp_min(1e-30))
 
 
+Cases = dict[str, list[tuple[Tensor | None, Tensor | None]]]
+
+
 def cases(
-    dtype: torch.dtype, device: str = "cpu", *, exact: bool = False
-) -> dict[str, list[tuple[Tensor | None, Tensor | None]]]:
-    """Each kernel's results beside PyTorch's steps; `exact`: which compute in float64."""
+    dtype: torch.dtype, device: str = "cpu", *, exact: bool = False, spoilt: float | None = None
+) -> Cases:
+    """Each kernel's results beside PyTorch's steps.
+
+    Args:
+        dtype: of the rows.
+        device: where they are.
+        exact: PyTorch's steps compute in float64.
+        spoilt: one value of every input: nan or inf.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator).to(device, dtype)
+        values = torch.randn(*size, generator=generator)
+        if spoilt is not None:
+            values[1, 3] = spoilt
+        return values.to(device, dtype)
 
     def wide(argument: object) -> object:
         if argument is dtype:
@@ -42,12 +57,12 @@ def cases(
         is_real = isinstance(argument, Tensor) and argument.is_floating_point()
         return argument.double() if is_real else argument
 
-    experts = random(TOKENS, 4).topk(TOP_K).indices
+    experts = torch.randn(TOKENS, 4, generator=generator).topk(TOP_K).indices.to(device)
     order, inverse, _ = route(experts, 4)
     weights = torch.rand(TOKENS, TOP_K, generator=generator).to(device)
     x, rows, more = random(TOKENS, D), *(random(TOKENS * TOP_K, D) for _ in range(2))
     a, b, dh = (random(TOKENS * TOP_K, F) for _ in range(3))
-    found: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
+    found: Cases = {}
 
     def compare(name: str, function: str, *arguments: object) -> None:
         mine = getattr(moe_triton, function)(*arguments)
@@ -68,6 +83,21 @@ def cases(
     return found
 
 
+def lost(dtype: torch.dtype, device: str = "cpu") -> list[str]:
+    """Kernels whose NaN is elsewhere than in PyTorch's float64 steps, of inputs with NaN or inf."""
+    found = []
+    for spoilt in (float("nan"), float("inf")):
+        for name, pairs in cases(dtype, device, exact=True, spoilt=spoilt).items():
+            if name == "pack":  # beside what was packed: PyTorch's own
+                ((mine, a),) = pairs
+                assert a is not None
+                pairs = [(mine, moe_steps.unpack(moe_steps.pack(a), F, dtype))]
+            places = [(m.isnan(), r.isnan()) for m, r in pairs if m is not None and r is not None]
+            if not all(torch.equal(m, r) for m, r in places):
+                found.append(f"{name}, of {spoilt}, in {str(dtype).removeprefix('torch.')}")
+    return found
+
+
 if __name__ == "__main__":
     moe_triton.WIDTH = 256  # two laps along a row, cheaply
     moe_triton.WARPS = 1
@@ -76,4 +106,5 @@ if __name__ == "__main__":
         for dtype in (torch.float32, torch.bfloat16)
         for name, pairs in cases(dtype).items()
     }
-    print(json.dumps(distances))
+    nan = [name for dtype in (torch.float32, torch.bfloat16) for name in lost(dtype)]
+    print(json.dumps({"distances": distances, "nan lost": nan}))

@@ -42,8 +42,8 @@ KERNELS: dict[str, dict[str, Any]] = {  # DBRX's sizes
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, float]:
-    """Distance of each step by Triton's interpreter from PyTorch's."""
+def interpreted() -> dict[str, Any]:
+    """What `moe_triton_interpreted` prints."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.ops.moe_triton_interpreted"],
         cwd=Path(__file__).parents[2],
@@ -55,18 +55,24 @@ def interpreted() -> dict[str, float]:
     return json.loads(run.stdout)
 
 
-def test_interpreted_kernels_give_pytorchs_steps(interpreted: dict[str, float]) -> None:
+def test_interpreted_kernels_give_pytorchs_steps(interpreted: dict[str, Any]) -> None:
     bounds = {"float32": 1e-6, "bfloat16": 8e-3}
-    steps = {name: d for name, d in interpreted.items() if not name.startswith("pack in ")}
+    steps = {
+        name: d for name, d in interpreted["distances"].items() if not name.startswith("pack in ")
+    }
     assert len(steps) == 32
     assert [name for name, d in steps.items() if d > bounds[name.split()[-1]]] == []
 
 
 def test_the_interpreted_quantizer_is_as_far_off_as_8_bits_are(
-    interpreted: dict[str, float],
+    interpreted: dict[str, Any],
 ) -> None:
-    assert 1e-3 < interpreted["pack in float32"] < 1.2e-2
-    assert 1e-3 < interpreted["pack in bfloat16"] < 1.2e-2
+    assert 1e-3 < interpreted["distances"]["pack in float32"] < 1.2e-2
+    assert 1e-3 < interpreted["distances"]["pack in bfloat16"] < 1.2e-2
+
+
+def test_interpreted_kernels_keep_nan_where_pytorchs_steps_do(interpreted: dict[str, Any]) -> None:
+    assert interpreted["nan lost"] == []
 
 
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])

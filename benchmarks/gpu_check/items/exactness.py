@@ -144,15 +144,19 @@ def _mixture_errors(
 
 
 def triton(here: Here) -> Iterator[Row]:
-    """Every Triton kernel on its own."""
-    from tests.ops.moe_triton_interpreted import cases
+    """Every Triton kernel on its own, and whether all keep NaN."""
+    from tests.ops.moe_triton_interpreted import cases, lost
     from tests.ops.moe_triton_interpreted import distance as relative
 
     for dtype in ("bf16", "fp32"):
+        without = lost(DTYPES[dtype], here.device.type)
+        row: Row = {"case": "NaN stays NaN", "dtype": dtype}
+        row |= {"output error": len(without), "bounds": [0]}
+        yield {**row, "wrong": f"not by {', '.join(without)}"} if without else row
         for name, pairs in cases(DTYPES[dtype], here.device.type, exact=True).items():
             error = max(relative(*pair) for pair in pairs)
             bound = TRITON_BOUNDS["pack" if name == "pack" else dtype]
-            row: Row = {"case": name, "dtype": dtype, "output error": error, "bounds": [bound]}
+            row = {"case": name, "dtype": dtype, "output error": error, "bounds": [bound]}
             if not error <= bound:
                 row["wrong"] = f"an error of {error:.1e} exceeds {bound}"
             yield row

@@ -35,7 +35,7 @@ def _act(
     elif ACT == "gelu_tanh":  # (1 + tanh u) / 2 is sigmoid(2 u)
         return a * tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
     else:
-        return tl.maximum(a, 0.0)
+        return tl.where(a < 0.0, 0.0, a)  # a maximum loses NaN on a GPU
 
 
 @triton.jit
@@ -181,7 +181,9 @@ def pack_kernel(
         column = start + tl.arange(0, WIDTH)
         value = tl.load(x + row * C + column, mask=column < C, other=0.0).to(tl.float32)
         blocks = tl.reshape(value, (WIDTH // BLOCK, BLOCK))
-        scale = (tl.max(tl.abs(blocks), axis=1) / 127.0).to(tl.bfloat16)
+        widest = tl.max(tl.abs(blocks), axis=1)
+        lost = tl.max((blocks != blocks).to(tl.int32), axis=1)  # a maximum ignores NaN
+        scale = (tl.where(lost > 0, float("nan"), widest) / 127.0).to(tl.bfloat16)
         step = tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)
         exact = blocks / step[:, None]
         # to the nearest; a tie, which PyTorch rounds to even, goes away from zero
