@@ -31,8 +31,9 @@ class TokenizerConfig:
     encoding: str | None = None
     """Only for tiktoken: an encoding (cl100k_base) or a model's name (gpt-4); default gpt-4."""
     chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
-    """How messages become a text: chatml, llama3, zephyr, mpt, or a Jinja file; unset: the
-    tokenizer's own."""
+    """How messages become a text: zephyr, which fits any tokenizer; chatml, llama3, mpt; a model's
+    own text with marks around what is learned, qwen2.5, qwen3, phi3, phi3.5, gemma, gemma3,
+    mistral, deepseek-v3, deepseek-r1, glm4, gpt-oss; or a Jinja file. Unset: the tokenizer's."""
     split_special_tokens: bool = True
     """Read a special token in a text, such as <|endoftext|>, as its plain characters. Off: as that
     token, as transformers and LLM Foundry do; any text can then contain one."""

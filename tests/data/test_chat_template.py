@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 
+import jinja2
 import pytest
 import transformers
 
@@ -58,15 +59,20 @@ def test_a_saved_tokenizer_gives_the_same_text_and_ids_in_transformers(name, tmp
     for messages in CONVERSATIONS:
         for tools in (None, TOOLS):
             for prompt in (False, True):
-                text = tokenizer.chat.render(messages, add_generation_prompt=prompt, tools=tools)
                 asked = {"add_generation_prompt": prompt, "tools": tools}
+                try:
+                    text = tokenizer.chat.render(messages, **asked)
+                except UserError:
+                    with pytest.raises(jinja2.TemplateError):
+                        theirs.apply_chat_template(messages, tokenize=False, **asked)
+                    continue
                 assert text == theirs.apply_chat_template(messages, tokenize=False, **asked)
                 assert text == again.chat.render(messages, **asked)
                 ids = theirs.apply_chat_template(messages, return_dict=False, **asked)
                 assert tokenizer.encode_chat(text) == ids == again.encode_chat(text)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", GOLDEN)
 def test_named_templates_write_what_they_always_wrote(name):
     turns = [SYSTEM, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     special = {"eos_token": "<|endoftext|>", "bos_token": "<|begin_of_text|>"}
@@ -123,7 +129,7 @@ def test_what_is_not_a_template_is_one_line(tmp_path):
     for content, message in [
         ("{% for m in messages %}", r"line 1: Unexpected end of template"),
         ("", "is empty"),
-        (None, r"cannot read .*No such file.*write chatml, llama3, zephyr, mpt, or a Jinja file"),
+        (None, r"cannot read .*No such file.*write chatml, llama3, .*gpt-oss, or a Jinja file"),
     ]:
         file = tmp_path / "t.jinja"
         file.unlink(missing_ok=True)

@@ -17,9 +17,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from llmfoundry.data.supervised.encode import Encoded, Encoder
-from llmfoundry.data.supervised.formats import ExampleOptions, Segment, example_of
+from llmfoundry.data.supervised.formats import example_of
 from llmfoundry.data.supervised.reader import RowReader
-from llmfoundry.data.text.chat_template import NAMED
+from llmfoundry.data.supervised.turns import ExampleOptions, Segment
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.source import SourceConfig
 from llmfoundry.recipe.supervised import SupervisedConfig
@@ -41,8 +41,8 @@ def tokenizer_with(template: str | None, *, bos: bool = False) -> Tokenizer:
         backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=start)
     tokenizer = Tokenizer(backend, "<|endoftext|>", config)
     if template is not None:
-        is_named = template in NAMED
-        tokenizer.use_chat_template(template if is_named else str(GOLDEN / f"{template}.jinja"))
+        file = GOLDEN / f"{template}.jinja"
+        tokenizer.use_chat_template(str(file) if file.is_file() else template)
     return tokenizer
 
 
@@ -151,17 +151,30 @@ def test_labels_are_those_of_trls_assistant_mask(template):
         assert found.ids[n:].tolist() == [tokenizer.eos_id][: len(found.ids) - n]  # LLM Foundry's
 
 
-def test_a_template_that_renders_beginnings_otherwise_is_refused_by_message():
+def test_a_template_that_renders_earlier_answers_otherwise_is_split():
     """Phi-3's puts the end of text behind the last message only."""
     tokenizer = tokenizer_with("phi3")
-    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    with pytest.raises(ValueError, match=r"to messages\[3\] otherwise when more follows"):
-        pieces_of({"messages": turns * 2}, "chat", tokenizer)
-    pieces = pieces_of({"messages": turns * 2}, "chat", tokenizer, last_only=True)
+    first = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    row = {
+        "messages": [*first, {"role": "user", "content": "3"}, says("4"), first[0], says("5", 0)]
+    }
+    options = ExampleOptions(tokenizer.chat)
+    made = example_of(row, "chat", options).documents  # of an answer that weighs nothing none
+    assert [[piece.text for piece in document.pieces] for document in made] == [
+        ["<|user|>\n1<|end|>\n<|assistant|>\n", "2<|end|>\n<|endoftext|>"],
+        ["<|user|>\n1<|end|>\n<|assistant|>\n2<|end|>\n<|user|>\n3<|end|>\n<|assistant|>\n",
+         "4<|end|>\n<|endoftext|>"],
+    ]  # fmt: skip
+    turns = {"messages": first * 2}
+    pieces = pieces_of(turns, "chat", tokenizer, last_only=True)
     assert [piece.text for piece in pieces if piece.answer] == ["2<|end|>\n<|endoftext|>"]
     assert pieces[0].text.count("<|user|>") == 2
-    with pytest.raises(ValueError, match="otherwise when more follows"):
-        pieces_of({"messages": turns * 2}, "chat", tokenizer, last_only=True, prompts=True)
+    with pytest.raises(ValueError, match="one row for each, which repeat its prompts"):
+        pieces_of(turns, "chat", tokenizer, prompts=True)
+
+
+def says(content: str, weight: float = 1) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "weight": weight}
 
 
 def test_messages_weigh_what_they_say():

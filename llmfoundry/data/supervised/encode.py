@@ -3,7 +3,8 @@
 Called by `prepare` for some rows at a time. Prompts and answers are encoded apart, because that is
 what the model meets when it answers: a prompt's ids are there before its own first one.
 Vocabularies that are not of bytes write a space before each text; there, a whole document is
-encoded, and cut where its pieces end, unless a token lies across such an end.
+encoded, and cut where its pieces end, unless a token lies across such an end. Where a template
+marks answers, too, and there a token across an end is the answer's, as transformers has it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from llmfoundry.data.supervised.formats import SegmentedText
+from llmfoundry.data.supervised.turns import SegmentedText
 from llmfoundry.data.text.tokenizer import Tokenizer
 
 
@@ -41,7 +42,10 @@ class Encoder:
         self.special_tokens = tokenizer.special_tokens
 
     def __call__(self, documents: Sequence[SegmentedText]) -> list[Encoded]:
-        """Each document; the end of text is put behind it where it does not end with one."""
+        """Each document; the end of text is put behind it where it does not end with one.
+
+        Not behind what a template marks itself.
+        """
         plain = [n for n, d in enumerate(documents) if not d.rendered]
         rendered = [n for n, d in enumerate(documents) if d.rendered]
         found: dict[int, list[list[int]]] = {}
@@ -57,11 +61,30 @@ class Encoder:
         return [[[*self._tokenizer.bos_ids, *first], *others] for first, *others in pieces]
 
     def _rendered(self, documents: Sequence[SegmentedText]) -> list[list[list[int]]]:
-        if not self._tokenizer.byte_level:
-            return [self._cut(document) for document in documents]
-        texts = [piece.text for document in documents for piece in document.pieces]
-        ids = iter(self._tokenizer.encode_chat_batch(texts))
-        return [[next(ids) for _ in document.pieces] for document in documents]
+        apart = [d for d in documents if self._tokenizer.byte_level and not d.marked]
+        ids = iter(self._tokenizer.encode_chat_batch([p.text for d in apart for p in d.pieces]))
+        found = []
+        for document in documents:
+            if document.marked:
+                found.append(self._cut_at_answers(document))
+            elif self._tokenizer.byte_level:
+                found.append([next(ids) for _ in document.pieces])
+            else:
+                found.append(self._cut(document))
+        return found
+
+    def _cut_at_answers(self, document: SegmentedText) -> list[list[int]]:
+        """The ids of each piece of a text that is encoded as one; answers have what they touch."""
+        texts = [piece.text for piece in document.pieces]
+        ends = list(accumulate(map(len, texts), initial=0))
+        ids, spans = self._tokenizer.encode_chat_spans("".join(texts))
+        begins, stops = (np.array([span[n] for span in spans]) for n in (0, 1))
+        cuts = [0]
+        for n, piece in enumerate(document.pieces[1:]):
+            edge = ends[n + 1]
+            found = np.searchsorted(*((stops, edge, "right") if piece.answer else (begins, edge)))
+            cuts.append(max(cuts[-1], int(found)))
+        return [ids[begin:end] for begin, end in pairwise([*cuts, len(ids)])]
 
     def _cut(self, document: SegmentedText) -> list[list[int]]:
         texts = [piece.text for piece in document.pieces]
@@ -84,7 +107,7 @@ class Encoder:
     def _weighed(self, document: SegmentedText, pieces: list[list[int]]) -> Encoded:
         answers = [ids for piece, ids in zip(document.pieces, pieces, strict=True) if piece.answer]
         is_empty = not answers or not answers[-1]
-        if not is_empty and pieces[-1][-1] != self._tokenizer.eos_id:
+        if not (is_empty or document.marked) and pieces[-1][-1] != self._tokenizer.eos_id:
             pieces[-1] = [*pieces[-1], self._tokenizer.eos_id]
         weights = []
         for piece, ids in zip(document.pieces, pieces, strict=True):

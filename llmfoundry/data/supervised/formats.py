@@ -1,15 +1,12 @@
 """A row of one of the four formats to documents: pieces of text, each prompt or answer.
 
-Called by `prepare`, between `reader` and `encode`. The one idea: what is learned of a conversation
-is found by rendering its beginnings. The text up to an answer ends where the template would have
-the model begin, so answers are exact to the character, end of turn included, whatever the
-template; where a beginning is not a prefix of the whole, the row is refused, never guessed.
+Called by `prepare`, between `reader` and `encode`; `turns` renders conversations.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,41 +23,18 @@ from llmfoundry.data.supervised.messages import (
     plain_messages,
     tools_of,
     unusual_order,
+    variables_of,
 )
-from llmfoundry.data.text.chat_template import ChatTemplate
+from llmfoundry.data.supervised.turns import (
+    Asked,
+    ExampleOptions,
+    Segment,
+    SegmentedText,
+    conversation_documents,
+)
 from llmfoundry.errors import UserError
 
 _CONVERSATIONS = ("messages", "prompt", "response", "completion", "chosen", "rejected")
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a document's text.
-
-    Attributes:
-        text: its characters.
-        answer: whether the model wrote it; otherwise it is a prompt.
-        weight: of its tokens where it is learned.
-    """
-
-    text: str
-    answer: bool
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class SegmentedText:
-    """What becomes one sequence of tokens.
-
-    Attributes:
-        pieces: in order; prompts and answers take turns.
-        rendered: by a chat template, so that special tokens are read, and none is put before it.
-        side: 1 chosen or desirable, -1 rejected or undesirable, 0 neither.
-    """
-
-    pieces: tuple[Segment, ...]
-    rendered: bool
-    side: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +42,8 @@ class Example:
     """A row.
 
     Attributes:
-        documents: one; of a preference two, the chosen one first.
+        documents: one; of a preference two, the chosen one first; of a conversation that is split
+            one for each answer.
         key: what decides whether it is held out: its text, or, of answers that are compared, their
             prompt's.
         contents: what the row itself holds in a rendered text.
@@ -79,25 +54,6 @@ class Example:
     key: str
     contents: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ExampleOptions:
-    """What the recipe asks of every row.
-
-    Attributes:
-        chat: the tokenizer's template; None: it has none.
-        last_only: of a conversation only the last answer is learned.
-        prompts: prompts may be learned.
-    """
-
-    chat: ChatTemplate | None
-    last_only: bool = False
-    prompts: bool = False
-
-    def names(self, word: str) -> bool:
-        """Whether the template reads a key, or a role, of messages."""
-        return self.chat is not None and self.chat.names(word)
 
 
 def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Example:
@@ -128,27 +84,26 @@ def _prompt_response(row: Mapping[str, Any], options: ExampleOptions) -> Example
         reason = "has both response and completion" if given else "no column 'response'"
         raise ValueError(f"{reason}; a row has one of response and completion")
     answer = row[given[0]]
-    document = _answered(prompt, answer, given[0], options, None)
-    return Example((document,), _key([prompt, answer]), _contents(prompt, answer))
+    documents = _answered(prompt, answer, given[0], options, _asked(row))
+    return Example(tuple(documents), _key([prompt, answer]), _contents(prompt, answer))
 
 
 def _chat(row: Mapping[str, Any], options: ExampleOptions) -> Example:
-    messages, tools = conversation(_column(row, "messages")), tools_of(row.get("tools"))
-    document = _rendered_document(messages, tools, options, "messages")
-    return Example((document,), _key([messages, tools]), _contents(messages))
+    messages, asked = conversation(_column(row, "messages")), _asked(row)
+    documents = _rendered(messages, asked, options, "messages")
+    key = [messages, asked.tools, *([asked.variables] if asked.variables else [])]
+    return Example(tuple(documents), _key(key), _contents(messages))
 
 
 def _preference(row: Mapping[str, Any], options: ExampleOptions) -> Example:
-    tools = tools_of(row.get("tools"))
     chosen, rejected = _column(row, "chosen"), _column(row, "rejected")
-    sides = [_compared(row, name, tools, options) for name in ("chosen", "rejected")]
-    prompts = [[piece for piece in d.pieces[:-1]] for d in sides]
+    sides = [_compared(row, name, options) for name in ("chosen", "rejected")]
+    prompts = [side.prompt for side in sides]
     if prompts[0] != prompts[1]:
         raise ValueError("chosen and rejected differ before their last answer; they share a prompt")
-    if sides[0].pieces[-1].text == sides[1].pieces[-1].text:
+    if sides[0].pieces[len(prompts[0])].text == sides[1].pieces[len(prompts[0])].text:
         raise ValueError("chosen and rejected are the same answer; nothing can be preferred")
-    pair = (SegmentedText(sides[0].pieces, sides[0].rendered, 1),
-            SegmentedText(sides[1].pieces, sides[1].rendered, -1))  # fmt: skip
+    pair = (replace(sides[0], side=1), replace(sides[1], side=-1))
     key = "".join(piece.text for piece in prompts[0])
     return Example(pair, key, _contents(row.get("prompt"), chosen, rejected))
 
@@ -162,9 +117,9 @@ def _unpaired(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     if label not in (True, False):  # 1 and 0 too
         raise NotOfFormat(f"label is {label!r}; write true or false", "label is no truth value")
     _column(row, "prompt")
-    document = _compared(row, "completion", tools_of(row.get("tools")), options)
-    key = "".join(piece.text for piece in document.pieces[:-1])
-    side = SegmentedText(document.pieces, document.rendered, 1 if label else -1)
+    document = _compared(row, "completion", options)
+    key = "".join(piece.text for piece in document.prompt)
+    side = replace(document, side=1 if label else -1)
     return Example((side,), key, _contents(row.get("prompt"), row.get("completion")))
 
 
@@ -176,17 +131,20 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any], ExampleOptions], Example]] = {
 }
 
 
-def _compared(
-    row: Mapping[str, Any], name: str, tools: list[dict[str, Any]] | None, options: ExampleOptions
-) -> SegmentedText:
+def _asked(row: Mapping[str, Any]) -> Asked:
+    return Asked(tools_of(row.get("tools")), variables_of(row.get("chat_template_kwargs")))
+
+
+def _compared(row: Mapping[str, Any], name: str, options: ExampleOptions) -> SegmentedText:
     """A prompt with an answer of which the last turn alone is learned."""
     options = ExampleOptions(options.chat, last_only=True)
-    return _answered(row.get("prompt"), _column(row, name), name, options, tools)
+    (found,) = _answered(row.get("prompt"), _column(row, name), name, options, _asked(row))
+    return found
 
 
 def _answered(
-    prompt: Any, answer: Any, name: str, options: ExampleOptions, tools: list[dict[str, Any]] | None
-) -> SegmentedText:
+    prompt: Any, answer: Any, name: str, options: ExampleOptions, asked: Asked
+) -> list[SegmentedText]:
     """A prompt and its answer: both text, or both messages, or a whole conversation as answer."""
     if not is_messages(answer):
         if prompt is None:
@@ -196,7 +154,7 @@ def _answered(
         for column, value in (("prompt", prompt), (name, answer)):
             if not isinstance(value, str):
                 raise ValueError(f"{column} holds {kind(value)}, not text")
-        return SegmentedText((Segment(prompt, False), Segment(answer, True)), rendered=False)
+        return [SegmentedText((Segment(prompt, False), Segment(answer, True)), rendered=False)]
     messages = plain_messages(answer, name=name)
     if messages and messages[0]["role"] in ("assistant", "tool"):
         if prompt is None:
@@ -205,86 +163,28 @@ def _answered(
         messages = [*plain_messages(before, name="prompt"), *messages]
     elif is_messages(prompt) and not _begins(messages, plain_messages(prompt, name="prompt")):
         raise ValueError(f"{name} is a whole conversation that does not begin with prompt")
-    return _rendered_document(conversation(messages, name=name), tools, options, name)
+    return _rendered(conversation(messages, name=name), asked, options, name)
 
 
-def _rendered_document(
-    messages: Messages, tools: list[dict[str, Any]] | None, options: ExampleOptions, name: str
-) -> SegmentedText:
+def _rendered(
+    messages: Messages, asked: Asked, options: ExampleOptions, name: str
+) -> list[SegmentedText]:
     """A conversation by the template, which takes its order and leaves none of it out."""
     check_answers(messages, last_only=options.last_only)
     shown = for_template(messages, options.names)
     try:
-        document = SegmentedText(_turns(shown, tools, options), rendered=True)
+        documents = conversation_documents(shown, asked, options)
     except UserError as error:
         unusual = unusual_order(messages, name)
         if options.chat is None or unusual is None:
             raise
         raise ValueError(f"{unusual}; {error}") from error
-    check_shown(shown, "".join(piece.text for piece in document.pieces), name)
-    return document
+    check_shown(shown, "".join(piece.text for d in documents for piece in d.pieces), name)
+    return documents
 
 
 def _begins(messages: Messages, beginning: Messages) -> bool:
     return messages[: len(beginning)] == beginning
-
-
-def _turns(
-    messages: Messages, tools: list[dict[str, Any]] | None, options: ExampleOptions
-) -> tuple[Segment, ...]:
-    """Prompts and answers by turns, together the rendered conversation."""
-    if options.chat is None:
-        raise UserError(
-            "tokenizer.chat_template: the tokenizer has none, and rows are conversations; write"
-            " zephyr, which fits any tokenizer, chatml, llama3 or mpt, or a Jinja file"
-        )
-    weights = [float(m.get("weight", 1.0)) for m in messages]
-    shown = [{name: v for name, v in m.items() if name != "weight"} for m in messages]
-    places = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
-    try:
-        return _rendered(shown, weights, places, tools, options)
-    except _NotPrefix as error:
-        if not options.last_only or options.prompts or len(places) == 1:
-            raise ValueError(
-                f"the chat template renders the conversation to messages[{error.place}] otherwise"
-                " when more follows, so what is learned of it cannot be determined; write"
-                " data.supervised.target_responses: last, or another tokenizer.chat_template"
-            ) from None
-        try:
-            return _rendered(shown, weights, places[-1:], tools, options)
-        except _NotPrefix:
-            raise ValueError(
-                "the chat template does not begin the last answer as it renders it, so what is"
-                " learned cannot be determined; write another tokenizer.chat_template"
-            ) from None
-
-
-class _NotPrefix(ValueError):
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
-
-
-def _rendered(
-    messages: Messages,
-    weights: Sequence[float],
-    places: Sequence[int],
-    tools: list[dict[str, Any]] | None,
-    options: ExampleOptions,
-) -> tuple[Segment, ...]:
-    """The pieces around the answers at `places`."""
-    assert options.chat is not None
-    pieces, done = [], ""
-    for n in places:
-        prompt = options.chat.render(messages[:n], add_generation_prompt=True, tools=tools)
-        whole = options.chat.render(messages[: n + 1], tools=tools)
-        if not (prompt.startswith(done) and whole.startswith(prompt)):
-            raise _NotPrefix(n)
-        is_learned = not options.last_only or n == places[-1]
-        pieces.append(Segment(prompt[len(done) :], False))
-        pieces.append(Segment(whole[len(prompt) :], True, weights[n] if is_learned else 0.0))
-        done = whole
-    return tuple(pieces)
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:

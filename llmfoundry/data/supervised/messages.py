@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from llmfoundry.data.supervised.bad_rows import NotOfFormat
@@ -150,6 +151,26 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ValueError(f"tools holds {kind(value)}, not a list of JSON schemas")
     return [_filled(tool) for tool in value]
+
+
+def variables_of(value: Any) -> dict[str, Any]:
+    """What a row gives its template to read, such as enable_thinking; also a JSON text of it.
+
+    Raises:
+        ValueError: it holds something else, or sets what the row itself gives.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not value:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"chat_template_kwargs holds {kind(value)}, not an object")
+    found = {str(name): _filled(entry) for name, entry in value.items() if entry is not None}
+    for name in ("messages", "add_generation_prompt"):
+        if name in found:
+            raise ValueError(f"chat_template_kwargs sets {name}, which the row decides; remove it")
+    return found
 
 
 def from_json(value: Any) -> Any:

@@ -27,7 +27,7 @@ from llmfoundry.data.preparation.split import content_hash
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
 from llmfoundry.data.supervised.bad_rows import bad_row
 from llmfoundry.data.supervised.encode import Encoded, Encoder
-from llmfoundry.data.supervised.formats import Example, ExampleOptions, example_of
+from llmfoundry.data.supervised.formats import Example, example_of
 from llmfoundry.data.supervised.messages import EmptyAnswerError
 from llmfoundry.data.supervised.reader import RowReader
 from llmfoundry.data.supervised.store import (
@@ -39,6 +39,7 @@ from llmfoundry.data.supervised.store import (
     StoreFacts,
     write_store,
 )
+from llmfoundry.data.supervised.turns import ExampleOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -85,6 +86,8 @@ class _Plan:
         supervised = config.supervised
         shortest = supervised.shortest_target_prompt
         chat = tokenizer.chat if tokenizer.has_chat else None
+        if chat is not None:
+            chat.check_marks()
         self._options = ExampleOptions(
             chat, supervised.target_responses == "last", np.isfinite(shortest)
         )
@@ -254,33 +257,45 @@ class _Work:
         found = []
         for read, example in kept:
             documents = [next(encoded) for _ in example.documents]
-            if any(document.is_empty for document in documents):
-                facts.note(facts.dropped, EMPTY, str(read.where))
-                continue
-            found.append(_Made(read.source, read.row, example, documents))
+            sides = [document.side for document in example.documents]
+            if len(documents) > self._per_example:
+                facts.note_split(len(documents), str(read.where))
+            for n in range(0, len(documents), self._per_example):
+                some = slice(n, n + self._per_example)
+                if any(document.is_empty for document in documents[some]):
+                    facts.note(facts.dropped, EMPTY, str(read.where))
+                    continue
+                found.append(
+                    _Made(read.source, read.row, example.key, documents[some], sides[some])
+                )
         return found
+
+    @property
+    def _per_example(self) -> int:
+        return 2 if self.reader.format == "preference" else 1
 
 
 @dataclass(frozen=True)
 class _Made:
     source: int
     row: int
-    example: Example
+    key: str
     documents: list[Encoded]
+    sides: list[int]
 
 
 def _arrays(made: Sequence[_Made]) -> PartArrays:
     encoded = [document for one in made for document in one.documents]
     documents = np.zeros(len(encoded), DOCUMENT)
     documents["end"] = np.cumsum([len(document.ids) for document in encoded])
-    documents["side"] = [document.side for one in made for document in one.example.documents]
+    documents["side"] = [side for one in made for side in one.sides]
     examples = np.zeros(len(made), EXAMPLE)
     for n, one in enumerate(made):
         content = hashlib.blake2b(digest_size=8)
         for document in one.documents:
             content.update(document.ids.tobytes() + document.weights.tobytes() + b"|")
-        content.update(bytes(d.side + 1 for d in one.example.documents))
-        key = content_hash(one.example.key)
+        content.update(bytes(side + 1 for side in one.sides))
+        key = content_hash(one.key)
         examples[n] = (key, int.from_bytes(content.digest(), "little"), one.source, one.row)
     empty = [np.zeros(0, np.uint32)], [np.zeros(0, np.float32)]
     return PartArrays(

@@ -24,6 +24,7 @@ from llmfoundry.files import write_json
 DOCUMENT = np.dtype([("end", "<i8"), ("side", "i1")])
 EXAMPLE = np.dtype([("key", "<u8"), ("content", "<u8"), ("source", "<u4"), ("row", "<i8")])
 NO_ROW = -1  # of a source that has no rows
+SPLIT = "split"
 
 
 @dataclass
@@ -37,6 +38,8 @@ class StoreFacts:
         dropped: rows left out, by reason.
         first: of each reason, and of each thing to tell, the first row's place.
         told: rows of which something is to be told, by what.
+        split: conversations that are one row for each answer.
+        parts: rows that these are.
         unread: rows that have a column, or a key of a message, that is not read, by its name.
         rows: that were read.
         bad: those that cannot be used.
@@ -50,6 +53,8 @@ class StoreFacts:
     dropped: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
     told: dict[str, int] = field(default_factory=dict)
+    split: int = 0
+    parts: int = 0
     unread: dict[str, int] = field(default_factory=dict)
     rows: int = 0
     bad: BadRows = field(default_factory=BadRows)
@@ -61,11 +66,17 @@ class StoreFacts:
         counter[what] = counter.get(what, 0) + 1
         self.first.setdefault(what, where)
 
+    def note_split(self, parts: int, where: str) -> None:
+        """Count a conversation that becomes several rows."""
+        self.split, self.parts = self.split + 1, self.parts + parts
+        self.first.setdefault(SPLIT, where)
+
     def add(self, part: StoreFacts) -> None:
         """Count what a part of the input counted; parts come in order."""
         for name in ("dropped", "told", "unread"):
             counts = Counter(getattr(self, name)) + Counter(getattr(part, name))
             setattr(self, name, dict(counts))
+        self.split, self.parts = self.split + part.split, self.parts + part.parts
         self.first = part.first | self.first
         self.rows += part.rows
         self.bad.add(part.bad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import secrets
 from typing import Any
 
 from jinja2 import nodes, pass_context
@@ -23,21 +24,24 @@ STEPS = 2_000_000  # loop iterations and calls of one rendering: about a second
 LONGEST = 1 << 26  # characters or items of any value that an expression makes
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
 _WIDE = re.compile(r"%[^a-zA-Z%]*(\*|\d{5,})")  # a format that pads to a width
+_NONCE = secrets.token_hex(8)  # so that no message can spell a mark
+BEGIN, END = f"\ue010{_NONCE}\ue011", f"\ue012{_NONCE}\ue013"
+"""What stands around a marked text until `chat_template.rendered` takes it out again."""
 
 
 class _Generation(Extension):
-    """The marks {% generation %} and {% endgeneration %} of TRL's masks, which change no text."""
+    """{% generation %} … {% endgeneration %}: what the assistant wrote, which is learned."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """A block that gives its own text."""
+        """A block that gives its own text between BEGIN and END."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
-    def _same(self, caller: Any) -> str:
-        return caller()
+    def _marked(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
 
 
 class ChatSandbox(ImmutableSandboxedEnvironment):

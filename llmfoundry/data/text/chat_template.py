@@ -12,6 +12,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,19 +23,48 @@ from llmfoundry.errors import UserError
 Message = Mapping[str, Any]
 """role (system, user, assistant, tool), content, and by template tool_calls and others."""
 
+_CHATML = ("<|im_start|>", "<|im_end|>")
+_BAR, _SPACE = "\uff5c", "\u2581"  # of DeepSeek's tokens
+_DEEPSEEK = (f"<{_BAR}User{_BAR}>", f"<{_BAR}Assistant{_BAR}>",
+             f"<{_BAR}end{_SPACE}of{_SPACE}sentence{_BAR}>")  # fmt: skip
 NAMED: dict[str, tuple[str, ...]] = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "chatml": _CHATML,
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "zephyr": (),
-    "mpt": ("<|im_start|>", "<|im_end|>"),
+    "mpt": _CHATML,
+    "qwen2.5": _CHATML,
+    "qwen3": _CHATML,
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "phi3.5": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "gemma3": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-r1": _DEEPSEEK,
+    "glm4": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    "gpt-oss": ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
 }
 """The named templates (chat_templates/*.jinja) and the special tokens that each needs. Zephyr's
 marks are plain text, and a turn ends with the tokenizer's own end of text: it fits any
-tokenizer."""
+tokenizer. From qwen2.5 on they write a model's own text with {% generation %} marks."""
 
 _FOLDER = Path(__file__).parent / "chat_templates"
 _LONGEST = 1 << 26  # characters of a rendered conversation
 _MARK = "\ue000answer\ue001"  # stands for an answer that no template has in it
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of some messages.
+
+    Attributes:
+        text: its characters.
+        answers: of each {% generation %} block in order, its first character and the one behind it.
+    """
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
 
 
 class ChatTemplate:
@@ -61,13 +92,27 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of some messages.
+        """The text of some messages; see `rendered`."""
+        asked = {"tools": tools, "variables": variables}
+        return self.rendered(messages, add_generation_prompt=add_generation_prompt, **asked).text
+
+    def rendered(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Rendered:
+        """The text of some messages, and what the template marks in it.
 
         Args:
             messages: in order.
             add_generation_prompt: end with what an answer begins with.
             tools: JSON schemas of functions that the model may call.
+            variables: others that the template reads, such as enable_thinking.
 
         Raises:
             UserError: the template refuses the messages, or does what it may not.
@@ -78,11 +123,14 @@ class ChatTemplate:
         template.environment.begin()
         try:
             text = template.render(
-                **self.special_tokens,
-                messages=[_with_reasoning(message) for message in messages],
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+                {
+                    **self.special_tokens,
+                    "tools": list(tools) if tools else None,
+                    "documents": None,
+                    **(variables or {}),
+                    "messages": [_with_reasoning(message) for message in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except TemplateError as error:
             raise UserError(f"the chat template refuses it: {_line(error)}") from error
@@ -93,7 +141,11 @@ class ChatTemplate:
             raise UserError(f"the chat template fails: {reason}") from error
         if len(text) > _LONGEST:
             raise UserError(f"the chat template makes more than {_LONGEST:,} characters")
-        return text
+        return _unmarked(text)
+
+    def has_marks(self, *, tools: bool = False) -> bool:
+        """Whether {% generation %} marks what is learned; `tools`: in the source used with them."""
+        return _GENERATION.search(self._tools_text if tools else self.text) is not None
 
     def names(self, word: str) -> bool:
         """Whether the source names a key or a role of messages, as `.weight` or `developer`."""
@@ -103,7 +155,8 @@ class ChatTemplate:
     def end_of_turn(self) -> str:
         """What ends an answer: all that stands behind it in a conversation, white space left out.
 
-        Where to stop a generation: <|im_end|>, <|eot_id|>, or the tokenizer's end of text.
+        Where to stop a generation: <|im_end|>, <|eot_id|>, or the tokenizer's end of text; without
+        what stands behind the last answer only, as Phi-3's end of text does.
 
         Raises:
             UserError: the template shows no answer, or nothing behind it.
@@ -115,7 +168,54 @@ class ChatTemplate:
                 "tokenizer.chat_template: nothing ends an answer in it, so that a model could not"
                 " learn to stop; write one that ends turns, such as zephyr"
             )
-        return behind.strip()
+        try:
+            followed = self.render([*turn, turn[0]]).partition(_MARK)[2]
+        except UserError:  # takes no message behind an answer
+            followed = behind
+        ends = [behind[: gap.start()] for gap in re.finditer(r"(?<=\S)(\s|$)", behind)]
+        shared = [end for end in ends if followed.startswith(end)]
+        return (shared or ends)[-1].strip()
+
+    @cached_property
+    def ends_turns(self) -> bool:
+        """Whether something ends an answer in it; also where it takes no conversation to ask by."""
+        try:
+            return bool(self.end_of_turn)
+        except UserError as error:
+            return "nothing ends an answer" not in str(error)
+
+    def check_marks(self) -> None:
+        """See that what {% generation %} marks has the end of each answer.
+
+        Raises:
+            UserError: it leaves out answers, or what ends them.
+        """
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        try:
+            whole = self.rendered(turn * 2)
+        except UserError:  # takes no such conversation; each row is looked at by itself
+            return
+        for found in re.finditer(_MARK, whole.text) if self.has_marks() else ():
+            spans = [span for span in whole.answers if span[0] <= found.start() < span[1]]
+            if not spans or not whole.text[found.end() : spans[0][1]].strip():
+                raise UserError(
+                    "tokenizer.chat_template: its {% generation %} marks leave out"
+                    f" {'what ends an answer' if spans else 'answers'}, so that a model would not"
+                    " learn to stop; put {% endgeneration %} behind the end of the turn, or write"
+                    f" {self.training_variant()}"
+                )
+
+    def training_variant(self) -> str:
+        """A named template that renders a plain conversation as this one does, or all names."""
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        named = {name: ChatTemplate(template_of(name), self.special_tokens) for name in NAMED}
+        with suppress(UserError):
+            own, asked = self.render(turn), self.render(turn[:1], add_generation_prompt=True)
+            alike = [name for name, template in named.items() if template.render(turn) == own]
+            alike.sort(key=lambda n: named[n].render(turn[:1], add_generation_prompt=True) != asked)
+            if alike:
+                return alike[0]
+        return f"one of {', '.join(NAMED)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What Jinja compiles cannot be sent to another process.
@@ -176,16 +276,42 @@ def chosen_templates(value: Any) -> tuple[str, str]:
     )
 
 
+def _unmarked(text: str) -> Rendered:
+    """A text without the marks in it, and where they were; of nested ones the outer."""
+    from llmfoundry.data.text.chat_sandbox import BEGIN, END
+
+    if BEGIN not in text:
+        return Rendered(text, ())
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    open_: list[int] = []
+    length = 0
+    for part in re.split(f"({BEGIN}|{END})", text):
+        if part == BEGIN:
+            open_.append(length)
+        elif part == END and open_:
+            begin = open_.pop()
+            spans += [] if open_ else [(begin, length)]
+        elif part != END:
+            parts.append(part)
+            length += len(part)
+    return Rendered("".join(parts), tuple(spans))
+
+
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """A message with its reasoning under each name that templates know, as in transformers."""
-    names = ("reasoning_content", "reasoning", "thinking")
-    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    """A message with its reasoning under each name that templates know, as in transformers.
+
+    Without keys that are null, as there too.
+    """
+    message = {name: value for name, value in message.items() if value is not None}
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[name] for name in names if name in message), None)
     if reasoning is None:
-        return dict(message)
+        return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

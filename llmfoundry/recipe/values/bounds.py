@@ -129,7 +129,10 @@ def choice(
 
 
 ANY_TEXT = re.compile(".*", re.DOTALL)
-CHAT_TEMPLATES = ("chatml", "llama3", "zephyr", "mpt")
+CHAT_TEMPLATES = (
+    "chatml", "llama3", "zephyr", "mpt", "qwen2.5", "qwen3", "phi3", "phi3.5", "gemma", "gemma3",
+    "mistral", "deepseek-v3", "deepseek-r1", "glm4", "gpt-oss",
+)  # fmt: skip
 CHAT_TEMPLATE = choice(CHAT_TEMPLATES, "a Jinja file", ANY_TEXT)
 AUTO_ROWS = choice(("auto",), "a number of rows")
 

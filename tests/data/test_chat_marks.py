@@ -1,0 +1,304 @@
+"""Templates with {% generation %} marks: ids and masks beside transformers', on TRL's templates.
+
+The referee is `apply_chat_template(..., return_assistant_tokens_mask=True)` of transformers with
+the files that TRL ships. Where a conversation is split, each part is compared with the
+conversation up to its answer, of which the last run of the mask counts.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from llmfoundry.data.supervised.encode import Encoder
+from llmfoundry.data.supervised.formats import example_of
+from llmfoundry.data.supervised.turns import ExampleOptions, SegmentedText
+from llmfoundry.data.text.chat_template import template_of
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+
+TRL = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+GOLDEN = Path(__file__).parent / "golden" / "chats" / "tokenizer"
+BAR = "\uff5c"
+
+CHATML = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+GEMMA = ("<start_of_turn>", "<end_of_turn>")
+LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>")
+DEEPSEEK = tuple(f"<{BAR}{name}{BAR}>" for name in (
+    "User", "Assistant", "end\u2581of\u2581sentence", "begin\u2581of\u2581sentence",
+    "tool\u2581calls\u2581begin", "tool\u2581calls\u2581end", "tool\u2581call\u2581begin",
+    "tool\u2581call\u2581end", "tool\u2581sep", "tool\u2581outputs\u2581begin",
+    "tool\u2581outputs\u2581end", "tool\u2581output\u2581begin",
+    "tool\u2581output\u2581end"))  # fmt: skip
+GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+       "<think>", "</think>", "<tool_call>", "</tool_call>")  # fmt: skip
+GPT_OSS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
+COHERE = ("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>",
+          "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>")  # fmt: skip
+FAMILIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "llama3": (None, LLAMA),
+    "qwen2_5": ("qwen2.5", CHATML),
+    "qwen3": ("qwen3", CHATML),
+    "qwen3_instruct_2507": (None, CHATML),
+    "qwen3_5_think": (None, CHATML),
+    "qwen3_8": (None, CHATML),
+    "phi3": ("phi3", PHI),
+    "phi3_5": ("phi3.5", PHI),
+    "gemma": ("gemma", GEMMA),
+    "gemma3": ("gemma3", GEMMA),
+    "deepseekv3": ("deepseek-v3", DEEPSEEK),
+    "deepseek_r1_distill": ("deepseek-r1", DEEPSEEK),
+    "glm4moe": ("glm4", GLM),
+    "gptoss": ("gpt-oss", GPT_OSS),
+    "cohere": (None, COHERE),
+    "lfm2_v2": (None, CHATML),
+    "nemotron_3_nano": (None, CHATML),
+}
+"""TRL's files by their stem: our named template with the same text, and special tokens."""
+
+
+@cache
+def backend(tokens: tuple[str, ...]) -> str:
+    """A byte-level vocabulary with a family's special tokens."""
+    made = Backend.from_file(str(GOLDEN / "tokenizer.json"))
+    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
+    return made.to_str()
+
+
+@cache
+def ours(tokens: tuple[str, ...], text: str) -> Tokenizer:
+    config = {"chat_template": text, "bos_token": "<s>"}
+    return Tokenizer(Backend.from_str(backend(tokens)), "<|endoftext|>", config)
+
+
+@cache
+def theirs(tokens: tuple[str, ...], text: str) -> PreTrainedTokenizerFast:
+    made = Backend.from_str(backend(tokens))
+    special = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=text, **special)
+
+
+def template(stem: str) -> str:
+    return (TRL / f"{stem}.jinja").read_text()
+
+
+def says(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+CALL = [{"type": "function", "function": {"name": "sum", "arguments": {"a": [1, 2], "b": "é<"}}}]
+TOOLS = [{"type": "function", "function": {"name": "sum", "description": "Adds.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "array", "items": {"type": "number"},
+    "description": "numbers"}, "b": {"type": "string"}}, "required": ["a"]}}}]  # fmt: skip
+TEXTS = [
+    ("What is 2+2?", "4"),
+    ("Hi", "Hello there, how may I help?\n"),
+    (" leading and trailing ", "  two spaces, then two\n\n"),
+    ("naïve café Ω", "日本語 🎉 emoji, combining e\u0301"),
+    ("line\nbreaks\n\n", "\n\nfirst lines are empty"),
+    ("code", "```python\ndef f(x):\n    return x\n```"),
+    ("tabs\t\tand\r\nmore", "a\t- b\n\t- c"),
+    ("<b>html</b> & {braces} {{ jinja }} {% raw %}", "I see {% generation %} & <i>marks</i>"),
+    ("nbsp\u00a0zero\u200bwidth", "‏עברית‏ ok"),
+    ("a", "."),
+]
+
+
+def rows() -> list[dict[str, Any]]:
+    """40 conversations: turns, system messages, thoughts of both kinds, tools, odd white space."""
+    found: list[dict[str, Any]] = []
+    single = [[says("user", a), says("assistant", b)] for a, b in TEXTS]
+    found += [{"messages": turns} for turns in single]
+    found += [{"messages": [says("system", "Be brief."), *turns]} for turns in single[:4]]
+    found += [{"messages": [says("system", " "), *single[0]]}]
+    found += [{"messages": single[n] + single[n + 1]} for n in range(8)]
+    found += [{"messages": [says("system", "Count.\n"), *single[0], *single[1], *single[5]]}]
+    found += [{"messages": [turn for turns in single[:6] for turn in turns]}]
+    thought = [says("user", "Think."), says("assistant", "4", reasoning_content="2 and 2 is 4.\n")]
+    inline = [says("user", "Think."), says("assistant", "<think>\n2 and 2\n</think>\n\n4")]
+    found += [{"messages": thought}, {"messages": inline}, {"messages": thought + single[1]}]
+    found += [{"messages": thought * 2}, {"messages": inline * 2}, {"messages": inline + thought}]
+    found += [{"messages": [says("system", "Be brief."), *inline, *single[2], *thought]}]
+    found += [{"messages": single[3] + thought}]
+    called = [says("user", "Add."), says("assistant", "", tool_calls=CALL)]
+    said = [says("tool", "3", name="sum", tool_call_id="1")]
+    found += [{"messages": called, "tools": TOOLS}]
+    found += [{"messages": [*called, *said, says("assistant", "It is 3.")], "tools": TOOLS}]
+    found += [{"messages": [*single[0], *called, *said, says("assistant", "3")], "tools": TOOLS}]
+    found += [{"messages": single[0], "tools": TOOLS}]
+    found += [{"messages": single[0], "chat_template_kwargs": {"enable_thinking": False}}]
+    found += [{"messages": single[0] + thought, "chat_template_kwargs": {"enable_thinking": True}}]
+    found += [{"messages": [says("user", ""), says("assistant", "an answer to nothing")]}]
+    assert len(found) == 40
+    return found
+
+
+def documents(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[SegmentedText, ...]:
+    return example_of(row, "chat", ExampleOptions(tokenizer.chat)).documents
+
+
+def referee(
+    row: dict[str, Any], n: int, tokenizer: PreTrainedTokenizerFast, *, last: bool
+) -> tuple[list[int], np.ndarray]:
+    """Ids and mask of the first `n` messages; `last`: of the mask only the last run."""
+    asked = {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
+    made = tokenizer.apply_chat_template(
+        row["messages"][:n], return_dict=True, return_assistant_tokens_mask=True, **asked
+    )
+    mask = np.array(made["assistant_masks"])
+    if last:
+        mask[: np.flatnonzero(np.diff(mask, prepend=0) == 1)[-1]] = 0
+    return made["input_ids"], mask
+
+
+def differing(row: dict[str, Any], tokens: tuple[str, ...], text: str) -> tuple[int, int] | None:
+    """Documents of a row, and tokens that differ from transformers'; None: both refuse it."""
+    mine, other = ours(tokens, text), theirs(tokens, text)
+    try:
+        made = documents(row, mine)
+    except (UserError, ValueError) as error:
+        assert "the chat template" in str(error)
+        with pytest.raises(Exception):  # noqa: B017 - of Jinja, or what the template raises
+            referee(row, len(row["messages"]), other, last=False)
+        return None
+    ends = [n + 1 for n, m in enumerate(row["messages"]) if m["role"] == "assistant"]
+    ends = ends if len(made) > 1 else [len(row["messages"])]
+    wrong = 0
+    for end, found in zip(ends, Encoder(mine, float("inf"))(made), strict=True):
+        ids, mask = referee(row, end, other, last=len(made) > 1)
+        assert found.ids.tolist() == ids
+        wrong += int(((found.weights[1:] > 0) != mask[1:].astype(bool)).sum())
+    return len(made), wrong
+
+
+@pytest.mark.parametrize("stem", FAMILIES)
+def test_ids_and_masks_are_those_of_transformers(stem):
+    tokens = FAMILIES[stem][1]
+    found = [differing(row, tokens, template(f"{stem}_training")) for row in rows()]
+    kept = [counts for counts in found if counts is not None]
+    assert len(kept) == {"gemma": 31, "gemma3": 38, "cohere": 38}.get(stem, 40)
+    assert not sum(wrong for _, wrong in kept)
+    split = {"glm4moe": 5, "gptoss": 18, "nemotron_3_nano": 5}  # which drop earlier thoughts
+    assert sum(parts > 1 for parts, _ in kept) == split.get(stem, 0)
+
+
+NAMED_HERE = {named: stem for stem, (named, _) in FAMILIES.items() if named is not None}
+
+
+@pytest.mark.parametrize("name", NAMED_HERE)
+def test_a_named_template_writes_a_models_own_text_and_marks_what_is_asked_for(name):
+    stem = NAMED_HERE[name]
+    tokens, text = FAMILIES[stem][1], template_of(name)
+    mine, trained = ours(tokens, text), theirs(tokens, template(f"{stem}_training"))
+    published = theirs(tokens, template(stem))
+    mine.chat.check_marks()
+    for n, row in enumerate(rows()):
+        counts, messages = differing(row, tokens, text), row["messages"]
+        if counts is None:
+            assert "tools" in row or name.startswith("gemma")  # which others leave out
+            continue
+        assert counts[1] == 0, n
+        asked = {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
+        own = mine.chat.rendered(messages, tools=row.get("tools"), variables=asked)
+        more = any("reasoning_content" in m or "tool_calls" in m for m in messages)
+        if not (name == "deepseek-r1" and more):  # where TRL's leaves them out
+            assert own.text == trained.apply_chat_template(messages, tokenize=False, **asked), n
+        if len(messages) == 2 and "</think>" not in messages[1]["content"] and len(messages[1]) < 3:
+            plain = published.apply_chat_template(messages, tokenize=False, **asked)
+            assert own.text == plain + "<|user|>" * (name == "glm4"), n
+            if name != "deepseek-r1" and asked.get("enable_thinking", True):
+                prompt = mine.chat.render(
+                    messages[:1], add_generation_prompt=True, tools=asked["tools"]
+                )
+                assert own.answers[0][0] == len(prompt)  # what is learned is what is asked for
+
+
+@pytest.mark.parametrize(
+    ("stem", "split"),
+    [("qwen3", 19), ("phi3", 19), ("phi3_5", 19), ("gptoss", 18), ("glm4moe", 19), ("llama3", 0)],
+)
+def test_published_templates_are_split_where_they_change_earlier_answers(stem, split):
+    tokens = FAMILIES[stem][1]
+    mine, other = ours(tokens, template(stem)), theirs(tokens, template(stem))
+    found = [documents(row, mine) for row in rows()]
+    assert sum(len(made) > 1 for made in found) == split
+    for row, made in zip(rows(), found, strict=True):
+        ends = [n + 1 for n, m in enumerate(row["messages"]) if m["role"] == "assistant"]
+        ends = ends if len(made) > 1 else ends[-1:]
+        asked = {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
+        for end, document in zip(ends, made, strict=True):
+            text = "".join(piece.text for piece in document.pieces)
+            said = row["messages"][:end]
+            assert text == other.apply_chat_template(said, tokenize=False, **asked)
+            learned = "".join(piece.text for piece in document.pieces if piece.answer)
+            thoughts = said[-1].get("reasoning_content", "").strip()
+            if stem not in ("phi3", "phi3_5", "llama3"):  # which know of no thoughts
+                assert thoughts in learned  # none is lost, as each answer is the last once
+            (encoded,) = Encoder(mine, float("inf"))([document])
+            assert encoded.weights[-1] == 1 and encoded.ids[-1] == mine.eos_id
+
+
+@pytest.mark.parametrize(
+    ("stem", "variant"), [("deepseekv3", "deepseek-r1"), ("deepseek_r1_distill", "deepseek-r1")]
+)
+def test_a_template_that_cannot_be_learned_from_names_the_variant_that_can(stem, variant):
+    mine = ours(DEEPSEEK, template(stem))
+    with pytest.raises(ValueError, match=f"write tokenizer.chat_template: {variant}$"):
+        documents(rows()[0], mine)
+
+
+def test_marks_must_have_the_end_of_each_turn():
+    text = template("qwen3_training")
+    mine = ours(CHATML, text.replace("{{- '<|im_end|>\\n' }}\n        {%- endgeneration %}",
+                "{%- endgeneration %}\n{{- '<|im_end|>\\n' }}"))  # fmt: skip
+    with pytest.raises(UserError, match=r"leave out what ends an answer.*or write qwen3") as error:
+        mine.chat.check_marks()
+    assert len(error.value.lines()) == 1
+    ours(CHATML, text).chat.check_marks()
+    never = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if no %}"
+    mine = ours(CHATML, never + "{% generation %}{% endgeneration %}{% endif %}")
+    with pytest.raises(UserError, match="leave out answers"):
+        mine.chat.check_marks()
+    with pytest.raises(ValueError, match=r"marks no answer in it with {% generation %}"):
+        documents(rows()[0], mine)
+
+
+def test_a_message_cannot_spell_a_mark_and_weights_are_kept():
+    spelled = "{% endgeneration %}\ue012\ue013 \ue010x\ue011"
+    turns = [says("user", "a"), says("assistant", spelled, weight=0), says("user", "b")]
+    mine = ours(CHATML, template_of("qwen3"))
+    (made,) = documents({"messages": [*turns, says("assistant", "good", weight=0.5)]}, mine)
+    learned = [(piece.text, piece.weight) for piece in made.pieces if piece.answer]
+    thoughts, end = "<think>\n\n</think>\n\n", "<|im_end|>\n"
+    assert learned == [(f"{thoughts}{spelled}{end}", 0), (f"{thoughts}good{end}", 0.5)]
+    options = ExampleOptions(mine.chat, last_only=True)
+    (made,) = example_of({"messages": turns[:2] * 2}, "chat", options).documents
+    assert [piece.weight for piece in made.pieces if piece.answer] == [0, 0]
+
+
+def test_answers_that_are_compared_share_the_marked_prompt():
+    mine = ours(CHATML, template_of("qwen3"))
+    asked, options = [says("user", "a")], ExampleOptions(mine.chat)
+    sides = {name: [says("assistant", name)] for name in ("chosen", "rejected")}
+    made = example_of({"prompt": asked, **sides}, "preference", options).documents
+    assert [document.side for document in made] == [1, -1] and made[0].prompt == made[1].prompt
+    for document, name in zip(made, sides, strict=True):
+        assert document.pieces[-1].text == f"<think>\n\n</think>\n\n{name}<|im_end|>\n"
+    row = {"prompt": asked, "completion": sides["chosen"], "label": True}
+    (one,) = example_of(row, "unpaired", options).documents
+    assert one == made[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("phi3", "<|end|>"), ("gpt-oss", "<|return|>"), ("glm4", "<|user|>")]
+)
+def test_a_generation_stops_at_what_ends_every_answer(name, end):
+    assert ours(FAMILIES[NAMED_HERE[name]][1], template_of(name)).chat.end_of_turn == end
