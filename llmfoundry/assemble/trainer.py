@@ -247,9 +247,10 @@ def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
         (folder / EVENTS).unlink(missing_ok=True)
     first, clock = trainer.first_batch, trainer.clock
     tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))
-    if job.data.bad_rows and job.world.is_main:
+    bad_rows = job.prepared.bad_rows
+    if bad_rows and job.world.is_main:
         known = {event["what"] for event in read_events(run_folder(job.recipe))}
-        for line in job.data.bad_rows:
+        for line in bad_rows:
             if line not in known:  # written by an attempt before this one
                 tracker.keep_event("bad_rows", line, "left out", step=None, action="drop")
 
