@@ -266,7 +266,8 @@ def make_tokenizer(
         if recipe.tokenizer.chat_template is not None:
             assert rows is not None, "the model is there"
             room = rows - tokenizer.vocab_size
-            tokenizer.use_chat_template(recipe.tokenizer.chat_template, room=room)
+            choice, trusted = recipe.tokenizer.chat_template, recipe.tokenizer.trust_chat_template
+            tokenizer.use_chat_template(choice, room=room, is_trusted=trusted)
         return tokenizer
     learns = recipe.tokenizer.name == "train"
     data = learning_corpus(recipe.data) if learns else recipe.data

@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.values.bounds import CHAT_TEMPLATE, PATH, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.bounds import (
+    CHAT_TEMPLATE,
+    CHAT_TEMPLATES,
+    PATH,
+    Range,
+    choice,
+    out_of_bounds,
+)
+from llmfoundry.recipe.values.checks import fill, inert, inert_change
 
 TOKENIZERS = ("train", "bytes", "huggingface", "tiktoken")
 PRETRAINED = "pretrained"
@@ -34,6 +41,10 @@ class TokenizerConfig:
     """How messages become a text: zephyr, which fits any tokenizer; chatml, llama3, mpt; a model's
     own text with marks around what is learned, qwen2.5, qwen3, phi3, phi3.5, gemma, gemma3,
     mistral, deepseek-v3, deepseek-r1, glm4, gpt-oss; or a Jinja file. Unset: the tokenizer's."""
+    trust_chat_template: bool = False
+    """Only with chat_template: a file: run it without bounds on time and memory, in the training
+    processes themselves. For your own templates; those of others run in a child process with
+    bounds."""
     split_special_tokens: bool = True
     """Read a special token in a text, such as <|endoftext|>, as its plain characters. Off: as that
     token, as transformers and LLM Foundry do; any text can then contain one."""
@@ -54,6 +65,10 @@ class TokenizerConfig:
         fields = ("vocab_size", "train_bytes", "path", "encoding")
         unused = [f for f in fields if f not in self._USED[self.name]]
         yield from inert(key, self, unused, f"with name: {self.name}")
+        if self.chat_template in (None, *CHAT_TEMPLATES):
+            yield from inert_change(
+                key, self, ["trust_chat_template"], "without a file as chat_template"
+            )
         if self.name == "huggingface" and self.path is None:
             yield f"{key}path: huggingface needs it; write a folder with tokenizer.json or a hub id"
 

@@ -9,12 +9,15 @@ import jinja2
 import pytest
 import transformers
 
+from llmfoundry import bounded
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
+from llmfoundry.data.text import chat_template
 from llmfoundry.data.text.chat_template import NAMED, ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
+from tests.data.hostile_templates import HOSTILE, REFUSED
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "it's", "parameters": {}}}]
 CALLS = [
@@ -146,30 +149,55 @@ def test_what_is_not_a_template_is_one_line(tmp_path):
         _ = plain.chat
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}",
-        "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
-        "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
-        "{{ 'a' * 10**10 }}",
-        "{{ 10 ** 10 ** 10 }}",
-        "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
-        "{% endfor %}",
-        "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}"
-        "{% endfor %}",
-        "{{ 'a'.center(10**12) }}",
-        "{{ '%999999999d' % 1 }}",
-        "{{ lipsum(n=10**6) }}",
-        "{{ ().__class__.__base__.__subclasses__() }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ messages.append(3) }}",
-        "{% include '/etc/passwd' %}",
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ 1 / 0 }}",
-        "{{ messages[0].nothing.there }}",
-    ],
-)
-def test_hostile_templates_end_soon_with_a_line(text):
-    with pytest.raises(UserError, match="the chat template"):
-        ChatTemplate(text, {}).render([USER])
+QUICK = ["squares", "slice", "tojson of nested lists", "sum of ranges", "padded by format",
+         "padded by percent", "indent", "batch", "text doubles", "deep expression"]  # fmt: skip
+
+
+def assert_stopped(text: str) -> None:
+    with pytest.raises(UserError, match=r"^f: |the chat template|^tokenizer\.") as error:
+        ChatTemplate(text, {}, file="f").render([USER])
+    assert len(error.value.lines()) == 1
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_hostile_templates_end_soon_with_a_line(name, monkeypatch):
+    monkeypatch.setattr(bounded, "CPU_SECONDS", 0.3)
+    assert_stopped(HOSTILE[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE.keys() - {*QUICK})
+def test_all_hostile_templates_end_soon_with_a_line(name):
+    assert_stopped(HOSTILE[name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_templates_that_reach_out_are_refused(name):
+    assert_stopped(REFUSED[name])
+
+
+def test_own_templates_may_be_trusted(tmp_path):
+    """A file of the recipe runs without bounds where the recipe says so, and in no other place."""
+    file = tmp_path / "t.jinja"
+    file.write_text("{% for i in range(3000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}A")
+    ours = TokenizerConfig(name="bytes", chat_template=str(file), trust_chat_template=True)
+    trusted = build_tokenizer(ours, DataConfig(), progress=False)
+    trusted.save(tmp_path / "saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounded, "CPU_SECONDS", 0.02)
+        assert trusted.chat.render([USER]) == pickle.loads(pickle.dumps(trusted.chat)).render([])
+        again = Tokenizer.load(tmp_path / "saved")
+        with pytest.raises(UserError, match=rf"^{again.template_file}: took more than 0.02 s"):
+            again.chat.render([USER])
+        template_file = str(tmp_path / "saved" / "tokenizer_config.json")
+        assert again.template_file.startswith(template_file)
+    (problem,) = TokenizerConfig(name="bytes", trust_chat_template=True).check()
+    assert problem.startswith("tokenizer.trust_chat_template: has no effect without a file")
+
+
+def test_templates_of_this_package_need_no_child(monkeypatch):
+    monkeypatch.setattr(chat_template, "run_bounded", None)
+    for name in NAMED:
+        assert bytes_tokenizer(name).chat.render([USER])
+    with pytest.raises(TypeError):
+        ChatTemplate("A", {})

@@ -43,7 +43,8 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool
     tokenizer = _KINDS[config.name](config, data, progress)
     tokenizer.split_special_tokens = config.split_special_tokens
     if config.chat_template is not None:
-        tokenizer.use_chat_template(config.chat_template)
+        trusted = config.trust_chat_template
+        tokenizer.use_chat_template(config.chat_template, is_trusted=trusted)
     return tokenizer
 
 

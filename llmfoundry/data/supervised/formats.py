@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmfoundry.bounded import OutOfBounds
 from llmfoundry.data.supervised.bad_rows import NotOfFormat
 from llmfoundry.data.supervised.messages import (
     Messages,
@@ -176,7 +177,7 @@ def _rendered(
         documents = conversation_documents(shown, asked, options)
     except UserError as error:
         unusual = unusual_order(messages, name)
-        if options.chat is None or unusual is None:
+        if options.chat is None or unusual is None or isinstance(error, OutOfBounds):
             raise
         raise ValueError(f"{unusual}; {error}") from error
     check_shown(shown, "".join(piece.text for d in documents for piece in d.pieces), name)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from llmfoundry.bounded import OutOfBounds
 from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.engines import local_engine
 from llmfoundry.data.preparation.read.bad_row import BadRow, OnBadRow
@@ -237,8 +238,8 @@ class _Work:
         try:
             return example_of(values, self.reader.format, self.options)
         except UserError as error:
-            if str(error).startswith("tokenizer."):  # no row is at fault
-                raise
+            if isinstance(error, OutOfBounds) or str(error).startswith("tokenizer."):
+                raise  # no row is at fault
             raise BadRow(where, str(error)) from error
         except EmptyAnswerError:
             raise

@@ -2,8 +2,9 @@
 
 `Tokenizer.chat` gives the one of a tokenizer; fine-tuning, generation and the gauntlet render with
 it. Filters, functions and settings are those of transformers, so that the same template gives the
-same text there. A template comes with a stranger's model: it runs in Jinja's sandbox, and within
-bounds of its own, as the sandbox lets loops run for ever and texts grow without end.
+same text there. A template comes with a stranger's model: one that is not of this package runs in
+Jinja's sandbox and in a child process with bounds (`bounded.py`), as the sandbox lets loops run for
+ever and texts grow without end.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from llmfoundry.bounded import OutOfBounds, run_bounded
 from llmfoundry.errors import UserError
 
 Message = Mapping[str, Any]
@@ -49,7 +51,9 @@ marks are plain text, and a turn ends with the tokenizer's own end of text: it f
 tokenizer. From qwen2.5 on they write a model's own text with {% generation %} marks."""
 
 _FOLDER = Path(__file__).parent / "chat_templates"
-_LONGEST = 1 << 26  # characters of a rendered conversation
+_LONGEST = 1 << 22  # characters of a rendered conversation, or
+_GROWTH = 10  # times those of its messages
+_SANDBOX = "llmfoundry.data.text.chat_sandbox"  # whose jinja2 is slow to import
 _MARK = "\ue000answer\ue001"  # stands for an answer that no template has in it
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -70,21 +74,33 @@ class Rendered:
 class ChatTemplate:
     """A compiled template with the special tokens that it may name."""
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], *, tools: str = "") -> None:
+    def __init__(
+        self,
+        text: str,
+        special_tokens: Mapping[str, str],
+        *,
+        tools: str = "",
+        file: str = "tokenizer.chat_template",
+        is_trusted: bool | None = None,
+    ) -> None:
         """Compile.
 
         Args:
             text: the Jinja source.
             special_tokens: bos_token, eos_token and others by name.
             tools: the source to use where tools are given; "": the same.
+            file: where it is from, for messages.
+            is_trusted: it runs in this process, without bounds; unset: whether it is of this
+                package.
 
         Raises:
             UserError: it is not a template.
         """
         self.text, self.special_tokens = text, dict(special_tokens)
-        self._tools_text = tools or text
-        self._compiled = _compiled(text)
-        self._compiled_tools = _compiled(self._tools_text)
+        self._tools_text, self._file = tools or text, file
+        own = is_trusted is None and {text, self._tools_text} <= _own()
+        self._is_trusted = is_trusted or own
+        self._run(_compile, self)
 
     def render(
         self,
@@ -117,10 +133,26 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses the messages, or does what it may not.
         """
+        asked = {"tools": tools, "variables": variables}
+        asked |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return self._run(partial(_render, self), asked)
+
+    def _run(self, function: Callable[[Any], Any], given: Any) -> Any:
+        if self._is_trusted:
+            return function(given)
+        return run_bounded(function, [given], file=self._file, imports=_SANDBOX)[0]
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> Rendered:
         from jinja2.exceptions import TemplateError
 
-        template = self._compiled_tools if tools else self._compiled
-        template.environment.begin()
+        template = _compiled(self._tools_text if tools else self.text)
         try:
             text = template.render(
                 {
@@ -134,12 +166,14 @@ class ChatTemplate:
             )
         except TemplateError as error:
             raise UserError(f"the chat template refuses it: {_line(error)}") from error
-        except (RecursionError, MemoryError, OverflowError) as error:
+        except MemoryError:  # the bound of the child
+            raise
+        except (RecursionError, OverflowError) as error:
             raise UserError(f"the chat template has no end: {type(error).__name__}") from error
         except Exception as error:  # a template may raise whatever its expressions do
             reason = f"{type(error).__name__}: {_line(error)}"
             raise UserError(f"the chat template fails: {reason}") from error
-        if len(text) > _LONGEST:
+        if len(text) > _LONGEST and len(text) > _GROWTH * len(str([messages, tools])):
             raise UserError(f"the chat template makes more than {_LONGEST:,} characters")
         return _unmarked(text)
 
@@ -170,6 +204,8 @@ class ChatTemplate:
             )
         try:
             followed = self.render([*turn, turn[0]]).partition(_MARK)[2]
+        except OutOfBounds:
+            raise
         except UserError:  # takes no message behind an answer
             followed = behind
         ends = [behind[: gap.start()] for gap in re.finditer(r"(?<=\S)(\s|$)", behind)]
@@ -181,6 +217,8 @@ class ChatTemplate:
         """Whether something ends an answer in it; also where it takes no conversation to ask by."""
         try:
             return bool(self.end_of_turn)
+        except OutOfBounds:
+            raise
         except UserError as error:
             return "nothing ends an answer" not in str(error)
 
@@ -193,6 +231,8 @@ class ChatTemplate:
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         try:
             whole = self.rendered(turn * 2)
+        except OutOfBounds:
+            raise
         except UserError:  # takes no such conversation; each row is looked at by itself
             return
         for found in re.finditer(_MARK, whole.text) if self.has_marks() else ():
@@ -209,7 +249,7 @@ class ChatTemplate:
         """A named template that renders a plain conversation as this one does, or all names."""
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         named = {name: ChatTemplate(template_of(name), self.special_tokens) for name in NAMED}
-        with suppress(UserError):
+        with suppress(UserError):  # of a template that rendered `turn * 2`
             own, asked = self.render(turn), self.render(turn[:1], add_generation_prompt=True)
             alike = [name for name, template in named.items() if template.render(turn) == own]
             alike.sort(key=lambda n: named[n].render(turn[:1], add_generation_prompt=True) != asked)
@@ -219,7 +259,8 @@ class ChatTemplate:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What Jinja compiles cannot be sent to another process.
-        return _again, (self.text, self.special_tokens, self._tools_text)
+        kept = (self.text, self.special_tokens, self._tools_text, self._file, self._is_trusted)
+        return _again, kept
 
     @property
     def fingerprint(self) -> str:
@@ -228,8 +269,24 @@ class ChatTemplate:
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
-def _again(text: str, special_tokens: Mapping[str, str], tools: str) -> ChatTemplate:
-    return ChatTemplate(text, special_tokens, tools=tools)
+def _again(
+    text: str, special_tokens: Mapping[str, str], tools: str, file: str, is_trusted: bool
+) -> ChatTemplate:
+    return ChatTemplate(text, special_tokens, tools=tools, file=file, is_trusted=is_trusted)
+
+
+@cache
+def _own() -> frozenset[str]:
+    return frozenset(file.read_text(encoding="utf-8") for file in _FOLDER.glob("*.jinja"))
+
+
+def _compile(template: ChatTemplate) -> None:
+    for text in {template.text, template._tools_text}:
+        _compiled(text)
+
+
+def _render(template: ChatTemplate, asked: dict[str, Any]) -> Rendered:
+    return template._render(**asked)
 
 
 def template_of(choice: str, *, key: str = "tokenizer.chat_template") -> str:
@@ -334,5 +391,5 @@ def _compiled(text: str) -> Any:
         raise UserError(
             f"tokenizer.chat_template:{where}: {_line(error)}; correct the template"
         ) from error
-    except (RecursionError, MemoryError, OverflowError) as error:
+    except (RecursionError, OverflowError) as error:
         raise UserError(f"tokenizer.chat_template: {type(error).__name__}; shorten it") from error

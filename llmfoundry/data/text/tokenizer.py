@@ -39,7 +39,12 @@ class Tokenizer:
         document_end: what it ends with: eos_ids, and the end of text where no document begins with
             it, so that a model learns where to stop. With document_start: once a document.
         byte_level: any text survives encode and decode unchanged.
+        template_file: where its chat template is from, for messages.
+        trusts_template: run that without bounds; never read from a file.
     """
+
+    template_file = "tokenizer.chat_template"
+    trusts_template: bool | None = None
 
     def __init__(self, backend: Backend, eos: str, config: dict[str, Any] | None = None) -> None:
         """Take over a backend.
@@ -67,7 +72,7 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled backend forgets settings that its file does not hold, special tokens' for one.
-        kept = (self.eos, self._config, self.split_special_tokens)
+        kept = (self.eos, self._config, self.split_special_tokens, *self._template_origin)
         return _unpickled, (self._backend.to_str(), *kept)
 
     @property
@@ -137,7 +142,14 @@ class Tokenizer:
                 " tokenizer, chatml, llama3 or mpt, or a Jinja file"
             )
         text, tools = chosen_templates(template)
-        return ChatTemplate(text, self._special_tokens(), tools=tools)
+        file, is_trusted = self._template_origin
+        return ChatTemplate(
+            text, self._special_tokens(), tools=tools, file=file, is_trusted=is_trusted
+        )
+
+    @property
+    def _template_origin(self) -> tuple[str, bool | None]:
+        return self.template_file, self.trusts_template
 
     def chat_by(self, choice: str, *, key: str = "tokenizer.chat_template") -> ChatTemplate:
         """A named template or a file's, with this tokenizer's special tokens and none added.
@@ -153,19 +165,22 @@ class Tokenizer:
                 f"{key}: {choice} needs the tokens {' '.join(missing)}, which the tokenizer does"
                 " not have; write zephyr, whose marks are plain text"
             )
-        return ChatTemplate(text, self._special_tokens())
+        return ChatTemplate(text, self._special_tokens(), file=f"{key}: {choice}")
 
     @property
     def has_chat(self) -> bool:
         """Whether it has a chat template."""
         return self._config.get("chat_template") is not None
 
-    def use_chat_template(self, choice: str, *, room: int | None = None) -> list[str]:
+    def use_chat_template(
+        self, choice: str, *, room: int | None = None, is_trusted: bool = False
+    ) -> list[str]:
         """Take over a named template or a file's; the special tokens added for it.
 
         Args:
             choice: chatml, llama3, zephyr or mpt; or a Jinja file.
             room: tokens that the model's embedding can still take up; None: any number.
+            is_trusted: run it in this process, without bounds.
 
         Raises:
             UserError: there is no such template, or no room for its tokens.
@@ -178,7 +193,8 @@ class Tokenizer:
                 " tokenizer does not have; write zephyr, whose marks are plain text, or"
                 " model.resize_embeddings: true, which adds them"
             )
-        ChatTemplate(text, self._special_tokens())  # is one, or an error before any change
+        file, trusted = f"tokenizer.chat_template: {choice}", is_trusted or None
+        ChatTemplate(text, self._special_tokens(), file=file, is_trusted=trusted)  # or an error
         if missing:
             from tokenizers import AddedToken
 
@@ -186,6 +202,7 @@ class Tokenizer:
             self._backend.add_special_tokens(tokens)
             self.vocab_size = _vocab_size(self._backend)
         self._config = {**self._config, "chat_template": text}
+        self.template_file, self.trusts_template = file, trusted
         for name in ("chat", "fingerprint", "_reading"):
             self.__dict__.pop(name, None)
         return missing
@@ -284,14 +301,24 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{file}: is not a tokenizer: {error}") from error
         config = {name: v for name, v in _read_config(folder).items() if name not in _NOT_KEPT}
-        return cls(backend, _eos_in(folder, backend), config)
+        tokenizer = cls(backend, _eos_in(folder, backend), config)
+        tokenizer.template_file = _template_file(folder)
+        return tokenizer
 
 
-def _unpickled(definition: str, eos: str, config: dict[str, Any], split: bool) -> Tokenizer:
+def _unpickled(
+    definition: str,
+    eos: str,
+    config: dict[str, Any],
+    split: bool,
+    template_file: str,
+    trusts_template: bool | None,
+) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     tokenizer = Tokenizer(Backend.from_str(definition), eos, config)
     tokenizer.split_special_tokens = split
+    tokenizer.template_file, tokenizer.trusts_template = template_file, trusts_template
     return tokenizer
 
 
@@ -352,6 +379,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
     return config
+
+
+def _template_file(folder: Path) -> str:
+    file = folder / "chat_template.jinja"
+    return str(file) if file.is_file() else f"{folder / 'tokenizer_config.json'}: chat_template"
 
 
 def _read_json(file: Path) -> dict[str, Any]:
