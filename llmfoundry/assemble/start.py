@@ -55,7 +55,7 @@ from llmfoundry.train.checkpoints.checkpoint import (
     load_weights,
     read_state,
 )
-from llmfoundry.train.checkpoints.commit import has_commit
+from llmfoundry.train.checkpoints.commit import has_commit, unpin
 from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
 from llmfoundry.train.stores.run_place import find_place, run_folder
 from llmfoundry.train.stores.stored_run import named
@@ -168,6 +168,7 @@ def fill_weights(
         )
     if start.weights_only:
         load_weights(folder, model, world=world)
+        unpin(folder)
         job.note(f"weights of {named(folder)} (batch {state['batch']})")
         return dict(ANEW)
     if state["batch"] > total:
@@ -181,6 +182,7 @@ def fill_weights(
         check_base(model, folder / FOLDER, "model.pretrained")
     loader.resume(state["order"], state["batch"])
     load_training_state(folder, model, optimizer, world=world)
+    unpin(folder)
     for line in _changes(job.recipe, folder, state):
         job.note(line)
     job.note(f"resuming from {named(folder)}")
@@ -365,10 +367,22 @@ def _fill_loaded(
     note: Callable[[str], None],
 ) -> None:
     """Weights of a checkpoint, or of an adapter's base and the adapter."""
-    if not has_adapter(recipe):
+    if has_adapter(recipe):
+        _fill_adapted(root, written, recipe, folder, world, note)
+    else:
         root.to_empty(device=world.device)
         load_weights(folder, root.model, world=world)
-        return
+    unpin(folder)
+
+
+def _fill_adapted(
+    root: Root,
+    written: TrainRecipe,
+    recipe: TrainRecipe,
+    folder: Path,
+    world: World,
+    note: Callable[[str], None],
+) -> None:
     assert isinstance(written, FinetuneRecipe)
     choose_trained(root.model, recipe, lambda line: None, checkpoint=folder)
     hold_frozen(root.model, recipe, written, lambda line: None)

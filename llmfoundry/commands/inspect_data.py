@@ -35,8 +35,8 @@ from llmfoundry.recipe.scripts.inspect import InspectRecipe
 from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.terminal import columns
 from llmfoundry.track.console import printable
-from llmfoundry.train.checkpoints.checkpoint import list_checkpoints, read_state
-from llmfoundry.train.checkpoints.verify import Sums, find_damage
+from llmfoundry.train.checkpoints.checkpoint import read_state
+from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
 from llmfoundry.train.stores.stored_run import find_run, is_url, named
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
@@ -190,12 +190,12 @@ def _go_on(recipe: InspectRecipe, loader: Loader, step: int) -> list[str]:
     options = FetchOptions.from_config(recipe.data)
     at = recipe.save_folder
     run = find_run(at, "save_folder", options=options) if is_url(at) else Path(at)
-    for folder in list_checkpoints(run):
-        damage = find_damage(folder, sums=Sums.RECORD)
-        if damage is None and (state := read_state(folder))["batch"] <= step:
-            loader.resume(state["order"], state["batch"])
-            return [f"resuming from {named(folder)}"]
-    return []
+    folder = find_checkpoint(run, note=lambda line: None, sums=Sums.RECORD, until=step)
+    if folder is None:
+        return []
+    state = read_state(folder)
+    loader.resume(state["order"], state["batch"])
+    return [f"resuming from {named(folder)}"]
 
 
 def _rows(loader: Loader, tokenizer: Tokenizer, step: int, n: int, seq_len: int) -> list[RowFacts]:

@@ -1,15 +1,20 @@
 """COMMIT: the names, sizes and checksums of a checkpoint's files, which makes it count.
 
-`checkpointer.py` writes it last, `verify.py` holds the files against it.
+`checkpointer.py` writes it last, `verify.py` compares the files with it. It is also what readers
+lock: while a process reads a checkpoint it holds a shared lock on COMMIT (`pin`), and a run that
+removes old checkpoints leaves those that are locked for the next time (`remove_unpinned`).
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmfoundry.files import sync, write_json
+from llmfoundry.locks import LockedFile, try_lock
 from llmfoundry.train.stores.crc import checksum, writer_of
 from llmfoundry.train.stores.stored_run import stored_run
 
@@ -17,6 +22,7 @@ Written = dict[str, dict[str, int]]
 """Bytes and checksum (crc32) of files, by name."""
 COMMIT = "COMMIT"
 _LONGEST = 1 << 28  # bytes; about a hundred for each file
+_pinned: dict[Path, LockedFile] = {}  # what this process reads
 
 
 def has_commit(folder: Path) -> bool:
@@ -89,3 +95,51 @@ def write_commit(folder: Path, files: Written) -> None:
     for path in [*record, *folders, folder, folder.parent, folder.parent.parent]:
         sync(path)  # what libraries wrote, too
     write_json(folder / COMMIT, listing(files))
+
+
+def pin(folder: Path) -> bool:
+    """Keep a checkpoint from being pruned until `unpin`, or until this process ends.
+
+    Returns:
+        Whether it is still there. In an object store, and on a file system without locks, nothing
+        can be kept: there a reader chooses again where a checkpoint has vanished.
+    """
+    if stored_run(folder) is not None or folder in _pinned:
+        return True
+    try:
+        locked = try_lock(folder / COMMIT, shared=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    if locked is None:  # it is being removed
+        return False
+    _pinned[folder] = locked
+    return True
+
+
+def unpin(folder: Path) -> None:
+    """All is read that is needed of a checkpoint."""
+    locked = _pinned.pop(folder, None)
+    if locked is not None:
+        locked.release()
+
+
+def remove_unpinned(folder: Path) -> bool:
+    """Remove a checkpoint, or what there is of one, unless a process reads it; whether it went."""
+    try:
+        locked = try_lock(folder / COMMIT)
+    except OSError:  # there is none, or the file system has no locks
+        locked = None
+    else:
+        if locked is None:
+            return False
+    with locked or nullcontext():
+        remove_folder(folder)
+    return True
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a checkpoint: its marker first, so that a half-deleted folder never counts."""
+    (folder / COMMIT).unlink(missing_ok=True)
+    shutil.rmtree(folder)

@@ -26,6 +26,8 @@ from llmfoundry.train.checkpoints.commit import (
     has_commit,
     listing,
     record_of,
+    remove_folder,
+    remove_unpinned,
     write_commit,
 )
 from llmfoundry.train.checkpoints.together import SaveError, Together
@@ -55,9 +57,9 @@ class Home(Protocol):
     def prune(self, batch: int, keep: int) -> None:
         """Remove what the checkpoint of `batch`, now whole, makes needless; the main process.
 
-        That is all before the newest `keep` (-1: none), and what saves that were cut short have
-        left. Later batches than this one are of a run that was refused at the start; they stay
-        until there is a newer checkpoint.
+        That is all before the newest `keep` (-1: none), and what interrupted saves have left; what
+        a process reads at the time goes at a later call. Later batches than this one are of a run
+        that was refused at the start; they stay until there is a newer checkpoint.
         """
 
     def forget_after(self, batch: int) -> None:
@@ -111,12 +113,12 @@ class FolderHome:
             last = whole[keep - 1]
             needless += [f for f in older if batch_of(f) <= batch_of(last) and has_commit(f)]
         for folder in needless:
-            _remove_folder(folder)
+            remove_unpinned(folder)
 
     def forget_after(self, batch: int) -> None:  # noqa: D102
         for folder in list_checkpoints(self._folder) if self._world.is_main else ():
             if batch_of(folder) > batch:
-                _remove_folder(folder)
+                remove_folder(folder)
 
     def newest(self) -> str | None:  # noqa: D102
         found = next(filter(_seems_whole, list_checkpoints(self._folder)), None)
@@ -252,12 +254,6 @@ def remove_checkpoints(run_folder: Path) -> None:
         run.store.delete(markers)
         run.store.delete([name for name in files if name not in markers])
     shutil.rmtree(run_folder / CHECKPOINTS, ignore_errors=True)
-
-
-def _remove_folder(folder: Path) -> None:
-    """Its marker first, so that a half-deleted folder never counts."""
-    (folder / COMMIT).unlink(missing_ok=True)
-    shutil.rmtree(folder)
 
 
 def _joined(told: Iterable[Written]) -> Written:

@@ -14,16 +14,17 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from llmfoundry.errors import RunFailure, UserError, one_line
-from llmfoundry.parallel.agree import from_all
+from llmfoundry.parallel.agree import from_all, least
 from llmfoundry.parallel.launch import ALONE, World, on_rank0
 from llmfoundry.processes import cores
 from llmfoundry.train.checkpoints.checkpoint import batch_of, is_checkpoint, list_checkpoints
-from llmfoundry.train.checkpoints.commit import COMMIT, has_commit, read_commit
+from llmfoundry.train.checkpoints.commit import COMMIT, has_commit, pin, read_commit, unpin
 from llmfoundry.train.checkpoints.stored_files import bring, fetch_record, forget
 from llmfoundry.train.checkpoints.tensor_files import holds_optimizer, holds_tensors
 from llmfoundry.train.stores.crc import Piece, blocks, joined, share, share_files
@@ -61,6 +62,8 @@ def find_checkpoint(
 ) -> Path | None:
     """The newest whole checkpoint at `path`: one checkpoint's folder, or a run's folder.
 
+    It is not pruned before `unpin`, nor while this process lives.
+
     Args:
         path: where to look.
         note: reports, on rank 0, every checkpoint that is passed over, and why.
@@ -76,7 +79,7 @@ def find_checkpoint(
         RunFailure: a process reads nothing more.
     """
     if is_checkpoint(path):
-        problem = find_damage(path, sums=sums, world=world)
+        problem = _pinned_damage(path, sums, world)
         if problem is not None:
             raise UserError(f"{named(path)}: {problem}; choose another checkpoint")
         return path
@@ -85,16 +88,53 @@ def find_checkpoint(
         there = list_checkpoints(path)
         return [f.relative_to(path) for f in there if until is None or batch_of(f) <= until]
 
-    for name in on_rank0(world, listed):
-        folder = (
-            path / name
-        )  # of a run in a store each machine's working copy has a path of its own
+    refused: set[Path] = set()  # though they have a COMMIT
+    noted: dict[Path, str] = {}
+
+    def candidates() -> list[Path]:
+        return [name for name in listed() if name not in refused]
+
+    def has_more() -> bool:
+        """A run that trains saves and prunes: what was listed may be gone, for a newer one."""
+        return any(_counts(path / name) for name in candidates())
+
+    while True:
+        for name in on_rank0(world, candidates):
+            # of a run in a store each machine's working copy has a path of its own
+            folder = path / name
+            problem = _pinned_damage(folder, sums, world)
+            if problem is None:
+                return folder
+            if world.is_main and noted.get(name) != problem:
+                note(f"checkpoint {named(folder)} is refused: {problem}")
+            noted[name] = problem
+            refused |= {name} if on_rank0(world, partial(_counts, folder)) else set()
+        if not on_rank0(world, has_more):
+            return None
+
+
+def _counts(folder: Path) -> bool:
+    """Whether a checkpoint was committed, and is still there."""
+    try:
+        return has_commit(folder)
+    except OSError:  # it cannot be read, which is another problem
+        return True
+
+
+def _pinned_damage(folder: Path, sums: Sums, world: World) -> str | None:
+    """What is wrong with a checkpoint; None: it is whole, and stays while this process reads it."""
+    is_there = bool(least(world, int(pin(folder))))
+    try:
         problem = find_damage(folder, sums=sums, world=world)
-        if problem is None:
-            return folder
-        if world.is_main:
-            note(f"checkpoint {named(folder)} is refused: {problem}")
-    return None
+    except UserError as error:  # the store does not give a file
+        if on_rank0(world, partial(_counts, folder)):
+            raise
+        problem = str(error)
+    if not is_there:
+        problem = problem or "it is being removed"
+    if problem is not None:
+        unpin(folder)
+    return problem
 
 
 def find_damage(folder: Path, *, sums: Sums = Sums.ALL, world: World = ALONE) -> str | None:
@@ -133,7 +173,12 @@ def _list_files(folder: Path, sums: Sums) -> dict[str, tuple[int, int]] | str:
         run = stored_run(folder)
         there = None if run is None else fetch_record(run, folder)
         if COMMIT not in there if there is not None else not has_commit(folder):
-            return "it has no COMMIT (saving was cut short)"
+            is_gone = run is None and not folder.exists()
+            return (
+                "it is not there"
+                if is_gone
+                else "it has no COMMIT (it is being written, or its save was interrupted)"
+            )
         files = read_commit(folder)
         needed = sums.files({name: size for name, (size, _) in files.items()})
         for name, size in needed.items():

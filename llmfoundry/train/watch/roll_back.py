@@ -20,6 +20,7 @@ from llmfoundry.parallel.launch import World, on_rank0
 from llmfoundry.recipe.operate.watch import WatchConfig
 from llmfoundry.train.checkpoints.checkpoint import load_training_state, read_state
 from llmfoundry.train.checkpoints.checkpointer import Checkpointer
+from llmfoundry.train.checkpoints.commit import unpin
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def go_back(
         batch = int(state["batch"])
         loader.resume(state["order"], batch)
         load_training_state(folder, model, optimizer, world=world)
+        unpin(folder)
     skipped = spike + 1 + config.roll_back_skip - batch
     loader.skip(batch, skipped)
     checkpointer.forget_after(batch)

@@ -1,0 +1,142 @@
+"""Reading a run while it trains, saves and prunes: a checkpoint that is read is not removed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmfoundry.assemble.start import load_checkpoint
+from llmfoundry.errors import UserError
+from llmfoundry.locks import try_lock
+from llmfoundry.parallel.launch import ALONE, World
+from llmfoundry.train.checkpoints import verify
+from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
+from llmfoundry.train.checkpoints.commit import pin, remove_unpinned, unpin
+from llmfoundry.train.checkpoints.homes import FolderHome
+from llmfoundry.train.checkpoints.together import Together
+from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
+from tests.tiny import ENV, command, run, write_recipe
+from tests.train.here import train_here
+
+CPU = World(0, 1, 0, torch.device("cpu"))
+PRUNING = ("save_interval=1ba", "save_num_checkpoints_to_keep=1", "save_async=true")
+
+
+def ignore(line: str) -> None:
+    """No note of a checkpoint that is still being written is of interest."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("read")
+    write_recipe(folder)
+    return folder
+
+
+@pytest.fixture
+def pruning(place: Path) -> Iterator[Path]:
+    """A run that saves after each step, and keeps one checkpoint; it is ended afterwards."""
+    process = subprocess.Popen(
+        command("train.py", "tiny.yaml", "run_name=live", "max_duration=100000ba", *PRUNING),
+        cwd=place,
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    folder = place / "runs/live"
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints").is_dir() or len(list_checkpoints(folder)) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    yield folder
+    still_trained = process.poll() is None
+    process.kill()
+    process.wait()
+    assert still_trained
+
+
+@pytest.mark.parametrize("reads", [25, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_run_that_saves_and_prunes_can_always_be_read(pruning: Path, reads: int) -> None:
+    batches = [load_checkpoint(str(pruning), CPU, note=ignore).state["batch"] for _ in range(reads)]
+    assert batches == sorted(batches) and batches[-1] > batches[0]  # it pruned meanwhile
+
+
+def test_pruning_leaves_what_another_process_reads_until_it_has_read_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    folder = train_here("pinned", "max_duration=4ba", "save_interval=1ba").absolute()
+    home = FolderHome(folder, ALONE, Together(ALONE))
+    read = folder / "checkpoints/ba0000002"
+    reader = subprocess.Popen(
+        [
+            *command("train.py")[:1],
+            "-c",
+            "import sys; from pathlib import Path;"
+            "from llmfoundry.train.checkpoints.commit import pin;"
+            f"print(pin(Path({str(read)!r})), flush=True); sys.stdin.read()",
+        ],
+        env=ENV,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert reader.stdout is not None and reader.stdout.readline() == "True\n"
+    home.prune(4, keep=1)
+    assert [f.name for f in list_checkpoints(folder)] == ["ba0000004", "ba0000002"]
+    assert find_checkpoint(read, note=ignore) == read  # whole, with its marker
+    unpin(read)
+    reader.kill()  # as any end releases it
+    reader.wait()
+    home.prune(4, keep=1)
+    assert [f.name for f in list_checkpoints(folder)] == ["ba0000004"]
+
+
+def test_what_is_being_removed_is_not_chosen(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pruner holds COMMIT's lock alone, while all files are still there."""
+    monkeypatch.chdir(place)
+    folder = train_here("removed", "max_duration=2ba", "save_interval=1ba").absolute()
+    newest, older = list_checkpoints(folder)
+    taken = try_lock(newest / "COMMIT")
+    assert taken is not None
+    notes: list[str] = []
+    with taken:
+        assert find_checkpoint(folder, note=notes.append) == older
+    assert "it is being removed" in notes[0]
+    unpin(older)
+    assert not pin(folder / "checkpoints/ba0000009")
+    with pytest.raises(UserError, match="it is not there; choose another"):
+        find_checkpoint(folder / "checkpoints/ba0000009", note=ignore)
+    assert remove_unpinned(older)
+
+
+def test_where_the_only_checkpoint_vanishes_the_newer_one_is_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an object store, where nothing can be locked: between the list and the reading."""
+    monkeypatch.chdir(place)
+    folder = train_here("moved", "max_duration=1ba", "save_interval=1ba").absolute()
+    first = folder / "checkpoints/ba0000001"
+    damage = verify.find_damage
+
+    def pruned_meanwhile(at: Path, *, sums: Sums, world: World) -> str | None:
+        if at == first:
+            at.rename(folder / "checkpoints/ba0000002")
+        return damage(at, sums=sums, world=world)
+
+    monkeypatch.setattr(verify, "find_damage", pruned_meanwhile)
+    monkeypatch.setattr(verify, "pin", lambda folder: True)
+    notes: list[str] = []
+    found = find_checkpoint(folder, note=notes.append)
+    assert found == folder / "checkpoints/ba0000002" and "ba0000001 is refused" in notes[0]
+
+
+def test_commands_read_a_run_that_prunes(pruning: Path, place: Path) -> None:
+    short = ("max_new_tokens=2", "prompt=line")
+    run("generate.py", "runs/live", *short, cwd=place)
+    run("eval.py", "runs/live", cwd=place)
