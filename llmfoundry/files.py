@@ -11,15 +11,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import socket
 import stat
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
+_MARK = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-9a-f]{8}\.partial$")
 _UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what some mounts say of folders
 
 
@@ -27,7 +31,8 @@ _UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what some mounts sa
 def whole(path: Path) -> Iterator[Path]:
     """Where to write a file or a folder, which is called `path` from the end of the block on.
 
-    The name that it has meanwhile, `<name>.<hex>.partial`, is taken by no other process or machine.
+    The name that it has meanwhile, `<name>.<machine>-<process>-<hex>.partial`, is taken by no other
+    process or machine.
 
     Args:
         path: its folder exists; a folder may itself exist, if it is empty.
@@ -35,7 +40,7 @@ def whole(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it could not be written; what was at `path` is as before.
     """
-    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
+    partial = path.with_name(f"{path.name}.{_own_mark()}-{uuid4().hex[:8]}.partial")
     try:
         yield partial
         publish(partial, path)
@@ -138,11 +143,32 @@ def open_to_all(path: Path) -> None:
 
 
 def remove_partials(folder: Path, *, seconds: float = 3600.0) -> None:
-    """Remove what killed processes left half written in a folder, unless it is newer than that.
+    """Remove what killed processes left half written in a folder.
 
-    Another process may be writing there now; its file is published, or gone, long before.
+    What another machine's process writes, or one that lives, stays until it is older than that: it
+    is published, or gone, long before.
     """
     for partial in folder.glob("*.partial"):
         with suppress(OSError):
-            if time.time() - partial.stat().st_mtime > seconds:
+            is_old = time.time() - partial.stat().st_mtime > seconds
+            if is_old or _is_left(partial.name):
                 shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+
+
+def _own_mark() -> str:
+    """This machine and process, in the name of what is half written."""
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}-{os.getpid()}"
+
+
+def _is_left(name: str) -> bool:
+    """Whether what is half written is of a process of this machine that has ended."""
+    found = _MARK.search(name)
+    if found is None or not _own_mark().startswith(f"{found['machine']}-"):
+        return False
+    try:
+        os.kill(int(found["process"]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is another user's
+        return False
+    return False

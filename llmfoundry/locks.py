@@ -115,7 +115,7 @@ def _lock(path: Path, shared: bool, mode: int | None, wait: int) -> LockedFile |
 
 def _open(path: Path, mode: int | None) -> int:
     if mode is None:
-        return os.open(path, os.O_RDONLY)
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
     while True:
         with contextlib.suppress(FileExistsError):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
 import sys
 from collections.abc import Collection, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 TENTHS = 10  # lines of a log file for what a terminal shows as a bar
 
 
@@ -62,6 +64,17 @@ class _Lasting(io.FileIO):
             os.dup2(nothing, self.fileno())
             os.close(nothing)
             return memoryview(data).nbytes
+
+
+def shown_on(stream: TextIO, text: str) -> str:
+    r"""A model's or a stranger's text as a stream may get it: a terminal obeys no character of it.
+
+    On a terminal control characters but line ends and tabs become escapes, such as `\x1b`; files
+    and pipes get the text as it is.
+    """
+    if not stream.isatty():
+        return text
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def is_watched() -> bool:

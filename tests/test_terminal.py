@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import shlex
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.parallel.sharding import _OWN_BUFFERS
+from llmfoundry.recipe.front.called import command_line
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.terminal import columns, progress, quiet_libraries
 
@@ -143,3 +145,23 @@ def test_columns_are_as_wide_as_their_texts_and_numbers_end_at_one_place() -> No
         "a         7  x",
     ]
     assert columns(("task", "n"), []) == ["task  n"]
+
+
+def test_a_terminal_obeys_nothing_that_a_model_writes() -> None:
+    """Its title, its colours and its lines stay; a pipe gets every character."""
+    shows = (
+        "import sys; from llmfoundry.terminal import shown_on\n"
+        r"print(shown_on(sys.stdout, '\x1b]0;owned\x07a\tb\r\x9b2J\x7f\n\u00e9\u200d\U0001f600'))"
+    )
+    shown = on_a_terminal(shows).replace("\r\n", "\n")
+    assert shown == "\\x1b]0;owned\\x07a\tb\\r\\x9b2J\\x7f\n\u00e9\u200d\U0001f600\n"
+    piped = subprocess.run([sys.executable, "-c", shows], capture_output=True, check=True)
+    assert piped.stdout.decode().startswith("\x1b]0;owned\x07a\tb\r\x9b2J")
+
+
+def test_printed_commands_can_be_copied_into_a_shell() -> None:
+    words = ("runs/it's mine; rm -rf", "to=hf", "output=runs/a b/hf", "plugins=[a.py,b.py]")
+    line = command_line("convert", *words)
+    assert shlex.split(line) == ["python", "scripts/convert.py", *words]
+    plain = command_line("generate", "runs/quickstart", "prompt=def __init__(self")
+    assert plain == "python scripts/generate.py runs/quickstart prompt='def __init__(self'"

@@ -48,7 +48,9 @@ from llmfoundry.recipe.front.typed import flat, know_secrets, require
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.values.bounds import out_of_bounds
 from llmfoundry.train.checkpoints.checkpoint import (
+    check_weights,
     list_checkpoints,
     load_adapter,
     load_training_state,
@@ -333,6 +335,9 @@ def open_checkpoint(
         return written, Tokenizer.load(folder / "tokenizer"), model
 
     written, tokenizer, model = on_rank0(world, read_files)
+    problems = [*out_of_bounds("model.", written.model)]
+    if problems:
+        raise UserError(*(f"{named(folder)}/recipe.yaml: {line}" for line in problems))
     know_secrets(written)
     recipe = with_defaults(written)
     recipe.parallel = ParallelConfig()  # each process has all of the model
@@ -370,6 +375,7 @@ def _fill_loaded(
     if has_adapter(recipe):
         _fill_adapted(root, written, recipe, folder, world, note)
     else:
+        check_weights(folder, root.model, world=world)
         root.to_empty(device=world.device)
         load_weights(folder, root.model, world=world)
     unpin(folder)

@@ -16,6 +16,7 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.after_training import ChatRecipe
 from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.serve.chat import Conversation
+from llmfoundry.terminal import shown_on
 
 HELP = """/reset        start over, with the same system message
 /system TEXT  start over with this system message; without TEXT with none
@@ -66,7 +67,7 @@ def _answer(line: str, conversation: Conversation) -> None:
         return
     try:
         for piece in pieces:
-            print(piece, end="", flush=True)
+            print(shown_on(sys.stdout, piece), end="", flush=True)
     except KeyboardInterrupt:
         pieces.close()  # type: ignore[attr-defined]
         print(" …", end="")
@@ -110,4 +111,4 @@ COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
 
 
 def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(shown_on(sys.stderr, text), file=sys.stderr, flush=True)

@@ -125,14 +125,25 @@ def _card(loaded: Loaded) -> CardInfo:
     is_chat = loaded.tokenizer.has_chat and not kinds <= {TEXT}
     return CardInfo(
         name=str(recipe.run_name),
-        data=public(", ".join([data["dataset"] or data["name"], *data["paths"]])),
+        data=", ".join(map(_published, [data["dataset"] or data["name"], *data["paths"]])),
         settings={key: str(settings[key]) for key in _TOLD if settings.get(key) is not None},
         trained=f"{batch:,} batches, {tokens:,} tokens",
         scores=card_scores(loaded.folder, batch),
-        base=public(str(_base(loaded) or "")),
+        base=_published(_base(loaded) or ""),
         is_chat=is_chat,
         prompt="What can you do?" if is_chat else "Once upon a time",
     )
+
+
+def _published(place: str) -> str:
+    """What a card may say of a place: a local path's last part, as the rest is this machine's.
+
+    An address or a hub id stays, without secrets.
+    """
+    is_local = "://" not in place and (
+        place.startswith((".", "/", "~", "runs/")) or place.count("/") > 1 or Path(place).exists()
+    )
+    return Path(place).name if is_local else public(place)
 
 
 def _base(loaded: Loaded) -> str | None:

@@ -12,6 +12,7 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.after_training import ChatRecipe, DrawRecipe, GenerateRecipe
 from llmfoundry.serve.chat import Conversation, Draw
 from llmfoundry.serve.generate import stream_text, stream_tokens
+from llmfoundry.terminal import shown_on
 
 
 def generate(recipe: GenerateRecipe) -> None:
@@ -24,7 +25,7 @@ def generate(recipe: GenerateRecipe) -> None:
         else:
             pieces = _continue(recipe, loaded, world)
         for piece in pieces:
-            print(piece, end="", flush=True)
+            print(shown_on(sys.stdout, piece), end="", flush=True)
         print()
 
 

@@ -17,7 +17,7 @@ from llmfoundry.files import write_whole
 from llmfoundry.operate.hang.beside import keep_recorder, monitored
 from llmfoundry.parallel.launch import World, join, on_rank0, relaunch
 from llmfoundry.parallel.sharding import set_deterministic
-from llmfoundry.recipe.front.called import as_called
+from llmfoundry.recipe.front.called import command_line
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -112,24 +112,24 @@ def _results(trainer: Trainer, job: Job, folder: Path, *, has_page: bool) -> lis
         rows.append(("held-out text", f"{bits:.3f} bits per byte{_beside_gzip(job)}"))
     checkpoints = list_checkpoints(folder)
     name, brought = named(folder), ",".join(job.recipe.plugins)
-    plugins = f" plugins=[{brought}]" * bool(brought)
+    plugins = [f"plugins=[{brought}]"] * bool(brought)
     output = f"{name}/hf" if stored_run(folder) is None else f"runs/{job.recipe.run_name}/hf"
     rows += console_lines(changes(read_evaluations(folder), metric_rows(folder)))
     return [
         *rows,
         *([("report", f"{name}/report.html")] if has_page else []),
         ("checkpoint", named(checkpoints[0]) if checkpoints else "none"),
-        ("next", as_called(_try_it(job, name) + plugins)),
-        ("", as_called(f"python scripts/eval.py {name}{plugins}")),
-        ("", as_called(f"python scripts/convert.py {name} to=hf output={output}{plugins}")),
+        ("next", command_line(*_try_it(job, name), *plugins)),
+        ("", command_line("eval", name, *plugins)),
+        ("", command_line("convert", name, "to=hf", f"output={output}", *plugins)),
     ]
 
 
-def _try_it(job: Job, name: str) -> str:
+def _try_it(job: Job, name: str) -> list[str]:
     """How to see what the model writes."""
     if job.tokenizer.has_chat:
-        return f"python scripts/chat.py {name}"
-    return f"python scripts/generate.py {name} prompt='def __init__(self'"
+        return ["chat", name]
+    return ["generate", name, "prompt=def __init__(self"]
 
 
 def _beside_gzip(job: Job) -> str:

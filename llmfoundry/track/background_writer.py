@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.events import read_events
-from llmfoundry.recipe.front.called import as_called
+from llmfoundry.recipe.front.called import command_line
 from llmfoundry.retry import backoff, retry
 from llmfoundry.track.event_tags import event_tags
 from llmfoundry.track.format import count
@@ -321,9 +321,7 @@ class BackgroundWriter:
         self.has_all = not (missing or self._refusals)
         if not self.has_all:
             folder = self._record.parent
-            later = (
-                as_called(f"; later: python scripts/track.py run={folder}") * self._record.exists()
-            )
+            later = f"; later: {command_line('track', f'run={folder}')}" * self._record.exists()
             self._warn(
                 f"{self._target.label} lacks {', '.join(missing) or 'what it refused'}:"
                 f" {self._problem or 'out of time'}; metrics.jsonl has every value{later}"

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from llmfoundry.commands.convert import _card, _precision, convert
+from llmfoundry.commands.convert import _card, _precision, _published, convert
 from llmfoundry.errors import UserError
 from llmfoundry.export.hf import to_hf
 from llmfoundry.export.read import open_hf
@@ -83,3 +83,21 @@ def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
     assert "rows.jsonl" in card.data and "hunter2" not in card.data
     assert card.settings["optimizer.lr"] == str(RECIPE["optimizer"]["lr"])  # type: ignore[index]
     assert card.settings["max_seq_len"] == "64" and list(card.scores) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "published"),
+    [
+        ("/home/me/secret-project/llama", "llama"),
+        ("~/models/base", "base"),
+        ("./rows/chats.jsonl", "chats.jsonl"),
+        ("runs/base", "base"),
+        ("data/mine/chats.jsonl", "chats.jsonl"),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("s3://bucket/chats.jsonl", "s3://bucket/chats.jsonl"),
+        ("gpt2", "gpt2"),
+        ("", ""),
+    ],
+)
+def test_a_card_tells_no_path_of_this_machine(place: str, published: str) -> None:
+    assert _published(place) == published

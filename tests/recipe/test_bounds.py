@@ -82,7 +82,7 @@ def test_bounds_reach_into_lists_and_mappings() -> None:
 
 LINES = {  # a setting of quickstart -> its line
     "model.d_model=1000000001": "model.d_model: 1000000001 is too large; write 1048576 or less",
-    "model.n_layers=1e9": "model.n_layers: 1000000000 is too large; write 1048576 or less",
+    "model.n_layers=1e9": "model.n_layers: 1000000000 is too large; write 4096 or less",
     "data.loader_workers=100000": "data.loader_workers: 100000 is too large; write 256 or less",
     "parallel.nproc_per_node=1e9": "parallel.nproc_per_node: 1000000000 is too large; write 1024",
     "optimizer.lr=inf": "optimizer.lr: inf is not a finite number",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from llmfoundry.errors import UserError
+from llmfoundry.files import whole
 from llmfoundry.parallel.launch import World
 from llmfoundry.train.stores import run_lock
 from tests.tiny import ENV, write_recipe
@@ -115,3 +117,27 @@ def test_what_a_killed_run_left_half_written_goes_with_the_next_start(tmp_path: 
     hold(tmp_path)
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"report.html", new}
+
+
+def test_what_a_killed_process_left_half_written_goes_at_once(tmp_path: Path) -> None:
+    """That of one which lives stays, and so does that of another machine, however it ended."""
+    writes = (
+        "import os, sys; from pathlib import Path; from llmfoundry.files import whole\n"
+        "for name in sys.argv[1:]:\n"
+        "    with whole(Path(name)) as half:\n"
+        "        half.write_text('half'); print(half, flush=True); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", writes, tmp_path / "recipe.yaml"], capture_output=True, text=True
+    )
+    half = Path(killed.stdout.strip())
+    assert half.is_file()
+    other = tmp_path / re.sub(r"[0-9a-f]{8}-", "00000000-", half.name, count=1)
+    other.write_text("half")
+    (tmp_path / "eval/ba0000001").mkdir(parents=True)
+    half.rename(tmp_path / "eval/ba0000001" / half.name)
+    with whole(tmp_path / "report.html") as living:
+        living.write_text("half")
+        hold(tmp_path)
+        left = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {living, other}

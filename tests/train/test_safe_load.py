@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -158,8 +159,42 @@ def test_a_value_in_place_of_a_tensor_runs_nothing(place: Path) -> None:
 def test_a_tensor_that_is_none_runs_nothing(place: Path) -> None:
     folder = stranger("tensor")
     replant(folder, Bomb(), as_bytes=False)
-    with pytest.raises(UserError, match=r"tensor/.* cannot be read: .*Weights only load failed"):
+    with pytest.raises(
+        UserError, match=r"tensor/.* cannot be read: a file of tensors is damaged, or holds"
+    ):
         load_checkpoint("runs/tensor", ALONE, note=print)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("n_layers", 10**9, r"recipe.yaml: model.n_layers: 1000000000 is too large; write 4096"),
+        ("n_layers", 4000, r"model.blocks.2.*weight is missing there, but \[32"),
+        ("vocab_size", 2 * 10**9, r"model.wte.weight is \[320, 32\] there, but \[2000000000, 32\]"),
+    ],
+)
+def test_a_recipe_of_another_model_than_its_tensors_takes_no_memory(
+    place: Path, key: str, value: int, line: str
+) -> None:
+    """Sizes that would take minutes, or terabytes, before the first tensor is read."""
+    folder = stranger("sizes")
+    recipe, state = folder / "recipe.yaml", json.loads((folder / "state.json").read_text())
+    recipe.write_text(re.sub(rf"(?m)^  {key}: .*$", f"  {key}: {value}", recipe.read_text()))
+    state["identity"][f"model.{key}"] = value
+    (folder / "state.json").write_text(json.dumps(state))
+    commit(folder)
+    with pytest.raises(UserError, match=line):
+        load_checkpoint("runs/sizes", ALONE, note=print)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, '{"batch": ' + "9" * 10**4 + "}", "\0"])
+def test_a_state_that_is_none_is_a_line_of_our_own(place: Path, text: str) -> None:
+    folder = stranger("state")
+    (folder / "state.json").write_text(text)
+    commit(folder)
+    with pytest.raises(UserError, match=r"state.json: is not a run's state \(.*choose") as refused:
+        load_checkpoint("runs/state", ALONE, note=print)
+    assert "sys." not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["../../../../secret", "/etc/hostname", "COMMIT"])

@@ -19,6 +19,7 @@ from llmfoundry.assemble.weights.run_weights import fill_from_run, merge_run
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
+from llmfoundry.export.config.settings import check_layers
 from llmfoundry.export.read import hf_folder
 from llmfoundry.files import write_whole
 from llmfoundry.models.decoder import Decoder
@@ -255,7 +256,10 @@ def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mode
     config = build(schema, values, problems)
     lines = [problem.line for problem in problems] or [*config.check("")]
     if lines:
-        raise UserError(*(f"model.config_overrides.{line}" for line in lines))
+        where = "model.config_overrides." if overrides else f"{named(folder)}: model."
+        raise UserError(*(f"{where}{line}" for line in lines))
+    if isinstance(config, HFModelConfig):
+        check_layers(config.hf_config)
     if isinstance(config, HFModelConfig) and config.code and os.environ.get(TRUST) != "1":
         raise UserError(
             f"{folder}: its class is the Python code of {config.code}, which is not run; set"

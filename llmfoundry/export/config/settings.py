@@ -31,6 +31,7 @@ from llmfoundry.export.weight_map import has_bias, padding
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build, convert, to_dict
 from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.values.bounds import MOST_LAYERS
 from llmfoundry.recipe.values.checks import nearest
 
 OWN, OWN_TYPE = "llmfoundry", "llmfoundry"  # the name in recipes, and config.json's model_type
@@ -55,7 +56,7 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that
     ),
 }
 POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope", "attn_config.nope")
-LAYERS, MOST_LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers"), 10_000
+LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 LOW = "low_precision_"
 DEFAULT_ARGUMENTS: dict[str, dict[str, Any]] = {  # of torch, where transformers has the function
     "gelu": {"approximate": "none"},

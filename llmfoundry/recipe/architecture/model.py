@@ -14,7 +14,15 @@ from llmfoundry.recipe.architecture.attention import NORMS, AttentionConfig
 from llmfoundry.recipe.architecture.blocks import BlockOverridesConfig, LayerConfig, layers
 from llmfoundry.recipe.architecture.ffn import FFNConfig
 from llmfoundry.recipe.architecture.init import InitConfig
-from llmfoundry.recipe.values.bounds import FRACTION, POSITIVE, TOKENS, Range, choice, out_of_bounds
+from llmfoundry.recipe.values.bounds import (
+    FRACTION,
+    MOST_LAYERS,
+    POSITIVE,
+    TOKENS,
+    Range,
+    choice,
+    out_of_bounds,
+)
 from llmfoundry.recipe.values.checks import divides, fill, inert
 
 __all__ = ["AttentionConfig", "FFNConfig", "InitConfig", "ModelConfig"]
@@ -30,7 +38,7 @@ class ModelConfig:
     """Width of the residual stream."""
     n_heads: Annotated[int, Range(1, 2**16)] = 16
     """Query heads."""
-    n_layers: Annotated[int, Range(1, 2**20)] = 24
+    n_layers: Annotated[int, Range(1, MOST_LAYERS)] = 24
     """Blocks."""
     head_dim: Annotated[int | None, Range(1, 2**16)] = None
     """Width of one head; unset: d_model / n_heads."""

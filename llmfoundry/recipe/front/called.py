@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 
 _MARK = "LLMFOUNDRY_CONSOLE"
 _TORCHRUN = re.compile(r"(torchrun [^\n]*?)scripts/(\w+)\.py")
@@ -29,3 +30,16 @@ def as_called(text: str) -> str:
     if not by_console():
         return text
     return _SCRIPT.sub(r"llmfoundry \1", _TORCHRUN.sub(r"\1-m llmfoundry \2", text))
+
+
+def command_line(script: str, *words: str) -> str:
+    """A command to copy into a shell: of `scripts/<script>.py` with these words, quoted."""
+    return as_called(f"python scripts/{script}.py {' '.join(map(_quoted, words))}")
+
+
+def _quoted(word: str) -> str:
+    """As `shlex.quote`, with `key=` before the quotes."""
+    key, equals, value = word.partition("=")
+    if equals and key.replace(".", "").isidentifier():
+        return f"{key}={shlex.quote(value)}"
+    return shlex.quote(word)

@@ -70,6 +70,7 @@ LENGTH = "positions are exact up to there"
 ROWS = Range(1, 2**24, "the rows of a step are listed in memory")
 PROCESSES = "each is a process of this machine"
 TOKENS = Range(1, 2**24, LENGTH)
+MOST_LAYERS = 4096  # each is made; the deepest published transformer has 1,000
 WIDTH = Range(1, 2**22, "no device holds a wider matrix")
 NEW_TOKENS = Range(1, 2**20, "keys and values of each are kept in memory")
 TEMPERATURE = Range(0, 1e6)

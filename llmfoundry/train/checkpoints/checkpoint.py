@@ -14,7 +14,6 @@ finds one that is whole.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Collection
@@ -32,16 +31,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.files import parse_json
 from llmfoundry.models.adapters.adapt import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.spread.held import all_stacked_rows
 from llmfoundry.parallel.launch import ALONE, World
-from llmfoundry.train.checkpoints.safe_load import load_tensors
+from llmfoundry.train.checkpoints.safe_load import check_shapes, load_tensors
 from llmfoundry.train.stores.stored_run import CHECKPOINTS, named, stored_run
 
 # said by torch for every save and load of a run that has one process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
+_LONGEST = 1 << 26  # bytes of a state.json
 _NAME = re.compile(r"ba\d{7,}")
 
 
@@ -72,17 +73,23 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: it is not what a run writes.
     """
+    path = folder / "state.json"
     try:
-        state = json.loads((folder / "state.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{named(folder / 'state.json')}: {one_line(error)}") from error
+        if path.stat().st_size > _LONGEST:
+            raise ValueError(f"it has more than {_LONGEST:,} bytes")
+        state = parse_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{named(path)}: {one_line(error)}") from error
+    except ValueError as error:
+        why = one_line(error).partition(";")[0]  # of Python's, without its advice
+        raise UserError(
+            f"{named(path)}: is not a run's state ({why}); choose another checkpoint"
+        ) from error
     kinds = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
     kinds["spikes"] = dict
     sound = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
     if not sound or any(type(state[k]) is not kinds[k] for k in kinds.keys() & state.keys()):
-        raise UserError(
-            f"{named(folder / 'state.json')}: is not a run's state; choose another checkpoint"
-        )
+        raise UserError(f"{named(path)}: is not a run's state; choose another checkpoint")
     return state
 
 
@@ -97,10 +104,24 @@ def load_weights(
 
     Left alone are an adapter, what is kept in 4 bits, which checkpoints never are, and `left`.
     """
+    _load_into(model, folder, _own_weights(model, left), world)
+
+
+def check_weights(folder: Path, model: Decoder, *, world: World = ALONE) -> None:
+    """Compare what `load_weights` would fill with the checkpoint's shapes; `model` may be meta.
+
+    Raises:
+        UserError: they are not the same, so that memory for the model is not to be asked for.
+    """
+    shapes = {f"model.{plain_name(n)}": t.shape for n, t in _own_weights(model).items()}
+    check_shapes(shapes, folder, world=world)
+
+
+def _own_weights(model: Decoder, left: Collection[str] = ()) -> dict[str, Any]:
     whole = get_model_state_dict(model)
     quantized = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
     others = {n for n in whole if is_added(n) or n in quantized or n in left}
-    _load_into(model, folder, {n: t for n, t in whole.items() if n not in others}, world)
+    return {n: t for n, t in whole.items() if n not in others}
 
 
 def load_adapter(folder: Path, model: Decoder, *, world: World = ALONE) -> None:

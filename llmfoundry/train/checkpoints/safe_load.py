@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -44,6 +44,8 @@ from llmfoundry.train.checkpoints.replicas import own_names, pass_on
 from llmfoundry.train.checkpoints.tensor_files import TABLE, holds_tensors
 from llmfoundry.train.stores.stored_run import named, open_file
 
+_DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")  # PyTorch's words and advice
+
 
 def load_tensors(
     state: dict[str, Any], folder: Path, *, world: World = ALONE, stacked: Stacked | None = None
@@ -69,15 +71,52 @@ def load_tensors(
         held = planner.state_dict
         planner.state_dict = as_blocks(held, stacked or {})
         _read(planner, table, folder, own_names(held, world))
-    except Exception as error:  # whatever the files of a stranger lead to
+    except Exception as error:  # whatever an untrusted file leads to
         problem = one_line(error)
+        if any(word in problem for word in _DAMAGED):
+            problem = "a file of tensors is damaged, or holds something else"
     if not least(world, 1 if problem is None else 0):
-        reasons = sorted({line for line in from_all(world, problem) if line})
-        raise UserError(
-            f"checkpoint: {named(folder)} cannot be read: {'; '.join(reasons)};"
-            " choose another checkpoint"
-        )
+        raise _unreadable(folder, *sorted({line for line in from_all(world, problem) if line}))
     pass_on(held, world)
+
+
+def _unreadable(folder: Path, *reasons: str) -> UserError:
+    return UserError(
+        f"checkpoint: {named(folder)} cannot be read: {'; '.join(reasons)};"
+        " choose another checkpoint"
+    )
+
+
+def check_shapes(shapes: Mapping[str, Sequence[int]], folder: Path, *, world: World) -> None:
+    """Compare a model with a checkpoint's table, before there is memory for any of it.
+
+    Args:
+        shapes: of tensors of the model, by their names in the checkpoint.
+        folder: the checkpoint's.
+        world: this process; every one calls, and rank 0 reads.
+
+    Raises:
+        UserError: the checkpoint lacks a tensor, or has another shape of it; on every process.
+    """
+
+    def compare() -> None:
+        try:
+            saved = parse_metadata((folder / TABLE).read_bytes()).state_dict_metadata
+        except (OSError, ValueError) as error:
+            raise _unreadable(folder, one_line(error)) from error
+        for name, shape in shapes.items():
+            found = saved.get(name)
+            there = "missing" if found is None else "not a tensor"
+            if isinstance(found, TensorStorageMetadata):
+                there = str(list(found.size))
+            if there != str(list(shape)):
+                raise UserError(
+                    f"checkpoint: {named(folder)} is not of the model that its recipe describes:"
+                    f" {name} is {there} there, but {list(shape)} by the recipe; choose another"
+                    " checkpoint"
+                )
+
+    on_rank0(world, compare)
 
 
 class _Files(FileSystem):

@@ -45,7 +45,7 @@ def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iter
     def take() -> None:
         made.extend(path for path in (folder, *folder.parents) if not path.exists())
         held.extend(_take(folder, note))
-        for place in (folder, folder / "tokenizer"):
+        for place in (folder, *folder.glob("*/"), *folder.glob("eval/*/")):
             remove_partials(place)
 
     on_rank0(world, take)
