@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from llmfoundry.recipe.filter import FilterConfig
 from llmfoundry.recipe.source import COMPARED, CORPORA, SOURCES, SourceConfig, StreamConfig
@@ -35,6 +35,14 @@ class PhaseConfig:
 @dataclass
 class DataConfig(SourceConfig):
     """One source, or a mixture of several, in an order that no number of machines changes."""
+
+    IMPLIES: ClassVar[dict[str, tuple[str, str]]] = {
+        "paths": ("files", "files"),
+        "dataset": ("huggingface", "huggingface"),
+        "remote": ("shards", "mds"),
+        "local": ("shards", "mds"),
+    }
+    """Keys that name a source: its name, and the choice of data/ that such a key makes."""
 
     name: Annotated[str, choice((*SOURCES, "mixture"))] = "python_stdlib"
     """python_stdlib: sources of the running Python, tests left out. files, huggingface: documents.
@@ -105,6 +113,13 @@ class DataConfig(SourceConfig):
     """Processes of each rank that make batches; 0: it does so itself, in a thread."""
     prefetch_factor: Annotated[int, Range(1, 1024, "each batch is held in memory")] = 2
     """Batches made ahead, by each of the loader_workers."""
+
+    def settle(self) -> None:
+        """Find formats that are left open."""
+        super().settle()
+        held_out = [] if self.validation is None else [self.validation]
+        for stream in (*self.streams.values(), *held_out):
+            stream.settle()
 
     def check(self, key: str = "data.") -> Iterator[str]:
         """Lines for values that cannot be, contradict each other, or have no effect."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.source import SourceConfig
+from llmfoundry.recipe.source import AUTO, SourceConfig
 from llmfoundry.recipe.values.bounds import POSITIVE, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import fill, inert
 
@@ -118,7 +118,7 @@ class PreferenceConfig:
 
     def _check_format(self, key: str, given: str) -> Iterator[str]:
         needed = FORMATS.get(self.name)
-        if needed is not None and given != needed:
+        if needed is not None and given not in (needed, AUTO):
             yield (
                 f"{key}: {given}, but preference.name: {self.name} reads rows of {needed}; write"
                 f" that, or {_instead(given)}"

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
+from llmfoundry.recipe.row_format import TEXT, columns_of_rows, format_of
 from llmfoundry.recipe.values.bounds import PATH, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import fill, inert
 
 CORPORA = ("python_stdlib", "files", "huggingface")
 INSTRUCTIONS = "instructions"
 SOURCES = (*CORPORA, "shards", INSTRUCTIONS)
-TEXT = "text"
+AUTO = "auto"
 FORMATS = (TEXT, "prompt_response", "chat", "preference", "unpaired")
 """What rows are: a document; a prompt and an answer; messages; a prompt with a chosen and a
 rejected answer; a prompt with an answer and whether it is desirable."""
@@ -39,6 +40,7 @@ MAPPINGS = {
     "numina": ("chat", ("messages",)),
 }
 """Published formats of supervised rows: what each is read as, and the columns that it may have."""
+_SHOWN = 300  # characters of a file's column names
 
 
 @dataclass
@@ -69,11 +71,11 @@ class SourceConfig:
     """Only for shards: this machine's copies of remote, and of no other; alone: the shards are
     here. Unset with remote: a folder below data.cache_folder."""
 
-    format: Annotated[str, choice((*FORMATS, *MAPPINGS))] = TEXT
+    format: Annotated[str, choice((*FORMATS, *MAPPINGS, AUTO))] = TEXT
     """What a row is. text: a document to continue. prompt_response: prompt, and response or
     completion. chat: messages. preference: prompt, chosen, rejected. unpaired: prompt, completion,
     label. Or a published set's: alpaca, dolly, p3, flan, openhermes, sharegpt, stackmathqa,
-    numina."""
+    numina. auto, only for files: by the columns of the first row on this machine, else text."""
     columns: dict[str, str] = field(default_factory=dict)
     """Only for formats other than text: where a row has other names, ours: theirs, such as
     {prompt: question, response: answer}."""
@@ -85,6 +87,7 @@ class SourceConfig:
     rows: Annotated[int | None, Range(1, 10**8)] = None
     """Only for instructions: rows to generate, held-out ones included; default 20000."""
 
+    _columns_seen: ClassVar[tuple[str, ...]] = ()  # of an own file's first row, by `settle`
     _USED: ClassVar[dict[str, tuple[str, ...]]] = {
         "python_stdlib": (),
         "files": ("text_column",),
@@ -97,7 +100,7 @@ class SourceConfig:
     @property
     def is_supervised(self) -> bool:
         """Whether some tokens of its rows are learned and others are not."""
-        return self.format != TEXT
+        return self.format not in (TEXT, AUTO)
 
     @property
     def is_read_whole(self) -> bool:
@@ -108,6 +111,19 @@ class SourceConfig:
     def columns_read(self) -> tuple[str, ...]:
         """What a row of its format may have."""
         return MAPPINGS[self.format][1] if self.format in MAPPINGS else COLUMNS[self.format]
+
+    def settle(self) -> None:
+        """Find the format of files' rows, where it is left open and they are there."""
+        if self.format != AUTO or self.name != "files" or self.preprocess is not None:
+            return
+        columns = [] if self.text_column is not None else columns_of_rows(self.paths)
+        if not columns:
+            self.format = AUTO if columns is None else TEXT
+            return
+        theirs = {*self.columns.values()}
+        renamed = [*self.columns, *(name for name in columns if name not in theirs)]
+        self.format = format_of(renamed) or AUTO
+        self._columns_seen = (*columns,)  # type: ignore[misc]
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
@@ -135,6 +151,8 @@ class SourceConfig:
             yield f"{key}format: {self.format}, but python_stdlib is text; remove it"
         if self.name != INSTRUCTIONS and self.tasks:
             yield f"{key}tasks: has no effect with name: {self.name}; remove it"
+        if self.format == AUTO:
+            yield from self._check_auto(key)
         if self.format not in (*FORMATS, *MAPPINGS):
             return
         if self.is_supervised:
@@ -144,6 +162,19 @@ class SourceConfig:
             yield from inert(key, self, ["preprocess"], "with format: text")
             if self.columns:
                 yield f"{key}columns: has no effect with format: text; write text_column"
+
+    def _check_auto(self, key: str) -> Iterator[str]:
+        """Lines for a format that is left open where nothing decides it."""
+        if self.name != "files":
+            yield f"{key}format: auto looks at rows of files; with name: {self.name} write which"
+        elif self.preprocess is not None:
+            yield f"{key}format: auto, but {key}preprocess makes the rows; write their format"
+        elif self._columns_seen:
+            has = ", ".join(self._columns_seen)[:_SHOWN]
+            yield (
+                f"{key}format: auto finds none for rows that have {has}; write {key}text_column for"
+                f" documents, or {key}format and {key}columns, as in {{prompt: question}}"
+            )
 
     def _check_columns(self, key: str) -> Iterator[str]:
         for name in self.columns:
@@ -165,6 +196,8 @@ class SourceConfig:
 
     def fill(self) -> None:
         """Write derived values in place."""
+        if self.format == AUTO:
+            self.format = TEXT
         if self.name in ("files", "huggingface") and not self.is_supervised:
             fill(self, text_column="text")
         if self.name == INSTRUCTIONS:

@@ -50,7 +50,8 @@ LINES = {
     "tokenizer.vocab_size=256": "tokenizer.vocab_size: 256 is too small; write 257 or more",
     "data.name=c4": "data.name: 'c4' is not a choice (choices: python_stdlib, files, ",
     "data.name=files": "data.paths: files needs it; write a list of files, folders or globs",
-    "data.paths=[a]": "data.paths: has no effect with name: python_stdlib; remove it",
+    "data.name=python_stdlib data.paths=[a]": "data.paths: has no effect with name: python_stdlib;"
+    " remove it",
     "data.split=train": "data.split: has no effect with name: python_stdlib; remove it",
     "data.name=huggingface": "data.dataset: huggingface needs it; write a hub id or a local fol",
     "data.validation_fraction=1": "data.validation_fraction: 1.0 is not a fraction; write a num",

@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.paths import is_recipe
 
+SETTINGS = {
+    "key=value": "set a key: optimizer.lr=1e-3, data.paths=[a,b]",
+    "group=option": "choose a file of a group in place of all that the recipe says of its section",
+    "~key": "take a key out of the recipe, so that it has its default; zsh wants quotes, '~key'",
+}
 FLAGS = {
     "--help": "this text; --help KEY explains a key or a section",
     "--cfg job": "print the whole recipe, defaults and all; redirect it for a flat copy to edit",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,26 @@ from llmfoundry.masking import MASK, masked_keys
 from llmfoundry.recipe.front.defaults import YamlSource, parts
 from llmfoundry.recipe.front.grammar import DEFAULT, split
 from llmfoundry.recipe.front.paths import group_options, search_folders, show
-from llmfoundry.recipe.front.typed import to_dict
+from llmfoundry.recipe.front.typed import flat, to_dict
+from llmfoundry.recipe.front.yamlfile import line_of, read
 from llmfoundry.recipe.schema import Schema
 
 _MOST_TEXT = 1 << 20  # characters, as of a recipe's file
+_MOST_GONE = 6  # values that a note lists
+_KEY = re.compile(r"[A-Za-z_][\w.\[\]-]*")
+_EXCLUDED = re.compile(r" and (\w+) exclude each other; remove one$")
 _NAMED = re.compile(r"\$\{(\.*[A-Za-z_][\w.\[\]]*)\}")
 
 
-@dataclass
-class Composed:
-    """The untyped recipe, interpolations still in place, and where its values come from."""
+@dataclass(frozen=True)
+class Places:
+    """Where the values of a recipe come from."""
 
-    config: DictConfig
     sources: list[YamlSource]
     overridden: list[str]
+    """Keys of the command line."""
+    notes: list[str] = field(default_factory=list)
+    """A line for each group of the command line: what of the recipe's section it replaces."""
 
     def where(self, key: str) -> str:
         """The prefix `file:line: ` of the file that decided `key`; "" for the command line."""
@@ -47,6 +53,31 @@ class Composed:
             if line is not None:
                 return f"{show(source.path)}:{line}: "
         return ""
+
+    def placed(self, line: str) -> str:
+        """A message that begins with a key: with the file it stands in, and what removes it.
+
+        The user may not want to edit that file, so that `~key` is named, which a command line has.
+        """
+        key, _, why = line.partition(":")
+        where = self.where(key) if _KEY.fullmatch(key) else ""
+        if where:
+            return where + line.replace("remove it", f"remove it, or add '~{key}'", 1)
+        other = _EXCLUDED.match(why)
+        sibling = f"{key.rpartition('.')[0]}.{other[1]}".lstrip(".") if other else ""
+        return f"{line}, or add '~{sibling}'" if sibling and self.where(sibling) else line
+
+
+@dataclass
+class Composed:
+    """The untyped recipe, interpolations still in place, and where its values come from."""
+
+    config: DictConfig
+    places: Places
+
+    def where(self, key: str) -> str:
+        """As `Places.where`."""
+        return self.places.where(key)
 
     def raw(self) -> dict[str, Any]:
         """Plain values as written."""
@@ -152,8 +183,8 @@ def _at(raw: Any, place: tuple[str, ...]) -> Any:
 def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) -> Composed:
     """Merge schema defaults, the files that take part, and `overrides`, in this order.
 
-    A group chosen on the command line takes the place of the recipe's choice in its defaults list;
-    a recipe without that choice (a flat one) has its whole section replaced.
+    A group chosen on the command line replaces all that the files say of its section. So does a
+    key there that names a source of another kind than the recipe's (`data.paths=`).
 
     Raises:
         UserError: a file or an override cannot be read, or a group has no such option.
@@ -161,34 +192,103 @@ def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) 
     folders = search_folders(recipe)
     options = group_options(folders, schema)
     groups, values = split(overrides, schema, options)
-    sources, added = parts(recipe, groups, options, folders)
     defaults = to_dict(schema.cls())
-    merged = copy.deepcopy(defaults)
-    for source in sources:
-        if source.package in added:
-            merged[source.package] = copy.deepcopy(defaults[source.package])
-        _merge(merged, source.load())
+    sources = parts(recipe, groups, options, folders)
+    merged = _merged(defaults, sources)
+    implied = _implied(schema, merged, groups, values)
+    if implied:
+        sources = parts(recipe, groups | implied, options, folders)
+        merged = _merged(defaults, sources)
     try:
         config = OmegaConf.create(merged)
         for key, value in values.items():
-            _set(config, key, value, defaults)
+            _set(config, key, value, defaults, schema)
     except OmegaConfBaseException as error:
         raise UserError(_explain(error, str(error.full_key), "")) from error
     except RecursionError:
         raise UserError("a value is nested too deep; flatten it") from None
-    return Composed(config, sources, list(values))
+    final = OmegaConf.to_container(config)
+    notes = [*_replacements(groups | implied, sources, final)]
+    return Composed(config, Places(sources, list(values), notes))
 
 
-def _set(config: DictConfig, key: str, value: Any, defaults: dict[str, Any]) -> None:
+def _replacements(
+    groups: dict[str, str], sources: Sequence[YamlSource], final: Any
+) -> Iterator[str]:
+    """A line for each recipe's section that a group replaces, with the values that are gone."""
+    for group, option in groups.items():
+        for source in sources:
+            if source.package or group not in source.replaced:
+                continue
+            said = read(source.path).get(group)
+            values = flat(said, group) if isinstance(said, dict) else ()
+            gone = [f"{k}: {v}" for k, v in values if v is not None and value_at(final, k) != v]
+            if gone:
+                more = f" and {len(gone) - _MOST_GONE} more" if len(gone) > _MOST_GONE else ""
+                place = f"{show(source.path)}:{line_of(source.path, group)}"
+                shown = ", ".join(gone[:_MOST_GONE])
+                yield f"{group}={option} replaces what {place} says: {shown}{more}"
+
+
+def _merged(defaults: dict[str, Any], sources: Sequence[YamlSource]) -> dict[str, Any]:
+    """The plain values of the schema's defaults and the files, in this order."""
+    merged = copy.deepcopy(defaults)
+    for source in sources:
+        _merge(merged, source.load())
+    return merged
+
+
+def _implied(
+    schema: Schema, merged: dict[str, Any], groups: dict[str, str], values: dict[str, Any]
+) -> dict[str, str]:
+    """The groups that keys of the command line choose, as {"data": "files"} for `data.paths=`.
+
+    A section's IMPLIES says which: nothing where its group or name is chosen as well, or the
+    recipe's name is the same already.
+    """
+    found: dict[str, str] = {}
+    for section, key in schema.keys.items():
+        if key.section is None or not {section, f"{section}.name"}.isdisjoint({**groups, **values}):
+            continue
+        implies = getattr(key.section.cls, "IMPLIES", {})
+        given = [(k, v) for k, v in implies.items() if _is_given(values.get(f"{section}.{k}"))]
+        if given and value_at(merged, f"{section}.name") != given[0][1][0]:
+            found[section] = given[0][1][1]
+    return found
+
+
+def _is_given(value: Any) -> bool:
+    return bool(value) and value is not DEFAULT
+
+
+def _set(
+    config: DictConfig, key: str, value: Any, defaults: dict[str, Any], schema: Schema
+) -> None:
     """Write an override's value, or the schema's own, into `config`."""
     try:
-        value = OmegaConf.select(OmegaConf.create(defaults), key) if value is DEFAULT else value
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
+        if value is DEFAULT:
+            _reset(config, key, defaults, schema)
+        else:
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
     except OmegaConfBaseException:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         # OmegaConf's for keys that lead into a list or a number
         raise UserError(f"{key}: is not a key; write a list or a section whole") from error
+
+
+def _reset(config: DictConfig, key: str, defaults: dict[str, Any], schema: Schema) -> None:
+    """Write the schema's own value of a key; what it has none of, such as a stream, goes."""
+    above, _, name = key.rpartition(".")
+    section = value_at(defaults, above) if above else defaults
+    is_item = not isinstance(section, dict) or name not in section
+    if is_item and schema.find(key) is not None:
+        holder = OmegaConf.select(config, above)
+        if isinstance(holder, DictConfig):
+            holder.pop(name, None)
+        return
+    value = None if is_item else section[name]
+    OmegaConf.update(config, key, value, merge=False, force_add=True)
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,10 +28,14 @@ of every frame for that: half a second where many modules are loaded."""
 
 @dataclass(frozen=True)
 class YamlSource:
-    """A YAML file that takes part; its keys lie below the dotted `package` ("" for a recipe)."""
+    """A YAML file that takes part; its keys lie below the dotted `package` ("" for a recipe).
+
+    Its values in the sections `replaced` do not count: a group was chosen in their place.
+    """
 
     path: Path
     package: str
+    replaced: frozenset[str] = frozenset()
 
     def load(self) -> dict[str, Any]:
         """Its values, nested as the recipe is."""
@@ -39,13 +43,22 @@ class YamlSource:
         values.pop("defaults", None)
         for part in reversed(self.package.split(".") if self.package else []):
             values = {part: values}
-        return values
+        return {key: value for key, value in values.items() if key not in self.replaced}
 
     def line_of(self, key: str) -> int | None:
         """The line on which the recipe's dotted `key` stands in the file."""
         prefix = f"{self.package}." if self.package else ""
-        inside = key.startswith(prefix)
-        return line_of(self.path, key.removeprefix(prefix)) if inside else None
+        counts = key.startswith(prefix) and key.partition(".")[0] not in self.replaced
+        return line_of(self.path, key.removeprefix(prefix)) if counts else None
+
+
+class _Part(NamedTuple):
+    """A file of Hydra's list, by its name below the folders of groups."""
+
+    name: str
+    package: str
+    parent: str
+    """The file whose defaults list names it."""
 
 
 def parts(
@@ -53,8 +66,8 @@ def parts(
     groups: dict[str, str],
     options: dict[str, list[str]],
     folders: list[Path],
-) -> tuple[list[YamlSource], set[str]]:
-    """The files in order of merging, and those of `groups` that the recipe does not choose itself.
+) -> list[YamlSource]:
+    """The files in order of merging.
 
     Args:
         recipe: the recipe's file, if there is one.
@@ -69,14 +82,13 @@ def parts(
         if option not in options[group]:
             raise UserError(_missing(f"{group}/{option}", options))
     defaults = [] if recipe is None else _defaults(recipe)
-    own = [] if recipe is None else [YamlSource(recipe, "")]
     if not defaults and not groups:
-        return own, set()
+        return [] if recipe is None else [YamlSource(recipe, "")]
     if "_self_" not in defaults:
         defaults.append("_self_")
     prefix = "" if recipe is None else f"{show(recipe)}: "
     try:
-        names, added = _ask_hydra(defaults, groups, folders)
+        found, chosen = _ask_hydra(defaults, groups, folders)
     except FileNotFoundError as error:
         raise UserError(prefix + _missing(str(error), options)) from error
     except RecursionError as error:
@@ -84,11 +96,49 @@ def parts(
     except (ValueError, OmegaConfBaseException) as error:
         text = " ".join(str(error).replace(_ROOT, "it").split())
         raise UserError(f"{prefix}defaults: {text}") from error
-    found: list[YamlSource] = []
-    for name, package in names:
-        paths = [f / f"{name}.yaml" for f in folders if (f / f"{name}.yaml").is_file()]
-        found += own if name == _ROOT else [YamlSource(paths[0], package)]
-    return found, added
+    paths = {
+        part.name: path
+        for part in found
+        for folder in reversed(folders)
+        if (path := folder / f"{part.name}.yaml").is_file()
+    }
+    if recipe is not None:
+        paths[_ROOT] = recipe
+    replaced = _replaced(found, paths, groups, chosen)
+    return [
+        YamlSource(paths[part.name], part.package, replaced[part])
+        for part in found
+        if part.name in paths
+    ]
+
+
+def _replaced(
+    found: list[_Part], paths: dict[str, Path], groups: dict[str, str], chosen: dict[str, str]
+) -> dict[_Part, frozenset[str]]:
+    """The sections of each part that a choice elsewhere takes the place of.
+
+    A group that the command line chooses replaces the section in all files, one that a defaults
+    list overrides in those below that list's file; in both cases but for the choice's own files.
+    """
+    parents = {part.name: part.parent for part in found}
+    choosers: dict[str, list[str]] = {group: [""] for group in groups}  # "": the command line
+    for name, path in paths.items():
+        for entry in filter(_is_choice, _defaults(path)):
+            keyword, _, group = next(iter(entry)).rpartition(" ")
+            if keyword == "override":
+                choosers.setdefault(group.strip("/"), []).append(name)
+    replaced: dict[_Part, frozenset[str]] = {}
+    for part in found:
+        above = [part.name]
+        while (parent := parents.get(above[-1])) is not None and parent not in above:
+            above.append(parent)
+        replaced[part] = frozenset(
+            group
+            for group, names in choosers.items()
+            if not {"", *above[1:]}.isdisjoint(names)
+            and f"{group}/{chosen.get(group)}" not in above
+        )
+    return replaced
 
 
 def _defaults(recipe: Path) -> list[Any]:
@@ -114,8 +164,8 @@ def _is_choice(entry: Any) -> bool:
 
 def _ask_hydra(
     defaults: list[Any], groups: dict[str, str], folders: list[Path]
-) -> tuple[list[tuple[str, str]], set[str]]:
-    """Each part's (config name, package), and which of `groups` had to be added.
+) -> tuple[list[_Part], dict[str, str]]:
+    """The parts in order, and the option of each group.
 
     Raises:
         FileNotFoundError: a part does not exist; its text is the part's name.
@@ -142,13 +192,17 @@ def _ask_hydra(
                 below = loader.compute_defaults_list(_ROOT, [], RunMode.RUN)
                 added -= set(below.overrides.known_choices)
             choices = [f"{'+' if g in added else ''}{g}='{groups[g]}'" for g in groups]
-            parts = loader.compute_defaults_list(_ROOT, choices, RunMode.RUN)
+            result = loader.compute_defaults_list(_ROOT, choices, RunMode.RUN)
     except MissingConfigException as error:
         raise FileNotFoundError(error.missing_cfg_file) from error
     except HydraException as error:
         raise ValueError(str(error)) from error
-    named = [(part.config_path, part.package or "") for part in parts.defaults if part.config_path]
-    return [(name, package) for name, package in named if not name.startswith("hydra/")], added
+    named = [
+        _Part(part.config_path, part.package or "", part.parent or "")
+        for part in result.defaults
+        if part.config_path and not part.config_path.startswith("hydra/")
+    ]
+    return named, dict(result.overrides.known_choices)
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 Two rules differ from Hydra's. The schema alone says which keys exist, so a leading `+` changes
 nothing. And a text field takes all that follows `=` as it stands (`prompt=Well, why (not)?`);
-quotes around the whole are dropped, and null is null.
+quotes around the whole are dropped, and null is null. So does a list of texts that is written as
+one text, which the grammar cannot read (`data.paths=my file (1).jsonl`).
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _value(key: str, text: str, declared: Key | None) -> Any:
     parsed = _parse(text)
     if parsed is not None and not parsed.is_sweep_override():
         return parsed.value()
-    if is_text:
+    is_texts = declared is not None and list[str] in declared.types
+    if is_text or (parsed is None and is_texts and not text.startswith("[")):
         return text
     if parsed is None:
         raise UserError(f"{key}={text}: cannot be read; quote a text as {key}='\"...\"'")

@@ -49,7 +49,7 @@ def read(
     *,
     plugins: bool = True,
 ) -> tuple[T, list[str]]:
-    """As `load`, its plugins imported, and every line that its `check` found."""
+    """As `load`, its plugins imported, what it leaves open decided, and what its `check` found."""
     from llmfoundry.recipe.front.compose import compose, value_at  # OmegaConf takes its time
 
     schema = Schema.of(recipe_type)
@@ -66,7 +66,7 @@ def read(
     problems: list[Problem] = []
     recipe = build(recipe_type, values, problems)
     if plugins:
-        by_file = file if "plugins" not in composed.overridden else None
+        by_file = file if "plugins" not in composed.places.overridden else None
         import_plugins(getattr(recipe, "plugins", []), recipe=by_file)
     elif file is not None:
         leave_out(getattr(recipe, "plugins", []), file)
@@ -81,9 +81,10 @@ def read(
         places = [composed.where(problem.key) for problem in shown]  # each is looked for in files
         lines = [where + problem.line for where, problem in zip(places, shown, strict=True)]
         raise UserError(*lines, *(problem.line for problem in others))
-    remember(recipe, raw, pending)
-    found = [composed.where(line.split(":")[0]) + line for line in recipe.check()]  # type: ignore[attr-defined]
-    return recipe, found
+    if plugins and hasattr(recipe, "settle"):
+        recipe.settle()
+    remember(recipe, raw, pending, composed.places)
+    return recipe, [composed.places.placed(line) for line in recipe.check()]  # type: ignore[attr-defined]
 
 
 def import_for_help(schema: Schema, path: str | None, overrides: Sequence[str]) -> None:

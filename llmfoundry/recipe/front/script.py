@@ -29,7 +29,7 @@ from llmfoundry.recipe.front.help.hints import unknown_flag
 from llmfoundry.recipe.front.load import checked, import_for_help, read
 from llmfoundry.recipe.front.paths import recipe_name, shipped
 from llmfoundry.recipe.front.sweep import sweep
-from llmfoundry.recipe.front.typed import is_named, require, to_yaml
+from llmfoundry.recipe.front.typed import is_named, notes, placed, require, to_yaml
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.terminal import outlast_readers, quiet_libraries, tell_loading
 
@@ -57,7 +57,7 @@ def run(
             after a RunFailure, but for those with a status of their own, or a sweep in which a run
             failed.
     """
-    started = False
+    recipe: Any = None  # until its command starts
     outlast_readers()
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["--complete"]:
@@ -69,7 +69,6 @@ def run(
         chosen = recipe_type if isinstance(recipe_type, type) else recipe_type(command)
         recipe = _answer(chosen, command, help or "")
         if recipe is not None:
-            started = True
             module, _, function = target.partition(":")
             quiet_libraries()
             tell_loading()
@@ -81,10 +80,10 @@ def run(
     except (UserError, RunFailure) as error:
         rank = int(os.environ.get("RANK", 0))
         # Every process finds the same mistakes in a recipe; later ones may be a single rank's.
-        if rank == 0 or (started and not getattr(error, "of_all", False)):
+        if rank == 0 or (recipe is not None and not getattr(error, "of_all", False)):
             prefix = f"[rank {rank}] " if rank else ""
             lines = error.lines() if isinstance(error, UserError) else [str(error)]
-            lines = [f"{prefix}{as_called(public(line))}" for line in lines]
+            lines = [f"{prefix}{as_called(public(placed(recipe, line)))}" for line in lines]
             print(*lines, sep="\n", file=sys.stderr)
         status = MISTAKE if isinstance(error, UserError) else error.status
         kind = {MISTAKE: "mistake", FAILED: "lost", GIVE_UP: "given up"}.get(status, "stopped")
@@ -143,7 +142,11 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
         return sys.exit(1) if failed else None
     if "--cfg" in command.flags:
         return _print(recipe_type, command)
-    return checked(recipe_type, command.recipe, command.overrides)
+    recipe = checked(recipe_type, command.recipe, command.overrides)
+    if "RANK" not in os.environ and os.environ.get("SLURM_PROCID", "0") == "0":
+        for note in notes(recipe):
+            print(as_called(public(note)), file=sys.stderr, flush=True)
+    return recipe
 
 
 def _take_folder(recipe_type: type[Any], command: CommandLine) -> None:

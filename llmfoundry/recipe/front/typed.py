@@ -74,17 +74,25 @@ class _Origin(NamedTuple):
     raw: dict[str, Any]
     loaded: dict[str, Any]
     pending: dict[str, str]
+    places: Any = None
 
 
-def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str]) -> None:
-    """Keep, beside a recipe's fields, how it was written, for `as_written` and `require`.
+def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str], places: Any) -> None:
+    """Keep, beside a recipe's fields, how it was written, for `as_written`, `require`, `placed`.
 
     Args:
         recipe: as it was read.
         raw: its plain values, interpolations still in place.
         pending: for each dotted key whose value cannot be had here, the line that says why.
+        places: compose.Places, which finds the file and line of a key.
     """
-    recipe._origin = _Origin(copy.deepcopy(dict(raw)), to_dict(recipe), dict(pending))
+    recipe._origin = _Origin(copy.deepcopy(dict(raw)), to_dict(recipe), dict(pending), places)
+
+
+def placed(recipe: Any, line: str) -> str:
+    """A message that asks to remove a key, with the file it stands in and what removes it there."""
+    places = _origin(recipe).places
+    return line if places is None or "remove it" not in line else str(places.placed(line))
 
 
 def as_written(recipe: Any) -> dict[str, Any]:
@@ -112,6 +120,12 @@ def missing(recipe: Any, *needed: str) -> list[str]:
     """The lines that `require` would raise; without `needed` of every key."""
     below = re.compile("|".join(rf"{re.escape(key)}(?:[.\[]|$)" for key in needed))
     return [line for key, line in _origin(recipe).pending.items() if below.match(key)]
+
+
+def notes(recipe: Any) -> list[str]:
+    """A line for each group of the command line that replaces values of the recipe."""
+    places = _origin(recipe).places
+    return [] if places is None else list(places.notes)
 
 
 def know_secrets(recipe: Any) -> None:
@@ -225,6 +239,8 @@ def _noun(hint: Any) -> str:
 
 
 def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> list[Any] | None:
+    if hint is str and isinstance(value, str) and value:
+        value = [value]
     if not isinstance(value, list):
         problems.append(Problem(key, f"{_show(value)} is not a list; write [{value}]"))
         return None

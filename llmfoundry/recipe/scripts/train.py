@@ -152,6 +152,10 @@ class TrainRecipe:
     """Python files, my_file.py, or modules, my_package.module, imported before anything is checked;
     they add optimizers, schedules, callbacks, loggers, norms, task types and kinds of files."""
 
+    def settle(self) -> None:
+        """Decide what the recipe leaves to what is there, before it is checked."""
+        self.data.settle()
+
     def check(self) -> Iterator[str]:
         """Every problem of the recipe, a line each, sections and then what crosses them."""
         yield from out_of_bounds("", self)

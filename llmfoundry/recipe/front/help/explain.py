@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.argv import FLAGS, CommandLine
+from llmfoundry.recipe.front.argv import FLAGS, SETTINGS, CommandLine
 from llmfoundry.recipe.front.called import as_called
 from llmfoundry.recipe.front.help.hints import unknown_key
 from llmfoundry.recipe.front.paths import (
@@ -43,11 +43,11 @@ def explain(schema: Schema, command: CommandLine, help: str) -> str:
     parts = [_fitted(as_called(help.strip()))]
     if recipe is not None:
         parts.append(f"{command.recipe}:\n{textwrap.indent(_header(recipe), '  ')}")
-    parts.append(_table("Flags", FLAGS))
+    parts += [_table("Settings", SETTINGS), _table("Flags", FLAGS)]
     groups = group_options(search_folders(recipe), schema)
     if groups:
         choices = {group: ", ".join(names) for group, names in groups.items()}
-        parts.append(_table("Groups (group=option replaces the recipe's choice)", choices))
+        parts.append(_table("Groups", choices))
     if "run_name" in schema.keys:
         recipes = [f"  {recipe_name(path)}" for path in shipped(schema)]
         parts.append("\n".join(["Recipes", *recipes]))
