@@ -1,6 +1,6 @@
 """Every README: each command line in it runs, each path in it exists.
 
-CI composes every line in this process, which takes seconds; the slow test runs them, as a newcomer
+tests/recipe/test_examples.py composes every line; the slow test here runs them, as a newcomer
 would: in a folder of their own, with an empty home, shortened by what this file adds.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
-import shlex
 import shutil
 import subprocess
 import sys
@@ -98,13 +96,6 @@ RUN = [line for line in LINES if not first(NOT_RUN, line)]
 CALLS = [line for line in RUN if re.search(r"scripts/\w+\.py|^llmfoundry (?!cp|ls)", line)]
 
 
-def command_of(line: str) -> list[str]:
-    """The words of a line from its script on: `[scripts/train.py, …]`."""
-    words = shlex.split(re.sub(r"^llmfoundry (\w+)", r"python scripts/\1.py", line))
-    start = next(n for n, word in enumerate(words) if word.startswith("scripts/"))
-    return words[start:]
-
-
 def prepare_folder(folder: Path) -> Path:
     """A folder that looks like the repository to who only reads it."""
     folder.mkdir(exist_ok=True)
@@ -129,25 +120,6 @@ def test_every_line_is_a_call_that_the_tests_understand() -> None:
     for line in RUN:
         is_covered = [first(t, line) for t in (COMPOSED, LOCAL, SHORT, AS_IT_IS)]
         assert any(is_covered) or re.match(r"cp |llmfoundry cp |python scripts/train.py my", line)
-
-
-def test_every_line_composes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(prepare_folder(tmp_path / "here"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    shutil.copy(ROOT / "yamls" / "quickstart.yaml", "my.yaml")
-    for line in CALLS:
-        script, *words = command_of(line)
-        if "-m" in words:  # a sweep: its first point
-            words = [re.sub(r"(=[^,\[]+),.*", r"\1", word) for word in words if word != "-m"]
-        flags = [] if "--help" in words else ["--cfg", "job"]
-        monkeypatch.setattr(sys, "argv", [script, *words, *flags])
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as end:
-            pytest.fail(f"{line}: exit status {end.code}: {capsys.readouterr().err}")
-        assert capsys.readouterr().out.count("\n") >= 2, line
 
 
 def call(line: str, cwd: Path, home: Path) -> subprocess.CompletedProcess[str]:
