@@ -61,7 +61,7 @@ def row_bytes(
     tokens = tokens_of_row(recipe, degrees)
     gradients = tokens * (2 * stream + low * _inner(model)) // tensor
     passing = tokens * expert_rows(model, low, travel=degrees.expert > 1) // tensor
-    gathered = (2 * 4 + low) * model.d_model if tensor > 1 else 0  # the head's input, its gradient
+    gathered = 3 * low * model.d_model if tensor > 1 else 0  # the head's input, its gradient
     return RowBytes(
         kept=sum(each[one] for one in reached),
         head=tokens * ((3 * 4 * model.d_model + stream) // tensor + gathered),

@@ -180,21 +180,19 @@ def tensor_parallel(
     Each passage between a process's tokens and all tokens sends g = (p - 1) / p * d values of each
     token. A dense block: 2 all-gathers and 2 reduce-scatters forward, as many backward; of a layer
     with experts half. Whole-block checkpointing gathers twice again and scatters once, selective
-    gathers alone. Embedding and head: one of each. Norms give fp32 under amp_bf16, products low.
-    Gradients of norms and positions are all-reduced in each microbatch; for the loss 2 fp32 values
-    of each labelled token are gathered.
+    gathers alone. Embedding and head: one of each. All in the dtype of matrix products: norms
+    compute in fp32, and round what is gathered. Gradients of norms and positions are all-reduced in
+    each microbatch; for the loss 2 fp32 values of each labelled token are gathered.
     """
     p, model = degrees.tensor, recipe.model
     again = recomputation(recipe.parallel.activation_checkpointing)
     dense = model.ffn_config.ffn_type != "dmoe"
-    norm = _low(recipe) if model.norm_type.startswith("low_precision") else _stream(recipe)
     low, gathers = _low(recipe), 2 if dense else 1
     scatters = (1 if dense else gathers) if again == "whole" else 0
     repeated = gathers if again != "none" else 0
     n, tokens = model.n_layers, rows * _rounded(tokens_of_row(recipe, degrees), p)
-    gathered = n * (gathers * (norm + low) + repeated * norm) + norm + low
-    scattered = n * (gathers * (norm + low) + scatters * low) + norm + low
-    values = (p - 1) * tokens * model.d_model // p
+    values = low * (p - 1) * tokens * model.d_model // p
+    gathered, scattered = n * (2 * gathers + repeated) + 2, n * (2 * gathers + scatters) + 2
     yield Messages("activations", "all_gather", p, 1, gathered * values)
     yield Messages("activations", "reduce_scatter", p, 1, scattered * values)
     of_tokens = microbatches * low * seen_by_tokens(model)
@@ -253,11 +251,6 @@ def expert_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterato
 def _low(recipe: TrainRecipe) -> int:
     """Bytes of a value in matrix products."""
     return 4 if recipe.precision == "fp32" else 2
-
-
-def _stream(recipe: TrainRecipe) -> int:
-    """The same in the residual stream."""
-    return 2 if recipe.precision == "bf16" else 4
 
 
 def _rounded(tokens: int, processes: int) -> int:

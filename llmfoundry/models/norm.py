@@ -12,14 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmfoundry.ops.autocast import to_autocast_dtype
+
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _low(x: Tensor) -> Tensor:
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class LayerNorm(nn.Module):
@@ -42,7 +39,7 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., width)."""
         if self.low_precision:
-            low = _low(x)
+            low = to_autocast_dtype(x)
             with torch.autocast(x.device.type, enabled=False):  # which would make it fp32 on CUDA
                 return self._normalise(low)
         return self._normalise(_wide(x)).to(x.dtype)
@@ -72,7 +69,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., width)."""
         if self.low_precision:
-            low = _low(x)
+            low = to_autocast_dtype(x)
             with torch.autocast(x.device.type, enabled=False):
                 return F.rms_norm(low, self.weight.shape, self.weight.to(low.dtype), self.eps)
         wide = _wide(x)

@@ -9,7 +9,8 @@ over a head cut by its vocabulary (`ops/logits.py`). Layers with experts are not
 routes its own tokens, and FSDP cuts their weights over tensor ranks too.
 
 What a process sends and receives, in elements, of B rows of T tokens, n tensor ranks, width D, in
-the dtype of the residual stream or autocast's; an all-gather and a reduce-scatter move
+the dtype of matrix products: what a norm computes in fp32 is rounded before it is gathered, as the
+product that takes it would, and so is its gradient. An all-gather and a reduce-scatter move
 g = (n - 1) / n * B * T * D each (T rounded up to a multiple of n).
 
 - A block with a dense feed-forward layer, forward: 2 all-gathers (before attention, before the
@@ -46,6 +47,7 @@ from llmfoundry.models.ffn import FFN
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantization
 from llmfoundry.models.spread.tensor_ranks import TensorRanks
+from llmfoundry.ops.autocast import to_autocast_dtype
 from llmfoundry.parallel.mesh import Meshes
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.parallel_limits import tensor_adapters
@@ -78,6 +80,7 @@ def share_matrices(root: Root, meshes: Meshes | None) -> None:
     if not model.config.tie_word_embeddings:
         plan["lm_head"] = ColwiseParallel()
     parallelize_module(model, mesh, plan)
+    _round(model.norm_f)
     for block in model.blocks:
         assert isinstance(block, Block)
         _share_block(block, mesh)
@@ -105,6 +108,11 @@ def _norm() -> SequenceParallel:
     return SequenceParallel(sequence_dim=1, use_local_output=True)
 
 
+def _round(norm: nn.Module) -> None:
+    """Let what a norm gives, which is gathered next, be in the dtype of matrix products."""
+    norm.register_forward_hook(lambda module, given, made: to_autocast_dtype(made))
+
+
 def _share_block(block: Block, mesh: DeviceMesh) -> None:
     plan: dict[str, ParallelStyle] = {"norm_1": _norm(), "norm_2": _norm()}
     plan |= {f"attn.{name}": style for name, style in _attention_plan(block.attn).items()}
@@ -112,6 +120,9 @@ def _share_block(block: Block, mesh: DeviceMesh) -> None:
         assert isinstance(block.ffn, FFN)
         plan |= _ffn_plan(block.ffn)
     parallelize_module(block, mesh, plan)
+    _round(block.norm_1)
+    if not isinstance(block.ffn, MoE):
+        _round(block.norm_2)
     block.attn.widths = tuple(width // mesh.size() for width in block.attn.widths)
 
 

@@ -185,6 +185,48 @@ def test_shared_matrices_give_what_the_plain_decoder_gives(name: str) -> None:
         )
 
 
+def trained(model: Decoder) -> Tensor:
+    """The loss of a batch; its gradients are left on the parameters."""
+    batch = make_batch(weights=True)
+    loss = model.loss(model(batch.tokens, batch.layout), batch.labels, batch.weights)
+    loss.backward()
+    return loss.detach().double()[None]
+
+
+def work_in_bf16(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    model = make_model(make_config(**OPTIONS["learned"]))
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    share_matrices(Root(model), build_mesh(CONFIG, World(rank, 2, rank, CPU)))
+    for n, parameter in model.named_parameters():
+        assign(parameter, weights[n], stacked_rows(n, model.config))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = trained(model)
+    grads = [gathered(p, stacked_rows(n, model.config)) for n, p in model.named_parameters()]
+    if rank == 0:
+        torch.save(torch.cat([loss, *(grad.flatten() for grad in grads)]), folder / "found.pt")
+    dist.destroy_process_group()
+
+
+def test_tokens_that_travel_in_bf16_are_about_as_exact_as_one_process(tmp_path: Path) -> None:
+    """Beside float64: what a norm gives is rounded where one process would round it."""
+    on_ranks(work_in_bf16, (tmp_path,), 2)
+    alone = {}
+    for dtype in (torch.float64, torch.float32):
+        model = make_model(make_config(**OPTIONS["learned"])).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            loss = trained(model)
+        grads = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+        alone[dtype] = torch.cat([loss, *grads])
+    exact = alone[torch.float64]
+    shared, one = (
+        (x - exact).norm() for x in (torch.load(tmp_path / "found.pt"), alone[torch.float32])
+    )
+    assert 0 < shared < 1.6 * one  # gradients are rounded once more, before they are added
+
+
 @pytest.mark.parametrize(
     ("recipe", "words", "line"),
     [
