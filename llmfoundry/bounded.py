@@ -7,8 +7,8 @@ process. Its environment is empty. What it sends back is data of a few known typ
 files of others are evaluated; what functions import is imported before files can no longer be
 opened.
 
-Each module whose functions are run has a child of its own, kept until this process ends. On macOS,
-which limits no address space, memory is watched from here instead, ten times a second.
+The child is kept until this process ends, and replaced where it was stopped. On macOS, which limits
+no address space, its memory is read ten times a second instead.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OutOfBounds(UserError):
 def run_bounded(
     function: Callable[[Any], Any], items: Iterable[Any], *, file: str, imports: str = ""
 ) -> list[Any]:
-    """`function` of each item, computed in the child of its module; in the child itself, directly.
+    """`function` of each item, computed in the child; in the child itself, directly.
 
     Args:
         function: of a module's top level, or a partial of one.
@@ -85,19 +85,35 @@ def run_bounded(
     """
     if _inside:
         return [function(item) for item in items]
-    modules = (getattr(function, "func", function).__module__, imports)
-    sent = [pickle.dumps(item) for item in items]
+    modules = {imports} if imports else set[str]()
+    called, *sent = [_pickled(value, modules) for value in (function, *items)]
     with _lock:
-        child = _children.get(modules)
-        if child is None or child.has_ended:
-            child = _children[modules] = _Child(modules)
+        child = _child_with(modules)
         try:
-            child.send(pickle.dumps((pickle.dumps(function), sent, CPU_SECONDS)))
+            child.send(pickle.dumps((called, sent, CPU_SECONDS)))
             found = [child.receive(file, index) for index in range(len(sent))]
         except BaseException:  # Ctrl-C too: what it would answer is for no one
-            _children.pop(modules).end()
+            _end()
             raise
     return [_value(outcome, file, index) for index, outcome in enumerate(found)]
+
+
+def _pickled(value: Any, modules: set[str]) -> bytes:
+    """A value; the modules that it needs are added to `modules`."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.modules = modules
+    pickler.dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    modules: set[str]
+
+    def reducer_override(self, value: Any) -> Any:
+        """Called for all but Python's own types of data."""
+        self.modules.add(getattr(value, "__module__", None) or type(value).__module__)
+        return NotImplemented
 
 
 def _value(outcome: tuple[str, Any], file: str, index: int) -> Any:
@@ -120,11 +136,12 @@ def _out(file: str, index: int, what: str) -> OutOfBounds:
 class _Child:
     """The process, and what is said to it and by it."""
 
-    def __init__(self, modules: tuple[str, str]) -> None:
+    def __init__(self, modules: frozenset[str]) -> None:
+        self.modules = modules
         path = [str(Path(__file__).parent.parent), *sys.path]
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", _PROGRAM, json.dumps(path), *modules],
+            [sys.executable, "-I", "-S", "-B", "-c", _PROGRAM, json.dumps(path), *sorted(modules)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -143,7 +160,7 @@ class _Child:
         try:
             self._watched = self._frame() == b"watch"
         except (EOFError, TimeoutError) as error:
-            raise RuntimeError(f"{modules} did not start: {self._last_words()}") from error
+            raise RuntimeError(f"the bounded child did not start: {self._last_words()}") from error
 
     @property
     def has_ended(self) -> bool:
@@ -240,30 +257,41 @@ class _Answer(pickle.Unpickler):
         if module.startswith("llmfoundry.") and "." not in name:
             found = super().find_class(module, name)
             if isinstance(found, type) and (
-                hasattr(found, "__dataclass_fields__") or issubclass(found, UserError)
+                hasattr(found, "__dataclass_fields__") or issubclass(found, UserError | ValueError)
             ):
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} is not data")
 
 
 _lock = threading.RLock()
-_children: dict[tuple[str, str], _Child] = {}
+_child: _Child | None = None
+
+
+def _child_with(modules: set[str]) -> _Child:
+    """The child, or another if it ended or lacks a module, as it can open no more files."""
+    global _child
+    before = frozenset[str]() if _child is None else _child.modules
+    if _child is None or _child.has_ended or not modules <= before:
+        _end()
+        _child = _Child(before | modules)
+    return _child
 
 
 @atexit.register
-def _end_all() -> None:
-    for child in _children.values():
-        child.end()
-    _children.clear()
+def _end() -> None:
+    global _child
+    if _child is not None:
+        _child.end()
+        _child = None
 
 
 def _after_fork() -> None:
-    """In a copy of this process: the children are the original's."""
-    global _lock
+    """In a copy of this process: the child is the original's."""
+    global _lock, _child
     _lock = threading.RLock()
-    for child in _children.values():
-        child.forget()
-    _children.clear()
+    if _child is not None:
+        _child.forget()
+        _child = None
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -275,8 +303,9 @@ def serve(modules: Sequence[str]) -> None:
     _inside = True
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its parent's to answer; it ends with that
-    for module in filter(None, (*_LATER, *modules)):
-        importlib.import_module(module)
+    for module in (*_LATER, *modules):
+        with suppress(ImportError):  # who needs it says so
+            importlib.import_module(module)
     time.localtime()  # reads the time zone's file
     is_bounded = _lock_down()
     requests = os.fdopen(0, "rb")

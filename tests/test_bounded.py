@@ -63,7 +63,7 @@ def test_nothing_can_be_opened_or_started(what):
 
 def test_no_secret_is_in_its_environment(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    bounded._end_all()
+    bounded._end()
     (names,) = run_bounded(functions.environment, [0], file="f")
     assert "HF_TOKEN" not in names and "HOME" not in names
 

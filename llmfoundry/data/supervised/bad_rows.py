@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmfoundry.data.preparation.read.bad_row import BadRow
 from llmfoundry.errors import UserError
@@ -30,6 +31,9 @@ class NotOfFormat(ValueError):
     def __init__(self, why: str, kind: str) -> None:
         super().__init__(why)
         self.kind = kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.kind)
 
 
 def bad_row(where: object, error: ValueError) -> BadRow:

@@ -78,6 +78,16 @@ def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Ex
     return replace(example, unread=tuple(sorted(unread))) if unread else example
 
 
+def example_or_error(
+    form: str, options: ExampleOptions, row: Mapping[str, Any]
+) -> Example | Exception:
+    """`example_of` for one of many rows, of which none ends the others."""
+    try:
+        return example_of(row, form, options)
+    except (UserError, ValueError, RecursionError) as error:
+        return error
+
+
 def _prompt_response(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     prompt = _column(row, "prompt")
     given = [name for name in ("response", "completion") if row.get(name) is not None]

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from llmfoundry.data.preparation.split import content_hash
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
 from llmfoundry.data.supervised.bad_rows import bad_row
 from llmfoundry.data.supervised.encode import Encoded, Encoder
-from llmfoundry.data.supervised.formats import Example, example_of
+from llmfoundry.data.supervised.formats import Example, example_or_error
 from llmfoundry.data.supervised.messages import EmptyAnswerError
 from llmfoundry.data.supervised.reader import RowReader
 from llmfoundry.data.supervised.store import (
@@ -90,7 +91,7 @@ class _Plan:
         if chat is not None:
             chat.check_marks()
         self._options = ExampleOptions(
-            chat, supervised.target_responses == "last", np.isfinite(shortest)
+            chat, supervised.target_responses == "last", bool(np.isfinite(shortest))
         )
         self._encoder = Encoder(tokenizer, shortest)
 
@@ -188,17 +189,11 @@ class _Work:
             facts.bad(error)
 
         self.reader.unread.clear()
-        kept: list[tuple[_Read, Example]] = []
         made: list[_Made] = []
-        for read in rows(unreadable):
-            facts.rows += 1
-            example = self._example(read, facts)
-            if example is not None:
-                kept.append((read, example))
-            if len(kept) == _BATCH:
-                made += self._encode(kept, facts)
-                kept = []
-        made += self._encode(kept, facts)
+        waiting = rows(unreadable)
+        while batch := [*islice(waiting, _BATCH)]:
+            facts.rows += len(batch)
+            made += self._encode(self._examples(batch, facts), facts)
         facts.unread = dict(self.reader.unread)
         _arrays(made).write(self.part(number))
         return number, facts
@@ -216,37 +211,55 @@ class _Work:
                 values = json.loads(document.text)
                 yield _Read(span.source, number, f"{document.source}:{number}", values)
 
-    def _example(self, read: _Read, facts: StoreFacts) -> Example | None:
-        try:
-            values = self.reader(read.where, read.values)
-            example = None if values is None else self._made(read.where, values)
-        except BadRow as error:
-            facts.bad(error)
-            return None
-        except EmptyAnswerError:
-            facts.note(facts.dropped, EMPTY, str(read.where))
-            return None
-        if example is None:
-            facts.note(facts.dropped, LEFT_OUT, str(read.where))
-            return None
-        if any(self._special.search(text) for text in example.contents):
-            facts.note(facts.told, SPELLED, str(read.where))
-        self.reader.unread.update(example.unread)
-        return example
+    def _examples(self, batch: Sequence[_Read], facts: StoreFacts) -> list[tuple[_Read, Example]]:
+        given: list[tuple[_Read, dict[str, Any]]] = []
+        for read in batch:
+            try:
+                values = self.reader(read.where, read.values)
+            except BadRow as error:
+                facts.bad(error)
+                continue
+            if values is None:
+                facts.note(facts.dropped, LEFT_OUT, str(read.where))
+            else:
+                given.append((read, values))
+        kept = []
+        for (read, _), outcome in zip(given, self._outcomes(given), strict=True):
+            example = self._made(read.where, outcome, facts)
+            if example is not None:
+                kept.append((read, example))
+        return kept
 
-    def _made(self, where: object, values: dict[str, Any]) -> Example:
+    def _outcomes(self, given: Sequence[tuple[_Read, dict[str, Any]]]) -> list[Example | Exception]:
+        """The template runs for many rows at a time, as it may run in another process."""
+        make = partial(example_or_error, self.reader.format, self.options)
+        rows = [values for _, values in given]
+        if self.options.chat is None:
+            return [*map(make, rows)]
         try:
-            return example_of(values, self.reader.format, self.options)
-        except UserError as error:
-            if isinstance(error, OutOfBounds) or str(error).startswith("tokenizer."):
-                raise  # no row is at fault
-            raise BadRow(where, str(error)) from error
-        except EmptyAnswerError:
-            raise
-        except ValueError as error:
-            raise bad_row(where, error) from error
-        except RecursionError as error:
-            raise BadRow(where, "is nested too deeply; correct the row") from error
+            return self.options.chat.run(make, rows)
+        except OutOfBounds as error:
+            raise UserError(f"{error} (for {given[error.index][0].where})") from error
+
+    def _made(
+        self, where: object, outcome: Example | Exception, facts: StoreFacts
+    ) -> Example | None:
+        if isinstance(outcome, Example):
+            if any(self._special.search(text) for text in outcome.contents):
+                facts.note(facts.told, SPELLED, str(where))
+            self.reader.unread.update(outcome.unread)
+            return outcome
+        if isinstance(outcome, UserError) and str(outcome).startswith("tokenizer."):
+            raise outcome  # no row is at fault
+        if isinstance(outcome, EmptyAnswerError):
+            facts.note(facts.dropped, EMPTY, str(where))
+        elif isinstance(outcome, ValueError):
+            facts.bad(bad_row(where, outcome))
+        elif isinstance(outcome, RecursionError):
+            facts.bad(BadRow(where, "is nested too deeply; correct the row"))
+        else:
+            facts.bad(BadRow(where, str(outcome)))
+        return None
 
     @cached_property
     def _special(self) -> re.Pattern[str]:

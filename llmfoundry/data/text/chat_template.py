@@ -100,7 +100,7 @@ class ChatTemplate:
         self._tools_text, self._file = tools or text, file
         own = is_trusted is None and {text, self._tools_text} <= _own()
         self._is_trusted = is_trusted or own
-        self._run(_compile, self)
+        self.run(_compile, [self])
 
     def render(
         self,
@@ -135,12 +135,17 @@ class ChatTemplate:
         """
         asked = {"tools": tools, "variables": variables}
         asked |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return self._run(partial(_render, self), asked)
+        return self.run(partial(_render, self), [asked])[0]
 
-    def _run(self, function: Callable[[Any], Any], given: Any) -> Any:
+    def run(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """`function`, which renders, of each item: in the child with bounds, or here if trusted.
+
+        Raises:
+            OutOfBounds: see `run_bounded`, which also says what the function may be and return.
+        """
         if self._is_trusted:
-            return function(given)
-        return run_bounded(function, [given], file=self._file, imports=_SANDBOX)[0]
+            return [function(item) for item in items]
+        return run_bounded(function, items, file=self._file, imports=_SANDBOX)
 
     def _render(
         self,
