@@ -268,6 +268,8 @@ def make_tokenizer(
             room = rows - tokenizer.vocab_size
             choice, trusted = recipe.tokenizer.chat_template, recipe.tokenizer.trust_chat_template
             tokenizer.use_chat_template(choice, room=room, is_trusted=trusted)
+        if variables := recipe.data.chat_template_kwargs:
+            tokenizer.set_chat_variables(variables, key="data.chat_template_kwargs")
         return tokenizer
     learns = recipe.tokenizer.name == "train"
     data = learning_corpus(recipe.data) if learns else recipe.data

@@ -75,6 +75,10 @@ class DataConfig(SourceConfig):
     joined to fill a row; auto: estimated from the first documents."""
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     """How rows of prompts and answers become tokens and labels."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Only for rows of messages: what the chat template reads beside them, such as
+    {enable_thinking: false} or {tools: [...]}. Saved in the tokenizer's template, so that chat.py,
+    generate.py and exports render with the same; a row's own tools and chat_template_kwargs win."""
     eos_token_id: Annotated[int | None, TOKEN_ID] = None
     """Only for MDS tokens: the id that ends each document of a row. Unset: the tokenizer's."""
     bos_token_id: Annotated[int | None, TOKEN_ID] = None
@@ -187,6 +191,11 @@ class DataConfig(SourceConfig):
         is_any = any(source.is_supervised for source in sources)
         if not is_any and self.supervised != SupervisedConfig():
             yield f"{key}supervised: has no effect on text; write {key}format, or remove it"
+        if not is_any and self.chat_template_kwargs:
+            yield f"{key}chat_template_kwargs: has no effect on text; write {key}format: chat"
+        for name in self.chat_template_kwargs:
+            if not str(name).isidentifier() or name in ("messages", "add_generation_prompt"):
+                yield f"{key}chat_template_kwargs: {name!r} is no variable of a template; remove it"
         if all(source.format in COMPARED for source in sources):
             responses = self.supervised.target_responses
             if responses != SupervisedConfig().target_responses:

@@ -22,11 +22,12 @@ FORMATS = (TEXT, "prompt_response", "chat", "preference", "unpaired")
 rejected answer; a prompt with an answer and whether it is desirable."""
 COMPARED = ("preference", "unpaired")
 """Formats whose answers are compared: each row's last answer alone is learned."""
+_RENDERED = ("tools", "chat_template_kwargs")  # of rows of messages
 COLUMNS = {
-    "prompt_response": ("prompt", "response", "completion"),
-    "chat": ("messages", "tools"),
-    "preference": ("prompt", "chosen", "rejected", "tools"),
-    "unpaired": ("prompt", "completion", "label", "tools"),
+    "prompt_response": ("prompt", "response", "completion", *_RENDERED),
+    "chat": ("messages", *_RENDERED),
+    "preference": ("prompt", "chosen", "rejected", *_RENDERED),
+    "unpaired": ("prompt", "completion", "label", *_RENDERED),
 }
 """What a row of each format may have."""
 MAPPINGS = {
@@ -34,8 +35,8 @@ MAPPINGS = {
     "dolly": ("prompt_response", ("instruction", "input", "output", "context", "response")),
     "p3": ("prompt_response", ("inputs", "targets", "inputs_pretokenized", "targets_pretokenized")),
     "flan": ("prompt_response", ("inputs", "targets")),
-    "openhermes": ("chat", ("conversations", "tools")),
-    "sharegpt": ("chat", ("conversations", "tools")),
+    "openhermes": ("chat", ("conversations", *_RENDERED)),
+    "sharegpt": ("chat", ("conversations", *_RENDERED)),
     "stackmathqa": ("chat", ("Q", "A")),
     "numina": ("chat", ("messages",)),
 }

@@ -76,7 +76,9 @@ def backend(tokens: tuple[str, ...]) -> str:
 @cache
 def ours(tokens: tuple[str, ...], text: str) -> Tokenizer:
     config = {"chat_template": text, "bos_token": "<s>"}
-    return Tokenizer(Backend.from_str(backend(tokens)), "<|endoftext|>", config)
+    made = Tokenizer(Backend.from_str(backend(tokens)), "<|endoftext|>", config)
+    made.trusts_template = True  # rendering in a child has tests of its own
+    return made
 
 
 @cache
@@ -302,3 +304,55 @@ def test_answers_that_are_compared_share_the_marked_prompt():
 )
 def test_a_generation_stops_at_what_ends_every_answer(name, end):
     assert ours(FAMILIES[NAMED_HERE[name]][1], template_of(name)).chat.end_of_turn == end
+
+
+@pytest.mark.parametrize(
+    ("stem", "variables"),
+    [
+        ("qwen3", {"enable_thinking": False}),
+        ("qwen3", {"tools": TOOLS}),
+        ("gptoss", {"reasoning_effort": "high", "model_identity": 'I\'m "é🎉" {% raw %}\n{{x}}'}),
+        ("gptoss", {"tools": TOOLS, "builtin_tools": ["python"]}),
+        ("glm4moe_training", {"enable_thinking": False}),
+    ],
+)
+def test_variables_of_the_recipe_are_saved_in_the_template(stem, variables, tmp_path):
+    tokens = FAMILIES[stem.removesuffix("_training")][1]
+    mine, plain = ours(tokens, template(stem)), theirs(tokens, template(stem))
+    mine = Tokenizer(Backend.from_str(backend(tokens)), mine.eos, dict(mine._config))
+    before = mine.chat.fingerprint
+    mine.set_chat_variables(variables, key="data.chat_template_kwargs")
+    assert mine.chat.fingerprint != before
+    mine.save(tmp_path)
+    saved = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    for row in rows():
+        for prompt in (False, True):
+            messages = row["messages"][:-1] if prompt else row["messages"]
+            asked = {"add_generation_prompt": prompt, "tools": None, **variables}
+            expected = plain.apply_chat_template(messages, tokenize=False, **asked)
+            text = loaded.chat.render(messages, add_generation_prompt=prompt)
+            assert text == expected
+            asked = {"add_generation_prompt": prompt, "tokenize": False}
+            assert saved.apply_chat_template(messages, **asked) == expected
+    with pytest.raises(UserError, match=r"kwargs.enable_thinkin: the chat template does not read"):
+        mine.set_chat_variables({"enable_thinkin": True}, key="data.chat_template_kwargs")
+
+
+def test_a_rows_own_variables_and_tools_come_first():
+    mine = ours(CHATML, template("qwen3"))
+    mine = Tokenizer(Backend.from_str(backend(CHATML)), mine.eos, dict(mine._config))
+    mine.set_chat_variables({"enable_thinking": False, "tools": TOOLS}, key="k")
+    other = [{"type": "function", "function": {"name": "mine", "parameters": {}}}]
+    asked = [says("user", "a")]
+    text = mine.chat.render(
+        asked, add_generation_prompt=True, tools=other, variables={"enable_thinking": True}
+    )
+    assert '"mine"' in text and '"sum"' not in text and "<think>" not in text
+    row = {"messages": [*asked, says("assistant", "b")]}
+    for column in ({"enable_thinking": True, "tools": other}, '{"tools": [{"name": "mine"}]}'):
+        (made,) = documents({**row, "chat_template_kwargs": column}, mine)
+        assert "mine" in made.pieces[0].text and '"sum"' not in made.pieces[0].text
+    for column in ({"messages": []}, "enable_thinking", ["a"]):
+        with pytest.raises(ValueError, match="chat_template_kwargs"):
+            documents({**row, "chat_template_kwargs": column}, mine)

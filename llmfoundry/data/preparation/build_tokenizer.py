@@ -45,6 +45,8 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool
     if config.chat_template is not None:
         trusted = config.trust_chat_template
         tokenizer.use_chat_template(config.chat_template, is_trusted=trusted)
+    if data.chat_template_kwargs:
+        tokenizer.set_chat_variables(data.chat_template_kwargs, key="data.chat_template_kwargs")
     return tokenizer
 
 

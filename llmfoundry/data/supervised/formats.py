@@ -143,7 +143,9 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any], ExampleOptions], Example]] = {
 
 
 def _asked(row: Mapping[str, Any]) -> Asked:
-    return Asked(tools_of(row.get("tools")), variables_of(row.get("chat_template_kwargs")))
+    variables = variables_of(row.get("chat_template_kwargs"))
+    tools = variables.pop("tools", None) or row.get("tools")
+    return Asked(tools_of(tools), variables)
 
 
 def _compared(row: Mapping[str, Any], name: str, options: ExampleOptions) -> SegmentedText:

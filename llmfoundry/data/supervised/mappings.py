@@ -80,7 +80,7 @@ def _sharegpt(row: Row) -> dict[str, Any]:
         message = {"role": role, "content": turn["value"]}
         more = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
         messages.append(message | more)
-    return {"messages": messages, "tools": row.get("tools")}
+    return {"messages": messages, **{k: row.get(k) for k in ("tools", "chat_template_kwargs")}}
 
 
 def _stackmathqa(row: Row) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import secrets
 from typing import Any
 
 import jinja2.debug  # noqa: F401 (imported by Jinja when a template fails, too late in a child)
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as loop_controls
@@ -48,6 +48,10 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         )
         self.filters.update(tojson=_tojson)
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+
+    def variables_of(self, text: str) -> set[str]:
+        """What a source reads and does not set."""
+        return meta.find_undeclared_variables(self.parse(text))
 
 
 def _tojson(

@@ -72,7 +72,13 @@ class Rendered:
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may name."""
+    """A compiled template with the special tokens that it may name.
+
+    Attributes:
+        text: the Jinja source.
+        special_tokens: by name.
+        is_trusted: it runs in this process, without bounds.
+    """
 
     def __init__(
         self,
@@ -99,7 +105,7 @@ class ChatTemplate:
         self.text, self.special_tokens = text, dict(special_tokens)
         self._tools_text, self._file = tools or text, file
         own = is_trusted is None and {text, self._tools_text} <= _own()
-        self._is_trusted = is_trusted or own
+        self.is_trusted = bool(is_trusted or own)
         self.run(_compile, [self])
 
     def render(
@@ -143,7 +149,7 @@ class ChatTemplate:
         Raises:
             OutOfBounds: see `run_bounded`, which also says what the function may be and return.
         """
-        if self._is_trusted:
+        if self.is_trusted:
             return [function(item) for item in items]
         return run_bounded(function, items, file=self._file, imports=_SANDBOX)
 
@@ -185,6 +191,10 @@ class ChatTemplate:
     def has_marks(self, *, tools: bool = False) -> bool:
         """Whether {% generation %} marks what is learned; `tools`: in the source used with them."""
         return _GENERATION.search(self._tools_text if tools else self.text) is not None
+
+    def reads(self, variable: str) -> bool:
+        """Whether the source reads a variable that it does not set itself, as enable_thinking."""
+        return variable in self.run(_variables, [self])[0]
 
     def names(self, word: str) -> bool:
         """Whether the source names a key or a role of messages, as `.weight` or `developer`."""
@@ -264,7 +274,7 @@ class ChatTemplate:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What Jinja compiles cannot be sent to another process.
-        kept = (self.text, self.special_tokens, self._tools_text, self._file, self._is_trusted)
+        kept = (self.text, self.special_tokens, self._tools_text, self._file, self.is_trusted)
         return _again, kept
 
     @property
@@ -288,6 +298,11 @@ def _own() -> frozenset[str]:
 def _compile(template: ChatTemplate) -> None:
     for text in {template.text, template._tools_text}:
         _compiled(text)
+
+
+def _variables(template: ChatTemplate) -> set[str]:
+    texts = (template.text, template._tools_text)
+    return set().union(*(_compiled(text).environment.variables_of(text) for text in texts))
 
 
 def _render(template: ChatTemplate, asked: dict[str, Any]) -> Rendered:
@@ -336,6 +351,33 @@ def chosen_templates(value: Any) -> tuple[str, str]:
         f"tokenizer.chat_template: the tokenizer names several templates ({names}), and no default;"
         f" write {', '.join(NAMED)}, or a Jinja file"
     )
+
+
+def with_variables(text: str, variables: Mapping[str, Any]) -> str:
+    """A Jinja source with values for variables that its caller does not set.
+
+    Raises:
+        ValueError: a value is none that JSON has.
+    """
+    lines = []
+    for name, value in variables.items():
+        given = name in ("tools", "documents")  # which every caller gives, none as null
+        unset = f"not {name}" if given else f"{name} is not defined"
+        lines.append(f"{{%- if {unset} %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}\n")
+    return "".join(lines) + text
+
+
+def _literal(value: Any) -> str:
+    """A value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if value is None:
+        return "none"
+    if isinstance(value, str | bool | int | float):
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    raise ValueError(f"{value!r} is not a text, number, list or mapping")
 
 
 def _unmarked(text: str) -> Rendered:

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmfoundry.data.text.chat_template import NAMED, ChatTemplate, chosen_templates, template_of
+from llmfoundry.data.text.chat_template import (
+    NAMED,
+    ChatTemplate,
+    chosen_templates,
+    template_of,
+    with_variables,
+)
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
 
@@ -201,11 +207,41 @@ class Tokenizer:
             tokens = [AddedToken(token, special=True, normalized=False) for token in missing]
             self._backend.add_special_tokens(tokens)
             self.vocab_size = _vocab_size(self._backend)
-        self._config = {**self._config, "chat_template": text}
         self.template_file, self.trusts_template = file, trusted
+        self._use_template(text)
+        return missing
+
+    def set_chat_variables(self, variables: Mapping[str, Any], *, key: str) -> None:
+        """Have the chat template read these values where its caller gives none; saved with it.
+
+        Args:
+            variables: such as enable_thinking or tools, by name.
+            key: of the recipe, for messages.
+
+        Raises:
+            UserError: there is no template, or it does not read one of them.
+        """
+        chat = self.chat
+        for name in variables:
+            if not chat.reads(name):
+                raise UserError(
+                    f"{key}.{name}: the chat template does not read it, so that it has no effect;"
+                    " remove it, or write another tokenizer.chat_template"
+                )
+        text, tools = chosen_templates(self._config["chat_template"])
+        try:
+            sources = [with_variables(source, variables) for source in (text, tools) if source]
+        except ValueError as error:
+            raise UserError(f"{key}: {error}") from error
+        named = zip(("default", "tool_use"), sources, strict=False)
+        template = [{"name": name, "template": source} for name, source in named]
+        self.trusts_template = chat.is_trusted or None
+        self._use_template(template if tools else sources[0])
+
+    def _use_template(self, template: Any) -> None:
+        self._config = {**self._config, "chat_template": template}
         for name in ("chat", "fingerprint", "_reading"):
             self.__dict__.pop(name, None)
-        return missing
 
     def encode_chat(self, text: str) -> list[int]:
         """The ids of a rendered conversation: special tokens are read, and none added."""
