@@ -89,7 +89,8 @@ def to_hf(
         settings |= {} if start is None else {DOCUMENT_START: list(start)}
         write_json(folder / "config.json", settings, indent=2)
         pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
-        write_json(folder / "generation_config.json", {**ids, "pad_token_id": pad}, indent=2)
+        stops = {"eos_token_id": _stop_ids(tokenizer_folder), "pad_token_id": pad}
+        write_json(folder / "generation_config.json", ids | stops, indent=2)
         _write_weights(folder, partial(_tensors, model, name), DTYPES[dtype], shard_bytes)
         lines = unkept(model.config, name)
         more = [] if name == OWN else remarks(model.config, name, ARCHITECTURES[name])
@@ -151,6 +152,17 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, int | None]:
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.pad_id,
     }
+
+
+def _stop_ids(tokenizer_folder: Path) -> int | list[int]:
+    """What a generation stops at: the end of text, and of a turn where a special token ends it."""
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    try:
+        end = tokenizer.chat.end_of_turn
+    except UserError:  # it has no template, or one that nothing ends a turn in
+        end = tokenizer.eos
+    is_other = end != tokenizer.eos and end in tokenizer.special_tokens
+    return [tokenizer.eos_id, *tokenizer.encode_chat(end)] if is_other else tokenizer.eos_id
 
 
 class _Tensors(Protocol):

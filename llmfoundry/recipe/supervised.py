@@ -14,6 +14,7 @@ PACKINGS = ("best_fit", "off")
 LOSSES = ("tokens", "sequences")
 TOO_LONG = ("truncate", "drop", "error")
 NOTHING_LEARNED = ("error", "drop")
+CHAT_EOS = ("auto", "always")
 BAD_ROWS = ("error", "drop")
 _AT_LEAST = re.compile(r"length>=([1-9]\d{0,8})")
 
@@ -27,6 +28,11 @@ class SupervisedConfig:
     target_responses: Annotated[str, choice(RESPONSES)] = "all"
     """Answers of a conversation that are learned: all, or the last alone. LLM Foundry's default is
     last; a conversation then teaches a fraction of what it costs."""
+    chat_eos: Annotated[str, choice(CHAT_EOS)] = "auto"
+    """The end-of-text token behind a conversation. auto: only where its last turn ends with neither
+    that nor the template's end of turn, white space left out. always: where its last token is
+    another, as LLM Foundry does, so that <|im_end|>, a line break and <|endoftext|> may follow each
+    other. A template that marks its answers has its own end."""
     packing: Annotated[str, choice(PACKINGS)] = "best_fit"
     """best_fit: several rows share one of max_seq_len, apart from each other. off: each is padded
     to max_seq_len."""

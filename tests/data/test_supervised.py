@@ -180,7 +180,7 @@ def test_answers_that_are_lists_in_json_are_text(tmp_path):
     rows.append({"prompt": json.dumps([user("hi")]), "response": spelled})
     path = write(tmp_path / "in" / "a.jsonl", rows)
     found = learned(rows_of(opened(tmp_path, {"paths": [str(path)], "format": "prompt_response"})))
-    assert {*found} == expected | {"yes<|im_end|>\n<|endoftext|>"}
+    assert {*found} == expected | {"yes<|im_end|>\n"}
 
 
 def test_braces_in_a_published_row_stay(tmp_path):
@@ -205,7 +205,7 @@ def test_pairs_lie_side_by_side_and_only_their_answers_are_learned(tmp_path, as_
             row |= {name: [assistant(row[name])] for name in ("chosen", "rejected")}
     path = str(write(tmp_path / "in" / "a.jsonl", rows))
     found = rows_of(opened(tmp_path, {"paths": [path], "format": "preference"}))
-    end = "<|im_end|>\n<|endoftext|>" if as_messages else "<|endoftext|>"
+    end = "<|im_end|>\n" if as_messages else "<|endoftext|>"
     texts = learned(found)
     sides = [side for row in found for side in row.sides or []]
     assert sides == [1, -1] * 9

@@ -55,12 +55,19 @@ def pieces_of(
 
 
 def encoded(
-    row: dict[str, Any], form: str, tokenizer: Tokenizer, prompts: str, responses: str
+    row: dict[str, Any],
+    form: str,
+    tokenizer: Tokenizer,
+    prompts: str,
+    responses: str,
+    *,
+    always_eos: bool = False,
 ) -> Encoded:
     shortest = SupervisedConfig(target_prompts=prompts).shortest_target_prompt
     chat = tokenizer.chat if tokenizer.has_chat else None
     options = ExampleOptions(chat, responses == "last", bool(np.isfinite(shortest)))
-    (found,) = Encoder(tokenizer, shortest)(example_of(row, form, options).documents)
+    encoder = Encoder(tokenizer, shortest, always_eos=always_eos)
+    (found,) = encoder(example_of(row, form, options).documents)
     return found
 
 
@@ -101,7 +108,7 @@ def test_labels_are_llm_foundrys():
         if case["template"] is not None:
             row, form = {"messages": conversations[row]["messages"]}, "chat"
         for setting, spans in case["learned"].items():
-            found = encoded(row, form, tokenizer, *setting.split())
+            found = encoded(row, form, tokenizer, *setting.split(), always_eos=True)
             assert found.ids.tolist() == case["ids"], case
             learned = np.zeros(len(found.ids))
             for begin, end in spans:
@@ -145,10 +152,10 @@ def test_labels_are_those_of_trls_assistant_mask(template):
             begins = mask & ~np.concatenate([[False], mask[:-1]])
             assert all(tokenizer.decode([ids[n]]).startswith("\n") for n in np.flatnonzero(begins))
             mask &= ~begins
-        n = len(ids)
-        assert found.ids[:n].tolist() == ids
-        assert (found.weights[:n] > 0).tolist() == mask.tolist(), conversation["about"]
-        assert found.ids[n:].tolist() == [tokenizer.eos_id][: len(found.ids) - n]  # LLM Foundry's
+        assert found.ids.tolist() == ids  # no end of text behind the end of the last turn
+        assert (found.weights > 0).tolist() == mask.tolist(), conversation["about"]
+        always = encoded(row, "chat", tokenizer, "none", "all", always_eos=True)  # LLM Foundry's
+        assert always.ids.tolist() == ids + [tokenizer.eos_id] * (ids[-1] != tokenizer.eos_id)
 
 
 def test_a_template_that_renders_earlier_answers_otherwise_is_split():
@@ -190,8 +197,31 @@ def test_messages_weigh_what_they_say():
     found = encoded({"messages": turns}, "chat", tokenizer, "none", "all")
     decode = lambda value: tokenizer.decode(found.ids[found.weights == value].tolist())  # noqa: E731
     assert decode(0.5) == "good<|im_end|>\n"
-    assert decode(1) == "plain<|im_end|>\n<|endoftext|>"
+    assert decode(1) == "plain<|im_end|>\n"
     assert "bad" in decode(0)
+
+
+@pytest.mark.parametrize(
+    ("turn", "auto", "always"),
+    [
+        ("{{ m.content }}{{ eos_token }}", "b<|endoftext|>", "b<|endoftext|>"),
+        ("{{ m.content }}{{ eos_token }}\n", "b<|endoftext|>\n", "b<|endoftext|>\n<|endoftext|>"),
+        ("{{ m.content }}<|im_end|> \n", "b<|im_end|> \n", "b<|im_end|> \n<|endoftext|>"),
+        ("{{ m.content }}\n", "b\n<|endoftext|>", "b\n<|endoftext|>"),
+    ],
+)
+def test_an_end_of_text_is_put_behind_a_conversation_that_nothing_ends(
+    tmp_path, turn, auto, always
+):
+    file = tmp_path / "turns.jinja"
+    file.write_text(f"{{% for m in messages -%}} {turn} {{%- endfor %}}".replace(" {%-", "{%"))
+    tokenizer = tokenizer_with.__wrapped__("chatml")
+    tokenizer.use_chat_template(str(file))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for is_always, expected in ((False, auto), (True, always)):
+        row = {"messages": turns}
+        found = encoded(row, "chat", tokenizer, "none", "all", always_eos=is_always)
+        assert tokenizer.decode(found.ids[found.weights > 0].tolist()) == expected
 
 
 def test_a_vocabulary_of_words_is_cut_where_pieces_end():
@@ -217,9 +247,8 @@ def test_a_vocabulary_of_words_is_cut_where_pieces_end():
         found = encoded(row, "chat", tokenizer, "none", "all")
         whole = tokenizer.chat.render(row["messages"], tools=row.get("tools"))
         if conversation["about"] != "white space around an answer":  # a token lies across an end
-            assert found.ids[:-1].tolist() == tokenizer.encode_chat(whole)
-        assert tokenizer.decode(found.ids[:-1].tolist()) == whole
-        assert found.ids[-1] == tokenizer.eos_id
+            assert found.ids.tolist() == tokenizer.encode_chat(whole)
+        assert tokenizer.decode(found.ids.tolist()) == whole
         answers = "".join(conversation["learned"]["chatml"])
         learned = tokenizer.decode(found.ids[found.weights > 0].tolist())
         assert learned.removesuffix("</s>").split() == answers.split(), conversation["about"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,25 @@ def test_the_tokenizer_goes_along_and_its_special_tokens_are_the_models(
     assert model.config.bos_token_id == EOS, "documents begin with end-of-text in training"
     assert model.generation_config.pad_token_id == EOS
     assert model.config.vocab_size == ROWS, "padded rows stay"
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "stops"), [("<end>", [EOS, 5]), ("{{ eos_token }}", EOS), ("w7", EOS)]
+)
+def test_transformers_stops_at_the_end_of_a_turn(
+    tokenizer: Path, tmp_path: Path, ends_with: str, stops: int | list[int]
+) -> None:
+    """What chats are trained to end with; the end of text need not be behind it."""
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer, folder)
+    backend = json.loads((folder / "tokenizer.json").read_text().replace("w5", "<end>"))
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    backend["added_tokens"].append({"id": 5, "content": "<end>", "special": True, **plain})
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    turns = f"{{% for m in messages %}}{{{{ m.content }}}} {ends_with} {{% endfor %}}"
+    (folder / "chat_template.jinja").write_text(turns)
+    to_hf(decoder(settings()), folder, tmp_path / "out", dtype="fp32", card=CARD)
+    assert load(tmp_path / "out").generation_config.eos_token_id == stops
 
 
 @pytest.mark.parametrize(("form", "start"), [("", EOS), ("w5 $A", 5), ("$A w5", EOS)])

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from llmfoundry.data.supervised.turns import SegmentedText
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,26 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes with a tokenizer; a prompt of `shortest_prompt` tokens or more is learned too."""
+    """Encodes with a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, shortest_prompt: float) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, shortest_prompt: float, *, always_eos: bool = False
+    ) -> None:
+        """Encode with `tokenizer`.
+
+        Args:
+            tokenizer: with its chat template.
+            shortest_prompt: a prompt of so many tokens is learned too.
+            always_eos: the end of text is put behind conversations that end with a turn, too.
+        """
         self._tokenizer, self._shortest_prompt = tokenizer, shortest_prompt
+        self._always_eos = always_eos
         self.special_tokens = tokenizer.special_tokens
 
     def __call__(self, documents: Sequence[SegmentedText]) -> list[Encoded]:
-        """Each document; the end of text is put behind it where it does not end with one.
+        """Each document; the end of text is put behind it where nothing ends it.
 
-        Not behind what a template marks itself.
+        What a template marks itself, it ends itself.
         """
         plain = [n for n, d in enumerate(documents) if not d.rendered]
         rendered = [n for n, d in enumerate(documents) if d.rendered]
@@ -107,7 +119,7 @@ class Encoder:
     def _weighed(self, document: SegmentedText, pieces: list[list[int]]) -> Encoded:
         answers = [ids for piece, ids in zip(document.pieces, pieces, strict=True) if piece.answer]
         is_empty = not answers or not answers[-1]
-        if not (is_empty or document.marked) and pieces[-1][-1] != self._tokenizer.eos_id:
+        if not is_empty and self._lacks_eos(document, pieces[-1]):
             pieces[-1] = [*pieces[-1], self._tokenizer.eos_id]
         weights = []
         for piece, ids in zip(document.pieces, pieces, strict=True):
@@ -118,3 +130,17 @@ class Encoder:
         return Encoded(
             np.concatenate([np.array(ids, np.uint32) for ids in pieces]), joined, is_empty
         )
+
+    def _lacks_eos(self, document: SegmentedText, last: list[int]) -> bool:
+        if document.marked or last[-1] == self._tokenizer.eos_id:
+            return False
+        is_open = not document.pieces[-1].text.rstrip().endswith(self._turn_ends)
+        return not document.rendered or self._always_eos or is_open
+
+    @cached_property
+    def _turn_ends(self) -> tuple[str, ...]:
+        """The end of text, and what the template ends a turn with, white space left out."""
+        try:
+            return self._tokenizer.eos, self._tokenizer.chat.end_of_turn
+        except UserError:  # there is no template, or nothing ends a turn in it
+            return (self._tokenizer.eos,)

@@ -93,7 +93,7 @@ class _Plan:
         self._options = ExampleOptions(
             chat, supervised.target_responses == "last", bool(np.isfinite(shortest))
         )
-        self._encoder = Encoder(tokenizer, shortest)
+        self._encoder = Encoder(tokenizer, shortest, always_eos=supervised.chat_eos == "always")
 
     @cached_property
     def _corpus(self) -> Corpus:
@@ -115,6 +115,7 @@ class _Plan:
             "chat": None if chat is None else chat.fingerprint,
             "target_prompts": config.supervised.target_prompts,
             "target_responses": config.supervised.target_responses,
+            "chat_eos": config.supervised.chat_eos,
         }
 
     def build(self, folder: Path) -> None:
