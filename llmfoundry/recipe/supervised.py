@@ -29,10 +29,10 @@ class SupervisedConfig:
     """Answers of a conversation that are learned: all, or the last alone. LLM Foundry's default is
     last; a conversation then teaches a fraction of what it costs."""
     chat_eos: Annotated[str, choice(CHAT_EOS)] = "auto"
-    """The end-of-text token behind a conversation. auto: only where its last turn ends with neither
-    that nor the template's end of turn, white space left out. always: where its last token is
-    another, as LLM Foundry does, so that <|im_end|>, a line break and <|endoftext|> may follow each
-    other. A template that marks its answers has its own end."""
+    """The end-of-text token behind a conversation. auto: only where its last turn does not end as
+    the template ends turns, or with another special token; white space is left out. always: where
+    its last token is another, as LLM Foundry does: <|im_end|>, a line break and <|endoftext|> may
+    follow each other. Templates that mark their answers end them themselves."""
     packing: Annotated[str, choice(PACKINGS)] = "best_fit"
     """best_fit: several rows share one of max_seq_len, apart from each other. off: each is padded
     to max_seq_len."""

@@ -139,8 +139,9 @@ class Encoder:
 
     @cached_property
     def _turn_ends(self) -> tuple[str, ...]:
-        """The end of text, and what the template ends a turn with, white space left out."""
+        """What a turn may end with: what is behind the template's answers, or a special token."""
         try:
-            return self._tokenizer.eos, self._tokenizer.chat.end_of_turn
+            end = self._tokenizer.chat.end_of_turn
         except UserError:  # there is no template, or nothing ends a turn in it
             return (self._tokenizer.eos,)
+        return (self._tokenizer.eos, end, *filter(None, self.special_tokens))
