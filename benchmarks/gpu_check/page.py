@@ -24,6 +24,9 @@ MEANING = {  # of each step, in a sentence
     "device": "Products of bf16 matrices for two seconds each; the best rate is what all shares of"
     " products below refer to.",
     "tests": "pytest -m gpu, a process for each file.",
+    "layouts": "Three steps of a small model by each kind of layout, two processes on one GPU over"
+    " gloo and a GPU for each over NCCL: largest relative differences of a loss and of a gradient"
+    " norm from a plain loop on whole batches there.",
     "kernels": "Largest errors beside float64, as shares of the largest value; the bounds are those"
     " of the tests.",
     "experts": "Forward and backward of the experts in bf16, by turns with a dense layer of as many"
@@ -54,6 +57,14 @@ SPEED = {
 }
 COLUMNS: dict[str, dict[str, str]] = {  # heading: key of a row
     "device": {"": "product", "ms": "ms", "TFLOP/s": "TFLOP/s", "GB/s": "GB/s"},
+    "layouts": {
+        "": "item",
+        "layout": "test",
+        "outcome": "outcome",
+        "loss": "loss",
+        "gradient norm": "grad norm",
+        "reason": "reason",
+    },
     "experts": {
         "layer": "item",
         "by": "contender",
@@ -201,6 +212,7 @@ def _plain(results: Results, step: StepResult) -> str:
     cells = [[_cell(key, name, row) for key in keys] for name, row in rows]
     raw = [i for i, key in enumerate(keys) if key in SHARES]
     words = ("item", "product", "contender", "batch", "attention", "chunk", "not run")
+    words += ("test", "outcome", "reason")
     right = [i for i, key in enumerate(keys) if key not in words]
     return table(head, cells, right=right, raw=raw, is_wide=True)
 

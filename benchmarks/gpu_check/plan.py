@@ -1,4 +1,4 @@
-"""What a check does: eleven steps in order of importance, each a list of items, an item a process.
+"""What a check does: steps in order of importance, each a list of items, an item a process.
 
 `runner` starts them. An item is either a measurement of `measure`, or a run of `scripts/train.py`
 on a shipped recipe with overrides, which `watch` times: the road that users take, not a second
@@ -18,7 +18,7 @@ from llmfoundry.recipe.front.paths import ROOT
 ROWS = {"mpt-125m": 32, "mpt-1b": 16, "mpt-3b": 8, "dbrx-mini": 32}  # of 2048 tokens, a step
 WARM_UP, STEPS = 4, 12  # of a run: not counted, counted
 GPU_MARK = re.compile(r"mark\.gpu\b")
-CUDA = "cuda"
+CUDA, SEVERAL = "cuda", "several GPUs"
 DEVICE, CORPUS = "device", "corpus"  # the step that all others need, and its item for runs
 PATIENCE = 4  # times the limits of a GPU's items: a CPU's
 
@@ -44,7 +44,8 @@ class Item:
         recipe: of a run.
         overrides: of a run.
         watch: settings of `watch`.
-        needs: `cuda`, or packages; without them it is listed as not for this machine.
+        needs: `cuda`, packages, or `SEVERAL`; without them it is listed as not for this machine.
+        all_gpus: whether it sees every GPU, not the first alone.
         on: the device, where it is not the check's own.
     """
 
@@ -56,6 +57,7 @@ class Item:
     overrides: Sequence[str] = ()
     watch: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    all_gpus: bool = False
     on: str = ""
 
 
@@ -86,6 +88,7 @@ def steps(device: str) -> list[Step]:
     found = [
         Step(DEVICE, "The device", 1, tuple(_device(small))),
         Step("tests", "Tests that need a GPU", 4, tuple(_tests())),
+        Step("layouts", "Layouts of processes", 2, tuple(_layouts())),
         Step("kernels", "Kernels against float64", 4, tuple(_kernels(small))),
         Step("experts", "Experts beside a dense layer", 2, tuple(_experts(small))),
         Step("mfu", "Training speed", 10, tuple(_speeds(small))),
@@ -106,15 +109,29 @@ def _patient(step: Step) -> Step:
 
 
 def _device(small: bool) -> Iterator[Item]:
-    yield Item("facts", 120, "facts")
+    yield Item("facts", 120, "facts", all_gpus=True)  # counts them
     yield Item("matrix products", 90, "products", {"small": small})
     yield Item(CORPUS, 120, "corpus", {"tokens": 1 << 16 if small else 1 << 22})
 
 
 def _tests() -> Iterator[Item]:
     for file in gpu_tests():
+        if file == LAYOUTS:
+            continue
         name = file.relative_to(ROOT / "tests").as_posix()
         yield Item(name, 240, "tests", {"file": str(file)}, needs=("pytest",))
+
+
+LAYOUTS = ROOT / "tests" / "parallel" / "test_matrix_on_gpus.py"
+
+
+def _layouts() -> Iterator[Item]:
+    """The tests of layouts, by what carries the collectives."""
+    only = {"file": str(LAYOUTS), "keyword": "gloo"}
+    one, several = "two processes on one GPU, gloo", "a GPU for each process, NCCL"
+    yield Item(one, 400, "tests", only, needs=(CUDA, "pytest"))
+    only = {"file": str(LAYOUTS), "keyword": "nccl"}
+    yield Item(several, 400, "tests", only, needs=(CUDA, SEVERAL, "pytest"), all_gpus=True)
 
 
 def gpu_tests(folder: Path = ROOT / "tests") -> list[Path]:

@@ -51,18 +51,20 @@ class Ended:
     log: str = ""
 
 
-def environment(paths: Sequence[Path], device: str) -> dict[str, str]:
-    """Of an item: this package and the wheels, one GPU or none, no launcher's variables.
+def environment(paths: Sequence[Path], device: str, *, all_gpus: bool = False) -> dict[str, str]:
+    """Of an item: this package and the wheels, its GPUs or none, no launcher's variables.
 
     Args:
         paths: of the wheels.
         device: `cuda`: the first that is visible; `cpu`: none is.
+        all_gpus: `cuda`: all that are visible.
     """
     found = {key: value for key, value in os.environ.items() if not _LAUNCHED.fullmatch(key)}
     given = filter(None, [found.get("PYTHONPATH")])
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *map(str, paths), *given])
     first = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    found["CUDA_VISIBLE_DEVICES"] = first if device == CUDA else ""
+    if device != CUDA or not all_gpus:
+        found["CUDA_VISIBLE_DEVICES"] = first if device == CUDA else ""
     quiet = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     return {**found, **quiet, ENDS_WITH: str(os.getpid())}
 

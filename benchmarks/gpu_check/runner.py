@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.gpu_check import process
 from benchmarks.gpu_check.items.rows import read
 from benchmarks.gpu_check.page import write_page
-from benchmarks.gpu_check.plan import CORPUS, CUDA, DEVICE, Item, Step
+from benchmarks.gpu_check.plan import CORPUS, CUDA, DEVICE, SEVERAL, Item, Step
 from benchmarks.gpu_check.results import (
     DONE,
     JSON_NAME,
@@ -146,7 +146,7 @@ class Runner:
             process.command(item, file, device, limit, run),
             self.folder / "logs" / f"{name}.txt",
             folder=self._work,
-            env=process.environment(self.paths, device),
+            env=process.environment(self.paths, device, all_gpus=item.all_gpus),
             limit=limit,
             own_limit=limit == item.limit,
         )
@@ -176,7 +176,10 @@ class Runner:
         for need in item.needs:
             if need == CUDA and self.results.device != CUDA:
                 return "needs CUDA"
-            if need != CUDA and need not in there:
+            if need == SEVERAL:
+                if (gpus := self.results.facts.get("gpus", 0)) < 2:
+                    return f"needs 2 GPUs, {gpus} here"
+            elif need != CUDA and need not in there:
                 return f"needs the package {need}, which is not installed"
         return ""
 

@@ -367,10 +367,12 @@ def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
 def memory_of_process(world: World) -> int:
     """Bytes that every process may use: those of the one that has least; all processes ask.
 
-    On a CPU all share one memory.
+    On a CPU all share one memory, and so do processes on one GPU.
     """
-    free = available_memory(world.device)
-    return least(world, free if world.device.type == "cuda" else free // world.size)
+    free, sharing = available_memory(world.device), world.size
+    if world.device.type == "cuda":
+        sharing = 1 if world.machine is None else world.machine.sharing
+    return least(world, free // sharing)
 
 
 def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer) -> None:

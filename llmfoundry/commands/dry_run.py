@@ -43,7 +43,7 @@ from llmfoundry.masking import public
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.operate.check.paths import recipe_paths
-from llmfoundry.parallel.launch import World, wanted_processes
+from llmfoundry.parallel.launch import Machine, World, wanted_processes
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.optimizer import OPTIMIZERS
@@ -136,7 +136,12 @@ def _begins(recipe: TrainRecipe) -> str:
 def _world(recipe: TrainRecipe) -> World:
     """The processes that would be started, or those of the launcher in charge."""
     size = int(os.environ.get("WORLD_SIZE", 0)) or wanted_processes(recipe.parallel)
-    return World(0, size, 0, torch.device("cuda", 0) if torch.cuda.is_available() else CPU)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    sharing = -(-here // max(1, torch.cuda.device_count()))  # above 1 under gloo alone
+    if not torch.cuda.is_available():
+        return World(0, size, 0, CPU)
+    machine = Machine(0, sharing=sharing) if sharing > 1 else None
+    return World(0, size, 0, torch.device("cuda", 0), machine=machine)
 
 
 def _alone() -> World:

@@ -48,7 +48,7 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def set_timeouts(group: dist.ProcessGroup, *, host: timedelta, device: timedelta) -> None:
-    """How long a collective of `group` may take, between hosts and between devices.
+    """How long a collective of `group` may take, through hosts (gloo) and between devices (NCCL).
 
     `ProcessGroup._device_types`, `._get_backend` and `Backend._set_default_timeout`, which
     `distributed_c10d._set_pg_timeout` calls for all devices alike; without them a group keeps
@@ -58,7 +58,7 @@ def set_timeouts(group: dist.ProcessGroup, *, host: timedelta, device: timedelta
         backend = group._get_backend(kind)
         change = getattr(backend, "_set_default_timeout", None)
         if change is not None and backend.name() in ("gloo", "nccl"):
-            change(host if kind.type == "cpu" else device)
+            change(device if backend.name() == "nccl" else host)
 
 
 def default_store() -> dist.Store:
@@ -88,7 +88,7 @@ def small_group(
         limit: how long gloo's collectives wait; NCCL's wait ten times longer, as its watchdog
             then ends the whole process: `leave_group` is to come before.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return dist.ProcessGroupGloo(store, rank, size, limit)
     torch.cuda.set_device(device)  # of this thread
     options = dist.ProcessGroupNCCL.Options()

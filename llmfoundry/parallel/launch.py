@@ -30,11 +30,12 @@ from llmfoundry.parallel.hand_on import hand_on
 from llmfoundry.parallel.lost_ranks import explain
 from llmfoundry.parallel.open_files import raise_limit
 from llmfoundry.processes import keep_children
-from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.parallel import GLOO, NCCL, ParallelConfig
 from llmfoundry.terminal import is_watched
 
 Made = TypeVar("Made")
 
+SHARE = "parallel.dist_backend: gloo for processes that share a GPU"
 FULL_MESH = 128
 """Processes up to which each connects to every other as it joins; of more only to those that it has
 something for. To connect all takes n gets of n + 19 words each from the one store by each of n
@@ -48,10 +49,12 @@ class Machine:
     Attributes:
         first: the least of their ranks among all.
         group: of the host; None: they are all processes.
+        sharing: how many of them compute on this one's GPU; 1 on a CPU.
     """
 
     first: int
     group: dist.ProcessGroup | None = None
+    sharing: int = 1
 
 
 @dataclass(frozen=True)
@@ -132,16 +135,19 @@ def wanted_processes(config: ParallelConfig) -> int:
     """How many processes of this machine a run has that no launcher has started.
 
     Raises:
-        UserError: more than the machine can have.
+        UserError: more than the machine can have, or nccl without a GPU.
     """
+    _check_backend(config.dist_backend)
     wanted = config.nproc_per_node or max(1, torch.cuda.device_count())
     gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    most = gpus or max(16, 4 * cores)
+    own_gpus = gpus if config.dist_backend != GLOO else 0
+    most = own_gpus or max(16, 4 * cores)
     if wanted > most and wanted > 1:
-        there = f"{gpus} GPUs" if gpus else f"{cores} cores"
+        there = f"{gpus} GPU{'s' * (gpus > 1)}" if own_gpus else f"{cores} cores"
+        share = f", or {SHARE}" if own_gpus else ""
         raise UserError(
             f"parallel.nproc_per_node: {wanted} processes, but this machine has {there};"
-            f" write at most {most}"
+            f" write at most {most}{share}"
         )
     return wanted
 
@@ -185,14 +191,14 @@ def join(config: ParallelConfig) -> Iterator[World]:
     os.environ.update(slurm_environment())
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = _choose_device(local_rank)
+    device = choose_device(local_rank, config.dist_backend)
     if device.type == "cpu":
         keep_memory()  # a GPU's PyTorch keeps itself
     world = World(rank, size, local_rank, device, timedelta(seconds=config.dist_timeout))
     if size == 1:
         yield world
         return
-    _meet(world)
+    _meet(world, default_backend(device, config.dist_backend))
     try:
         yield replace(world, machine=find_machine(world))
     except Exception as error:
@@ -214,48 +220,63 @@ def _leave(world: World) -> None:
     dist.destroy_process_group()
 
 
-def _choose_device(local_rank: int) -> torch.device:
+def choose_device(local_rank: int, backend: str | None) -> torch.device:
     """The GPU of a process, made current; a CPU where there is none.
 
     A launcher may show each process its own GPU alone, as Slurm does with --gpus-per-task=1: that
-    is device 0 of every one of them. `check_devices` finds those that share one by mistake.
+    is device 0 of every one of them. `check_devices` finds those that share one by mistake. Under
+    gloo, which processes on one GPU may have, they take turns.
+
+    Args:
+        local_rank: among the processes of this machine.
+        backend: `parallel.dist_backend`.
 
     Raises:
-        UserError: the process has no GPU, though the machine has some.
+        UserError: the process has no GPU, though the machine has some, or nccl was written.
     """
     if not torch.cuda.is_available():
+        _check_backend(backend)
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    if local_rank >= visible > 1:
+    if local_rank >= visible > 1 and backend != GLOO:
         raise UserError(
             f"parallel.nproc_per_node: local rank {local_rank} has no GPU; this machine has"
-            f" {visible}; start at most as many processes"
+            f" {visible}; start at most as many processes, or write {SHARE}"
         )
-    device = torch.device("cuda", 0 if visible == 1 else local_rank)
+    device = torch.device("cuda", local_rank % visible)
     torch.cuda.set_device(device)
     torch.cuda.init()  # or a device mesh would set the device once more, to LOCAL_RANK
     return device
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend == NCCL and not torch.cuda.is_available():
+        raise UserError(
+            "parallel.dist_backend: nccl is for GPUs, and this process has none; remove it"
+        )
 
 
 def find_machine(world: World) -> Machine | None:
     """The processes that share this one's machine; every process calls it.
 
     Raises:
-        UserError: two of a machine have the same GPU; on every process.
+        UserError: two of a machine have the same GPU under NCCL; on every process.
     """
     found: list[tuple[str, str]] = [("", "")] * world.size
     dist.all_gather_object(found, (_machine_name(), _gpu_name(world.device)))
-    check_devices(found)
+    if NCCL in dist.get_backend_config():
+        check_devices(found)
     own = [rank for rank, (name, _) in enumerate(found) if name == found[world.rank][0]]
+    sharing = found.count(found[world.rank]) if world.device.type == "cuda" else 1
     if len(own) == 1:
         return None
     if len(own) == world.size:
-        return Machine(0)
+        return Machine(0, sharing=sharing)
     group = dist.new_group(
         own, timeout=world.timeout, backend="gloo", use_local_synchronization=True
     )
     bound_waiting(group, world)
-    return Machine(own[0], group)
+    return Machine(own[0], group, sharing)
 
 
 def check_devices(found: Sequence[tuple[str, str]]) -> None:
@@ -272,8 +293,8 @@ def check_devices(found: Sequence[tuple[str, str]]) -> None:
         if own[1] and first.setdefault(own, rank) != rank:
             raise UserError(
                 f"parallel.nproc_per_node: ranks {first[own]} and {rank} have the same GPU of"
-                f" {own[0].split()[0]}; start at most as many processes as GPUs, or show each"
-                " process another (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES)"
+                f" {own[0].split()[0]}; start at most as many processes as GPUs, show each"
+                f" process another (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES), or write {SHARE}"
             )
 
 
@@ -329,7 +350,7 @@ def bound_waiting(group: dist.ProcessGroup, world: World) -> None:
     set_timeouts(group, host=world.timeout, device=device)
 
 
-def _meet(world: World) -> None:
+def _meet(world: World, backend: str) -> None:
     """Make the default group: the only one of gloo among all processes.
 
     What the main threads tell each other goes through it, and so do, on a CPU, sums over gradients:
@@ -338,14 +359,24 @@ def _meet(world: World) -> None:
     raise_limit(world.size, holds_store=world.is_main)
     if world.size > FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # of PyTorch 2.8
-    _init_process_group(world)
+    _init_process_group(world, backend)
     assert dist.group.WORLD is not None
     bound_waiting(dist.group.WORLD, world)
 
 
-def _init_process_group(world: World) -> None:
+def default_backend(device: torch.device, backend: str | None) -> str:
+    """Of the default group, as `init_process_group` takes it.
+
+    gloo alone serves GPUs too: it copies to pinned memory of the host and back for broadcast,
+    all_reduce, reduce, all_gather, reduce_scatter, all_to_all_single, gather and scatter. What it
+    has for CPUs alone (send and recv, coalesced collectives, lists of all_to_all and
+    reduce_scatter) no layout calls: `tests/parallel/test_matrix.py` watches.
+    """
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != GLOO else GLOO
+
+
+def _init_process_group(world: World, backend: str) -> None:
     rank, size, timeout = world.rank, world.size, world.timeout
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if restart in (None, "0"):
         dist.init_process_group(backend, timeout=timeout)

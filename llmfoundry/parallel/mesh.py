@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from llmfoundry.models.spread.held import TENSOR
 from llmfoundry.ops.torch_private import beside, flattened, unflattened
 from llmfoundry.parallel.launch import World, bound_waiting
-from llmfoundry.recipe.parallel import Degrees, ParallelConfig
+from llmfoundry.recipe.parallel import NCCL, Degrees, ParallelConfig
 
 REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
 CONTEXT, EXPERT = "context_parallel", "expert_parallel"
@@ -74,7 +74,7 @@ def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
     more = {CONTEXT: degrees.context, TENSOR: degrees.tensor}
     sizes |= {name: size for name, size in more.items() if size > 1}
     # Groups smaller than all would be of NCCL and gloo, as the default group is.
-    backend = "nccl" if "nccl" in dist.get_backend_config() else None
+    backend = NCCL if NCCL in dist.get_backend_config() else None
     small = [name for name, size in sizes.items() if 1 < size < world.size]
     root = init_device_mesh(
         world.device.type,

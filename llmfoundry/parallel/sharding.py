@@ -26,7 +26,7 @@ from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import REPLICATE, Meshes
-from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.parallel import GLOO, ParallelConfig
 
 
 def materialize(
@@ -118,6 +118,11 @@ def _mean_in_fp32(
 ) -> torch.futures.Future[Tensor]:
     """DDP's mean of bfloat16 gradients over processes, added up in fp32 as FSDP does."""
     wide = bucket.buffer().float().div_(group.size())
+    if wide.is_cuda and dist.get_backend(group) == GLOO:  # whose future knows no streams
+        dist.all_reduce(wide, group=group)
+        done = torch.futures.Future[Tensor]()
+        done.set_result(bucket.buffer().copy_(wide))
+        return done
     work = dist.all_reduce(wide, group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))

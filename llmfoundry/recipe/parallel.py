@@ -31,6 +31,7 @@ AXES = (
 """The mesh's dimensions, the outermost first: neighbours work most closely together."""
 EXPERT = "expert_parallel_degree"
 METHODS = ("ulysses", "all_gather")
+NCCL, GLOO = "nccl", "gloo"
 NODE = 8
 """Processes of a node where no launcher says how many: GPUs of most."""
 
@@ -134,6 +135,11 @@ class ParallelConfig:
     the estimate says fits."""
     dist_timeout: Annotated[int, Range(1, 31_536_000, "a year")] = 600
     """Seconds that a collective may wait for other processes."""
+
+    dist_backend: Annotated[str | None, choice((NCCL, GLOO))] = None
+    """What carries collectives between GPUs. Unset: nccl, one process a GPU. gloo copies each
+    message through the host's memory: many times slower, but several processes may share a GPU, to
+    try a layout on fewer GPUs than it has processes. On CPUs it is gloo in any case."""
 
     def check(self, key: str = "parallel.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""

@@ -330,6 +330,33 @@ def test_names_in_the_plan_are_items_own() -> None:
     assert [step.name for step in plan.steps("cuda")] == command.STEPS
 
 
+@pytest.mark.parametrize(
+    ("device", "gpus", "reasons"),
+    [
+        ("cpu", 0, ["needs CUDA", "needs CUDA"]),
+        ("cuda", 1, ["", "needs 2 GPUs, 1 here"]),
+        ("cuda", 8, ["", ""]),
+    ],
+)
+def test_layouts_that_this_machine_cannot_have_are_listed_with_the_reason(
+    device: str, gpus: int, reasons: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (step,) = (step for step in plan.steps(device) if step.name == "layouts")
+    check = check_of([], {}, tmp_path, monkeypatch)
+    check.results.device = device
+    check.results.facts = {"gpus": gpus, "modules": ["pytest"]}
+    assert [check._lacking(item) for item in step.items] == reasons
+    assert [item.all_gpus for item in step.items] == [False, True]
+
+
+def test_the_page_shows_how_far_layouts_are_from_a_plain_loop_and_which_were_not_run() -> None:
+    row = {"test": "t[fsdp]", "outcome": "passed", "loss": 1.5e-7, "grad norm": 2e-7}
+    items = [ItemResult("one", "ok", rows=[row]), ItemResult("two", "not here", "needs 2 GPUs")]
+    step = StepResult("layouts", "Layouts of processes", items)
+    html = as_html(Results("cuda", 1, "today", facts={"gpu": "x"}, steps=[step]))
+    assert "t[fsdp]" in html and "1.5e-07" in html and "needs 2 GPUs" in html
+
+
 def test_files_with_gpu_tests_are_found_kernels_first() -> None:
     names = [path.name for path in plan.gpu_tests()]
     assert {"test_attention_kernels.py", "test_moe.py", "test_callbacks.py"} <= {*names}

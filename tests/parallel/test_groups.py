@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -23,11 +24,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import llmfoundry
+from llmfoundry.assemble import trainer
 from llmfoundry.errors import UserError
 from llmfoundry.parallel import launch, open_files
 from llmfoundry.parallel import mesh as mesh_module
 from llmfoundry.parallel.host_messages import HostMessages
-from llmfoundry.parallel.launch import World, join
+from llmfoundry.parallel.launch import Machine, World, join
 from llmfoundry.parallel.mesh import REPLICATE, SHARD, build_mesh
 from llmfoundry.parallel.open_files import needed_files, raise_limit
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -328,6 +330,73 @@ def test_two_processes_with_one_gpu_are_named(gpus: str) -> None:
     with pytest.raises(UserError, match=r"ranks 0 and 2 have the same GPU of node7; start") as told:
         launch.check_devices(found)
     assert str(told.value).startswith("parallel.nproc_per_node: ")
+
+
+def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    for name in ("set_device", "init"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "wanted", "refusal"),
+    [
+        (None, 1, 2, "2 processes, but this machine has 1 GPU; write at most 1, or parallel.dist"),
+        ("nccl", 2, 3, "3 processes, but this machine has 2 GPUs; write at most 2, or parallel.d"),
+        ("gloo", 1, 2, None),
+        ("gloo", 2, 8, None),
+        ("gloo", 0, 2, None),
+        ("nccl", 0, 2, "parallel.dist_backend: nccl is for GPUs, and this process has none"),
+    ],
+)
+def test_processes_share_a_gpu_where_gloo_is_written(
+    monkeypatch: pytest.MonkeyPatch, backend: str, gpus: int, wanted: int, refusal: str | None
+) -> None:
+    gpus_here(monkeypatch, gpus)
+    config = ParallelConfig(nproc_per_node=wanted, dist_backend=backend)
+    if refusal is not None:
+        with pytest.raises(UserError, match=refusal) as told:
+            launch.wanted_processes(config)
+        assert len(told.value.problems) == 1
+        return
+    assert launch.wanted_processes(config) == wanted
+    places = [launch.choose_device(rank, backend) for rank in range(wanted)]
+    if gpus:
+        assert [place.index for place in places] == [rank % gpus for rank in range(wanted)]
+    assert launch.default_backend(places[0], backend) == "gloo"
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused_under_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus_here(monkeypatch, 2)
+    with pytest.raises(UserError, match=r"local rank 2 has no GPU; .*dist_backend: gloo for"):
+        launch.choose_device(2, None)
+    device = launch.choose_device(1, None)
+    assert device == torch.device("cuda", 1)
+    assert launch.default_backend(device, None) == "cpu:gloo,cuda:nccl"
+
+
+def test_processes_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "available_memory", lambda device: 12 << 30)
+    world = World(1, 4, 1, torch.device("cuda", 0))
+    assert trainer.memory_of_process(world) == 12 << 30
+    assert trainer.memory_of_process(replace(world, machine=Machine(0, sharing=3))) == 4 << 30
+    assert trainer.memory_of_process(replace(world, device=CPU)) == 3 << 30
+
+
+def sharing(rank: int, size: int) -> Any:
+    """What each of three processes finds, of which the first two are said to have one GPU."""
+    with join(ParallelConfig()) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_gpu_name", lambda device: "GPU-a" if rank < 2 else "GPU-b")
+        found = launch.find_machine(replace(world, device=torch.device("cuda", 0)))
+        assert found is not None
+        return found.sharing
+
+
+def test_processes_on_one_gpu_under_gloo_count_each_other() -> None:
+    assert results(sharing, 3) == [2, 2, 1]
 
 
 def test_processors_have_no_name_that_could_be_the_same() -> None:

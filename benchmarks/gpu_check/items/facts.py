@@ -48,6 +48,7 @@ def facts(here: Here) -> Iterator[Row]:
     if here.device.type == "cuda":
         found = torch.cuda.get_device_properties(here.device)
         row["free GiB"], row["memory GiB"] = (n / GIB for n in torch.cuda.mem_get_info(here.device))
+        row["gpus"] = torch.cuda.device_count()
         row["capability"] = f"{found.major}.{found.minor}"
         row["multiprocessors"] = found.multi_processor_count
         row["cuda"] = torch.version.cuda or f"HIP {torch.version.hip}"

@@ -21,15 +21,17 @@ class Listener:
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A test's phase: what it came to, at its call, or where it was skipped or broke before."""
         if report.when == "call" or report.outcome != "passed":
-            self._keep(report.nodeid, report.outcome, report.longrepr, report.duration)
+            found = dict(report.user_properties)  # what a test records
+            self._keep(report.nodeid, report.outcome, report.longrepr, report.duration, found)
 
     def pytest_collectreport(self, report: Any) -> None:
         """A file that cannot be collected."""
         if report.failed:
-            self._keep(report.nodeid, "failed", report.longrepr, 0.0)
+            self._keep(report.nodeid, "failed", report.longrepr, 0.0, {})
 
-    def _keep(self, name: str, outcome: str, reason: Any, seconds: float) -> None:
+    def _keep(self, name: str, outcome: str, reason: Any, seconds: float, found: Row) -> None:
         row: Row = {"test": name.rpartition("::")[2] or name, "outcome": outcome, "s": seconds}
+        row |= found
         if outcome == "skipped" and isinstance(reason, tuple):
             row["reason"] = str(reason[-1])[:LONGEST]
         elif outcome == "failed":
@@ -38,14 +40,14 @@ class Listener:
         self.kept += 1
 
 
-def tests(here: Here, *, file: str) -> Iterator[Row]:
-    """Run them."""
+def tests(here: Here, *, file: str, keyword: str = "") -> Iterator[Row]:
+    """Run them, of which a name has the keyword."""
     import pytest
 
     listener = Listener(here.keep)
     os.chdir(ROOT)
     status = pytest.main(
-        ["-m", "gpu", "-q", "--rootdir", str(ROOT), "-p", "no:cacheprovider", file],
+        ["-m", "gpu", "-q", "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-k", keyword, file],
         plugins=[listener],
     )
     if status not in (0, 1) and not listener.kept:
