@@ -295,6 +295,8 @@ class TestHuggingFaceDatasets:
         corpus = self.corpus(folder)
         expected = [f"{word} {n}" for n in range(3) for word in WORDS]
         assert [d.text for d in corpus] == expected
+        other = self.corpus(folder, subset="other").fingerprint()
+        assert corpus.fingerprint() == self.corpus(folder).fingerprint() != other
         assert [[d.row for d in corpus.read(span)] for span in corpus.spans(1)] == [[0, 1, 2]] * 3
         with pytest.raises(UserError, match=r"has no 'body'; write one of: text"):
             list(self.corpus(folder, text_column="body"))

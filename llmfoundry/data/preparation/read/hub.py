@@ -46,7 +46,8 @@ class HubText:
 
     def facts(self) -> list[Any]:
         """Its name; of a folder also its files, while the hub is taken not to change."""
-        files = [InputFile.here(file) for file in files_below(self._folder)]
+        below = [] if self._folder is None else files_below(self._folder)
+        files = [InputFile.here(file) for file in below]
         return [self._config.dataset, *([file.name, file.size, file.stamp] for file in files)]
 
     def spans(self, longest: int | None) -> list[Span]:

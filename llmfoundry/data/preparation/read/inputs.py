@@ -33,11 +33,11 @@ def find_files(config: DataConfig) -> tuple[list[InputFile], int]:
     return _FILES[config.name](config)
 
 
-def files_below(folder: Path | None, *, leave_out: frozenset[str] = frozenset()) -> list[Path]:
+def files_below(folder: Path, *, leave_out: frozenset[str] = frozenset()) -> list[Path]:
     """All files below a folder, sorted by relative path, linked folders entered once."""
     files: list[Path] = []
     entered: set[str] = set()
-    for here, folders, names in os.walk(folder or "", followlinks=True, onerror=_refuse):
+    for here, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(here)
         if real in entered:
             folders.clear()
