@@ -20,7 +20,16 @@ from typing import Any
 from benchmarks.gpu_check import process
 from benchmarks.gpu_check.items.rows import read
 from benchmarks.gpu_check.page import write_page
-from benchmarks.gpu_check.plan import CORPUS, CUDA, DEVICE, SEVERAL, Item, Step
+from benchmarks.gpu_check.plan import (
+    COMPILED,
+    CORPUS,
+    CUDA,
+    DEVICE,
+    PATIENCE,
+    SEVERAL,
+    Item,
+    Step,
+)
 from benchmarks.gpu_check.results import (
     DONE,
     JSON_NAME,
@@ -38,7 +47,8 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
 from llmfoundry.track.format import duration
 
-LEAST = {CUDA: 12.0, "cpu": 3.0}  # seconds below which an item is not begun
+LEAST = {CUDA: 12.0, "cpu": 3.0}  # seconds below which no item is begun
+OF_LIMIT = 4  # times that an item's limit is longer than what it takes at least, as we guess
 FACTS = "facts"  # the item that all others need
 
 
@@ -106,7 +116,7 @@ class Runner:
     def _step(self, step: Step, result: StepResult, ends: float, *, again: bool = False) -> None:
         """Run its items; `again`: those that had no time, while there is some."""
         for item, found in zip(step.items, result.items, strict=True):
-            if again and (found.state != NO_TIME or self._too_late(ends)):
+            if again and (found.state != NO_TIME or self._needs(item) > ends - time.monotonic()):
                 continue
             self._item(step, item, found, ends)
             if item.name == FACTS:
@@ -129,12 +139,10 @@ class Runner:
         if lacking := self._lacking(item):
             found.state, found.reason = NOT_HERE, lacking
             return
-        left = ends - time.monotonic()
-        if item.name != FACTS and self._too_late(ends):
-            found.state, found.reason = (
-                NO_TIME,
-                f"{max(left, 0):.0f} s were left of its step's time",
-            )
+        left, needs = ends - time.monotonic(), self._needs(item)
+        if item.name != FACTS and left < needs:
+            reason = f"{max(left, 0):.0f} s were left of its step's time"
+            found.state, found.reason = NO_TIME, f"{reason}; it takes {needs:.0f} s or more"
             return
         limit = item.limit if item.name == FACTS else min(item.limit, left)
         name = re.sub(r"[^\w.-]+", "-", f"{step.name}-{item.name}").strip("-")
@@ -157,8 +165,16 @@ class Runner:
             found.state, found.reason = WRONG, _first_wrong(found)
         shutil.rmtree(run, ignore_errors=True)
 
-    def _too_late(self, ends: float) -> bool:
-        return ends - time.monotonic() < LEAST[self.results.device]
+    def _needs(self, item: Item) -> float:
+        """Seconds that an item takes at least: as those like it took, or by its limit."""
+        took = [
+            found.seconds
+            for step, result in zip(self.steps, self.results.steps, strict=True)
+            for one, found in zip(step.items, result.items, strict=True)
+            if found.state == OK and _kind(one) == _kind(item)
+        ]
+        patience = 1 if self.results.device == CUDA else PATIENCE
+        return max(LEAST[self.results.device], min(took, default=item.limit / OF_LIMIT / patience))
 
     def _kept(self, step: Step, item: Item) -> ItemResult | None:
         """What an earlier check found, where it is not to be measured again."""
@@ -215,6 +231,11 @@ class Runner:
     def unwritten(self) -> str:
         """Why the last results are not on the disk; empty: they are."""
         return self._unwritten
+
+
+def _kind(item: Item) -> tuple[str, str, bool]:
+    """What items of about the same length have in common."""
+    return item.measure, item.recipe, {*COMPILED} <= {*item.overrides}
 
 
 def time_of(steps: Sequence[Step], left: float) -> float:

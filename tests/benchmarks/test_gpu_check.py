@@ -144,6 +144,28 @@ def test_what_has_no_time_is_listed_and_makes_the_check_incomplete(
     assert verdict.status(check.results) == 1 and len(verdict.not_run(check.results)) == 2
 
 
+def test_what_cannot_end_in_the_time_that_is_left_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its limit, or as long as an item of its kind took."""
+    items = [
+        Item("before", 60, "products"),
+        Item("like it", 60, "products"),
+        Item("by its limit", 4 * 4 * 60, "loss"),
+        Item("short", 60, "save"),
+    ]
+    scripts = {item.name: f'open("../{item.name}", "w"); found({{"value": 1}})' for item in items}
+    check = check_of(items, scripts, tmp_path, monkeypatch, minutes=1.0)
+    kept = check_of(items, scripts, tmp_path, monkeypatch).results
+    kept.steps[1].items[0].state, kept.steps[1].items[0].seconds = "ok", 70.0
+    check.kept = kept
+    check.run_all()
+    assert [*states(check).values()] == ["ok", "ok", "no time", "no time", "ok"]
+    reasons = [item.reason for _, item in check.results.items() if item.state == "no time"]
+    assert "it takes 70 s or more" in reasons[0] and "it takes 60 s or more" in reasons[1]
+    assert [name for name in scripts if (tmp_path / name).exists()] == ["short"]
+
+
 def test_what_had_no_time_is_run_in_what_others_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
