@@ -250,6 +250,60 @@ def test_published_templates_are_split_where_they_change_earlier_answers(stem, s
             assert mine.decode(encoded.ids.tolist()) == text + end
 
 
+ORDERS = (
+    ("assistant", "user", "assistant"),
+    ("system", "assistant", "user", "assistant"),
+    ("user", "user", "assistant"),
+    ("user", "assistant", "assistant"),
+    ("developer", "user", "assistant"),
+    ("user", "system", "assistant"),
+)
+
+TAKEN = {"llama3": 6, "qwen2_5": 6, "qwen3": 5, "qwen3_instruct_2507": 6, "qwen3_5_think": 3,
+    "qwen3_8": 3, "phi3": 6, "phi3_5": 6, "gemma": 0, "gemma3": 1, "deepseekv3": 0,
+    "deepseek_r1_distill": 0, "glm4moe": 6, "gptoss": 5, "cohere": 1, "lfm2_v2": 6,
+    "nemotron_3_nano": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize("stem", FAMILIES)
+def test_orders_are_accepted_where_transformers_renders_all_of_them(stem):
+    """But where a template without marks does not begin an answer as it renders it."""
+    tokens, accepted = FAMILIES[stem][1], 0
+    mine, other = ours(tokens, template(stem)), theirs(tokens, template(stem))
+    for roles in ORDERS:
+        turns = [says(role, f"{role} says {n}.") for n, role in enumerate(roles)]
+        known = "developer" in template(stem)
+        shown = [
+            t if known else t | {"role": t["role"].replace("developer", "system")} for t in turns
+        ]
+        try:
+            text = other.apply_chat_template(shown, tokenize=False)
+            beginnings = [
+                other.apply_chat_template(shown[: n + 1], tokenize=False)
+                for n, turn in enumerate(shown)
+                if turn["role"] == "assistant"
+            ]
+        except Exception:
+            text, beginnings = "", []
+        is_whole = all(turn["content"] in text for turn in turns)
+        if "{% generation" not in template(stem) and not beginnings:
+            is_whole = False
+        try:
+            made = documents({"messages": turns}, mine)
+        except (UserError, ValueError) as error:
+            assert not is_whole or "does not begin an answer" in str(error), (roles, error)
+            continue
+        assert is_whole, roles
+        accepted += 1
+        found = "".join(piece.text for piece in made[-1].pieces)
+        assert found == text
+        learned = [p.text for document in made for p in document.pieces if p.answer and p.weight]
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        assert all(a in part for a, part in zip(answers, learned, strict=True)), roles
+        assert not any(role in "".join(learned) for role in ("user says", "system says"))
+    assert accepted == TAKEN[stem]
+
+
 @pytest.mark.parametrize(
     ("stem", "variant"), [("deepseekv3", "deepseek-r1"), ("deepseek_r1_distill", "deepseek-r1")]
 )

@@ -10,11 +10,12 @@ ends no turn), the conversation is split: one document for each answer, rendered
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry.data.supervised.messages import Messages
-from llmfoundry.data.text.chat_template import ChatTemplate, Rendered
+from llmfoundry.data.text.chat_template import ANSWER_MARK, ChatTemplate, Rendered
 from llmfoundry.errors import UserError
 
 Spans = list[tuple[int, int]]
@@ -186,13 +187,28 @@ class _Conversation:
             return None
         pieces, done = [], ""
         for n in places:
-            prompt, whole = self._render(n, prompt=True).text, self._render(n + 1).text
+            whole = self._render(n + 1).text
+            prompt = self._prompt(n, whole)
             if not (prompt.startswith(done) and whole.startswith(prompt)):
                 return None
             pieces.append(Segment(prompt[len(done) :], False))
             pieces.append(Segment(whole[len(prompt) :], True, self._weight(n)))
             done = whole
         return SegmentedText(tuple(pieces), rendered=True)
+
+    def _prompt(self, n: int, whole: str) -> str:
+        """What the model reads before message `n`, which `whole` ends with."""
+        if any(message["role"] not in ("system", "developer") for message in self._shown[:n]):
+            return self._render(n, prompt=True).text
+        # Nobody asked: many templates look at the first message, or for one of the user.
+        with suppress(UserError):
+            prompt = self._render(n, prompt=True).text
+            if whole.startswith(prompt):
+                return prompt
+        answer = {"role": "assistant", "content": ANSWER_MARK}
+        asked = {"tools": self._asked.tools, "variables": self._asked.variables}
+        text = self._chat.rendered([*self._shown[:n], answer], **asked).text
+        return text.partition(ANSWER_MARK)[0]
 
     def _last(self, place: int) -> SegmentedText:
         """The conversation up to one answer, which alone is learned."""

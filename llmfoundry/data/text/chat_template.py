@@ -54,7 +54,7 @@ _FOLDER = Path(__file__).parent / "chat_templates"
 _LONGEST = 1 << 22  # characters of a rendered conversation, or
 _GROWTH = 10  # times those of its messages
 _SANDBOX = "llmfoundry.data.text.chat_sandbox"  # whose jinja2 is slow to import
-_MARK = "\ue000answer\ue001"  # stands for an answer that no template has in it
+ANSWER_MARK = "\ue000answer\ue001"  # stands for an answer that no template has in it
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -210,15 +210,15 @@ class ChatTemplate:
         Raises:
             UserError: the template shows no answer, or nothing behind it.
         """
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        _, found, behind = self.render(turn).partition(_MARK)
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER_MARK}]
+        _, found, behind = self.render(turn).partition(ANSWER_MARK)
         if not found or not behind.strip():
             raise UserError(
                 "tokenizer.chat_template: nothing ends an answer in it, so that a model could not"
                 " learn to stop; write one that ends turns, such as zephyr"
             )
         try:
-            followed = self.render([*turn, turn[0]]).partition(_MARK)[2]
+            followed = self.render([*turn, turn[0]]).partition(ANSWER_MARK)[2]
         except OutOfBounds:
             raise
         except UserError:  # takes no message behind an answer
@@ -243,14 +243,14 @@ class ChatTemplate:
         Raises:
             UserError: it leaves out answers, or what ends them.
         """
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER_MARK}]
         try:
             whole = self.rendered(turn * 2)
         except OutOfBounds:
             raise
         except UserError:  # takes no such conversation; each row is looked at by itself
             return
-        for found in re.finditer(_MARK, whole.text) if self.has_marks() else ():
+        for found in re.finditer(ANSWER_MARK, whole.text) if self.has_marks() else ():
             spans = [span for span in whole.answers if span[0] <= found.start() < span[1]]
             if not spans or not whole.text[found.end() : spans[0][1]].strip():
                 raise UserError(
@@ -262,7 +262,7 @@ class ChatTemplate:
 
     def training_variant(self) -> str:
         """A named template that renders a plain conversation as this one does, or all names."""
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER_MARK}]
         named = {name: ChatTemplate(template_of(name), self.special_tokens) for name in NAMED}
         with suppress(UserError):  # of a template that rendered `turn * 2`
             own, asked = self.render(turn), self.render(turn[:1], add_generation_prompt=True)
