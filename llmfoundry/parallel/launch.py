@@ -29,6 +29,7 @@ from llmfoundry.ops.torch_private import default_store, set_timeouts
 from llmfoundry.parallel.hand_on import hand_on
 from llmfoundry.parallel.lost_ranks import explain
 from llmfoundry.parallel.open_files import raise_limit
+from llmfoundry.parallel.rendezvous import meet
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import GLOO, NCCL, ParallelConfig
 from llmfoundry.terminal import is_watched
@@ -198,7 +199,8 @@ def join(config: ParallelConfig) -> Iterator[World]:
     if size == 1:
         yield world
         return
-    _meet(world, default_backend(device, config.dist_backend))
+    limit = timedelta(seconds=config.rendezvous_timeout)
+    _meet(world, default_backend(device, config.dist_backend), limit)
     try:
         yield replace(world, machine=find_machine(world))
     except Exception as error:
@@ -350,8 +352,8 @@ def bound_waiting(group: dist.ProcessGroup, world: World) -> None:
     set_timeouts(group, host=world.timeout, device=device)
 
 
-def _meet(world: World, backend: str) -> None:
-    """Make the default group: the only one of gloo among all processes.
+def _meet(world: World, backend: str, limit: timedelta) -> None:
+    """Make the default group, within a limit: the only one of gloo among all processes.
 
     What the main threads tell each other goes through it, and so do, on a CPU, sums over gradients:
     every process calls them in the same order. Another thread has `host_messages`.
@@ -359,7 +361,10 @@ def _meet(world: World, backend: str) -> None:
     raise_limit(world.size, holds_store=world.is_main)
     if world.size > FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # of PyTorch 2.8
-    _init_process_group(world, backend)
+    store = meet(world.rank, world.size, limit=limit, timeout=world.timeout)
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=world.timeout
+    )
     assert dist.group.WORLD is not None
     bound_waiting(dist.group.WORLD, world)
 
@@ -373,18 +378,3 @@ def default_backend(device: torch.device, backend: str | None) -> str:
     reduce_scatter) no layout calls: `tests/parallel/test_matrix.py` watches.
     """
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != GLOO else GLOO
-
-
-def _init_process_group(world: World, backend: str) -> None:
-    rank, size, timeout = world.rank, world.size, world.timeout
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if restart in (None, "0"):
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    # After an in-place restart the agent's store still holds the dead attempt's addresses.
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    master = rank == 0 and not agent
-    shared = dist.TCPStore(address, port, size, is_master=master, timeout=timeout)
-    store = dist.PrefixStore(f"attempt{restart}", shared)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

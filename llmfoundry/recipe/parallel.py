@@ -135,6 +135,8 @@ class ParallelConfig:
     the estimate says fits."""
     dist_timeout: Annotated[int, Range(1, 31_536_000, "a year")] = 600
     """Seconds that a collective may wait for other processes."""
+    rendezvous_timeout: Annotated[int, Range(1, 31_536_000, "a year")] = 600
+    """Seconds within which all processes must have met at MASTER_ADDR, as they start."""
 
     dist_backend: Annotated[str | None, choice((NCCL, GLOO))] = None
     """What carries collectives between GPUs. Unset: nccl, one process a GPU. gloo copies each
