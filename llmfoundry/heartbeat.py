@@ -15,7 +15,8 @@ import shutil
 import signal
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +36,7 @@ RECORDER = "LLMFOUNDRY_RECORDER"
 MEMORY = "/dev/shm"
 _ROOM = 2**22  # bytes: 16 ranks' beats and stacks
 _SIZE = 512  # bytes of a line, padded: a write never leaves the end of a longer one
+_NAME = 60  # characters of a callback's
 _WARM = 3  # steps that compile, tune and connect
 _WINDOW = 100  # steps, the longest of which is told
 
@@ -59,19 +61,30 @@ class Heartbeat:
         self._times: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in LEARNED}
         self._first: int | None = None
         self._count, self._step, self._phase, self._since = 0, 0, "", time.monotonic()
+        self._saved = -1
         self.beat("start", 0)
 
-    def beat(self, phase: str, step: int) -> None:
-        """Enter a phase of a step (from 1)."""
+    def beat(self, phase: str, step: int, saved: int | None = None) -> None:
+        """Enter a phase of a step (from 1); `saved`: as the function `beat` has it."""
         now = time.monotonic()
+        self._saved = self._saved if saved is None else saved
         self._first = step if self._first is None and phase == "step" else self._first
         is_warm = self._first is not None and self._step >= self._first + _WARM
         if is_warm and self._phase in LEARNED:
             self._times[self._phase].append(now - self._since)
-        self._count, self._step, self._phase, self._since = self._count + 1, step, phase, now
+        self._step, self._phase, self._since = step, phase, now
+        self._write(now, "")
+
+    def enter(self, callback: str) -> None:
+        """Call a callback, or (empty) return from it, within the phase."""
+        self._write(time.monotonic(), callback.encode("ascii", "replace").decode()[:_NAME])
+
+    def _write(self, since: float, callback: str) -> None:
+        self._count += 1
         longest = {name: round(max(times), 3) for name, times in self._times.items() if times}
         beat: dict[str, Any] = {"rank": self._rank, "pid": os.getpid(), "count": self._count}
-        beat |= {"step": step, "phase": phase, "since": round(now, 4), "longest": longest}
+        beat |= {"step": self._step, "phase": self._phase, "since": round(since, 4)}
+        beat |= {"longest": longest, "saved": self._saved, "callback": callback}
         beat |= {"recorder": os.environ.get(RECORDER, "")}
         os.pwrite(self._file, json.dumps(beat).encode().ljust(_SIZE - 1) + b"\n", 0)
 
@@ -101,10 +114,27 @@ def end_beats() -> None:
     _own = None
 
 
-def beat(phase: str, step: int) -> None:
-    """Tell that this process enters a phase of a step (from 1); nothing where nobody looks."""
+def beat(phase: str, step: int, saved: int | None = None) -> None:
+    """Tell that this process enters a phase of a step (from 1); nothing where nobody looks.
+
+    Args:
+        phase: one of PHASES.
+        step: the step under way.
+        saved: the batch of the run's newest checkpoint; -1: there is none, or it is not known;
+            None: as before.
+    """
     if _own is not None:
-        _own.beat(phase, step)
+        _own.beat(phase, step, saved)
+
+
+@contextmanager
+def in_callback(name: str) -> Iterator[None]:
+    """Tell that this process calls a callback, whose name a monitor says if it does not return."""
+    if _own is not None:
+        _own.enter(name)
+    yield
+    if _own is not None:  # not after an error: who sees this process end sees where
+        _own.enter("")
 
 
 def beat_path(folder: Path, rank: int) -> Path:

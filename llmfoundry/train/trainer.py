@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.loader import Loader
 from llmfoundry.errors import enough_memory
-from llmfoundry.heartbeat import beat
+from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.parallel.launch import World
@@ -155,7 +155,7 @@ class Trainer:
         is_cut_off = False
         try:
             self.checkpointer.tidy()
-            for callback in self.callbacks:
+            for callback in self._calling("on_start"):
                 callback.on_start(self)
             if self.recipe.eval_first and self.batch == 0:
                 self._evaluate()
@@ -164,7 +164,7 @@ class Trainer:
             is_cut_off = failed_collective(error) is not None
             raise
         finally:
-            beat("end", self.batch)
+            beat("end", self.batch, saved=self.checkpointer.saved)
             if not is_cut_off:  # or a save would wait for who is lost, and the others for this one
                 self.checkpointer.wait()
             for callback in self.callbacks:
@@ -239,7 +239,7 @@ class Trainer:
     def _take(self, stop: StopSignal) -> Batch:
         """The step's rows; where they cannot be had, empty ones for a step that all will undo."""
         failure: BaseException | None = None
-        beat("data", self.batch + 1)
+        beat("data", self.batch + 1, saved=self.checkpointer.saved)
         started = time.perf_counter()
         try:
             self.checkpointer.check()
@@ -292,7 +292,7 @@ class Trainer:
         if self.done or self.is_due(self.recipe.eval_interval):
             self._evaluate()
         beat("callbacks", self.batch)
-        for callback in self.callbacks:
+        for callback in self._calling("on_step"):
             callback.on_step(self)
         if self.done or self._saves_soon or self.is_due(self.recipe.save_interval):
             self.save(last=self.done)
@@ -322,8 +322,17 @@ class Trainer:
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(value)
 
-    def _on_gradients(self) -> None:
+    def _calling(self, hook: str) -> Iterator[Callback]:
+        """The callbacks in order, to call this hook of; a monitor knows the name of each."""
         for callback in self.callbacks:
+            if overrides(callback, hook):
+                with in_callback(f"{type(callback).__name__}.{hook}"):
+                    yield callback
+            else:
+                yield callback
+
+    def _on_gradients(self) -> None:
+        for callback in self._calling("on_gradients"):
             callback.on_gradients(self)
 
     def _log(self, result: StepResult | None) -> None:
@@ -341,7 +350,7 @@ class Trainer:
             "time/data_wait": self._wait_seconds / self._losses.steps,
             **self._batches.metrics(),
         }
-        for callback in self.callbacks:
+        for callback in self._calling("measure"):
             measured |= callback.measure(self)
         self._wait_seconds = 0.0
         losses, guard = self._losses.take(), self.watch.guard
@@ -360,7 +369,7 @@ class Trainer:
         self.logged_batch = found.step.batch
         metrics = found.metrics(self.objective, bytes_per_token=self.bytes_per_token)
         self._log_routing(found, metrics)
-        for callback in self.callbacks:
+        for callback in self._calling("on_log"):
             callback.on_log(self, metrics)
         tokens = self.logged_batch * self.clock.tokens_per_batch
         self.tracker.log(self.logged_batch, tokens, metrics)
@@ -393,7 +402,7 @@ class Trainer:
         self.latest_evaluation = metrics
         if metrics:
             self.tracker.log(self.batch, self.batch * self.clock.tokens_per_batch, metrics)
-        for callback in self.callbacks:
+        for callback in self._calling("on_evaluate"):
             callback.on_evaluate(self, metrics)
 
     def save(self, *, last: bool) -> None:

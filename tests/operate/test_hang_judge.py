@@ -41,7 +41,7 @@ def test_a_step_earlier_is_behind_whatever_the_phase() -> None:
         ("step", 29, 31),  # of a run whose longest step took 1 s
         ("update", 29, 31),
         ("evaluation", 14_399, 14_401),
-        ("callbacks", 14_399, 14_401),
+        ("callbacks", 1799, 1801),
         ("save", 1799, 1801),
     ],
 )
@@ -57,6 +57,33 @@ def test_the_limit_is_that_of_the_phase_of_who_is_behind(
     assert found is None or not found.is_final  # they wait, and are not hung
     found = judge([*others, reading(3, phase, hung)], LIMITS)
     assert found is not None and found.is_final and found.culprits == (3,)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_callback_has_a_limit_of_its_own_in_every_phase_and_is_named(phase: str) -> None:
+    called = "Samples.on_step"
+    others = [reading(r, phase, 100_000.0, step=8) for r in (0, 1, 2)]
+    waited = judge([*others, reading(3, phase, 1799.0, callback=called)], LIMITS)
+    assert waited is not None and not waited.is_final
+    found = judge([*others, reading(3, phase, 1801.0, callback=called)], LIMITS)
+    assert found is not None and found.is_final and found.culprits == (3,)
+    assert found.line().startswith(
+        f"rank 3 on node1 hangs in callback Samples.on_step, in phase {phase} of step 7 for 1801 s"
+    )
+
+
+def test_of_a_callback_and_what_waits_beside_it_the_stacks_tell_which_hangs() -> None:
+    """In one phase who has not come to it, or who is in it, may be what the others wait for."""
+    beside = [reading(r, "step", 1810.0) for r in (0, 1)]
+    inside = reading(2, "step", 1805.0, callback="Norms.on_gradients")
+    found = judge([*beside, inside], LIMITS)
+    assert found is not None and found.culprits == (0, 1, 2)
+    assert judge([*beside, replace(inside, age=1700.0)], LIMITS) is None
+    waits = [replace(r, waits=True) for r in beside]
+    named = refine(found, [*waits, replace(inside, waits=False)])
+    assert (named.culprits, named.callback) == ((2,), "Norms.on_gradients")
+    blamed = refine(found, [replace(beside[0], waits=False), waits[1], replace(inside, waits=True)])
+    assert (blamed.culprits, blamed.callback) == ((0,), "")
 
 
 @pytest.mark.parametrize("phase", ["start", "end"])

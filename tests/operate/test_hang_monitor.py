@@ -24,7 +24,7 @@ from tests.tiny import ENV, ROOT
 RANK = """
 import os, sys, threading, time
 from pathlib import Path
-from llmfoundry.heartbeat import RECORDER, beat, begin_beats, end_beats, read_beats
+from llmfoundry.heartbeat import RECORDER, beat, begin_beats, end_beats, in_callback, read_beats
 
 folder, rank, ranks, asleep = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 done = folder.parent / "done"
@@ -53,7 +53,13 @@ for step in range(1, 100_000):
     if rank == 1 and step == 20 and asleep == "data":
         wait_for_a_store_that_never_answers()
     beat("step", step)
+    if rank == 1 and step == 20 and asleep == "callback":
+        beat("callbacks", step)
+        with in_callback("Samples.on_step"):
+            time.sleep(1000)
     beat("update", step)
+    with in_callback("Speed.on_log"):
+        pass
     while len(there := read_beats(folder)) < ranks or min(b["step"] for b in there) < step:
         time.sleep(0.002)
         if done.exists() and len(there) < ranks:
@@ -62,7 +68,7 @@ for step in range(1, 100_000):
         break
 end_beats()
 """
-LIMITS = HangLimits(step=2.0, data=2.0, stopped=2.0)
+LIMITS = HangLimits(step=2.0, data=2.0, stopped=2.0, callback=2.0)
 RANKS = 3
 
 
@@ -158,6 +164,12 @@ def test_a_rank_that_sleeps_is_named_by_its_phase_and_its_stack_says_where(group
     named = "in wait_for_a_store_that_never_answers"
     texts = [(Path(event["stacks"]) / f"rank-{rank}.txt").read_text() for rank in range(RANKS)]
     assert [named in text for text in texts] == [False, True, False]
+
+
+def test_a_callback_that_does_not_return_is_named(group: Group) -> None:
+    group.start("callback")
+    said = group.wait()
+    assert "rank 1 on here hangs in callback Samples.on_step, in phase callbacks of step 20" in said
 
 
 def test_a_killed_rank_is_no_hang_while_its_launcher_ends_the_others(group: Group) -> None:

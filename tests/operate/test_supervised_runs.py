@@ -122,6 +122,7 @@ def test_a_run_has_a_monitor_that_ends_it_where_a_rank_is_stopped(
     assert done.returncode == 1 and "rank 1 on" in done.stderr
     (event,) = read_events(place / "runs/monitored")
     assert (event["kind"], event["rank"], event["phase"]) == ("hang", 1, "callbacks")
+    assert "in callback Stop.on_step" in event["what"]
     stacks = [(place / event["stacks"] / f"rank-{r}.txt").read_text() for r in (0, 1)]
     assert "llmfoundry/train/trainer.py" in stacks[0] and "on_step" in stacks[1]
     for name in ("monitored", "undisturbed"):

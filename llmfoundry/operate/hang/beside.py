@@ -59,8 +59,10 @@ def monitored(
         folder: the run's, where events and stacks are kept.
         is_compiled: whether steps may compile once more.
     """
-    is_on = config.monitor == "on" or (config.monitor == "auto" and world.size > 1)
-    if not (is_on or BEATS in os.environ):
+    is_supervised = BEATS in os.environ
+    several = world.size > 1 or is_supervised  # who begins again needs to know that one hangs
+    is_on = config.monitor == "on" or (config.monitor == "auto" and several)
+    if not (is_on or is_supervised):
         yield
         return
     beats = Path(on_each_machine(world, _make_folder))
@@ -107,7 +109,7 @@ def _limits(config: HangConfig, is_compiled: bool) -> HangLimits:
     return HangLimits(**seconds, is_compiled=is_compiled)
 
 
-_NAMES = ("step", "first_step", "stopped", "data", "save", "evaluation", "notice")
+_NAMES = ("step", "first_step", "stopped", "data", "save", "evaluation", "callback", "notice")
 
 
 def _launch(settings: dict[str, object]) -> str:

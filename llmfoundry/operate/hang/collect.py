@@ -56,6 +56,7 @@ class Ranks:
                     state=state,
                     stopped_for=now - since,
                     longest=beat["longest"],
+                    callback=str(beat.get("callback", "")),
                 )
             )
         return readings

@@ -35,6 +35,7 @@ class RankReading:
         state: what the system says of it: running, sleeping, disk-sleep, stopped, zombie, gone ...
         stopped_for: seconds since when it cannot go on by itself, as the state says; else 0.
         longest: seconds of the longest of its last steps, by phase; empty in its first ones.
+        callback: that it has called and that has not returned; empty: none.
         waits: whether its stack ends in PyTorch, as one does that waits for others; None: unknown.
     """
 
@@ -46,6 +47,7 @@ class RankReading:
     state: str = "running"
     stopped_for: float = 0.0
     longest: dict[str, float] = field(default_factory=dict)
+    callback: str = ""
     waits: bool | None = None
 
     @property
@@ -64,11 +66,17 @@ class HangLimits:
     data: float = 900.0
     save: float = 1800.0
     evaluation: float = 14_400.0
+    callback: float = 1800.0
     notice: float = 60.0
     is_compiled: bool = False
 
-    def of(self, phase: str, longest: float | None) -> float:
-        """The limit of a phase, whose longest turn among all processes may be known."""
+    def of(self, phase: str, longest: float | None, *, callback: str = "") -> float:
+        """The limit of a phase, whose longest turn among all processes may be known.
+
+        What a callback does counts by itself, in whichever phase it is called.
+        """
+        if callback:
+            return self.callback
         if phase in LEARNED:
             if self.step is not None:
                 return self.step
@@ -77,7 +85,7 @@ class HangLimits:
             least = _LEAST_COMPILED if self.is_compiled else _LEAST
             return max(least, _FACTOR * longest)
         limits = {"data": self.data, "save": self.save}
-        limits |= {"evaluation": self.evaluation, "callbacks": self.evaluation}
+        limits |= {"evaluation": self.evaluation, "callbacks": self.callback}
         return limits.get(phase, float("inf"))
 
 
@@ -91,6 +99,7 @@ class HangVerdict:
         phase: in which they are.
         seconds: for how long.
         why: how they were found.
+        callback: in which they are; empty: in none.
         is_final: False: they are only behind, and told of.
     """
 
@@ -100,6 +109,7 @@ class HangVerdict:
     phase: str
     seconds: float
     why: str
+    callback: str = ""
     is_final: bool = True
 
     def line(self) -> str:
@@ -109,7 +119,8 @@ class HangVerdict:
         shown += f" and {len(self.culprits) - _NAMED} more" if len(self.culprits) > _NAMED else ""
         who = f"rank{'s' if several else ''} {shown} on {', '.join(self.nodes[:_NAMED])}"
         verb = ("hang" if several else "hangs") if self.is_final else "kept the others waiting"
-        where = f"in phase {self.phase} of step {self.step} for {self.seconds:.0f} s"
+        where = f"in callback {self.callback}, " if self.callback else ""
+        where += f"in phase {self.phase} of step {self.step} for {self.seconds:.0f} s"
         return f"{who} {verb} {where}: {self.why}"
 
     def as_json(self) -> dict[str, Any]:
@@ -134,8 +145,8 @@ def judge(readings: Sequence[RankReading], limits: HangLimits) -> HangVerdict | 
     behind = min(r.position for r in readings)
     last = [r for r in readings if r.position == behind]
     steps = [sum(r.longest.values()) for r in readings if r.longest]
-    limit = limits.of(last[0].phase, max(steps, default=None))
-    alone = len(last) < len(readings)
+    longest, alone = max(steps, default=None), len(last) < len(readings)
+    limit = max(limits.of(r.phase, longest, callback=r.callback) for r in last)
     if min(r.age for r in last) > limit and still > min(limit, limits.stopped):
         halted = [r for r in last if r.stopped_for > 0]  # not yet for long, but it explains all
         if halted:
@@ -158,6 +169,7 @@ def refine(verdict: HangVerdict, readings: Sequence[RankReading]) -> HangVerdict
         culprits=tuple(sorted(r.rank for r in blamed)),
         nodes=tuple(sorted({r.node for r in blamed})),
         why="the others wait in PyTorch, which is not where its stack ends",
+        callback=_callback(blamed),
     )
 
 
@@ -170,8 +182,14 @@ def _verdict(readings: Sequence[RankReading], why: str, *, is_final: bool = True
         phase=first.phase,
         seconds=min(r.age for r in readings),
         why=why,
+        callback=_callback(readings),
         is_final=is_final,
     )
+
+
+def _callback(readings: Sequence[RankReading]) -> str:
+    """In which they are, or some of them."""
+    return next((r.callback for r in readings if r.callback), "")
 
 
 def waits_in_torch(stacks: str) -> bool | None:

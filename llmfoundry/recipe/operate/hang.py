@@ -23,7 +23,7 @@ class HangConfig:
     """
 
     monitor: Annotated[str, choice(MONITORS)] = "auto"
-    """on, off, or auto: where a run has several processes."""
+    """on, off, or auto: where a run has several processes, or a supervisor."""
     action: Annotated[str | None, choice(ACTIONS)] = None
     """end: kill the processes once their stacks are kept, so that torchrun or the supervisor begins
     again (the default); report: only tell."""
@@ -40,8 +40,11 @@ class HangConfig:
     save_seconds: Annotated[float | None, SECONDS] = None
     """How long a save may hold training up; default 1800."""
     evaluation_seconds: Annotated[float | None, SECONDS] = None
-    """How long an evaluation, or samples, may take; default 14400. Tokenizing, loading and the end
-    of a run have no limit but stopped_seconds."""
+    """How long an evaluation may take; default 14400. Tokenizing, loading and the end of a run have
+    no limit but stopped_seconds; processes meet within parallel.rendezvous_timeout."""
+    callback_seconds: Annotated[float | None, SECONDS] = None
+    """How long one call of a callback (samples are one), of yours too, may take in any phase of a
+    step; default 1800. It is named."""
     notice_seconds: Annotated[float | None, SECONDS] = None
     """After how long it is told that processes wait for one which is behind them; default 60."""
 
@@ -68,5 +71,6 @@ _SECONDS: dict[str, float | None] = {
     "data_seconds": 900.0,
     "save_seconds": 1800.0,
     "evaluation_seconds": 14_400.0,
+    "callback_seconds": 1800.0,
     "notice_seconds": 60.0,
 }

@@ -222,6 +222,11 @@ class Checkpointer:
         self._saved = None
 
     @property
+    def saved(self) -> int:
+        """The batch of the newest checkpoint that this process knows to be there; -1: of none."""
+        return -1 if self._saved is None else self._saved
+
+    @property
     def is_writing(self) -> bool:
         """Whether a save is under way beside training."""
         return self._thread is not None and self._thread.is_alive()
