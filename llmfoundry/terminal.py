@@ -1,9 +1,11 @@
 """Where a command's words go: a terminal, a log file, or a pipe whose reader may leave.
 
-`recipe/front/script.py` calls `outlast_readers` first of all; `progress` is the one bar of the
-project, `columns` its one table. The idea: only a terminal gets what moves. A log file gets lines,
-and a pipe that nobody reads any more (`| head`) gets nothing, without an error: the command goes on
-to its end.
+`recipe/front/script.py` calls `outlast_readers` first of all, a training run and its supervisor
+`outlast_full_disks`; `progress` is the one bar of the project, `columns` its one table. The idea:
+only a terminal gets what moves. A log file gets lines, and a pipe that nobody reads any more
+(`| head`) gets nothing, without an error: the command goes on to its end. So it does where standard
+error is a log on a full disk; standard output may be what a command is for, and only a run of days
+loses lines of it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 import stat
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -26,19 +29,40 @@ TENTHS = 10  # lines of a log file for what a terminal shows as a bar
 
 def outlast_readers() -> None:
     """Let standard output and error lose their readers without harm; files stay as they are."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None or stream is not getattr(sys, f"__{name}__") or not _may_go(stream):
-            continue
+    _outlast("stdout", may_be_full=False)
+    _outlast("stderr", may_be_full=True)
+
+
+def outlast_full_disks() -> None:
+    """Lose lines of standard output, rather than fail, where it is a log that cannot be written."""
+    _outlast("stdout", may_be_full=True)
+
+
+def _outlast(name: str, *, may_be_full: bool) -> None:
+    stream = getattr(sys, name)
+    if stream is None or stream is not getattr(sys, f"__{name}__"):
+        return
+    if not (_may_go(stream) or (may_be_full and _is_log(stream))):
+        return
+    with suppress(OSError):  # what cannot be written cannot be kept either
         stream.flush()
-        lasting = io.TextIOWrapper(
-            io.BufferedWriter(_Lasting(stream.fileno(), "wb", closefd=False)),
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-        setattr(sys, name, lasting)
+    lasting = io.TextIOWrapper(
+        io.BufferedWriter(_Lasting(stream.fileno(), "wb", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+    setattr(sys, name, lasting)
+
+
+def _is_log(stream: TextIO) -> bool:
+    """Whether it has a file, or a device, behind it."""
+    try:
+        os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _may_go(stream: TextIO) -> bool:
@@ -50,15 +74,21 @@ def _may_go(stream: TextIO) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stream.isatty()
 
 
+_CLOSED = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # there may be some later
+
+
 class _Lasting(io.FileIO):
-    """A pipe or terminal that becomes /dev/null once its other end is closed."""
+    """A pipe or terminal that becomes /dev/null once its other end is closed; or a full log."""
 
     def write(self, data: Any) -> int:
         """All of `data`, as far as anybody knows."""
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, of a terminal
+            if error.errno in _NO_ROOM:
+                return memoryview(data).nbytes
+            if error.errno not in _CLOSED:
                 raise
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.fileno())

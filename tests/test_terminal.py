@@ -70,6 +70,27 @@ def test_a_log_file_gets_a_line_each_tenth_and_no_control_characters(tmp_path: P
     assert "done" in lines and len(lines) == len(told) + 1, "other libraries' bars are silent"
 
 
+LOGS = """
+import os, sys
+from llmfoundry.terminal import *
+outlast_readers()
+if sys.argv[1] == "run":
+    outlast_full_disks()
+for n in range(3):
+    print("a line", file=sys.stderr, flush=True)
+    print("x" * 10_000, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("kind", "status"), [("run", 0), ("data", 1)])
+def test_a_run_outlasts_a_full_disk_under_its_log_and_a_command_says_what_it_lost(
+    kind: str, status: int
+) -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-c", LOGS, kind]
+        assert subprocess.run(command, stdout=full, stderr=full, cwd=ROOT).returncode == status
+
+
 def test_a_bar_that_is_not_to_be_shown_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with progress(3, "x", "", shown=False) as bar:
         bar.update(3)

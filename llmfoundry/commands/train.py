@@ -22,6 +22,7 @@ from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import TEXT
+from llmfoundry.terminal import outlast_full_disks
 from llmfoundry.track.loggers import Tracker
 from llmfoundry.track.pages.before_after import changes, console_lines
 from llmfoundry.track.pages.report import metric_rows, read_evaluations
@@ -42,6 +43,7 @@ def train(recipe: TrainRecipe) -> None:
     """
     if is_supervised(recipe):
         supervise(recipe)
+    outlast_full_disks()
     relaunch(recipe.parallel)
     if recipe.deterministic:
         set_deterministic()
