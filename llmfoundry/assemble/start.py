@@ -38,7 +38,7 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.errors import UserError
+from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import quantization
 from llmfoundry.parallel.agree import check_alike
@@ -49,7 +49,9 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.bounds import out_of_bounds
+from llmfoundry.resume_limits import ResumeLimits, resume_limits
 from llmfoundry.train.checkpoints.checkpoint import (
+    batch_of,
     check_weights,
     list_checkpoints,
     load_adapter,
@@ -82,9 +84,11 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
 
     Raises:
         UserError: the folder holds a run that the recipe does not allow to resume.
+        GivenUp: it lacks the checkpoints that this run's supervisor knows to be saved.
     """
-    folder = run_folder(recipe)
+    folder, limits = run_folder(recipe), resume_limits()
     existing = on_rank0(world, lambda: list_checkpoints(folder))
+    _refuse_vanished(folder, existing, limits)
     if existing and not (recipe.autoresume or recipe.save_overwrite):
         raise UserError(
             f"save_folder: {named(folder)} holds checkpoints of an earlier run; write"
@@ -92,11 +96,16 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
         )
     if existing and not recipe.save_overwrite:
         refused: list[str] = []
-        found = find_checkpoint(folder, note=refused.append, world=world)
+        found = find_checkpoint(folder, note=refused.append, world=world, until=limits.until)
         for line in refused:
             note(line)
         if found is not None:
             return Start(found)
+        if limits.before is not None:
+            raise GivenUp(
+                f"save_folder: {named(folder)} holds no whole checkpoint from before batch"
+                f" {limits.before}, after which the run was not finite; write another run_name"
+            )
         on_rank0(world, lambda: _refuse_to_begin(folder, existing, refused))
         if world.is_main:
             note("its first save was cut short: there is nothing to resume from")
@@ -110,6 +119,22 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
     if found is None:
         raise UserError(f"load_path: {named(path)} holds no whole checkpoint; write one that does")
     return Start(found, weights_only=weights_only)
+
+
+def _refuse_vanished(folder: Path, existing: list[Path], limits: ResumeLimits) -> None:
+    """Raise where a run would silently do again what its supervisor knows to be saved.
+
+    Raises:
+        GivenUp: the newest checkpoint is older than that, or there is none.
+    """
+    newest = batch_of(existing[0]) if existing else -1
+    if newest < limits.saved:
+        there = f"its newest is {existing[0].name}" if existing else "there is none"
+        raise GivenUp(
+            f"save_folder: checkpoint ba{limits.saved:07d} of this run has vanished from"
+            f" {named(folder)} as this machine sees it: {there}; mount or bring back the folder,"
+            " and run the same command"
+        )
 
 
 def _refuse_to_begin(folder: Path, existing: list[Path], refused: list[str]) -> None:

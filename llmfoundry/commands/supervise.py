@@ -13,16 +13,21 @@ from pathlib import Path
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
+from llmfoundry.masking import public
 from llmfoundry.operate.supervise import slurm
 from llmfoundry.operate.supervise.attempt import SUPERVISED
+from llmfoundry.operate.supervise.checkpoints import Look, look_in_store
+from llmfoundry.operate.supervise.exporter import export_to
 from llmfoundry.operate.supervise.last_words import tell_mlflow, tell_store
 from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.operate.supervise import NODES
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.terminal import outlast_full_disks
 
 
 def supervise(recipe: TrainRecipe) -> None:
@@ -50,6 +55,7 @@ def supervise(recipe: TrainRecipe) -> None:
             " write the number, or start it with sbatch"
         )
     end_with_starters()
+    outlast_full_disks()
     name = "finetune" if isinstance(recipe, FinetuneRecipe) else "train"
     folder = _folder(recipe)
     supervisor = Supervisor(
@@ -59,6 +65,9 @@ def supervise(recipe: TrainRecipe) -> None:
         check=[str(ROOT / "scripts" / "check.py"), *sys.argv[1:]],
         kernel_log=recipe.health_check.kernel_log,
         sees_checkpoints="://" not in recipe.save_folder,
+        look=_look(recipe),
+        place=public(recipe.save_folder) if "://" in recipe.save_folder else "",
+        export=export_to(recipe.supervise, _logger(recipe)),
         last_words=_last_words(recipe, folder),
         attempts=earlier_attempts(folder),
     )
@@ -67,13 +76,27 @@ def supervise(recipe: TrainRecipe) -> None:
 
 def _last_words(recipe: TrainRecipe, folder: Path) -> list[Callable[[str], str]]:
     """What tells those who keep the run's record how it ended."""
-    logger = copy.deepcopy(recipe.logger)
-    logger.fill()
+    logger = _logger(recipe)
     found: list[Callable[[str], str]] = [lambda status: tell_mlflow(logger, folder, status)]
     if "://" in recipe.save_folder:
         options = FetchOptions.from_config(recipe.data)
         found.append(lambda status: tell_store(recipe.save_folder, options, folder))
     return found
+
+
+def _logger(recipe: TrainRecipe) -> LoggerConfig:
+    """The section, filled."""
+    logger = copy.deepcopy(recipe.logger)
+    logger.fill()
+    return logger
+
+
+def _look(recipe: TrainRecipe) -> Callable[[], Look] | None:
+    """What looks for the checkpoints of a run at a URL; None: they are in its folder."""
+    if "://" not in recipe.save_folder:
+        return None
+    options = FetchOptions.from_config(recipe.data)
+    return lambda: look_in_store(recipe.save_folder, options)
 
 
 def is_supervised(recipe: TrainRecipe) -> bool:

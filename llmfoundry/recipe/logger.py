@@ -52,7 +52,7 @@ LOGGERS = ChoiceTable(
             "llmfoundry.track.prometheus_session:prometheus_target",
             keys={
                 "prometheus_port": 9464,  # of OpenTelemetry's exporter
-                "prometheus_host": "0.0.0.0",
+                "prometheus_host": "127.0.0.1",
                 "prometheus_textfile": None,
             },
         ),
@@ -87,7 +87,8 @@ class LoggerConfig:
     """Where the main process serves them, at /metrics; default 9464. Each run of a machine needs
     one of its own."""
     prometheus_host: str | None = None
-    """The address to listen at; default 0.0.0.0: every one of this machine."""
+    """The address to listen at; default 127.0.0.1: this machine alone may ask. 0.0.0.0: whoever
+    reaches it; run names and metrics are not protected by any password."""
     prometheus_textfile: str | None = None
     """A file NAME.prom in the folder that node-exporter's textfile collector reads, which is
     written while the run goes on; no port is opened then unless prometheus_port names one."""

@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME as EVENTS
@@ -29,6 +29,9 @@ from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.track.log_target import LogTarget, MetricPoint, RunFacts, Samples
 from llmfoundry.track.metrics import TOKEN
 from llmfoundry.track.pages.titles import title
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
 
 
 class _Gauge(NamedTuple):
@@ -161,7 +164,7 @@ class PrometheusSession:
         self._server = None
         if config.prometheus_port is not None:
             host = str(config.prometheus_host)
-            self._server = _serve(host, config.prometheus_port, self._registry)
+            self._server = serve(host, config.prometheus_port, self._registry)
 
     def steps(self, name: str) -> Container[int]:
         """All: nobody asks for what was."""
@@ -203,18 +206,10 @@ def prometheus_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
     Raises:
         UserError: the package is not installed, or the file's folder is not there.
     """
-    if find_spec("prometheus_client") is None:
-        raise UserError(
-            "logger.prometheus: needs the package prometheus-client; pip install prometheus-client"
-        )
+    need_client("logger.prometheus")
     where = f"port {config.prometheus_port}"
     if config.prometheus_textfile is not None:
-        folder = Path(config.prometheus_textfile).absolute().parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise UserError(
-                f"logger.prometheus_textfile: {public(str(folder))} is no folder that can be"
-                " written; make it, or write another file"
-            )
+        check_textfile("logger.prometheus_textfile", config.prometheus_textfile)
         file = public(config.prometheus_textfile)
         where = file if config.prometheus_port is None else f"{where}, {file}"
     return LogTarget(
@@ -226,8 +221,36 @@ def prometheus_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
     )
 
 
-def _serve(host: str, port: int, registry: Any) -> Any:
-    """A server in threads of its own.
+def need_client(key: str) -> None:
+    """Refuse `key` where Prometheus' package is not installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    if find_spec("prometheus_client") is None:
+        raise UserError(
+            f"{key}: needs the package prometheus-client; pip install prometheus-client"
+        )
+
+
+def check_textfile(key: str, path: str) -> None:
+    """Refuse a file for node-exporter whose folder cannot be written.
+
+    Raises:
+        UserError: so it is.
+    """
+    folder = Path(path).absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise UserError(
+            f"{key}: {public(str(folder))} is no folder that can be written; make it, or write"
+            " another file"
+        )
+
+
+def serve(
+    host: str, port: int, registry: Any, *, key: str = "logger.prometheus_port"
+) -> WSGIServer:
+    """A server in threads of its own; `key`: the recipe's, of the port.
 
     Raises:
         OSError: it may not have the port.
@@ -240,8 +263,7 @@ def _serve(host: str, port: int, registry: Any) -> Any:
         if error.errno != errno.EADDRINUSE:
             raise
         raise ConnectionError(
-            f"port {port} of {host} is taken, perhaps by another run; write another"
-            " logger.prometheus_port"
+            f"port {port} of {host} is taken, perhaps by another run; write another {key}"
         ) from error
     return server
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import json
+import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +20,7 @@ from llmfoundry.events import read_events
 from llmfoundry.operate.supervise import notify as module
 from llmfoundry.operate.supervise import request
 from llmfoundry.operate.supervise.notify import form_of, notify
+from llmfoundry.operate.supervise.supervisor import _ends_folder
 from llmfoundry.recipe.operate.supervise import SuperviseConfig
 from tests.operate.test_supervisor import Place
 
@@ -141,6 +145,49 @@ def test_a_webhook_hears_of_every_decision_and_may_be_away(tmp_path: Path, hook:
     assert place.supervise([], webhook=hook.url) == 0  # nobody listens any more
     assert "supervise.webhook: nobody was told: Connection refused" in place.said
     assert "kanarie" not in place.said + json.dumps([*read_events(place.run)])
+
+
+@pytest.mark.parametrize("log", ["full", "closed", "none", "disk"])
+def test_where_nothing_can_be_written_the_run_is_still_restarted_and_told_of(
+    tmp_path: Path, hook: Hook, log: str
+) -> None:
+    """A log on a full disk, a pipe whose reader has left, no standard error, a full run folder."""
+    place = Place(tmp_path)
+    read, write = os.pipe()
+    os.close(read)
+    full = os.open("/dev/full", os.O_WRONLY)
+    target = {"full": full, "closed": write, "none": subprocess.DEVNULL, "disk": full}[log]
+    if log == "disk":
+        (place.run / "events.jsonl").symlink_to("/dev/full")
+    plan, config = ["killed"], {"webhook": hook.url}
+    process = place.start(plan, stdout=target, stderr=target, no_stderr=log == "none", **config)
+    os.close(write)
+    os.close(full)
+    process.communicate(timeout=100)
+    assert process.returncode == 0
+    first, second = [message["text"] for message in hook.heard]
+    assert first.endswith("; restart") and second.endswith("the run is complete; finish")
+    if log != "disk":
+        assert place.decisions() == [("unknown", "restart"), ("done", "finish")]
+
+
+def test_a_full_disk_leaves_the_last_words_of_processes_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    found = _ends_folder(tmp_path / "supervise", 1, tmp_path / "beats" / "0")
+    assert found == tmp_path / "beats" / "0-ends"
+
+
+def test_a_supervisor_that_fails_itself_tells_the_webhook(tmp_path: Path, hook: Hook) -> None:
+    place = Place(tmp_path)
+    assert place.supervise([], webhook=hook.url, launch=["nosuchprogram"]) == 1
+    (message,) = hook.heard
+    assert "the supervisor failed: supervise.launch: 'nosuchprogram' cannot" in message["text"]
+    assert [event["action"] for event in place.events("decision")] == ["stop"]
 
 
 @pytest.mark.parametrize("url", ["hooks/x", "ftp://h/x", "http://", "http://h/a b", "http://[::1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,8 @@ CASES = {
     "health check": (Evidence(1, node="n1", tail=killed(3)), "machine", ("n1",)),
     "nccl": (Evidence(1, ends=[end("error", "DistBackendError: NCCL error: ncclSystemError")]),
              "network", ()),
+    "never met": (Evidence(1, ends=[end("lost", "MASTER_ADDR: the processes did not meet at n9:1"
+                                            " within 8 s: No route to host")]), "network", ()),
     "peer gone": (Evidence(1, ends=[RESET]), "network", ()),
     "killed": (Evidence(1, ends=[LOST, RESET], tail=killed(-9)), "unknown", ()),
     "segfault": (Evidence(1, ends=[LOST], tail=killed(-11)), "unknown", ("n2",)),
@@ -183,9 +186,81 @@ def test_budgets_refill_only_after_progress() -> None:
     assert decide([of("machine")], Policy(max_restarts=0)).status == FAILED
 
 
-def test_a_hundred_failures_each_of_which_brought_the_run_further_do_not_end_it() -> None:
-    attempts = [of("machine", progressed=True)] * 100
-    assert decide(attempts, POLICY).action == RESTART
+def test_failures_each_of_which_brought_the_run_further_are_bounded_by_the_day() -> None:
+    hourly = replace(of("machine", progressed=True), seconds=3700.0, useful=3000.0)
+    assert decide([hourly] * 100, POLICY).action == RESTART  # 23 of them begin within a day
+    half = replace(hourly, seconds=1800.0, useful=1500.0)
+    assert decide([hourly] * 100 + [half] * 4, POLICY).action == STOP
+    assert decide([half] * 24, POLICY).action == RESTART
+    stopped = decide([half] * 25, POLICY)
+    assert (stopped.action, stopped.status) == (STOP, GIVE_UP)
+    assert stopped.why.startswith("24 restarts within a day (supervise.max_restarts_per_day)")
+    assert decide([half] * 25, Policy(max_restarts_per_day=100)).action == RESTART
+    assert decide([half], Policy(max_restarts_per_day=0)).status == GIVE_UP
+
+
+def test_a_run_that_spends_its_day_on_starts_is_given_up() -> None:
+    """Though each attempt leaves a newer checkpoint: one of 900 s, 100 of them in kept steps."""
+    slow = replace(of("hang", progressed=True), seconds=900.0, useful=100.0)
+    assert decide([slow] * 4, POLICY).action == RESTART  # too few to judge
+    stopped = decide([slow] * 5, POLICY)
+    assert (stopped.action, stopped.status) == (STOP, GIVE_UP)
+    assert "goodput is 11% over the last 5 attempts, 1.2 h" in stopped.why
+    assert decide([slow] * 5, Policy(min_goodput=0.1)).action == RESTART
+    assert decide([slow] * 5, Policy(min_goodput=0)).action == RESTART
+    quick = replace(slow, seconds=60.0, useful=1.0)
+    assert decide([quick] * 20, POLICY).action == RESTART  # not an hour yet
+    day = replace(slow, seconds=86_400.0, useful=80_000.0)
+    assert decide([*[slow] * 4, day, slow], POLICY).action == RESTART  # yesterday does not count
+
+
+def not_finite(step: int, *, resumed: int, earlier: int, is_first: bool = False) -> Attempt:
+    cause = Cause("numerical", "not finite", step=step, is_first=is_first)
+    return Attempt(cause, resumed=resumed, earlier=earlier)
+
+
+def test_weights_that_are_not_finite_after_a_resume_are_passed_over() -> None:
+    first = decide([not_finite(56, resumed=55, earlier=50)], POLICY)
+    assert (first.action, first.resume_before) == (RESTART, 55)
+    assert "first step after ba0000055, so it resumes from ba0000050" in first.why
+    damaged = not_finite(0, resumed=55, earlier=50, is_first=True)
+    assert decide([damaged], POLICY).resume_before == 55
+    later = not_finite(58, resumed=55, earlier=50)
+    assert decide([later], POLICY).resume_before is None  # once more from the same
+    assert decide([later, later], POLICY).status == GIVE_UP
+    again = [not_finite(56, resumed=0, earlier=-1), damaged]
+    assert decide(again, POLICY).resume_before == 55  # does not count as the same again
+    assert decide([*again, not_finite(56, resumed=50, earlier=45)], POLICY).status == GIVE_UP
+    none_before = not_finite(6, resumed=5, earlier=-1)
+    assert decide([none_before], POLICY).resume_before is None
+    assert decide([none_before] * 2, POLICY).status == GIVE_UP
+
+
+def test_what_was_said_last_is_quoted_where_no_cause_is_known() -> None:
+    said = ["step 3", "Fatal: the license has expired", "", *killed(-6)]
+    why = find_cause(Evidence(1, tail=said)).why
+    assert why == (
+        "rank 1 was ended by SIGABRT; the last line on standard error: Fatal: the license has"
+        " expired"
+    )
+    long = find_cause(Evidence(1, tail=["x" * 5000])).why
+    assert long.endswith("standard error: " + "x" * 300)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "socket.gaierror: [Errno -2] Name or service not known",
+        "requests: Failed to resolve 'hub' ([Errno -3] Temporary failure in name resolution)",
+        "OSError: [Errno 8] nodename nor servname provided, or not known",
+        "curl: (6) Could not resolve host: hub.example",
+    ],
+)
+def test_a_name_that_is_not_known_is_the_networks(line: str) -> None:
+    assert find_cause(Evidence(1, ends=[end("error", line)])).kind == "network"
+    assert find_cause(Evidence(1, tail=[line])).kind == "network"
+    mistake = end("mistake", f"data.remote: https://hub/x: {line}", status=2)
+    assert find_cause(Evidence(1, ends=[mistake])).kind == "network"
 
 
 def test_pauses_grow_without_progress_up_to_five_minutes() -> None:

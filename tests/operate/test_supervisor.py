@@ -37,6 +37,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from llmfoundry.ends import record_end
 from llmfoundry.heartbeat import beat, begin_beats, end_beats
+from llmfoundry.resume_limits import resume_limits
 
 run = Path("run")
 plan = json.loads(Path("plan.json").read_text())
@@ -46,19 +47,33 @@ fault = plan[started] if started < len(plan) else ""
 beats = Path(os.environ["LLMFOUNDRY_BEATS"]) / "here"
 beats.mkdir()
 begin_beats(beats, 0)
+limits = resume_limits()
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 store = Path("store") if Path("store").exists() else run
-done = max((int(p.parent.name[2:]) for p in store.glob("checkpoints/ba*/COMMIT")), default=0)
+saved = [int(p.parent.name[2:]) for p in store.glob("checkpoints/ba*/COMMIT")]
+done = max((batch for batch in saved if batch < (limits.before or 99)), default=0)
+
+saved_last = done or -1
 
 def save(step):
+    global saved_last
+    saved_last = step
     folder = store / f"checkpoints/ba{step:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "COMMIT").touch()
 
 for step in range(done + 1, 11):
-    beat("data", step)
+    beat("data", step, saved=saved_last)
     beat("step", step)
+    if step == 5 and fault == "vanishes":
+        (run / "checkpoints").rename(run / "renamed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == done + 1 == 7 and fault == "bad checkpoint":
+        record_end(2, "mistake", ["optimizer.lr: the loss was not finite in step 7"])
+        sys.exit(2)
+    if step == 7 and fault == "killed in step 7":
+        os.kill(os.getpid(), signal.SIGKILL)
     if step == 5 and fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if step == done + 1 and fault == "killed at once":
@@ -107,6 +122,7 @@ import json, os, sys
 from pathlib import Path
 from llmfoundry.ends import own_node
 from llmfoundry.operate.supervise import kubernetes
+from llmfoundry.operate.supervise.checkpoints import look_in_folder
 from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.recipe.operate.supervise import SuperviseConfig
 config = SuperviseConfig(**{"wait_seconds": 0.1} | json.loads(sys.argv[1]))
@@ -115,8 +131,9 @@ kubernetes.ACCOUNT = Path(sys.argv[2])
 run = Path("run")
 attempts = earlier_attempts(run)
 facts = {"kernel_log": "kernel.log", "attempts": attempts}
-sees = not Path("store").exists()
-supervisor = Supervisor(config, run, ["run.py"], check, sees_checkpoints=sees, **facts)
+if Path("store").exists():
+    facts |= {"sees_checkpoints": False, "look": lambda: look_in_folder(Path("store"))}
+supervisor = Supervisor(config, run, ["run.py"], check, **facts)
 sys.exit(supervisor.run())
 """
 
@@ -137,15 +154,20 @@ class Place:
         *,
         env: Mapping[str, str] | None = None,
         account: Path | None = None,
+        stdout: int | None = None,
+        stderr: int = subprocess.PIPE,
+        no_stderr: bool = False,
         **config: Any,
     ) -> subprocess.Popen[str]:
         """`account`: a folder in place of a Kubernetes pod's."""
         (self.folder / "plan.json").write_text(json.dumps(plan))
+        command = [sys.executable, "-c", SUPERVISE, json.dumps(config), str(account or "none")]
         return subprocess.Popen(
-            [sys.executable, "-c", SUPERVISE, json.dumps(config), str(account or "none")],
+            ["sh", "-c", 'exec "$@" 2>&-', "sh", *command] if no_stderr else command,
             cwd=self.folder,
             env={**ENV, "PYTHONPATH": str(ROOT), **(env or {})},
-            stderr=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
             text=True,
         )
 
@@ -184,11 +206,67 @@ def test_three_attempts_without_a_newer_checkpoint_are_enough(place: Place) -> N
     assert "3 attempts in a row left no newer checkpoint" in place.said
 
 
-def test_progress_in_a_store_shows_in_where_the_next_attempt_begins(place: Place) -> None:
+def test_progress_in_a_store_is_seen_there(place: Place) -> None:
     (place.folder / "store").mkdir()
-    assert place.supervise(["killed", "killed at once", "killed at once"]) == 0
+    assert place.supervise(["killed", "killed at once"]) == 0
     progress = [event["progressed"] for event in place.events("decision")]
-    assert progress == [False, True, False, False]  # only the second began later than those before
+    assert progress == [True, False, True]
+
+
+def test_checkpoints_that_have_vanished_are_waited_for_and_nothing_begins_at_step_1(
+    place: Place,
+) -> None:
+    """Renamed while the run was under way: only what it said tells that there were any."""
+    assert place.supervise(["vanishes"], vanished_seconds=0.3) == 93
+    told = (
+        "checkpoint ba0000003 in run has vanished since the last attempt ended, and run/checkpoints"
+        " is not there: renamed, deleted or not mounted? nothing was started; bring it back and run"
+        " the same command; to begin at step 1, delete the rest of run or write another run_name"
+    )
+    assert told in place.said and len(place.events("start")) == 1
+    assert place.events("checkpoints")[0]["action"] == "wait"
+    assert place.supervise([], vanished_seconds=0.1) == 93  # another supervisor knows it, too
+    process = place.start([], vanished_seconds=60)
+    deadline = time.monotonic() + 60
+    while len(place.events("checkpoints")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (place.run / "renamed").rename(place.run / "checkpoints")  # it is mounted late
+    process.communicate(timeout=100)
+    assert process.returncode == 0
+    last = place.events("start")[-1]
+    assert last["attempt"] == 1 and len(place.events("start")) == 2
+    assert sorted(p.name for p in place.run.glob("checkpoints/ba*"))[0] == "ba0000003"
+
+
+def test_a_folder_that_is_gone_is_not_made_anew(place: Place) -> None:
+    process = place.start(["killed at once"] * 2, wait_seconds=1.0, vanished_seconds=0.1)
+    deadline = time.monotonic() + 60
+    while not place.events("decision") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (place.run / "checkpoints/ba0000003").mkdir(parents=True)
+    process.kill()
+    process.communicate()
+    (place.run / "checkpoints/ba0000003/COMMIT").touch()
+    process = place.start(["", "killed"], wait_seconds=1.0, vanished_seconds=0.1)
+    while len(place.events("decision")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    place.run.rename(place.folder / "elsewhere")
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 93 and "run is not there" in said
+    assert not place.run.exists()
+
+
+def test_a_checkpoint_after_which_nothing_is_finite_is_passed_over(place: Place) -> None:
+    """Also by an attempt after that which fails of something else before it is saved anew."""
+    plan = ["killed in step 7", "bad checkpoint", "killed"]
+    assert place.supervise(plan) == 0
+    assert [cause for cause, _ in place.decisions()] == ["unknown", "numerical", "unknown", "done"]
+    assert (
+        "that was the first step after ba0000006, so it resumes from ba0000003, the checkpoint"
+        " before it; restart"
+    ) in place.said
+    steps = [event["step"] for event in place.events("returned")]
+    assert steps == [4, 4]
 
 
 def test_a_request_between_two_attempts_is_heard(place: Place) -> None:

@@ -225,7 +225,7 @@ def test_a_file_alone_opens_no_port() -> None:
         assert (config.prometheus_port, config.prometheus_host) == (None, None)
     config = LoggerConfig(prometheus=True, prometheus_textfile="x.prom", prometheus_port=1)
     config.fill()
-    assert (config.prometheus_port, config.prometheus_host) == (1, "0.0.0.0")
+    assert (config.prometheus_port, config.prometheus_host) == (1, "127.0.0.1")
 
 
 @needs_promtool

@@ -27,6 +27,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.heartbeat import BEATS, PHASES, read_beats
 from llmfoundry.operate.supervise import slurm
 from llmfoundry.processes import keep_children
+from llmfoundry.resume_limits import ResumeLimits
 
 SUPERVISED = "LLMFOUNDRY_SUPERVISED"
 """In the environment of what a supervisor has started."""
@@ -53,6 +54,7 @@ class AttemptTimes:
         ended: the command had ended.
         first_step: the number (from 1) of its first step.
         last_step: of the last that was begun.
+        saved: the batch of the newest checkpoint, as its processes said last; -1: they did not.
     """
 
     started: float
@@ -63,12 +65,35 @@ class AttemptTimes:
     ended: float = 0.0
     first_step: int | None = None
     last_step: int = 0
+    saved: int = -1
+
+    @property
+    def resumed(self) -> int | None:
+        """The batch of the checkpoint from which it resumed; 0: of none; None: not known."""
+        return None if self.first_step is None else self.first_step - 1
+
+    def useful(self, newest: int) -> float:
+        """Seconds in steps that the checkpoint of batch `newest` has kept."""
+        if self.loaded is None or self.first_step is None:
+            return 0.0
+        done = self.last_step - self.first_step + 1
+        kept = min(done, newest - self.first_step + 1)
+        stepping = (self.last_beat or self.ended) - self.loaded
+        return max(0.0, stepping * kept / done)
 
 
 class RunningAttempt:
     """A command under way, and its processes on this machine."""
 
-    def __init__(self, command: Sequence[str], *, beats: Path, ends: Path, is_local: bool) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        beats: Path,
+        ends: Path,
+        is_local: bool,
+        limits: ResumeLimits | None = None,
+    ) -> None:
         """Start it.
 
         Args:
@@ -76,6 +101,7 @@ class RunningAttempt:
             beats: a folder of this machine, in memory.
             ends: a folder that all machines see.
             is_local: whether all of its processes are on this machine, and end with this one.
+            limits: from which checkpoint it may resume; None: from any.
 
         Raises:
             UserError: the command cannot be started, or a folder not be made.
@@ -88,12 +114,13 @@ class RunningAttempt:
                 raise UserError(f"save_folder: {why}; make room for it") from error
         base = dict(os.environ) if is_local else slurm.step_environment()
         env = {**base, BEATS: str(beats), ENDS: str(ends), SUPERVISED: "1"}
+        env |= (limits or ResumeLimits()).environment()
         if is_local:
             keep_children(env)
         self.times = AttemptTimes(time.monotonic())
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self._beats, self._ranks = beats, dict[int, psutil.Process]()
-        self._ends, self._is_local = ends, is_local
+        self.ends, self._is_local = ends, is_local
         self._looked, self._failed = 0.0, 0.0  # moments; 0: not yet
         options = {word.partition("=")[0].replace("_", "-") for word in command}
         self._begins_again = "--max-restarts" in options  # torchrun by itself
@@ -140,7 +167,7 @@ class RunningAttempt:
         """End a launcher that does not, though a process has failed and none is left here."""
         now = time.monotonic()
         if not self._failed:
-            statuses = {end["status"] for end in read_ends(self._ends)}
+            statuses = {end["status"] for end in read_ends(self.ends)}
             self._failed = now if statuses - {DONE, SAVED} else 0.0
             return
         patience = _LEFT if self._ranks else _UNSEEN
@@ -183,6 +210,7 @@ class RunningAttempt:
         if begun and times.first_step is None:
             times.loaded, times.first_step = now, min(begun)
         times.last_step = max([times.last_step, *begun])
+        times.saved = max(int(beat.get("saved", -1)) for beat in beats)
         if times.first_step is not None and times.stepped is None:
             done = (times.first_step, PHASES.index("update"))
             times.stepped = now if min(steps) > done else None
@@ -193,13 +221,19 @@ class RunningAttempt:
         line = b""
         with self._process.stderr as stream:
             while chunk := stream.read1(_CHUNK):
-                with suppress(OSError, ValueError):  # the terminal is gone; the run goes on
-                    sys.stderr.buffer.write(chunk)
-                    sys.stderr.flush()
+                _pass_on(chunk)
                 *whole, line = (line + chunk).split(b"\n")
                 self.tail.extend(_decoded(line) for line in whole)
                 line = line[-_LONGEST:]
         self.tail.extend([_decoded(line)] if line else [])
+
+
+def _pass_on(said: bytes) -> None:
+    """Write to standard error, if there is one; a terminal that is gone ends no run."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            sys.stderr.buffer.write(said)
+            sys.stderr.flush()
 
 
 def _decoded(line: bytes) -> str:

@@ -44,6 +44,7 @@ class Evidence:
         tail: the last lines of standard error.
         places: which machine each process was on.
         lost: machines that the scheduler holds for lost, and what it says.
+        went_back: whether the run has removed checkpoints, as it went back before a spike.
     """
 
     status: int
@@ -59,6 +60,7 @@ class Evidence:
     """Whether a run that is complete says so in `ends`."""
     places: Mapping[int, str] = field(default_factory=dict)
     lost: Mapping[str, str] = field(default_factory=dict)
+    went_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,16 @@ class Cause:
         why: for people, a line.
         nodes: machines that are suspected.
         is_saved: of a preemption: whether the run was saved at its end.
+        step: of what was not finite: the step (from 1); 0: it is not known.
+        is_first: of what was not finite: whether the weights that the attempt began with are.
     """
 
     kind: str
     why: str
     nodes: tuple[str, ...] = ()
     is_saved: bool = False
+    step: int = 0
+    is_first: bool = False
 
 
 _MACHINE = re.compile(
@@ -87,15 +93,23 @@ _MACHINE = re.compile(
 _NETWORK = re.compile(
     r"NCCL (?:error|WARN)|nccl(?:System|Remote|Internal)Error|ibv_\w+|RendezvousTimeoutError"
     r"|RendezvousConnectionError|connection (?:reset|refused|closed|aborted|timed out)"
-    r"|connect(?:ion)? time|no route to host|temporary failure in name|throttl|slow ?down"
-    r"|service unavailable|read timed? ?out",
+    r"|connect(?:ion)? time|no route to host|network is unreachable|throttl|slow ?down"
+    r"|service unavailable|read timed? ?out|did not meet at"
+    r"|gaierror|getaddrinfo|name or service not known|temporary failure in name resolution"
+    r"|nodename nor servname|no address associated with hostname|could not resolve host"
+    r"|name resolution (?:failed|error)|NameResolutionError",
     re.IGNORECASE,
 )
 _LOST_RANKS = re.compile(
     r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:ended before the others|did not come within)"
 )
 """As `parallel.lost_ranks` says it."""
-_NUMERICAL = re.compile(r"not finite")
+_NUMERICAL = re.compile(r"not finite(?: in step (\d+))?")
+_BEGAN_WITH = "weights that the run began with"
+_NEVER_MET = "MASTER_ADDR: "
+"""As `train.step` and `parallel.rendezvous` say it."""
+_REPORT = re.compile(r"torch[./]distributed[./]elastic|^Failures:|^=+$|^-+$")
+"""Where torchrun begins to say that something has failed."""
 _EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
 _HOST, _RANK = re.compile(r"^\s*host\s*:\s*(\S+)"), re.compile(r"^\s*rank\s*:\s*(\d+)")
 
@@ -127,7 +141,7 @@ def find_cause(evidence: Evidence) -> Cause:
         or _lost(evidence)
         or _hung(evidence)
         or _seen(evidence)
-        or Cause("unknown", _number(evidence), _first_host(evidence))
+        or Cause("unknown", _number(evidence) + _last_line(evidence), _first_host(evidence))
     )
 
 
@@ -144,8 +158,12 @@ def _told(evidence: Evidence) -> Cause | None:
     """What a process that knows says."""
     for end in evidence.ends:
         text = "\n".join(end["lines"])
-        if end["kind"] in ("mistake", "full", "error") and _NUMERICAL.search(text):
-            return Cause("numerical", _said(end))
+        found = _NUMERICAL.search(text)
+        if end["kind"] in ("mistake", "full", "error") and found:
+            step = int(found[1] or 0)
+            return Cause("numerical", _said(end), step=step, is_first=_BEGAN_WITH in text)
+        if text.startswith(_NEVER_MET):
+            return Cause("network", _said(end))
         if end["kind"] in ("mistake", "full"):
             kind = "network" if _NETWORK.search(text) else "user"
             return Cause(kind, _said(end))
@@ -243,6 +261,13 @@ def _number(evidence: Evidence) -> str:
         name = f"signal {-code}"
     memory = next((why for _, why, _ in evidence.kernel if "no memory left" in why), "")
     return f"{who} was ended by {name}" + (f" ({memory})" if memory else "")
+
+
+def _last_line(evidence: Evidence) -> str:
+    """What was said last on standard error, before torchrun's report of it."""
+    ends = (n for n, line in enumerate(evidence.tail) if _REPORT.search(line))
+    said = [line.strip() for line in evidence.tail[: next(ends, None)] if line.strip()]
+    return f"; the last line on standard error: {said[-1][:300]}" if said else ""
 
 
 def _first_host(evidence: Evidence) -> tuple[str, ...]:

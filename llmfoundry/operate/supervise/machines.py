@@ -17,6 +17,7 @@ from llmfoundry.files import read_json
 from llmfoundry.operate.check.probes import kernel_log
 from llmfoundry.operate.check.xids import events
 from llmfoundry.operate.supervise import kubernetes, slurm
+from llmfoundry.operate.supervise.record import say
 from llmfoundry.recipe.operate.supervise import EXCLUDE, NODES
 
 _PATIENCE = 1800.0  # seconds, of a check
@@ -46,10 +47,16 @@ def check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
     """
     try:
         done = subprocess.run(
-            list(command), timeout=_PATIENCE, stdout=sys.stderr, env=slurm.step_environment()
+            list(command),
+            timeout=_PATIENCE,
+            stdout=subprocess.PIPE,  # a log that cannot be written must not end the check
+            env=slurm.step_environment(),
+            text=True,
+            errors="replace",
         )
     except (OSError, subprocess.SubprocessError) as error:
         return (), f"the check itself failed: {error}"
+    say(done.stdout.rstrip())
     if done.returncode == 0:
         return (), "nothing is bad"
     if done.returncode != BAD_MACHINE:

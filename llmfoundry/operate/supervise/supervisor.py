@@ -1,13 +1,15 @@
 """Start a run, look on, and decide what to do when it ends; every decision is an event.
 
 `commands/supervise.py` calls `Supervisor.run`, whose result is the exit status. What is known of an
-attempt is gathered by `attempt` and `machines`, its cause found by `causes`, and what to do about
-it by `decide`: the last two are pure functions. The idea: a run is exact, so to start it again is
-always right, and the question is only whether it is of use.
+attempt is gathered by `attempt` and `machines`, its cause found by `causes`, what to do about it by
+`decide`, and whether its checkpoints are still there judged by `checkpoints`: pure functions. The
+idea: a run is exact, so to start it again is always right, and the question is only whether it is
+of use.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -17,27 +19,48 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmfoundry.ends import DONE, SAVED, STOPS, on_stops, own_node, read_ends, read_places
-from llmfoundry.events import add_event, names_in, read_events
+from llmfoundry.ends import DONE, FAILED, SAVED, STOPS, on_stops, own_node, read_ends, read_places
+from llmfoundry.errors import UserError
+from llmfoundry.events import names_in, read_events
 from llmfoundry.heartbeat import memory
 from llmfoundry.masking import public_override
 from llmfoundry.operate.check.probes import kernel_log
 from llmfoundry.operate.supervise import machines, slurm, stand_by
 from llmfoundry.operate.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.operate.supervise.causes import KINDS, Cause, Evidence, find_cause
-from llmfoundry.operate.supervise.decide import RESTART, WITHOUT, Attempt, Decision, Policy, decide
-from llmfoundry.operate.supervise.notify import notify
+from llmfoundry.operate.supervise.checkpoints import (
+    START,
+    Look,
+    expected_newest,
+    judge_look,
+    look_in_folder,
+)
+from llmfoundry.operate.supervise.checkpoints import STOP as STOP_LOOKING
+from llmfoundry.operate.supervise.decide import (
+    RESTART,
+    STOP,
+    WITHOUT,
+    Attempt,
+    Decision,
+    Policy,
+    decide,
+)
+from llmfoundry.operate.supervise.exporter import Exporter, ExportTo
+from llmfoundry.operate.supervise.record import Record, say
+from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.operate.supervise import EXCLUDE, SuperviseConfig
+from llmfoundry.resume_limits import ResumeLimits
 
 FOLDER = "supervise"
 """Below a run's folder: what processes said at their ends, by attempt, and the check's report."""
+_LOOK_SECONDS = 120.0  # for a store's answer
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _WATCHED = ("slow_rank", "mfu_drop", "data_wait", "stall")
 """Events of callbacks.watch at which a run may save and stop by itself."""
 
@@ -57,6 +80,12 @@ class Supervisor:
     """health_check.kernel_log."""
     sees_checkpoints: bool = True
     """Whether they are committed in the run's folder, and not in a store."""
+    look: Callable[[], Look] | None = None
+    """Looks for the checkpoints of a run at a URL; None: those of its folder."""
+    place: str = ""
+    """The run's URL, without secrets; empty: it has none."""
+    export: ExportTo | None = None
+    """Where Prometheus gets its state; None: nowhere."""
     last_words: Sequence[Callable[[str], str]] = ()
     """Tell those who keep the run's record of the last decision; each is given the run's status and
     returns why it failed."""
@@ -70,9 +99,12 @@ class Supervisor:
         self._kept = set[str]()  # bad ones that the scheduler may still use
         self._without: tuple[str, ...] = ()  # of the attempt under way
         self._is_slurm = bool(self.config.launch) and slurm.in_job()
-        self._newest, self._first = self._checkpoint(), 0
+        self._record = Record(self.config, self.folder)
+        self._tell = self._record.tell
+        self._exporter = Exporter(self.folder.name, self.export)
+        self._newest = self._recorded()
+        self._avoided: int | None = None  # resume from a checkpoint before this batch
         self._asked: list[int] = []
-        self._notifier: threading.Thread | None = None
         self._running: RunningAttempt | None = None
         self._stand_by: subprocess.Popen[bytes] | None = None
         self._before: tuple[AttemptTimes, float] | None = None
@@ -83,30 +115,93 @@ class Supervisor:
         beats = Path(tempfile.mkdtemp(prefix="llmfoundry-supervise-", dir=memory()))
         before = on_stops(self._hear)
         try:
-            while True:
-                decision = self._attempt(beats / str(len(self.attempts)))
-                if decision.action not in (RESTART, WITHOUT):
-                    self._tell_last(decision)
-                    return self._leave(decision.status)
-                self._pause(decision.wait)
-                if self._asked:
-                    why = "stopped between two attempts"
-                    event = self._tell("decision", why, "stop", exit_status=SAVED)
-                    self._notify(f"{self.folder.name} on {self.node}: {why}", event or {})
-                    return self._leave(SAVED)
+            decision = self._until_last(beats)
+            self._tell_last(decision)
+            status = self._leave(decision.status)
+            self._exporter.end(status, lambda: bool(self._asked))
+            return status
+        except Exception as error:
+            self._end_with("the supervisor failed", _said(error), status=FAILED)
+            raise
         finally:
-            self._notified()
+            self._record.notified()
             self._end_stand_by()
             for number, handler in before.items():  # who was asked answers, if asked again too
                 signal.signal(number, signal.SIG_IGN if self._asked else handler)
             shutil.rmtree(beats, ignore_errors=True)
+
+    def _until_last(self, beats: Path) -> Decision:
+        """Attempt after attempt; the decision that ends it."""
+        while True:
+            stopped = self._await_checkpoints()
+            if stopped is not None:
+                return stopped
+            decision = self._attempt(beats / str(len(self.attempts)))
+            if decision.action not in (RESTART, WITHOUT):
+                return decision
+            self._exporter.update(state="waiting", restarts=len(self.attempts))
+            self._pause(decision.wait)
+            if self._asked:
+                return self._end_with("stopped between two attempts", "", status=SAVED)
+
+    def _end_with(self, what: str, why: str, *, status: int) -> Decision:
+        """Tell of an end that no attempt has led to."""
+        line = f"{what}: {why}" if why else what
+        event = self._tell("decision", line, STOP, exit_status=status)
+        self._record.notify(f"{self.folder.name} on {self.node}: {line}", event or {})
+        return Decision(STOP, line, status)
+
+    def _await_checkpoints(self) -> Decision | None:
+        """Wait for the checkpoints that are to be there; the decision where they do not come."""
+        began, looks, told = time.monotonic(), 0, ""
+        while not self._asked:
+            look = self._look()
+            if not self.attempts and look.batches:
+                self._newest = look.newest  # whoever started it may have removed newer ones
+            looks += 1
+            verdict = judge_look(
+                self._newest,
+                look,
+                place=self.place or show(self.folder),
+                waited=time.monotonic() - began,
+                looks=looks,
+                vanished_seconds=self.config.vanished_seconds,
+                store_seconds=self.config.store_seconds,
+            )
+            if verdict.action == START:
+                return None
+            if verdict.action == STOP_LOOKING:
+                return self._end_with("not started", verdict.why, status=verdict.status)
+            if verdict.why != told:
+                self._tell("checkpoints", verdict.why, "wait")
+            told = verdict.why
+            self._exporter.update(state="waiting")
+            self._pause(verdict.wait)
+        return self._end_with("stopped before its checkpoints were there", "", status=SAVED)
+
+    def _look(self) -> Look:
+        """What is seen of the checkpoints; who is asked to stop does not wait for a store."""
+        look = self.look or (lambda: look_in_folder(self.folder))
+        found: list[Look] = []
+        looking = threading.Thread(target=lambda: found.append(look()), daemon=True)
+        looking.start()
+        looking.join(1.0)
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while looking.is_alive() and time.monotonic() < deadline and not self._asked:
+            looking.join(0.1)
+        return found[0] if found else Look(problem="no answer", may_pass=True)
+
+    def _recorded(self) -> int:
+        """The newest checkpoint that the run's events have; -1: none."""
+        found = (e.get("checkpoint") for e in read_events(self.folder) if e["kind"] == "decision")
+        return next(iter([batch for batch in found if isinstance(batch, int)][-1:]), -1)
 
     def _leave(self, status: int) -> int:
         """The exit status, after this job has been put back into the queue where it is to be.
 
         Schedulers send TERM or USR1; INT is a person's, who does not want it back.
         """
-        self._notified()  # Slurm kills what is not done soon
+        self._record.notified()  # Slurm kills what is not done soon
         is_person = self._asked[:1] == [signal.SIGINT]
         if status == SAVED and self.config.requeue and slurm.in_job() and not is_person:
             for number in STOPS:
@@ -152,32 +247,53 @@ class Supervisor:
 
     def _attempt(self, beats: Path) -> Decision:
         number = len(self.attempts) + 1
-        ends = new_folder(self.folder.absolute() / FOLDER, f"attempt-{number}")
         launch = self._launch_words()
         command = [*launch, *self.script] if launch else [sys.executable, *self.script]
         words = [public_override(word) for word in command]
+        self._exporter.update(state="starting", attempts=number, checkpoint=self._newest)
+        known = len(list(read_events(self.folder)))
         start = self._tell("start", f"attempt {number}", "start", attempt=number, command=words)
         logged = kernel_log.size(self.kernel_log)
-        running = RunningAttempt(command, beats=beats, ends=ends, is_local=not launch)
+        running = RunningAttempt(
+            command,
+            beats=beats,
+            ends=_ends_folder(self.folder.absolute() / FOLDER, number, beats),
+            is_local=not launch,
+            limits=ResumeLimits(self._newest, self._avoided),
+        )
+        status = self._watch(running)
+        evidence = self._evidence(running, status, logged, self._events_behind(start, known))
+        self._before = (running.times, last_moved(running.times, evidence.hang, self.node))
+        return self._decide(number, find_cause(evidence), running.times, evidence)
+
+    def _watch(self, running: RunningAttempt) -> int:
+        """Look on until an attempt has ended; its status."""
         self._running, has_returned = running, False
         if self._asked:  # while it was being started
             running.ask(self._asked[0])
         looks = True
         while looks:
             looks = running.look()
+            if running.times.saved > self._newest:
+                self._exporter.update(checkpoint=running.times.saved)
             if not has_returned and running.times.stepped is not None:
                 has_returned = True
+                self._exporter.update(state="training")
                 self._returned(running.times)
         status = running.end()
         self._running = None
-        places = read_places(ends)
-        has_begun = bool(places) or running.times.joined is not None
-        told = self._events_behind(start)
-        evidence = Evidence(
+        self._exporter.update(state="checking", last_status=status)
+        return status
+
+    def _evidence(
+        self, running: RunningAttempt, status: int, logged: int, told: list[dict[str, Any]]
+    ) -> Evidence:
+        """What an attempt has left behind; `told`: its events."""
+        return Evidence(
             status=status,
             node=self.node,
             asked=signal.Signals(self._asked[0]).name if self._asked else "",
-            ends=read_ends(ends),
+            ends=read_ends(running.ends),
             hang=_first(told, "end", "hang"),
             watch=_first(told, "stop", *_WATCHED),
             kernel=machines.kernel_events(
@@ -189,33 +305,29 @@ class Supervisor:
             gpu=_first((event for event in told if event.get("is_bad")), "log", "gpu"),
             tail=list(running.tail),
             expects_word=self.sees_checkpoints,
-            places=places,
+            places=read_places(running.ends),
             lost=self._lost() if status else {},
+            went_back=any(event.get("action") == "roll_back" for event in told),
         )
-        self._before = (running.times, last_moved(running.times, evidence.hang, self.node))
-        cause = find_cause(evidence)
-        return self._decide(number, status, cause, running.times, has_begun=has_begun)
 
     def _decide(
-        self, number: int, status: int, cause: Cause, times: AttemptTimes, *, has_begun: bool
+        self, number: int, cause: Cause, times: AttemptTimes, evidence: Evidence
     ) -> Decision:
-        newest, before = self._checkpoint(), self._newest
-        self._newest = max(newest, before)
-        progressed = newest > before
-        if not self.sees_checkpoints:  # what this attempt began with was saved by those before
-            progressed = 0 < self._first < (times.first_step or 0)
-            self._first = max(self._first, times.first_step or 0)
-        bad = self._confirm(cause) if not self._asked else ()
-        without = () if has_begun else self._without
-        self.attempts.append(Attempt(cause, progressed, bad, without))
+        attempt = self._as_attempt(cause, times, evidence)
+        self.attempts.append(attempt)
+        bad, newest = attempt.bad_nodes, self._newest
         policy = Policy(
             no_progress=self.config.no_progress,
             max_restarts=self.config.max_restarts,
+            max_restarts_per_day=self.config.max_restarts_per_day,
+            min_goodput=self.config.min_goodput,
             wait_seconds=self.config.wait_seconds,
             act=self.config.act,
             can_exclude=self._can_exclude(bad),
         )
         decision = decide(self.attempts, policy)
+        self._avoided = decision.resume_before or self._avoided
+        self.attempts[-1] = replace(attempt, seconds=attempt.seconds + decision.wait)
         done = decision.action
         if bad and self.config.act:
             self.excluded |= set(bad)
@@ -231,19 +343,41 @@ class Supervisor:
             attempt=number,
             cause=cause.kind,
             why=cause.why,
-            status=status,
+            status=evidence.status,
             nodes=list(cause.nodes),
             bad_nodes=list(bad),
             checkpoint=newest,
-            progressed=progressed,
+            progressed=attempt.progressed,
             seconds=round(times.ended - times.started, 1),
-            took=round(time.monotonic() - times.started, 1),  # with the check
+            took=round(attempt.seconds, 1),  # with the check
+            useful=round(attempt.useful, 1),
             wait=decision.wait,
             exit_status=decision.status,
         )
         text = f"{self.folder.name} on {self.node}: attempt {number} ended: {decision.why}"
-        self._notify(f"{text}; {done}", event or {})
+        self._record.notify(f"{text}; {done}", event or {})
         return decision
+
+    def _as_attempt(self, cause: Cause, times: AttemptTimes, evidence: Evidence) -> Attempt:
+        """What counts of an attempt that has ended; suspected machines are checked."""
+        before, look = self._newest, self._look()
+        went_back = evidence.went_back
+        self._newest = expected_newest(before, times.saved, look, went_back=went_back)
+        if self._avoided is not None and max(times.saved, self._newest - 1) >= self._avoided:
+            self._avoided = None  # it was saved anew, or another after it
+        bad = self._confirm(cause) if not self._asked else ()
+        has_begun = bool(evidence.places) or times.joined is not None
+        resumed = max(0, self._avoided or before) if times.resumed is None else times.resumed
+        return Attempt(
+            cause,
+            progressed=self._newest > before,
+            bad_nodes=bad,
+            without=() if has_begun else self._without,
+            seconds=time.monotonic() - times.started,
+            useful=times.useful(self._newest),
+            resumed=resumed,
+            earlier=look.before(resumed),
+        )
 
     def _lost(self) -> dict[str, str]:
         """Machines that the scheduler has lost, of those that the attempt could be on."""
@@ -300,45 +434,15 @@ class Supervisor:
             lost_steps=lost,
         )
 
-    def _events_behind(self, start: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """The events of an attempt, which are behind that of its start."""
+    def _events_behind(self, start: dict[str, Any] | None, known: int) -> list[dict[str, Any]]:
+        """The events of an attempt: behind that of its start, or (unwritten) those known before."""
         events = list(read_events(self.folder))
-        return events[events.index(start) + 1 :] if start in events else []
-
-    def _checkpoint(self) -> int:
-        """The batch of the newest checkpoint that was committed; -1: there is none."""
-        found = (p.parent.name[2:] for p in self.folder.glob("checkpoints/ba*/COMMIT"))
-        return max((int(batch) for batch in found if batch.isdecimal()), default=-1)
+        return events[events.index(start) + 1 if start in events else known :]
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._asked:
             time.sleep(0.1)
-
-    def _tell(
-        self, kind: str, what: str, action: str, step: int | None = None, **more: Any
-    ) -> dict[str, Any] | None:
-        """Say it, and add it to the run's events; the line, None if it cannot be written."""
-        if kind != "start":
-            done = more.get("done") or (action if action != "none" else "")
-            print(f"supervise: {what}" + f"; {done}" * bool(done), file=sys.stderr, flush=True)
-        with suppress(OSError):  # the disk may be what failed
-            return add_event(self.folder, kind, what, step=step, action=action, **more)
-        return None
-
-    def _notify(self, text: str, event: dict[str, Any]) -> None:
-        """Tell the webhook, beside the restart: who does not answer holds nothing up."""
-        self._notified()
-        webhook, form = self.config.webhook, self.config.webhook_form
-        if webhook:
-            self._notifier = threading.Thread(target=_post, args=(webhook, form, text, event))
-            self._notifier.daemon = True
-            self._notifier.start()
-
-    def _notified(self) -> None:
-        """Wait until the last line is told, or not; `notify` has a limit of time."""
-        if self._notifier is not None:
-            self._notifier.join()
 
     def _tell_last(self, decision: Decision) -> None:
         """Tell of the last decision, unless the same command is to go on, whose start does so."""
@@ -346,13 +450,27 @@ class Supervisor:
             return
         status = "finished" if decision.status == DONE else "failed"
         for problem in filter(None, (tell(status) for tell in self.last_words)):
-            print(f"supervise: {problem}", file=sys.stderr, flush=True)
+            say(f"supervise: {problem}")
 
 
-def _post(webhook: str, form: str | None, text: str, event: dict[str, Any]) -> None:
-    problem = notify(webhook, form, text, event)
-    if problem:
-        print(problem, file=sys.stderr, flush=True)
+def _said(error: BaseException) -> str:
+    """Why it failed, in a line."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def _ends_folder(above: Path, number: int, beats: Path) -> Path:
+    """A new folder for what processes say at their ends; in memory where the disk takes none.
+
+    Processes of other machines say nothing there.
+    """
+    folder = new_folder(above, f"attempt-{number}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            return folder  # a mistake, which the attempt tells
+        return beats.with_name(f"{beats.name}-ends")
+    return folder
 
 
 def _first(events: Iterable[dict[str, Any]], action: str, *kinds: str) -> dict[str, Any] | None:
@@ -396,5 +514,11 @@ def earlier_attempts(folder: Path) -> list[Attempt]:
             if event.get("attempt") == 1:
                 found = []
             cause = Cause(event["cause"], str(event.get("why")), names_in(event, "nodes"))
-            found.append(Attempt(cause, bool(event.get("progressed"))))
+            took, useful, wait = (_seconds(event.get(k)) for k in ("took", "useful", "wait"))
+            progressed = bool(event.get("progressed"))
+            found.append(Attempt(cause, progressed, seconds=took + wait, useful=useful))
     return found
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 from urllib.parse import urlsplit
 
+from llmfoundry.masking import public
 from llmfoundry.recipe.values.bounds import Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import inert, nearest
 
@@ -32,6 +33,24 @@ class SuperviseConfig:
     max_restarts: Annotated[int, Range(0, 1000)] = 3
     """Restarts after failures of one kind since the last newer checkpoint; at most 1 where a loss
     was not finite and 2 where the cause is unknown."""
+    max_restarts_per_day: Annotated[int, Range(0, 100_000)] = 24
+    """Restarts within 24 hours, whatever the cause and though each attempt leaves a newer
+    checkpoint, after which it gives up (exit status 93). 16,384 GPUs had about 8 a day."""
+    min_goodput: Annotated[float, Range(0, below=1)] = 0.25
+    """The least share of the last 24 hours in steps that a checkpoint has kept: with less it gives
+    up (93), once five attempts and an hour can be judged; 0: whatever it is."""
+    vanished_seconds: Annotated[float, Range(0, 86_400, "a day")] = 60.0
+    """How long a checkpoint that was there after the last attempt may be missing before the next
+    start, as a file system is mounted late; then it ends with 93 and says what has vanished."""
+    store_seconds: Annotated[float, Range(0, 31_536_000, "a year")] = 3600.0
+    """How long a store of checkpoints that cannot be asked is waited for before a start, with
+    pauses up to 300 s; then it ends with 1."""
+    prometheus_port: Annotated[int | None, Range(1, 65_535)] = None
+    """Serve the supervisor's own state for Prometheus here, at the address of
+    logger.prometheus_host; unset: with logger.prometheus_port at the port after that."""
+    prometheus_textfile: str | None = None
+    """The same in a file NAME.prom for node-exporter; unset: with logger.prometheus_textfile
+    beside that, as NAME-supervisor.prom. It stays after the end, with the exit status."""
     wait_seconds: Annotated[float, Range(0, 86_400, "a day")] = 2.0
     """Pause before a restart; twice as long after each attempt without progress, 300 s at most."""
     confirm: Annotated[str, choice(LEVELS)] = "quick"
@@ -70,6 +89,11 @@ class SuperviseConfig:
                 yield f"{key}launch[{number}]: is empty; remove it"
         if self.act and self.confirm == "off":
             yield f"{key}act: has no effect with {key}confirm: off; remove it"
+        if not (self.prometheus_textfile or ".prom").endswith(".prom"):
+            yield (
+                f"{key}prometheus_textfile: '{public(str(self.prometheus_textfile))}' does not end"
+                " in .prom, and node-exporter reads no other; write NAME.prom"
+            )
         if self.webhook is None:
             yield from inert(key, self, ["webhook_form"], f"without {key}webhook")
 
