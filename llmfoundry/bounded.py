@@ -60,13 +60,18 @@ _inside = False
 
 
 class OutOfBounds(UserError):
-    """A file made the child do more than it may; `index` is the item at which it did."""
+    """A file made the child fail, or do more than it may; `index` is the item at which it did."""
 
     index = 0
 
 
 def run_bounded(
-    function: Callable[[Any], Any], items: Iterable[Any], *, file: str, imports: str = ""
+    function: Callable[[Any], Any],
+    items: Iterable[Any],
+    *,
+    file: str,
+    imports: str = "",
+    seconds: float | None = None,
 ) -> list[Any]:
     """`function` of each item, computed in the child; in the child itself, directly.
 
@@ -75,22 +80,24 @@ def run_bounded(
         items: what can be pickled.
         file: whose contents it evaluates, for messages; a recipe key may be before it.
         imports: a module that the function imports only when it runs.
+        seconds: of CPU time for an item; unset: CPU_SECONDS.
 
     Returns:
         Its results: numbers, texts, containers and dataclasses of ours.
 
     Raises:
-        OutOfBounds: an item took too much time or memory.
+        OutOfBounds: an item took too much time or memory, or failed otherwise.
         UserError, ValueError, RecursionError: as the function raised it.
     """
     if _inside:
         return [function(item) for item in items]
     modules = {imports} if imports else set[str]()
+    seconds = CPU_SECONDS if seconds is None else seconds
     called, *sent = [_pickled(value, modules) for value in (function, *items)]
     with _lock:
         child = _child_with(modules)
         try:
-            child.send(pickle.dumps((called, sent, CPU_SECONDS)))
+            child.send(called, sent, seconds)
             found = [child.receive(file, index) for index in range(len(sent))]
         except BaseException:  # Ctrl-C too: what it would answer is for no one
             _end()
@@ -123,7 +130,7 @@ def _value(outcome: tuple[str, Any], file: str, index: int) -> Any:
     if kind == "memory":
         raise _out(file, index, f"needed more than {MEMORY >> 30} GiB of memory")
     if kind == "failed":
-        raise UserError(f"{file}: fails: {value}")
+        raise _out(file, index, f"failed ({value})")
     return value
 
 
@@ -158,7 +165,7 @@ class _Child:
         self._poll.register(self._out, select.POLLIN)
         self._watched = False
         try:
-            self._watched = self._frame() == b"watch"
+            self._watched = self._frame(WALL_SECONDS) == b"watch"
         except (EOFError, TimeoutError) as error:
             raise RuntimeError(f"the bounded child did not start: {self._last_words()}") from error
 
@@ -167,19 +174,20 @@ class _Child:
         """Whether somebody ended it meanwhile."""
         return self._process.poll() is not None
 
-    def send(self, request: bytes) -> None:
+    def send(self, function: bytes, items: Sequence[bytes], seconds: float) -> None:
         """A function and its items; the end of a child is noticed by `receive`."""
+        self._seconds = [seconds + CPU_SECONDS_PER_MB * len(item) / 1e6 for item in items]
         with suppress(BrokenPipeError):
-            _write(self._in.fileno(), request)
+            _write(self._in.fileno(), pickle.dumps((function, items, self._seconds)))
 
     def receive(self, file: str, index: int) -> tuple[str, Any]:
         """What became of an item."""
         try:
-            answer = self._frame()
+            answer = self._frame(WALL_SECONDS + self._seconds[index])
         except TimeoutError as error:
             raise _out(file, index, str(error)) from None
         except EOFError:
-            raise _out(file, index, self._reason()) from None
+            raise _out(file, index, self._reason(self._seconds[index])) from None
         try:
             return _Answer(io.BytesIO(answer)).load()
         except Exception as error:  # of a child that was taken over, anything
@@ -196,8 +204,8 @@ class _Child:
         for pipe in (self._in, self._out, self._err):
             pipe.close()
 
-    def _frame(self) -> bytes:
-        limit = time.monotonic() + WALL_SECONDS
+    def _frame(self, seconds: float) -> bytes:
+        limit = time.monotonic() + seconds
         (size,) = _HEADER.unpack(self._read(_HEADER.size, limit))
         if size > _LARGEST:
             raise TimeoutError(f"made more than {_LARGEST >> 20} MiB")
@@ -208,7 +216,7 @@ class _Child:
         while len(found) < size:
             left = limit - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"took more than {WALL_SECONDS:g} s")
+                raise TimeoutError("took too long")
             self._check_memory()
             if self._poll.poll(100 if self._watched else 1000 * left):
                 part = os.read(self._out.fileno(), min(size - len(found), 1 << 20))
@@ -228,12 +236,12 @@ class _Child:
             if used > MEMORY:
                 raise TimeoutError(f"needed more than {MEMORY >> 30} GiB of memory")
 
-    def _reason(self) -> str:
+    def _reason(self, seconds: float) -> str:
         """Why it ended by itself."""
         status = self._process.wait()
         words = self._last_words()
         if status == -signal.SIGPROF:
-            return f"took more than {CPU_SECONDS:g} s of CPU time"
+            return f"took more than {seconds:.2g} s of CPU time"
         if "memory allocation of" in words or "MemoryError" in words:
             return f"needed more than {MEMORY >> 30} GiB of memory"
         if status < 0:
@@ -312,14 +320,14 @@ def serve(modules: Sequence[str]) -> None:
     _write(1, b"" if is_bounded else b"watch")
     while header := requests.read(_HEADER.size):
         size = _HEADER.unpack(header)[0]
-        function, items, seconds = pickle.loads(_exactly(requests, size))
+        function, items, limits = pickle.loads(_exactly(requests, size))
         loaded = cache(partial(pickle.loads, function))  # which may compute too
-        for item in items:
+        for item, seconds in zip(items, limits, strict=True):
             _write(1, _outcome(loaded, item, seconds))
 
 
 def _outcome(function: Callable[[], Callable[[Any], Any]], item: bytes, seconds: float) -> bytes:
-    signal.setitimer(signal.ITIMER_PROF, seconds + CPU_SECONDS_PER_MB * len(item) / 1e6)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     outcome: tuple[str, Any]
     try:
         outcome = "value", function()(pickle.loads(item))
@@ -328,7 +336,7 @@ def _outcome(function: Callable[[], Callable[[Any], Any]], item: bytes, seconds:
         error.__cause__ = error.__context__ = None
     except MemoryError:
         outcome = "memory", None
-    except Exception as error:
+    except BaseException as error:  # of libraries in Rust
         outcome = "failed", f"{type(error).__name__}: {error}"[:300]
     try:
         return pickle.dumps(outcome)

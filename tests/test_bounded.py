@@ -52,7 +52,7 @@ def test_memory_and_wall_time_have_ends(monkeypatch):
     with pytest.raises(OutOfBounds, match="needed more than 1 GiB of memory"):
         run_bounded(functions.grow, [9], file="f")
     monkeypatch.setattr(bounded, "WALL_SECONDS", 0.2)
-    with pytest.raises(OutOfBounds, match=r"took more than 0.2 s and"):
+    with pytest.raises(OutOfBounds, match="took too long"):
         run_bounded(functions.sleep, [30], file="f")
 
 

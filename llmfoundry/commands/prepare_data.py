@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,12 +48,12 @@ def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
         around = (*tokenizer.bos_ids, *tokenizer.eos_ids)
         eos: tuple[int, ...] = () if tokenizer.eos_id in around else (tokenizer.eos_id,)
     else:
-        eos = _ids(tokenizer, config.eos_text)
+        eos = tuple(tokenizer.encode_chat(config.eos_text))
     return replace(
         output,
         dtype=f"ndarray:{config.dtype}",
         row=config.concat_tokens,
-        bos=(*_ids(tokenizer, config.bos_text), *tokenizer.bos_ids),
+        bos=(*tokenizer.encode_chat(config.bos_text), *tokenizer.bos_ids),
         eos=(*tokenizer.eos_ids, *eos),
         no_wrap=bool(config.no_wrap),
     )
@@ -103,13 +102,3 @@ def _corpora(data: DataConfig) -> dict[str, DataConfig]:
         for name, stream in data.streams.items()
         if stream.name in CORPORA
     }
-
-
-def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """The ids of a text in which special tokens count as such, as they do not within documents."""
-    from tokenizers import Tokenizer as Backend
-
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        backend = Backend.from_file(str(Path(folder) / "tokenizer.json"))
-    return tuple(backend.encode(text, add_special_tokens=False).ids)

@@ -13,6 +13,7 @@ from typing import Any
 from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.split import make_split, training_sample
+from llmfoundry.data.text.bounded_backend import with_bounds
 from llmfoundry.data.text.bpe import (
     END_OF_TEXT,
     WORDS,
@@ -20,7 +21,7 @@ from llmfoundry.data.text.bpe import (
     tiktoken_backend,
     train_backend,
 )
-from llmfoundry.data.text.tokenizer import Tokenizer, no_end_of_text
+from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer, no_end_of_text
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
@@ -94,6 +95,7 @@ def _huggingface(config: TokenizerConfig, data: DataConfig, progress: bool) -> T
     folder = Path(config.path or "").expanduser()
     if (folder / "tokenizer.json").is_file():
         return Tokenizer.load(folder)
+    check_tokenizer(str(folder))
     import transformers  # seconds; only for hub ids and folders of older formats
 
     try:
@@ -111,7 +113,8 @@ def _huggingface(config: TokenizerConfig, data: DataConfig, progress: bool) -> T
         raise UserError(no_end_of_text(f"tokenizer.path: {config.path}"))
     names = ("bos_token", "unk_token", "pad_token", "chat_template")
     kept = {name: getattr(loaded, name, None) for name in names}
-    return Tokenizer(loaded.backend_tokenizer, loaded.eos_token, kept)
+    backend = with_bounds(loaded.backend_tokenizer, f"tokenizer.path: {config.path}")
+    return Tokenizer(backend, loaded.eos_token, kept)
 
 
 def _tiktoken(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:

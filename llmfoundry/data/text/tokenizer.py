@@ -11,10 +11,13 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
+from llmfoundry.data.text.bounded_backend import BoundedBackend, open_backend
 from llmfoundry.data.text.chat_template import (
     NAMED,
     ChatTemplate,
@@ -24,9 +27,6 @@ from llmfoundry.data.text.chat_template import (
 )
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
 
 
 class Tokenizer:
@@ -52,7 +52,9 @@ class Tokenizer:
     template_file = "tokenizer.chat_template"
     trusts_template: bool | None = None
 
-    def __init__(self, backend: Backend, eos: str, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, backend: Backend | BoundedBackend, eos: str, config: dict[str, Any] | None = None
+    ) -> None:
         """Take over a backend.
 
         Args:
@@ -79,7 +81,9 @@ class Tokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled backend forgets settings that its file does not hold, special tokens' for one.
         kept = (self.eos, self._config, self.split_special_tokens, *self._template_origin)
-        return _unpickled, (self._backend.to_str(), *kept)
+        backend = self._backend
+        bounded = isinstance(backend, BoundedBackend)
+        return _unpickled, (backend if bounded else backend.to_str(), *kept)
 
     @property
     def split_special_tokens(self) -> bool:
@@ -202,8 +206,6 @@ class Tokenizer:
         file, trusted = f"tokenizer.chat_template: {choice}", is_trusted or None
         ChatTemplate(text, self._special_tokens(), file=file, is_trusted=trusted)  # or an error
         if missing:
-            from tokenizers import AddedToken
-
             tokens = [AddedToken(token, special=True, normalized=False) for token in missing]
             self._backend.add_special_tokens(tokens)
             self.vocab_size = _vocab_size(self._backend)
@@ -268,9 +270,9 @@ class Tokenizer:
         """A backend that reads special tokens; a copy, as others may encode at the same time."""
         if not self.split_special_tokens:
             return self._backend
-        from tokenizers import Tokenizer as Backend
-
-        backend = Backend.from_str(self._backend.to_str())
+        own = self._backend
+        bounded = isinstance(own, BoundedBackend)
+        backend = own.copy() if bounded else Backend.from_str(own.to_str())
         backend.encode_special_tokens = False
         return backend
 
@@ -327,32 +329,42 @@ class Tokenizer:
         Raises:
             UserError: a file is missing or broken, or no end-of-text token is named.
         """
-        from tokenizers import Tokenizer as Backend
-
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"{folder}: holds no tokenizer.json; name a folder that does")
-        try:
-            backend = Backend.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{file}: is not a tokenizer: {error}") from error
+        backend = open_backend(read_text(file), str(file))
         config = {name: v for name, v in _read_config(folder).items() if name not in _NOT_KEPT}
         tokenizer = cls(backend, _eos_in(folder, backend), config)
         tokenizer.template_file = _template_file(folder)
         return tokenizer
 
 
+def check_tokenizer(name: str) -> None:
+    """See that transformers can load a tokenizer.json, by a folder or a hub id, without harm.
+
+    Raises:
+        UserError: it is no tokenizer, or takes more than a tokenizer may.
+    """
+    from transformers.utils import cached_file  # seconds; the caller needs it as well
+
+    try:
+        file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    except Exception:  # a folder or a hub that cannot be read: the caller says so
+        return
+    if file is not None:
+        open_backend(read_text(Path(file)), file)
+
+
 def _unpickled(
-    definition: str,
+    saved: Any,
     eos: str,
     config: dict[str, Any],
     split: bool,
     template_file: str,
     trusts_template: bool | None,
 ) -> Tokenizer:
-    from tokenizers import Tokenizer as Backend
-
-    tokenizer = Tokenizer(Backend.from_str(definition), eos, config)
+    backend = Backend.from_str(saved) if isinstance(saved, str) else saved
+    tokenizer = Tokenizer(backend, eos, config)
     tokenizer.split_special_tokens = split
     tokenizer.template_file, tokenizer.trusts_template = template_file, trusts_template
     return tokenizer
@@ -370,6 +382,8 @@ def _added(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), ()
     return tuple(whole.ids[: text[0]]), tuple(whole.ids[text[-1] + 1 :])
 
+
+_LARGEST_FILE = 1 << 27  # bytes; four times the largest that was published
 
 # Entries of another's tokenizer_config.json that would make transformers build another tokenizer.
 _NOT_KEPT = ("tokenizer_class", "auto_map", "eos_token", "tokenizer_file", "name_or_path")
@@ -413,7 +427,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     config = _read_json(folder / "tokenizer_config.json")
     template = folder / "chat_template.jinja"
     if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
+        config["chat_template"] = read_text(template)
     return config
 
 
@@ -426,12 +440,27 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: is not JSON: {error}; copy or download it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{file}: holds no settings by name; copy or download it again")
     return content
+
+
+def read_text(file: Path) -> str:
+    """A file of a tokenizer.
+
+    Raises:
+        UserError: it is no text, or larger than any.
+    """
+    size = file.stat().st_size
+    if size > _LARGEST_FILE:
+        raise UserError(f"{file}: has {size:,} bytes, as no tokenizer has; download it again")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: holds no UTF-8 text; copy or download it again") from error
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.data.text.bounded_backend import with_bounds
+from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel, end_ids
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
@@ -52,7 +53,8 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         names = ("bos_token", "chat_template", "pad_token", "unk_token")
         kept = {key: getattr(loaded, key, None) for key in names}
-        super().__init__(loaded.backend_tokenizer, loaded.eos_token, kept)
+        super().__init__(with_bounds(loaded.backend_tokenizer, name), loaded.eos_token, kept)
+        self.template_file = f"{name}: chat_template"
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def open_hugging_face(
     config = load_config(name, seq_len, **remote)
     folder = Path(name).expanduser()
     name = str(folder)
+    check_tokenizer(name)
     loaded = _load(name, "tokenizer", transformers.AutoTokenizer.from_pretrained, **remote)
     tokenizer = HuggingFaceTokenizer(name, loaded)
     if folder.is_dir() and not any(any(folder.glob(kind)) for kind in _WEIGHTS):
