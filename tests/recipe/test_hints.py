@@ -29,7 +29,7 @@ TYPED = {
         "num_train_epochs=3": "max_duration=3ep",
         "per_device_train_batch_size=4": "device_train_microbatch_size=4",
         "per_device_eval_batch_size=4": "device_eval_batch_size=4",
-        "gradient_accumulation_steps=8": "global_train_batch_size=64",
+        "gradient_accumulation_steps=4": "follows from global_train_batch_size",
         "learning_rate=1e-3": "optimizer.lr=0.001",
         "warmup_steps=100": "schedule.t_warmup=100ba",
         "warmup_ratio=0.03": "schedule.t_warmup=0.03dur",
@@ -91,6 +91,41 @@ TYPED = {
         "icl_tasks=tasks.yaml": "eval.gauntlet=eval/gauntlets/v0.3.yaml",
         "loggers.wandb={}": "logger=wandb",
         "n_layers=4": "'model.n_layers'",
+        "fsdp_config.activation_checkpointing=false": "parallel.activation_checkpointing=false",
+        "fsdp_config.limit_all_gathers=true": "remove it",
+        "eval_subset_num_batches=-1": "remove it: -1 is no value here",
+        "eval_subset_num_batches=5": "eval.validation_rows=5 (rows, not batches)",
+        "train_loader.dataset.shuffle=false": "data.shuffle=false",
+        "eval_loader.dataset.shuffle=false": "data.validation (shards or rows)",
+        "eval_loader.dataset.remote=s3://b": "data.validation.remote=s3://b",
+        "eval_loader.dataset.local=x": "data.validation.local=x",
+        "eval_loader.num_workers=8": "data.validation (shards or rows)",
+        "eval_loader.dataset.hf_name=me/x": "data.validation.dataset=me/x",
+        "train_loader.dataset.hf_name=me/x": "data.dataset=me/x",
+        "variables.max_seq_len=512": "max_seq_len=512, and ${max_seq_len} where",
+        "variables.global_seed=3": "seed=3, and ${seed} where ${variables.global_seed} stands",
+        "variables.data_root=x": "its value where ${variables.data_root} stands",
+        "callbacks.lr_monitor={}": "{} is not true or false; write true",
+        "callbacks.hf_checkpointer={save_interval:1ep}": "scripts/convert.py",
+        # what is off, unset or a choice
+        "torch_compile=false": "compile=false",
+        "gradient_checkpointing=false": "parallel.activation_checkpointing=false",
+        "max_steps=-1": "remove it: -1 is no value here, and max_duration has its default",
+        "eval_strategy=no": "eval=off",
+        "eval_strategy=epoch": "eval_interval=500ba",
+        "lr_scheduler_type=linear": "schedule=linear",
+        "lr_scheduler_type=constant_with_warmup": "schedule=constant",
+        "report_to=tensorboard": "logger=tensorboard",
+        "report_to=none": "logger=none",
+        "adam_beta2=0.999": "optimizer.betas=[0.9,0.999]",
+        "min_lr=1e-5": "as a fraction of optimizer.lr",
+        "vocab_size_multiple=128": "a multiple of 64 unless written",
+        "optim=adamw_8bit": "optimizer=adamw",
+        "optim=lion": "optimizer=decoupled_lionw",
+        "mixed_precision=no": "precision=fp32",
+        "torch_dtype=float32": "precision=fp32",
+        "attn_implementation=eager": "attn_impl=torch",
+        "use_wandb=false": "logger.wandb=false",
         "lr=1e-3": "'optimizer.lr'",
         "modle=tiny": "'model'",
         "precision=bf16-mixed": "'amp_bf16'",
@@ -103,7 +138,11 @@ TYPED = {
         "train_on_inputs=true": "data.supervised.target_prompts=all",
         "dpo_beta=0.1": "preference.beta=0.1",
         "use_peft=true": "adapter=lora",
-        "lora_target_modules=all": "adapter.target_modules=all-linear",
+        "lora_target_modules=[q_proj,v_proj]": "adapter.target_modules=[q_proj,v_proj]",
+        "train_on_inputs=false": "data.supervised.target_prompts=none",
+        "sample_packing=false": "data.supervised.packing=off",
+        "load_in_4bit=false": "remove it: off unless",
+        "use_peft=false": "adapter=none",
     },
     "eval": {
         "--model gpt2": "models=[hf:gpt2]",
@@ -116,8 +155,9 @@ TYPED = {
         "max_length=50": "max_new_tokens=50",
         "--checkpoint_dir runs/x": "checkpoint=runs/x",
         "do_sample=false": "temperature=0",
+        "do_sample=true": "temperature=1",
     },
-    "convert": {"output_dir=out": "output=out", "--output_format hf": "to=hf"},
+    "convert": {"output_dir=out": "output=out", "--output_format peft": "to=peft"},
 }
 SETTING = re.compile(r"write ([\w.]+)=")
 CASES = [(script, words, hint) for script, said in TYPED.items() for words, hint in said.items()]
@@ -157,7 +197,7 @@ def test_groups_that_the_table_names_have_that_choice() -> None:
     for other in OTHERS:
         schema = Schema.of(SCRIPTS[other.script or "train"])
         groups = group_options(search_folders(None), schema)
-        option = other.write.partition("=")[2]
+        option = other.write.partition("=")[2].strip("<>")
         if other.key in groups and schema.find(other.key) is not None:
             assert option in groups[other.key], other.write
 

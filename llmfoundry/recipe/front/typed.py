@@ -226,6 +226,10 @@ def convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
             return _SCALARS[scalar][0](value)
         except (ValueError, TypeError, OverflowError):
             continue
+    if isinstance(value, dict) and bool in scalars:  # LLM Foundry's `callbacks: {lr_monitor: {}}`
+        problems += [Problem(f"{key}.{name}", "", is_unknown=True) for name in value]
+        problems.append(Problem(key, f"{_show(value)} is not true or false; write true"))
+        return None
     problems.append(Problem(key, f"{_show(value)} is not {_noun(hint)}"))
     return None
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from llmfoundry.recipe.front.argv import FLAGS
 from llmfoundry.recipe.front.help.other_tools import OTHERS, Other
+from llmfoundry.recipe.front.paths import group_options, search_folders
 from llmfoundry.recipe.front.typed import Problem, flat
 from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.values.bounds import Choice
 from llmfoundry.recipe.values.checks import nearest, nearest_option
 
 MOST_PLACES = 3  # of one name, that are told
@@ -58,16 +60,32 @@ def _problem(schema: Schema, key: str, value: Any) -> Problem:
 
 def _told(schema: Schema, key: str, value: Any, *, alone: bool = True) -> str:
     """The clause that says what to write; "" where nothing is near. `alone`: guess it as well."""
+    head, _, name = key.partition(".")
+    if head == "variables":
+        return _variable(schema, name, value)
     name = key.rpartition(".")[2]
-    other = _other(schema, key.lower()) or (_other(schema, name.lower()) if alone else None)
+    other = _other(schema, key.lower()) or _other(schema, f"{head.lower()}.*")
+    other = other or (_other(schema, name.lower()) if alone else None)
     if not alone:
         return "" if other is None else _say(schema, other, value)
+    is_whole = other is not None and any("." in word for word in other.words.split())
     places = [k for k, _ in schema.walk() if k.endswith(f".{name}")]
-    if other is None or (places and other.key not in places and "." not in other.words):
+    if other is None or (places and other.key not in places and not is_whole):
         found = _near(schema, key, places)
         if found:
             return found
     return "" if other is None else _say(schema, other, value)
+
+
+def _variable(schema: Schema, name: str, value: Any) -> str:
+    """What to do with LLM Foundry's `variables.NAME`, which interpolations take."""
+    taken = f"${{variables.{name or 'NAME'}}}"
+    other = _other(schema, name.lower())
+    ours = name if name in schema.keys else other.key if other is not None else ""
+    if not ours:
+        return f"; write its value where {taken} stands"
+    said = f"{ours}={value}" if _fits(value) else ours
+    return f"; write {said}, and ${{{ours}}} where {taken} stands"
 
 
 def _near(schema: Schema, key: str, places: list[str]) -> str:
@@ -90,11 +108,48 @@ def _other(schema: Schema, word: str) -> Other | None:
 
 
 def _say(schema: Schema, other: Other, value: Any) -> str:
+    """The clause for another tool's setting: with its value where ours takes it."""
     if not other.write:
         return f"; {other.why}"
     text = "" if value is None else str(value)
-    fits = text and len(text) <= LONGEST and text.isprintable() and not {*text} & set(" '\"[]{}$")
-    negative = isinstance(value, bool) or text.startswith("-")
-    written = re.sub("<(.*?)>", lambda m: text if fits and not negative else m[1], other.write)
     where = "" if schema.find(other.key) is not None else f" with scripts/{other.script}.py"
-    return f"; write {written}{where}" + (f" ({other.why})" if other.why else "")
+    why = f" ({other.why})" if other.why else ""
+    example = re.sub("<(.*?)>", r"\1", other.write)
+    takes_bool = re.search("<(true|false)>", other.write) is not None
+    if text.lower() in ("false", "no", "off", "none") and not takes_bool:
+        if other.off:
+            return f"; write {other.off}{where}"
+        return f"; remove it: off unless you write {example}{where}"
+    if re.fullmatch(r"-[\d.]+", text):
+        return f"; remove it: {text} is no value here, and {other.key} has its default{where}"
+    written = re.sub(
+        "<(.*?)>([a-z]*)", lambda m: _carried(schema, other.key, m[1], m[2], value), other.write
+    )
+    return f"; write {written}{where}{why}"
+
+
+def _carried(schema: Schema, key: str, example: str, unit: str, value: Any) -> str:
+    """The typed value as our setting takes it, or else the example; with its unit."""
+    if isinstance(value, bool):
+        return str(value).lower() if example in ("true", "false") else example
+    if isinstance(value, list) and value and all(map(_fits, value)):
+        return f"[{','.join(map(str, value))}]"
+    text = str(value)
+    rule = None if (found := schema.find(key)) is None else found.rule(Choice)
+    groups = group_options(search_folders(None), schema)
+    options = groups.get(key) or (rule.options if rule is not None else ())
+    if options and text not in options:
+        begun = [option for option in options if text.lower().startswith(option)]
+        nearest = nearest_option(text, options)
+        is_free = rule is not None and rule.other
+        return nearest or (begun[0] if begun else text if is_free and _fits(value) else example)
+    if unit and not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text):
+        return example + unit
+    return (text if _fits(value) else example) + unit
+
+
+def _fits(value: Any) -> bool:
+    """Whether a value can be put into a hint as it stands."""
+    text = "" if value is None else str(value)
+    is_plain = bool(text) and len(text) <= LONGEST and text.isprintable()
+    return is_plain and not {*text} & set(" '\"[]{}$")

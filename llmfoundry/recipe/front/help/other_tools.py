@@ -21,6 +21,8 @@ class Other:
     """Our setting; <x> stands for the value that was typed, and is the example without one."""
     why: str = ""
     """What to know about it; all there is to say where nothing is to be written."""
+    off: str = ""
+    """Our setting where what was typed is false, no or off; unset: there is nothing to write."""
     script: str = ""
     """The script that it is for, where others lack its key."""
 
@@ -51,8 +53,8 @@ OTHERS = (
     Other(
         "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum"
         " grad_accum_steps grad_accumulation_steps",
-        "global_train_batch_size=64",
-        "rows of a step, accumulation and all; device_train_microbatch_size: rows at a time",
+        why="follows from global_train_batch_size, the rows of a step over all processes, and"
+        " device_train_microbatch_size, those at a time; remove it",
     ),
     Other(
         "per_device_train_batch_size per_device_batch_size micro_batch_size microbatch_size"
@@ -74,7 +76,11 @@ OTHERS = (
         " tokenizer.kwargs.model_max_length",
         "max_seq_len=<2048>",
     ),
-    Other("random_seed data_seed shuffle_seed train_loader.dataset.shuffle_seed", "seed=<17>"),
+    Other("random_seed global_seed", "seed=<17>"),
+    Other(
+        "data_seed shuffle_seed train_loader.dataset.shuffle_seed",
+        why="the order of rows follows from seed; remove it",
+    ),
     # How it learns
     Other(
         "learning_rate max_lr peak_lr base_lr train.learning_rate optimizer.learning_rate"
@@ -82,11 +88,10 @@ OTHERS = (
         "optimizer.lr=<6e-4>",
     ),
     Other("wd optimizer.args.weight_decay", "optimizer.weight_decay=<0.1>"),
-    Other(
-        "adam_beta1 adam_beta2 beta1 beta2 train.beta1 train.beta2", "optimizer.betas=[0.9,0.95]"
-    ),
+    Other("adam_beta1 beta1 train.beta1", "optimizer.betas=[<0.9>,0.95]"),
+    Other("adam_beta2 beta2 train.beta2", "optimizer.betas=[0.9,<0.95>]"),
     Other("adam_epsilon epsilon", "optimizer.eps=<1e-8>"),
-    Other("optim optimizer_type optimizer_name", "optimizer=adamw"),
+    Other("optim optimizer_type optimizer_name", "optimizer=<adamw>", "--help lists the others"),
     Other(
         "max_grad_norm grad_clip gradient_clip_val max_norm clip_grad_norm train.max_norm"
         " training.max_norm algorithms.gradient_clipping.clipping_threshold",
@@ -104,7 +109,7 @@ OTHERS = (
     ),
     Other(
         "lr_scheduler_type lr_scheduler lr_schedule lr_decay_style scheduler scheduler.name",
-        "schedule=cosine",
+        "schedule=<cosine>",
         "--help lists the others",
     ),
     Other(
@@ -113,16 +118,21 @@ OTHERS = (
     ),
     Other("scheduler.alpha_f scheduler.kwargs.alpha_f", "schedule.alpha_f=<0.1>"),
     Other(
-        "min_lr train.min_lr min_lr_ratio cosine_min_lr_ratio lr_scheduler.min_lr_factor end_lr",
-        "schedule.alpha_f=0.1",
+        "min_lr_ratio cosine_min_lr_ratio lr_scheduler.min_lr_factor",
+        "schedule.alpha_f=<0.1>",
         "a fraction of the peak",
     ),
     Other(
-        "bf16 fp16 mixed_precision torch_dtype dtype amp train.precision amp_dtype"
-        " training.mixed_precision_param",
-        "precision=amp_bf16",
+        "min_lr train.min_lr end_lr",
+        why="schedule.alpha_f is the end as a fraction of optimizer.lr: write this rate over that",
     ),
-    Other("torch_compile use_compile training.compile compile.enable", "compile=true"),
+    Other(
+        "bf16 fp16 mixed_precision torch_dtype dtype amp train.precision amp_dtype"
+        " training.mixed_precision_param fsdp_config.mixed_precision",
+        "precision=<amp_bf16>",
+        off="precision=fp32",
+    ),
+    Other("torch_compile use_compile training.compile compile.enable", "compile=<true>"),
     # The model
     Other(
         "model_name_or_path pretrained_model_name_or_path base_model model_name model_id hf_model"
@@ -159,23 +169,29 @@ OTHERS = (
     Other(
         "attn_implementation use_flash_attention use_flash_attention_2 flash_attention"
         " model.attn_implementation flash_attn use_flash_attn",
-        "model.attn_impl=auto",
+        "model.attn_impl=<auto>",
+        off="model.attn_impl=torch",
     ),
     Other(
         "attn_implementation use_flash_attention use_flash_attention_2 flash_attention attn_impl"
         " flash_attn use_flash_attn",
-        "model.attn_config.attn_impl=auto",
-        "the fastest of the device",
+        "model.attn_config.attn_impl=<auto>",
+        "auto is the fastest of the device",
+        off="model.attn_config.attn_impl=torch",
     ),
     Other(
         "model.attn_config.attn_uses_sequence_id attn_uses_sequence_id",
         "data.attend_across_documents=false",
         "which it is",
+        off="data.attend_across_documents=true",
     ),
     Other(
         "model.init_device init_device", why="weights always begin on the meta device; remove it"
     ),
-    Other("vocab_size_multiple", "model.vocab_size=<50304>"),
+    Other(
+        "vocab_size_multiple padded_vocab_size_multiple",
+        why="model.vocab_size is a multiple of 64 unless written; remove it",
+    ),
     Other(
         "tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_type",
         "tokenizer.path=<OWNER/NAME>",
@@ -186,6 +202,7 @@ OTHERS = (
         "peft_config use_peft use_lora lora peft train_type finetuning_type",
         "adapter=lora",
         "with adapter.r, adapter.lora_alpha …",
+        off="adapter=none",
         script="finetune",
     ),
     Other("lora_r lora_rank peft_config.r rank", "adapter.r=<16>", script="finetune"),
@@ -195,10 +212,10 @@ OTHERS = (
     ),
     Other(
         "lora_target_modules lora_target_linear lora_target peft_config.target_modules",
-        "adapter.target_modules=all-linear",
+        "adapter.target_modules=<all-linear>",
         script="finetune",
     ),
-    Other("lora_modules_to_save", "adapter.modules_to_save=[lm_head]", script="finetune"),
+    Other("lora_modules_to_save", "adapter.modules_to_save=<[lm_head]>", script="finetune"),
     Other(
         "load_in_4bit load_in_8bit quantization_config quantization bnb_4bit_quant_type qlora"
         " quantize bnb",
@@ -207,7 +224,7 @@ OTHERS = (
         script="finetune",
     ),
     Other("loss_type dpo_loss", "preference.loss=<sigmoid>", script="finetune"),
-    Other("rl rlhf dpo trainer_type", "preference=dpo", script="finetune"),
+    Other("rl rlhf dpo trainer_type", "preference=<dpo>", script="finetune"),
     Other("dpo_beta rl_beta", "preference.beta=<0.1>", script="finetune"),
     Other("ref_model ref_model_name_or_path", "preference.reference=precompute", script="finetune"),
     # The text
@@ -215,6 +232,25 @@ OTHERS = (
         "dataset_name dataset_name_or_path hf_dataset dataset_id training.dataset",
         "data.dataset=<OWNER/NAME>",
         "with data=huggingface",
+    ),
+    Other(
+        "train_loader.dataset.hf_name hf_name",
+        "data.dataset=<OWNER/NAME>",
+        "with data=huggingface; files of your own: data.paths=[my/*.jsonl]",
+    ),
+    Other(
+        "eval_loader.dataset.hf_name",
+        "data.validation.dataset=<OWNER/NAME>",
+        "with data.validation.name=huggingface; unset: a part of the rows is held out",
+    ),
+    Other("hf_kwargs.data_dir", "data.paths=[<my/rows>]", "with data=files"),
+    Other("hf_kwargs.data_files", "data.paths=[<my/*.jsonl>]", "with data=files"),
+    Other("preprocessing_fn", "data.preprocess=<module:function>"),
+    Other(
+        "decoder_only_format allow_pad_trimming pad_to_longest safe_load pin_memory"
+        " persistent_workers train_loader.timeout model.use_auth_token model.loss_fn"
+        " expandable_segments",
+        why="there is nothing to choose here; remove it",
     ),
     Other("dataset_config_name dataset_config", "data.subset=<en>"),
     Other(
@@ -236,38 +272,55 @@ OTHERS = (
     ),
     Other("cache_dir", "data.cache_folder=<~/.cache/llmfoundry>"),
     Other("predownload train_loader.dataset.predownload", "data.prefetch=2gb", "in bytes"),
-    Other("sample_packing train_loader.dataset.packing_ratio", "data.supervised.packing=best_fit"),
-    Other("train_on_inputs", "data.supervised.target_prompts=all", "none is the default"),
+    Other(
+        "sample_packing train_loader.dataset.packing_ratio",
+        "data.supervised.packing=best_fit",
+        off="data.supervised.packing=off",
+    ),
+    Other(
+        "train_on_inputs",
+        "data.supervised.target_prompts=all",
+        off="data.supervised.target_prompts=none",
+    ),
     Other(
         "completion_only_loss assistant_only_loss train_on_responses_only mask_prompt",
         "data.supervised.target_prompts=none",
         "the default: only answers are learned",
+        off="data.supervised.target_prompts=all",
     ),
     Other("train_loader.dataset.streams", "data.streams.NAME.remote=<s3://bucket>", "or local"),
     Other("train_loader.dataset.remote", "data.remote=<s3://bucket>", "with data=mds"),
     Other("train_loader.dataset.local", "data.local=<folder>", "with data=mds"),
     Other("train_loader.dataset.shuffle", "data.shuffle=<true>"),
-    Other("train_loader train_loader.name train_loader.dataset", "data=mds", "keys below data"),
+    Other("train_loader train_loader.dataset", "data=mds", "keys below data"),
+    Other("train_loader.name", why="a group says what is read: data=mds, huggingface, files …"),
     Other("train_loader.drop_last", why="a last step that is not whole is left out; remove it"),
     Other(
-        "eval_loader eval_loaders eval_loader.dataset.split",
+        "eval_loader eval_loaders eval_loader.dataset eval_loader.dataset.split",
         "data.validation.split=<val>",
         "shards; a corpus holds out data.validation_fraction",
     ),
+    Other("eval_loader.dataset.remote", "data.validation.remote=<s3://bucket>", "of shards"),
+    Other("eval_loader.dataset.local", "data.validation.local=<folder>", "of shards"),
+    Other(
+        "eval_loader.*",
+        why="held-out text is read in order and whole: data.validation (shards or rows), or"
+        " data.validation_fraction of a corpus; remove it",
+    ),
+    Other("eval_subset_num_batches", "eval.validation_rows=<100>", "rows, not batches"),
     # What is measured
     Other(
         "tasks icl_tasks eval_gauntlet",
         "eval.gauntlet=eval/gauntlets/v0.3.yaml",
         "a file that names tasks; eval=v0.3 is the same",
     ),
-    Other(
-        "limit num_samples icl_subset_num_batches eval_subset_num_batches", "eval.icl_rows=<100>"
-    ),
+    Other("limit num_samples icl_subset_num_batches", "eval.icl_rows=<100>", "rows of each task"),
     Other("num_fewshot num_fewshots", why="is a key of each task in the gauntlet's file"),
     Other(
         "eval_steps eval_every eval_freq eval.interval validation.freq eval_strategy"
         " evaluation_strategy val_check_interval",
         "eval_interval=<500>ba",
+        off="eval=off",
     ),
     # What is kept
     Other("output_dir out_dir out output_path save_path hf_output_path", "output=<folder>"),
@@ -287,7 +340,7 @@ OTHERS = (
         "save_total_limit keep_latest_k checkpoint.keep_latest_k",
         "save_num_checkpoints_to_keep=<3>",
     ),
-    Other("overwrite_output_dir", "save_overwrite=true"),
+    Other("overwrite_output_dir", "save_overwrite=<true>"),
     Other(
         "resume_from_checkpoint resume auto_resume checkpoint.load_step load_checkpoint",
         "load_path=<runs/other>",
@@ -298,7 +351,20 @@ OTHERS = (
         "logging_steps log_freq log_every log_every_n_steps train.log_interval metrics.log_freq",
         "log_interval=<10>ba",
     ),
-    Other("report_to log_with use_wandb loggers loggers.wandb enable_wandb", "logger=wandb"),
+    Other("report_to log_with loggers", "logger=<wandb>", off="logger=none"),
+    Other("use_wandb loggers.wandb enable_wandb", "logger=wandb", off="logger.wandb=false"),
+    Other("callbacks.speed_monitor.window_size", "callbacks.speed_window=<10>", "batches"),
+    Other(
+        "callbacks.hf_checkpointer",
+        why="scripts/convert.py RUN to=hf writes such a folder of any checkpoint; remove it",
+    ),
+    Other(
+        "callbacks.health_checker callbacks.scheduled_gc callbacks.oom_observer"
+        " callbacks.nan_monitor callbacks.system_metrics_monitor callbacks.loss_perp_v_len"
+        " callbacks.run_timeout callbacks.memory_snapshot callbacks.env_logger",
+        why="no callback: what a run watches is below callbacks.watch, health_check and hang",
+    ),
+    Other("callbacks.generate_callback", "callbacks.generate.prompts=[<text>]"),
     Other("mlflow_experiment_name", "logger.experiment_name=<llmfoundry>"),
     Other(
         "disable_tqdm progress_bar console_log_interval log_to_console python_log_level verbose"
@@ -318,12 +384,14 @@ OTHERS = (
         " fsdp_transformer_layer_cls_to_wrap strategy use_fsdp",
         "parallel=fsdp",
         "FSDP2; parallel=ddp copies the model",
+        off="parallel=ddp",
     ),
     Other(
         "gradient_checkpointing use_gradient_checkpointing activation_checkpoint.mode"
         " fsdp_config.activation_checkpointing activation_checkpoint",
-        "parallel.activation_checkpointing=true",
+        "parallel.activation_checkpointing=<true>",
     ),
+    Other("fsdp_config.*", why="FSDP2 has no such setting; remove it"),
     Other(
         "sync_each_batch gradient_accumulation_kwargs.sync_each_batch",
         "parallel.reduce_scatter_each_microbatch=<true>",
@@ -349,7 +417,8 @@ OTHERS = (
         why="scripts/convert.py writes a folder (to=hf) that `hf upload` sends",
     ),
     Other("input text input_text prompts query", "prompt=<text>"),
-    Other("do_sample greedy", "temperature=0", "takes the likeliest token; above 0 draws"),
-    Other("outdtype output_precision torch_dtype", "dtype=bf16"),
-    Other("output_format export_format target_format", "to=hf"),
+    Other("do_sample", "temperature=1", "draws; 0 takes the likeliest token", off="temperature=0"),
+    Other("greedy", "temperature=0", "takes the likeliest token", off="temperature=1"),
+    Other("outdtype output_precision torch_dtype", "dtype=<bf16>"),
+    Other("output_format export_format target_format", "to=<hf>"),
 )
