@@ -1,6 +1,6 @@
 """A model card's scores: what the run, or `scripts/eval.py` after it, measured of a checkpoint.
 
-`convert` asks. A score stands with its standard error and with what guessing gets; the categories
+`convert` asks. A score stands with its 95 % interval and with what guessing gets; the categories
 count from there already.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 from llmfoundry.export.card import CardScore
 from llmfoundry.track.metrics import BATCH, read_metrics
 from llmfoundry.track.pages.report import read_json
+from llmfoundry.track.pages.score_charts import Estimate, in_parts, percents, written
 from llmfoundry.track.pages.titles import LOSS, title
 
 
@@ -44,23 +45,20 @@ def _losses(metrics: Mapping[str, Any]) -> Iterator[CardScore]:
 
 def _categories(result: Mapping[str, Any]) -> Iterator[CardScore]:
     """Averages, then categories, in which guessing counts as nothing."""
-    errors = result.get("stderrs") or {}
+    errors, intervals = (result.get(key) or {} for key in ("stderrs", "intervals"))
     for kind in ("averages", "categories"):
         for name, value in (result.get(kind) or {}).items():
-            shown = "n/a" if value is None else f"{value:.4f}"
-            yield CardScore(name.replace("_", " "), shown, _form(errors.get(name)), "0")
+            score, within = in_parts(
+                written(Estimate(value, errors.get(name), intervals.get(name)))
+            )
+            yield CardScore(name.replace("_", " "), score, within, "0")
 
 
 def _tasks(result: Mapping[str, Any]) -> Iterator[CardScore]:
     for task in result.get("tasks", ()):
-        known = task["accuracy"] is not None
+        accuracy = Estimate(task["accuracy"], task["stderr"], task.get("interval"))
         yield CardScore(
             f"{task['label']}, {task['num_fewshot']}-shot, {task['n']} questions",
-            f"{100 * task['accuracy']:.1f}%" if known else "n/a",
-            f"{100 * task['stderr']:.1f}" if task["stderr"] is not None else "",
+            *in_parts(percents(accuracy)),
             f"{100 * task['chance']:.1f}%",
         )
-
-
-def _form(stderr: float | None) -> str:
-    return "" if stderr is None else f"{stderr:.4f}"

@@ -41,13 +41,13 @@ class CardScore:
     Attributes:
         name: in words.
         value: as it is read.
-        stderr: its standard error, as it is read; empty: not known.
+        within: its 95 % interval or standard error, as it is read; empty: not known.
         chance: what guessing gets, as it is read; empty: nobody knows, or it has no meaning.
     """
 
     name: str
     value: str
-    stderr: str = ""
+    within: str = ""
     chance: str = ""
 
 
@@ -131,10 +131,10 @@ def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Ite
     program = _LOAD.format(first=first, name=card.name, ask=ask)
     yield program.removeprefix("import torch\n" * card.is_chat) + "```"
     if card.scores:
-        yield from ("", "## Scores", "", "| measured | score | ± standard error | chance |")
+        yield from ("", "## Scores", "", "| measured | score | 95 % interval | chance |")
         yield "|---|---:|---:|---:|"
         for score in card.scores:
-            yield f"| {_cell(score.name)} | {score.value} | {score.stderr} | {score.chance} |"
+            yield f"| {_cell(score.name)} | {score.value} | {score.within} | {score.chance} |"
 
 
 def _list(title: str, lines: Sequence[str]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from llmfoundry.gauntlet.grading.categories import (
     wrong_baselines,
 )
 from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
-from llmfoundry.gauntlet.metrics import empty_aliases
+from llmfoundry.gauntlet.metrics import Interval, empty_aliases, wilson
 from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.prompts.cache import cached_questions, pack, unpack
 from llmfoundry.gauntlet.prompts.settings import PromptSettings
@@ -378,4 +378,12 @@ def _from_harness(found: HarnessResult, label: str, shots: int) -> TaskResult:
         metrics=values,
         stderrs=errors,
         mode="lm_eval",
+        interval=None if value is None else _of_rows(value, found.n),
     )
+
+
+def _of_rows(value: float, n: int) -> Interval | None:
+    """The 95 % interval of an accuracy that is a share of `n` rows; None: it is none."""
+    rights = value * n
+    is_share = 0 <= value <= 1 and n > 0 and abs(rights - round(rights)) < 1e-6
+    return wilson(round(rights), n) if is_share else None

@@ -93,12 +93,21 @@ class Verdict:
     tied: bool = False
 
 
+Interval = tuple[float, float]
+_Z95 = 1.959963984540054  # standard deviations to each side that hold 95 % of a normal distribution
+
+
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its standard error; None where there is no formula for one."""
+    """A number, its standard error and its 95 % interval; None where there is no formula for one.
+
+    Of a share of right answers the interval is Wilson's, which is no point where none or all are
+    right; `combined` makes those of sums of shares.
+    """
 
     value: float
     stderr: float | None = None
+    interval: Interval | None = None
 
 
 def answers_of(
@@ -222,7 +231,40 @@ def share(rights: Sequence[bool]) -> Estimate:
     """The share that is right, with the binomial standard error; that of one row is not known."""
     share = sum(rights) / len(rights)
     error = math.sqrt(share * (1 - share) / len(rights)) if len(rights) > 1 else None
-    return Estimate(share, error)
+    return Estimate(share, error, wilson(sum(rights), len(rights)))
+
+
+def wilson(rights: int, n: int) -> Interval:
+    """The 95 % interval of a share of right answers (Wilson, JASA 22, 1927).
+
+    All shares p from which rights / n is no further away than 1.96 sqrt(p (1 - p) / n).
+    """
+    z2, share = _Z95**2, rights / n
+    middle = (rights + z2 / 2) / (n + z2)
+    half = _Z95 / (n + z2) * math.sqrt(n * share * (1 - share) + z2 / 4)
+    low = max(0.0, middle - half) if rights else 0.0
+    return low, min(1.0, middle + half) if rights < n else 1.0
+
+
+def combined(
+    value: float, parts: Iterable[tuple[float, float, Interval | None]]
+) -> Interval | None:
+    """The 95 % interval of a weighted sum of independent shares, from theirs.
+
+    Each end lies as far from the sum as the root of the squares of what the parts move it by (Zou
+    and Donner, Statistics in Medicine 27, 2008); None where a part's interval is not known.
+
+    Args:
+        value: the sum.
+        parts: the weight of each share, the share, and its interval.
+    """
+    down = up = 0.0
+    for weight, share, interval in parts:
+        if interval is None:
+            return None
+        moves = sorted(weight * (end - share) for end in interval)
+        down, up = math.hypot(down, moves[0]), math.hypot(up, moves[1])
+    return value - down, value + up
 
 
 def _choice_calibration(answers: Sequence[Answer]) -> dict[str, Estimate]:

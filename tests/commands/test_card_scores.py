@@ -25,9 +25,9 @@ def test_scores_of_a_checkpoint_stand_with_their_errors_and_chance(tmp_path: Pat
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert card_scores(checkpoint, 9) == [
         CardScore("validation bits per byte", "0.9000"),
-        CardScore("core average", "0.0800", "0.1400", "0"),
+        CardScore("core average", "0.0800", "± 0.1400", "0"),
         CardScore("one", "n/a", "", "0"),
-        CardScore("copa, 2-shot, 50 questions", "54.0%", "7.0", "50.0%"),
+        CardScore("copa, 2-shot, 50 questions", "54.0%", "± 7.0", "50.0%"),
     ]
     assert card_scores(checkpoint.with_name("ba0000007"), 7) == []
 

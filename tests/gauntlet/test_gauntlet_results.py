@@ -20,6 +20,7 @@ from llmfoundry.gauntlet.grading.categories import (
     wrong_baselines,
 )
 from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
+from llmfoundry.gauntlet.metrics import wilson
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
 from llmfoundry.gauntlet.tasks.gauntlet_file import (
     BenchmarkConfig,
@@ -212,6 +213,29 @@ def test_standard_errors_are_those_of_independent_tasks(weighting: str) -> None:
     assert set(result.stderrs) == set(variances) and len(variances) == 7
     for name, variance in variances.items():
         assert result.stderrs[name] == pytest.approx(math.sqrt(variance), rel=1e-9), name
+
+
+def test_intervals_of_categories_follow_from_those_of_tasks() -> None:
+    """Of accuracies 1 and 0.5 of 20 rows each, above chance, 0.25, and over what is left, 0.75."""
+    ones, halves = wilson(20, 20), wilson(10, 20)
+    tasks = [task("a", 1.0, n=20, stderr=0.0, interval=ones),
+             task("b", 0.5, n=20, stderr=0.11, interval=halves)]  # fmt: skip
+    result = combine(
+        tasks, gauntlet({"all": ["one"], "none": ["two"]}, one=["a", "b"], two=["c"]), []
+    )
+    value = (1 + 1 / 3) / 2
+    down = math.hypot(1 - ones[0], 0.5 - halves[0]) / 2 / 0.75
+    up = (halves[1] - 0.5) / 2 / 0.75
+    assert result.intervals["one"] == pytest.approx((value - down, value + up))
+    assert result.intervals["all"] == pytest.approx(result.intervals["one"])
+    assert result.intervals["two"] is None and result.intervals["none"] is None
+    low, high = result.intervals["one"] or (0, 0)
+    table = result.table()
+    assert f"one   {value:.4f} [{low:.4f}, {high:.4f}]" in table
+    assert "100.0 [83.9, 100.0]" in table and "50.0 [29.9, 70.1]" in table
+    saved = json.loads(json.dumps(result.to_json()))
+    assert saved["tasks"][0]["interval"] == list(ones)
+    assert saved["intervals"]["one"] == [low, high]
 
 
 def test_weights_are_of_all_rows_where_some_were_asked() -> None:

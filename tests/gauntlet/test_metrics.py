@@ -17,7 +17,10 @@ from llmfoundry.gauntlet.metrics import (
     answers_of,
     bits_per_byte,
     calibration_error,
+    combined,
     judge_by,
+    share,
+    wilson,
 )
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import judge
@@ -328,3 +331,49 @@ def test_answers_go_with_their_questions_in_order() -> None:
     ]
     with pytest.raises(ValueError):
         answers_of([a.question, b.question], [a.scores], None)
+
+
+@pytest.mark.parametrize(
+    ("rights", "n", "low", "high"),
+    [  # scipy 1.17: binomtest(rights, n).proportion_ci(0.95, "wilson")
+        (0, 1, 0.0, 0.7934506856227626),
+        (1, 1, 0.20654931437723745, 1.0),
+        (0, 20, 0.0, 0.16112515805281935),
+        (20, 20, 0.8388748419471808, 1.0),
+        (1, 20, 0.008881448800795402, 0.23613119344674205),
+        (19, 20, 0.763868806553258, 0.9911185511992047),
+        (50, 100, 0.4038315303659956, 0.5961684696340044),
+        (999, 1000, 0.9943574414020421, 0.9998234536293739),
+        (0, 10042, 0.0, 0.00038239293706164893),
+    ],
+)
+def test_the_interval_of_a_share_is_wilsons(rights: int, n: int, low: float, high: float) -> None:
+    assert wilson(rights, n) == pytest.approx((low, high), rel=1e-12, abs=1e-15)
+    found = share([True] * rights + [False] * (n - rights))
+    assert found.interval == wilson(rights, n)
+    assert (found.stderr == 0) == (n > 1 and rights in (0, n))  # which knows of no doubt
+
+
+def test_the_interval_of_a_sum_of_shares_is_newcombes() -> None:
+    """Statistics in Medicine 17 (1998), page 879, method 10: 56/70 - 48/80, and two others."""
+    published = [
+        ((56, 70), (48, 80), 0.0524, 0.3339),
+        ((9, 10), (3, 10), 0.1705, 0.8090),
+        ((5, 56), (0, 29), -0.0381, 0.1926),
+        ((10, 10), (0, 20), 0.6791, 1.0),
+    ]
+    for (a, m), (b, n), low, high in published:
+        parts = [(1.0, a / m, wilson(a, m)), (-1.0, b / n, wilson(b, n))]
+        assert combined(a / m - b / n, parts) == pytest.approx((low, high), abs=6e-5)
+    assert combined(0.5, [(1.0, 0.5, None)]) is None
+
+
+def test_categories_of_right_answers_alone_are_no_points() -> None:
+    answers = [choice([-1.0, -2.0], category="ab"[n % 2]) for n in range(8)]
+    found = measure(task(has_categories=True), answers)
+    estimate = found.estimates[MC]
+    assert (estimate.value, estimate.stderr) == (1.0, 0.0)
+    low, high = wilson(4, 4)
+    assert estimate.interval == pytest.approx((1 - (1 - low) / math.sqrt(2), 1.0))
+    count, part = found.by_category["a"]
+    assert (count, part[MC].interval) == (4, (low, high))

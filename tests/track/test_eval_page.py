@@ -173,9 +173,10 @@ def test_a_bar_is_as_long_as_its_score_and_its_whisker_as_its_error() -> None:
     draw = random.Random(0)
     names = ["one", "two", "three", "four"]
     scores: list[list[Estimate]] = [
-        [(draw.uniform(-0.3, 0.9), draw.uniform(0.01, 0.1)) for _ in names] for _ in range(3)
+        [Estimate(draw.uniform(-0.3, 0.9), draw.uniform(0.01, 0.1)) for _ in names]
+        for _ in range(3)
     ]
-    scores[1][2] = (None, None)
+    scores[1][2] = Estimate(None)
     figure = bars("t", names, ["a", "b", "c"], scores)
     (v0, x0), (v1, x1) = ticks(figure)[0], ticks(figure)[-1]
     assert [x0, x1] == [LEFT, WIDTH - RIGHT]
@@ -187,7 +188,7 @@ def test_a_bar_is_as_long_as_its_score_and_its_whisker_as_its_error() -> None:
     whiskers = iter(drawn(figure).findall("path[@class='whisker']"))
     for row in range(len(names)):
         for model in range(3):
-            value, error = scores[model][row]
+            value, error, _ = scores[model][row]
             if value is None or error is None:
                 continue
             bar = {
@@ -206,34 +207,34 @@ def test_a_bar_is_as_long_as_its_score_and_its_whisker_as_its_error() -> None:
 
 
 def test_bars_of_a_group_have_their_models_colours_and_do_not_overlap() -> None:
-    figure = bars("t", ["x", "y"], ["a", "b"], [[(0.1, None), (0.2, None)]] * 2)
+    figure = bars("t", ["x", "y"], ["a", "b"], [[Estimate(0.1), Estimate(0.2)]] * 2)
     found = drawn(figure).findall("rect[@class='value']")
     colours = [re.search(r"--s\d", bar.attrib["style"]) for bar in found]
     assert [c and c[0] for c in colours] == ["--s0", "--s1", "--s0", "--s1"]
     tops = [float(bar.attrib["y"]) for bar in found]
     assert tops == sorted(tops) and all(b - a >= BAR for a, b in pairwise(tops))
     assert [t.text for t in svg(figure).findall(".//span")] == [
-        "± one standard error; 0: guessing",
+        "95% interval; 0: guessing",
         None,
         None,
     ]
-    assert "legend" not in bars("t", ["x"], ["a"], [[(0.1, None)]])
+    assert "legend" not in bars("t", ["x"], ["a"], [[Estimate(0.1)]])
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.4, 1e-4])
 def test_any_single_score_can_be_drawn(value: float) -> None:
-    figure = bars("t", ["x"], ["a"], [[(value, 0.0)]])
+    figure = bars("t", ["x"], ["a"], [[Estimate(value, 0.0)]])
     (bar,) = drawn(figure).findall("rect[@class='value']")
     left = float(bar.attrib["x"])
     assert left >= LEFT - 0.1 and left + float(bar.attrib["width"]) <= WIDTH - RIGHT + 0.1
     assert bars("t", [], ["a"], [[]]) == ""
-    assert "n/a" in bars("t", ["x"], ["a"], [[(None, None)]])
+    assert "n/a" in bars("t", ["x"], ["a"], [[Estimate(None)]])
 
 
 def test_accuracies_are_dots_at_their_share_beside_chance() -> None:
     asked = [
-        TaskDots("copa, 3-shot", 0.5, 0.55, [(0.25, 0.05), (0.75, None)]),
-        TaskDots("svamp, 0-shot", 0.0, 0.1, [(None, None), (0.0, None)]),
+        TaskDots("copa, 3-shot", 0.5, 0.55, [Estimate(0.25, 0.05), Estimate(0.75)]),
+        TaskDots("svamp, 0-shot", 0.0, 0.1, [Estimate(None), Estimate(0.0)]),
     ]
     figure = drawn(dots("t", asked, ["a", "b"]))
 
@@ -254,7 +255,9 @@ def test_accuracies_are_dots_at_their_share_beside_chance() -> None:
 
 
 def test_scores_at_chance_do_not_fill_the_frame() -> None:
-    values = [ticks(bars("t", ["x"], ["a"], [[(score, 0.01)]]))[-1][0] for score in (0.004, -0.01)]
+    values = [
+        ticks(bars("t", ["x"], ["a"], [[Estimate(score, 0.01)]]))[-1][0] for score in (0.004, -0.01)
+    ]
     assert min(values) >= 0.25
 
 
@@ -286,7 +289,7 @@ def test_models_lead_to_their_pages(tmp_path: Path) -> None:
 
 
 def test_the_small_bar_marks_chance_and_majority() -> None:
-    bar = svg(accuracy_bar(0.75, 0.05, chance=0.25, majority=0.4, model=11))
+    bar = svg(accuracy_bar(Estimate(0.75, 0.05), chance=0.25, majority=0.4, model=11))
     track, value = bar.findall("rect")
     chance, majority = bar.findall("line")
     assert (track.attrib["width"], value.attrib["width"]) == ("120", "90.0")
@@ -295,7 +298,28 @@ def test_the_small_bar_marks_chance_and_majority() -> None:
     assert "M84.0 6H96.0" in bar.find("path").attrib["d"]  # type: ignore[union-attr]
     assert "--s1" in value.attrib["style"]
     assert bar.findtext("title") == "75.0% ± 5.0; chance 25.0%, majority 40.0%"
-    assert "path" not in accuracy_bar(0.75, None, chance=0, majority=0, model=0)
+    assert "path" not in accuracy_bar(Estimate(0.75), chance=0, majority=0, model=0)
+
+
+def test_intervals_that_are_not_symmetric_are_what_is_written_and_drawn() -> None:
+    """Of none right of 20, as 0.00 ± 0.00 would say that there is no doubt."""
+    within = {"interval": [0.0, 0.1611], "stderr": 0.0, "n": 20, "rows_total": 20}
+    none = entry("copa", 0.0, metrics={MC: 0.0}, intervals={MC: [0.0, 0.1611]}, **within)
+    scores = {"averages": {"core": -0.05}, "intervals": {"core": [-0.05, 0.12]}}
+    page = eval_page([("m", result(none, **scores))])
+    for text in (
+        "copa 3 20 25.0% 31.0% 0.0% [0.0, 16.1]",
+        "-0.0500 core [-0.0500, 0.1200]",
+        f"{MC} 0 [0, 0.1611]",
+        "Lines: chance (solid), majority class (dashed); whiskers: 95% interval.",
+    ):
+        assert text in Page(page).text, text
+    asked = [TaskDots("copa", 0.25, 0.31, [Estimate(0.0, 0.0, (0.0, 0.1611))])]
+    (line,) = drawn(dots("t", asked, ["m"])).findall("path[@class='line']")
+    begin, end = (float(x) for x in re.findall(r"[MH]([\d.]+)", line.attrib["d"]))
+    assert (end - begin) / (WIDTH - LEFT - RIGHT) == pytest.approx(0.1611, abs=1e-3)
+    bar = svg(accuracy_bar(Estimate(1.0, 0.0, (0.8389, 1.0)), chance=0, majority=0))
+    assert "M100.7 6H120.0" in bar.find("path").attrib["d"]  # type: ignore[union-attr]
 
 
 def test_the_file_is_replaced_at_once(tmp_path: Path) -> None:

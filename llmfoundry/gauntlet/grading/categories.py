@@ -3,7 +3,8 @@
 `Gauntlet.run` calls `grade` for each task and `combine` once. The idea: a number that is missing
 stays missing. A task that failed makes its categories, and the averages over them, n/a, with the
 reason beside them; a mean over what happens to be left would not be comparable with any other
-run's. Categories and averages are linear in the accuracies, so their standard errors are exact.
+run's. Categories and averages are linear in the accuracies, so their standard errors are exact, and
+their 95 % intervals follow from those of the accuracies.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from llmfoundry.gauntlet.metrics import (
     WHOLE_WORDS,
     Answer,
     Estimate,
+    Interval,
     answers_of,
     bits_per_byte,
+    combined,
     is_whole,
     share,
 )
@@ -63,6 +66,13 @@ class _Score:
 
     value: float
     slopes: dict[str, float]
+
+    def interval(self, tasks: Mapping[str, TaskResult]) -> Interval | None:
+        """Of 95 %, of independent tasks; None where that of one is not known."""
+        by_name = ((tasks[name], slope) for name, slope in self.slopes.items())
+        return combined(
+            self.value, ((slope, t.accuracy or 0.0, t.interval) for t, slope in by_name)
+        )
 
     def stderr(self, tasks: Mapping[str, TaskResult]) -> float | None:
         """Of independent tasks; None where the error of one is not known."""
@@ -112,8 +122,10 @@ def grade(
         ties=measured.ties,
         metrics=_values(measured.estimates),
         stderrs=_errors(measured.estimates),
+        interval=accuracy.interval,
+        intervals=_intervals(measured.estimates),
         by_category={
-            name: CategoryOfTask(n, _values(estimates), _errors(estimates))
+            name: CategoryOfTask(n, *(part(estimates) for part in (_values, _errors, _intervals)))
             for name, (n, estimates) in measured.by_category.items()
         },
     )
@@ -184,7 +196,10 @@ def _mean_of(estimates: Sequence[Estimate]) -> Estimate:
     n = len(estimates)
     value = sum(estimate.value for estimate in estimates) / n
     errors = [estimate.stderr for estimate in estimates if estimate.stderr is not None]
-    return Estimate(value, math.hypot(*errors) / n if len(errors) == n else None)
+    error = math.hypot(*errors) / n if len(errors) == n else None
+    return Estimate(
+        value, error, combined(value, ((1 / n, e.value, e.interval) for e in estimates))
+    )
 
 
 def combine(
@@ -227,6 +242,9 @@ def combine(
         problems,
         cost,
         _members_of(gauntlet, averages),
+        intervals={
+            n: s.interval(by_name) if s else None for n, s in {**categories, **means}.items()
+        },
     )
 
 
@@ -349,6 +367,10 @@ def _mean(scores: Sequence[_Score], weights: Sequence[float]) -> _Score:
 
 def _values(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     return {name: estimate.value for name, estimate in estimates.items()}
+
+
+def _intervals(estimates: Mapping[str, Estimate]) -> dict[str, Interval]:
+    return {name: e.interval for name, e in estimates.items() if e.interval is not None}
 
 
 def _errors(estimates: Mapping[str, Estimate]) -> dict[str, float]:

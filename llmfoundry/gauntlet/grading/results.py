@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmfoundry.gauntlet.metrics import NOT_GENERATED, UNITS, Answer, answers_of
+from llmfoundry.gauntlet.metrics import NOT_GENERATED, UNITS, Answer, Interval, answers_of
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.task_types import judge
 from llmfoundry.masking import public
@@ -31,11 +31,13 @@ class CategoryOfTask:
         n: questions asked.
         metrics: every number, by name.
         stderrs: the standard errors of those that have one.
+        intervals: the 95 % intervals of those that have one.
     """
 
     n: int
     metrics: dict[str, float]
     stderrs: dict[str, float]
+    intervals: dict[str, Interval] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class TaskResult:
         tokens: tokens (Cost.unit) of all inputs, none of them shared.
         refused: questions that the model would not take; each counts as wrong.
         refusal: its words to the first of them.
+        interval: the accuracy's 95 % interval (Wilson's); None: not known.
+        intervals: those of all metrics that have one.
     """
 
     label: str
@@ -91,6 +95,8 @@ class TaskResult:
     tokens: int = 0
     refused: int = 0
     refusal: str | None = None
+    interval: Interval | None = None
+    intervals: dict[str, Interval] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -133,6 +139,7 @@ class GauntletResult:
         cost: what it took, where that was measured.
         members: names of the tasks behind each category and average, whether they are there or not.
         asked: how questions became tokens, and what stood before them; "": not known.
+        intervals: 95 % intervals of categories and averages, by name.
     """
 
     tasks: list[TaskResult]
@@ -143,6 +150,7 @@ class GauntletResult:
     cost: Cost | None = None
     members: dict[str, list[str]] = field(default_factory=dict)
     asked: str = ""
+    intervals: dict[str, Interval | None] = field(default_factory=dict)
 
     @property
     def average(self) -> float | None:
@@ -175,7 +183,8 @@ class GauntletResult:
             width = max((len(name) for name in (*self.categories, *self.averages)), default=0)
             lines += [""] * bool(scores)
             for name, score in scores.items():
-                lines.append(f"{name:<{width}}  {_number(score, self.stderrs.get(name)):>7}")
+                shown = _number(score, self.stderrs.get(name), self.intervals.get(name))
+                lines.append(f"{name:<{width}}  {shown:>7}")
         lines += ["", f"asked: {self.asked}"] if self.asked else []
         return "\n".join([*lines, *(f"! {problem}" for problem in self.problems)])
 
@@ -231,7 +240,9 @@ def _task_cells(task: TaskResult) -> tuple[str, ...]:
     accuracy = "n/a"
     if task.accuracy is not None:
         accuracy = f"{100 * task.accuracy:.1f}"
-        accuracy += f" ± {100 * task.stderr:.1f}" if task.stderr is not None else ""
+        error = 100 * task.stderr if task.stderr is not None else None
+        ends = task.interval and (100 * task.interval[0], 100 * task.interval[1])
+        accuracy += _within(ends, error, digits=1)
     n = str(task.n) if task.n == task.size else f"{task.n}/{task.size}"
     shares = (f"{100 * task.chance:.1f}", f"{100 * task.majority:.1f}")
     return (task.label, str(task.num_fewshot), n, accuracy, *shares, ", ".join(notes_of(task)))
@@ -249,7 +260,13 @@ def notes_of(task: TaskResult) -> list[str]:
     return notes + ["failed"] * bool(task.failure)
 
 
-def _number(score: float | None, stderr: float | None) -> str:
-    if score is None:
-        return "n/a"
-    return f"{score:.4f}" + (f" ± {stderr:.4f}" if stderr is not None else "")
+def _number(score: float | None, stderr: float | None, interval: Interval | None) -> str:
+    return "n/a" if score is None else f"{score:.4f}" + _within(interval, stderr, digits=4)
+
+
+def _within(interval: Interval | None, stderr: float | None, *, digits: int) -> str:
+    """The 95 % interval, or the standard error where none is known."""
+    if interval is not None:
+        low, high = interval
+        return f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return f" ± {stderr:.{digits}f}" if stderr is not None else ""

@@ -24,7 +24,10 @@ from llmfoundry.track.pages.score_charts import (
     accuracy_bar,
     bars,
     dots,
+    in_parts,
+    percents,
     swatch,
+    whiskers_of,
     written,
 )
 
@@ -106,8 +109,7 @@ def tiles(results: Results) -> list[Tile]:
     found = []
     for _, result in results:
         for average, value in (result.get("averages") or {}).items():
-            shown, _, error = written((value, _stderr(result, average))).partition(" ")
-            found.append(Tile(average, shown, error))
+            found.append(Tile(average, *in_parts(written(_estimate(result, average, value)))))
     return found
 
 
@@ -157,7 +159,7 @@ def score_charts(results: Results) -> str:
     tasks = []
     for (label, shots), entries in _tasks(results).items():
         first = next(entry for entry in entries if entry is not None)
-        accuracies = [(e["accuracy"], e["stderr"]) if e else (None, None) for e in entries]
+        accuracies = [_accuracy_of(e) if e else Estimate(None) for e in entries]
         name = f"{label}, {shots}-shot"
         tasks.append(TaskDots(name, first["chance"], first["majority"], accuracies))
     parts = [
@@ -195,7 +197,8 @@ def task_table(results: Results) -> str:
         marked = _marked(label, apart=any(_differing(entries)))
         rows.append((marked, str(shots), _asked(first), *baselines, *cells))
     raw = (0, *range(5, 5 + len(results)))
-    hint = "Strokes: chance solid, majority dashed; whiskers: one standard error."
+    estimates = [_accuracy_of(e) for found in _tasks(results).values() for e in found if e]
+    hint = f"Lines: chance (solid), majority class (dashed); whiskers: {whiskers_of(estimates)}."
     listed = table(head, rows, right=range(1, 5), raw=raw, is_wide=True)
     return f'{listed}<p class="hint">{hint}</p>' if rows else ""
 
@@ -270,7 +273,7 @@ def _names(results: Results, key: str) -> list[str]:
 def _scores(results: Results, key: str, names: Sequence[str]) -> list[list[Estimate]]:
     """Of every model the score of every name; (None, None) where it has none."""
     return [
-        [((result.get(key) or {}).get(name), _stderr(result, name)) for name in names]
+        [_estimate(result, name, (result.get(key) or {}).get(name)) for name in names]
         for _, result in results
     ]
 
@@ -280,8 +283,15 @@ def _members(result: Result, name: str) -> list[str]:
     return (result.get("members") or {}).get(name, [])
 
 
-def _stderr(result: Result, name: str) -> float | None:
-    return (result.get("stderrs") or {}).get(name)
+def _estimate(result: Result, name: str, value: float | None) -> Estimate:
+    """A category's or an average's; results of older versions have no intervals."""
+    known = [(result.get(key) or {}).get(name) for key in ("stderrs", "intervals")]
+    return Estimate(value, *known)
+
+
+def _accuracy_of(entry: Result) -> Estimate:
+    """A task's."""
+    return Estimate(entry["accuracy"], entry["stderr"], entry.get("interval"))
 
 
 def _all_scores(result: Result) -> list[float | None]:
@@ -294,14 +304,11 @@ def _accuracy(entry: Result | None, model: int) -> str:
         return "not asked"
     notes = escape(", ".join(_notes(entry)))
     hint = f'<span class="hint">{notes}</span>' if notes else ""
-    share, stderr = entry["accuracy"], entry["stderr"]
-    if share is None:
+    accuracy = _accuracy_of(entry)
+    if accuracy.value is None:
         return f"n/a {hint}"
-    error = f" ± {100 * stderr:.1f}" if stderr is not None else ""
-    drawn = accuracy_bar(
-        share, stderr, chance=entry["chance"], majority=entry["majority"], model=model
-    )
-    return f"{100 * share:.1f}%{error}{drawn}{hint}"
+    drawn = accuracy_bar(accuracy, chance=entry["chance"], majority=entry["majority"], model=model)
+    return f"{percents(accuracy)}{drawn}{hint}"
 
 
 def _asked(entry: Result) -> str:
@@ -331,9 +338,11 @@ def _notes(entry: Result) -> Iterator[str]:
 
 def _metric(owner: Result, name: str) -> str:
     value = owner.get("metrics", {}).get(name)
-    error = owner.get("stderrs", {}).get(name)
+    error, interval = (owner.get(key, {}).get(name) for key in ("stderrs", "intervals"))
     if value is None:
         return ""
+    if interval is not None:
+        return f"{number(value)} [{number(interval[0])}, {number(interval[1])}]"
     return number(value) + (f" ± {number(error, digits=2)}" if error is not None else "")
 
 

@@ -26,7 +26,7 @@ from llmfoundry.track.pages.goodput import goodput_tile
 from llmfoundry.track.pages.page import page, pairs, table
 from llmfoundry.track.pages.report_charts import Rows, experts, gauntlet_charts, training_charts
 from llmfoundry.track.pages.report_tiles import averages, tiles
-from llmfoundry.track.pages.score_charts import accuracy_bar
+from llmfoundry.track.pages.score_charts import Estimate, accuracy_bar, in_parts, percents, written
 from llmfoundry.track.pages.titles import GROUPS, title
 
 STATUS = {"finished": "finished", "failed": "failed", "killed": "stopped"}
@@ -79,13 +79,16 @@ def evaluation(rows: Rows, evaluations: list[dict[str, Any]]) -> str:
 def final_tables(result: Mapping[str, Any]) -> str:
     """Tasks with count, accuracy, standard error and chance; categories; what is missing."""
     after = f'<p class="hint">after {result[BATCH]} batches</p>'
-    head = ("task", "shots", "n", "accuracy", "± stderr", "chance", "majority", "", "notes")
+    head = ("task", "shots", "n", "accuracy", "95% interval", "chance", "majority", "", "notes")
     tasks = table(head, [_task_row(task) for task in result["tasks"]], right=range(1, 7), raw=(7,))
     scores = list((result.get("categories") or {}).items())
     scores += list(averages(result).items()) if scores else []
     errors = result.get("stderrs") or {}
-    rows = [(name, _score(s), _error(errors.get(name))) for name, s in scores]
-    categories = table(("category", "score", "± stderr"), rows, right=(1, 2))
+    intervals = result.get("intervals") or {}
+    rows = [
+        (n, *in_parts(written(Estimate(s, errors.get(n), intervals.get(n))))) for n, s in scores
+    ]
+    categories = table(("category", "score", "95% interval"), rows, right=(1, 2))
     problems = "".join(f"<li>{escape(str(p))}</li>" for p in result.get("problems", []))
     listed = f'<ul class="problems">{problems}</ul>' if problems else ""
     return f'{after}<div class="tables">{tasks}{categories}</div>{listed}'
@@ -164,17 +167,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _task_row(task: Mapping[str, Any]) -> tuple[str, ...]:
-    accuracy, stderr, chance = task["accuracy"], task["stderr"], task["chance"]
-    known, majority = accuracy is not None, task["majority"]
-    drawn = accuracy_bar(accuracy, stderr, chance=chance, majority=majority) if known else ""
+    accuracy = Estimate(task["accuracy"], task["stderr"], task.get("interval"))
+    chance, majority = task["chance"], task["majority"]
+    is_known = accuracy.value is not None
+    drawn = accuracy_bar(accuracy, chance=chance, majority=majority) if is_known else ""
     notes = [f"{key}: {task[key]}" for key in ("ties", "truncated") if task.get(key)]
     notes += [f"failed: {task['failure']}"] if task.get("failure") else []
     return (
         str(task["label"]),
         str(task["num_fewshot"]),
         str(task["n"]),
-        f"{100 * accuracy:.1f}%" if known else "n/a",
-        f"± {100 * stderr:.1f}" if stderr is not None else "",
+        *in_parts(percents(accuracy)),
         f"{100 * chance:.1f}%",
         f"{100 * majority:.1f}%",
         drawn,
@@ -184,14 +187,6 @@ def _task_row(task: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _sample(text: str) -> str:
     return escape(printable(text))
-
-
-def _score(score: float | None) -> str:
-    return "n/a" if score is None else f"{score:.4f}"
-
-
-def _error(stderr: float | None) -> str:
-    return "" if stderr is None else f"± {stderr:.4f}"
 
 
 def _text(value: Any) -> str:

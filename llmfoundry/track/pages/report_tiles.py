@@ -24,6 +24,7 @@ from llmfoundry.track.pages.report_charts import (
     Rows,
     is_number,
 )
+from llmfoundry.track.pages.score_charts import Estimate, in_parts, written
 
 _TRAINING, _EVALUATION = "time/train", "time/val"
 
@@ -70,9 +71,8 @@ def _averages(result: Mapping[str, Any]) -> Iterator[Tile]:
     if not result.get("categories"):
         return
     for name, value in averages(result).items():
-        error = (result.get("stderrs") or {}).get(name)
-        known = "n/a" if value is None else f"{value:.4f}"
-        yield Tile(name.replace("_", " "), known, "" if error is None else f"± {error:.4f}")
+        known = [(result.get(key) or {}).get(name) for key in ("stderrs", "intervals")]
+        yield Tile(name.replace("_", " "), *in_parts(written(Estimate(value, *known))))
 
 
 def _length(rows: Rows) -> Iterator[Tile]:

@@ -8,13 +8,31 @@ score that does not exist is written n/a where its bar would be, and has no dot.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from llmfoundry.track.pages.frame import COLOURS, Axis, Frame, figure, svg, text
 
-Estimate = tuple[float | None, float | None]  # a score and its standard error; None: not known
+
+class Estimate(NamedTuple):
+    """A score, its standard error and its 95 % interval; None: not known."""
+
+    value: float | None
+    stderr: float | None = None
+    interval: Sequence[float] | None = None
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Of its whisker: of the interval, else one standard error to both sides."""
+        if self.interval is not None:
+            return self.interval[0], self.interval[1]
+        if self.value is None or not self.stderr:
+            return None
+        return self.value - self.stderr, self.value + self.stderr
+
+
 Scores = Sequence[Sequence[Estimate]]  # of every model: of every name
 
 LEFT, RIGHT, TOP, BOTTOM = 24, 52, 6, 24  # of the frame; numbers of models stand to the left
@@ -37,7 +55,7 @@ class TaskDots:
 def bars(title: str, names: Sequence[str], models: Sequence[str], scores: Scores) -> str:
     """A <figure> with a group of horizontal bars for each name, a bar for each model.
 
-    Whiskers reach one standard error to both sides. Empty if there is no name.
+    Whiskers are 95 % intervals, or reach one standard error. Empty if there is no name.
     """
     if not names:
         return ""
@@ -51,7 +69,8 @@ def bars(title: str, names: Sequence[str], models: Sequence[str], scores: Scores
             label = f"{model}, {name}" if len(models) > 1 else name
             parts += _bar(frame, top + NAME + i * BAR, scores[i][row], i, label)
             parts += _number(top + NAME + i * BAR + BAR / 2, i) if len(models) > 1 else ()
-    return _figure(title, "± one standard error; 0: guessing", models, frame, parts)
+    hint = f"{whiskers_of(e for of_model in scores for e in of_model)}; 0: guessing"
+    return _figure(title, hint, models, frame, parts)
 
 
 def dots(title: str, asked: Sequence[TaskDots], models: Sequence[str]) -> str:
@@ -70,24 +89,39 @@ def dots(title: str, asked: Sequence[TaskDots], models: Sequence[str]) -> str:
         parts += _guesses(frame, task, top + NAME - 2, len(models) * DOT_ROW + 4)
         for i, (model, estimate) in enumerate(zip(models, task.accuracies, strict=True)):
             parts += _dot(frame, top + NAME + (i + 0.5) * DOT_ROW, estimate, i, model, task)
-    hint = "strokes: chance solid, the likeliest answer dashed; ± one standard error"
+    hint = "lines: chance (solid), majority class (dashed)"
+    hint += f"; {whiskers_of(e for task in asked for e in task.accuracies)}"
     return _figure(title, hint, models, frame, parts)
 
 
-def accuracy_bar(
-    share: float, stderr: float | None, *, chance: float, majority: float, model: int = 0
-) -> str:
-    """A small bar of a share of one: strokes at chance (solid) and majority (dashed), a whisker."""
-    width, shown = 120, f"{100 * share:.1f}%"
-    shown += f" ± {100 * stderr:.1f}" if stderr is not None else ""
-    title = f"{shown}; chance {100 * chance:.1f}%, majority {100 * majority:.1f}%"
-    low, high = share - (stderr or 0.0), share + (stderr or 0.0)
+def whiskers_of(estimates: Iterable[Estimate]) -> str:
+    """What whiskers mean, as words; results of older versions have standard errors alone."""
+    has_intervals = {e.interval is not None for e in estimates if e.ends is not None}
+    words = {True: "95% interval", False: "± one standard error"}
+    return " or ".join(words[kind] for kind in sorted(has_intervals or {True}, reverse=True))
+
+
+def percents(estimate: Estimate) -> str:
+    """A share for people: 54.3% [45.9, 62.5], or 54.3% ± 4.3."""
+    value, error, interval = estimate
+    if value is None:
+        return "n/a"
+    if interval is not None:
+        return f"{100 * value:.1f}% [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+    return f"{100 * value:.1f}%" + (f" ± {100 * error:.1f}" if error is not None else "")
+
+
+def accuracy_bar(estimate: Estimate, *, chance: float, majority: float, model: int = 0) -> str:
+    """A small bar of a share of one: lines at chance (solid) and majority (dashed), a whisker."""
+    width, share, ends = 120, estimate.value or 0.0, estimate.ends
+    title = f"{percents(estimate)}; chance {100 * chance:.1f}%, majority {100 * majority:.1f}%"
+    low, high = ends or (share, share)
     whisker = f'<path class="whisker" style="{_MARK}" d="M{_at(low)} 6H{_at(high)}"/>'
     return (
         f'<svg class="bar" viewBox="0 0 {width} 12">'
         f'<rect class="track" width="{width}" height="12" rx="2"/>'
         f'<rect width="{_at(share)}" height="12" rx="2" style="{_fill(model)}"/>'
-        f"{whisker if stderr else ''}"
+        f"{whisker if ends else ''}"
         f'<line class="mark" x1="{_at(chance)}" x2="{_at(chance)}" y1="0" y2="12"/>'
         f'<line class="mark" x1="{_at(majority)}" x2="{_at(majority)}" y1="0" y2="12"'
         f' stroke-dasharray="2 2"/><title>{title}</title></svg>'
@@ -102,9 +136,9 @@ def _at(share: float) -> str:
 def _axis(scores: Scores) -> Axis:
     """From zero, or a tick below the least score, to a tick above the greatest."""
     ends = [0.0, LEAST_REACH]
-    for value, error in (estimate for model in scores for estimate in model):
-        if value is not None:
-            ends += [value - (error or 0.0), value + (error or 0.0)]
+    for estimate in (estimate for model in scores for estimate in model):
+        if estimate.value is not None:
+            ends += [estimate.value, *(estimate.ends or ())]
     low, high = min(ends), max(ends)
     ticks = Axis(low, high).ticks()
     step = ticks[1] - ticks[0]
@@ -137,16 +171,15 @@ def _guesses(frame: Frame, task: TaskDots, top: float, height: float) -> Iterato
 def _dot(
     frame: Frame, y: float, estimate: Estimate, model: int, label: str, task: TaskDots
 ) -> Iterator[str]:
-    value, error = estimate
+    value = estimate.value
     if value is None:
         return
     style = f"--c:var(--s{model % COLOURS})"
-    if error:
-        low, high = frame.x(max(0.0, value - error)), frame.x(min(1.0, value + error))
+    if estimate.ends:
+        low, high = (frame.x(min(max(0.0, end), 1.0)) for end in estimate.ends)
         path = f"M{low:.1f} {y:.1f}H{high:.1f}"
         yield f'<path class="line" style="{style};stroke-opacity:.5" d="{path}"/>'
-    shown = f"{100 * value:.1f}%" + (f" ± {100 * error:.1f}" if error is not None else "")
-    title = f"{label}, {task.name}: {shown}; chance {100 * task.chance:.1f}%"
+    title = f"{label}, {task.name}: {percents(estimate)}; chance {100 * task.chance:.1f}%"
     yield (
         f'<circle class="dot" style="{style}" cx="{frame.x(value):.1f}" cy="{y:.1f}" r="3.4">'
         f"<title>{escape(title)}</title></circle>"
@@ -154,7 +187,7 @@ def _dot(
 
 
 def _bar(frame: Frame, top: float, estimate: Estimate, model: int, label: str) -> Iterator[str]:
-    value, error = estimate
+    value = estimate.value
     zero, middle = frame.x(0.0), top + BAR / 2
     if value is None:
         yield text(zero + 4, middle + 4, "n/a")
@@ -166,8 +199,8 @@ def _bar(frame: Frame, top: float, estimate: Estimate, model: int, label: str) -
         f' width="{abs(end - zero):.1f}" height="{BAR - 2}" style="{_fill(model)}">'
         f"<title>{escape(label)}: {written(estimate)}</title></rect>"
     )
-    if error:
-        left, reach = frame.x(value - error), frame.x(value + error)
+    if estimate.ends:
+        left, reach = map(frame.x, estimate.ends)
         yield (
             f'<path class="whisker" style="{_MARK}" d="M{left:.1f} {middle:.1f}H{reach:.1f}'
             f'M{left:.1f} {middle - 3:.1f}v6M{reach:.1f} {middle - 3:.1f}v6"/>'
@@ -176,11 +209,19 @@ def _bar(frame: Frame, top: float, estimate: Estimate, model: int, label: str) -
 
 
 def written(estimate: Estimate) -> str:
-    """A score for people: 0.3333 ± 0.0120, or n/a."""
-    value, error = estimate
+    """A score for people: 0.3333 [0.3098, 0.3568], 0.3333 ± 0.0120, or n/a."""
+    value, error, interval = estimate
     if value is None:
         return "n/a"
+    if interval is not None:
+        return f"{value:.4f} [{interval[0]:.4f}, {interval[1]:.4f}]"
     return f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+
+
+def in_parts(shown: str) -> tuple[str, str]:
+    """A score as `written` or `percents` shows it, and how sure it is."""
+    value, _, rest = shown.partition(" ")
+    return value, rest
 
 
 def _figure(
