@@ -19,6 +19,7 @@ from llmfoundry.estimate.fit import (
     checkpointing_line,
     choose_fit,
     choose_microbatch,
+    load_line,
 )
 from llmfoundry.estimate.memory import estimate
 from llmfoundry.estimate.trained import kept_by_blocks
@@ -199,6 +200,34 @@ def test_auto_takes_the_largest_divisor_that_fits() -> None:
         room = int(need.total(rows) / 0.9) + 2**20
         assert choose_microbatch(recipe, world_size=1, available=room, device=GPU) == rows
     assert choose_microbatch(recipe, world_size=4, available=2**40, device=GPU) == 16
+
+
+def test_auto_leaves_room_for_a_process_whose_experts_have_twice_the_load() -> None:
+    recipe = make_recipe("mpt", "amp_bf16")
+    experts = FFNConfig("dmoe", ffn_hidden_size=128, moe_num_experts=8, moe_top_k=2)
+    recipe.model.ffn_config = experts
+    recipe.fill()
+    recipe.parallel.data_parallel_replicate_degree = 1
+    recipe.parallel.data_parallel_shard_degree = recipe.parallel.expert_parallel_degree = 4
+    need = estimate(recipe, 4, device=GPU)
+    assert need.total(16) < need.total(16, 2.0) <= need.total(16) + 16 * need.load_block
+    memory: dict[str, Any] = {"world_size": 4, "device": GPU}
+    for rows, load, found in ((16, 2.0, 16), (16, 1.9, 8), (1, 1.9, 1), (1, 1.0, 1)):
+        room = int(need.total(rows, load) / 0.9) + 2**10
+        fit = choose_fit(recipe, available=room, **memory)
+        assert fit.microbatch == found  # the margin refuses nothing that fits without it
+        if rows == found:
+            assert fit.load == pytest.approx(load, rel=1e-3)
+            line = load_line(recipe, fit, 4)
+            assert line is not None and line.startswith(
+                f"expert load of a process, in means: up to {load:.1f} fits"
+            )
+    with pytest.raises(UserError, match="GiB are free"):
+        choose_fit(recipe, available=int(need.total(1) / 0.9) - 2**10, **memory)
+    recipe.parallel.expert_parallel_degree = 1  # all rows of all experts are a process's own
+    alone = estimate(recipe, 4, device=GPU)
+    assert alone.load_block == alone.load_head == 0
+    assert load_line(recipe, choose_fit(recipe, available=2**40, **memory), 4) is None
 
 
 @pytest.mark.parametrize("asked", ["auto", 16])

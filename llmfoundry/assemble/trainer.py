@@ -47,6 +47,7 @@ from llmfoundry.estimate.fit import (
     check_workers,
     checkpointing_line,
     choose_fit,
+    load_line,
     with_guessed_vocabulary,
 )
 from llmfoundry.events import NAME as EVENTS
@@ -207,6 +208,8 @@ def _fitted(
     chosen = fit(recipe, begun_with)
     if asked == "auto":
         note(checkpointing_line(recipe, chosen, begun_with))
+    if line := load_line(recipe, chosen, world.size):
+        note(line)
     recipe.parallel.activation_checkpointing = chosen.checkpointing
     return chosen
 

@@ -34,6 +34,7 @@ from llmfoundry.estimate.fit import (
     check_workers,
     checkpointing_line,
     choose_fit,
+    load_line,
     with_guessed_vocabulary,
     with_level,
 )
@@ -217,6 +218,8 @@ def _layout(guessed: TrainRecipe, world: World, fit: Fit) -> Rows:
     yield "sends", _sends(communication(recipe, world.size, fit.microbatch, node))
     for line in spanning(recipe, world.size, fit.microbatch, node):
         yield "layout", line
+    if line := load_line(recipe, fit, world.size):
+        yield "", line
 
 
 def _sends(messages: Iterable[Messages]) -> str:

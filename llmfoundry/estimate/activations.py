@@ -32,11 +32,16 @@ class RowBytes(NamedTuple):
         head: beside that while the loss and the head's gradient are computed.
         block: beside that in the backward pass of a block: what is computed again of it, and
             gradients of what it kept.
+        load_kept: what `kept` grows by for each unit of load, where processes share experts: one
+            whose experts have a times the mean load has a times as many rows of tokens.
+        load_block: the same of `block`.
     """
 
     kept: int
     head: int
     block: int
+    load_kept: int
+    load_block: int
 
 
 def row_bytes(
@@ -62,11 +67,31 @@ def row_bytes(
     gradients = tokens * (2 * stream + low * _inner(model)) // tensor
     passing = tokens * expert_rows(model, low, travel=degrees.expert > 1) // tensor
     gathered = 3 * low * model.d_model if tensor > 1 else 0  # the head's input, its gradient
+    load_kept, load_block = _loads(recipe, again, degrees) if reached else (0, 0)
     return RowBytes(
         kept=sum(each[one] for one in reached),
         head=tokens * ((3 * 4 * model.d_model + stream) // tensor + gathered),
         block=whole - most + gradients + passing if reached else 0,
+        load_kept=len(reached) * load_kept,
+        load_block=load_block - load_kept + passing if load_block else 0,
     )
+
+
+def _loads(recipe: TrainRecipe, again: str, degrees: Degrees) -> tuple[int, int]:
+    """Bytes of a row that grow with the load of a process's experts: in a block, kept and whole."""
+    model, low = recipe.model, _low(recipe)
+    if model.ffn_config.ffn_type != "dmoe" or degrees.expert == 1:
+        return 0, 0
+    top_k = model.ffn_config.moe_top_k
+    assert top_k, "the recipe was not filled"
+    results = 2 * low * model.d_model * top_k  # of selective checkpointing: what came and what went
+    kept = whole = _routed_bytes(model, low, ALL, degrees)
+    if again == "selective":
+        kept = _routed_bytes(model, low, SavedInputs(up=False), degrees) + results
+    elif again == "whole":
+        kept = 0
+    tokens = tokens_of_row(recipe, degrees)
+    return tokens * kept // degrees.tensor, tokens * max(kept, whole) // degrees.tensor
 
 
 def tokens_of_row(recipe: TrainRecipe, degrees: Degrees) -> int:
@@ -212,17 +237,29 @@ def expert_bytes(
     """
     ffn, d, top_k = model.ffn_config, model.d_model, model.ffn_config.moe_top_k
     assert ffn.ffn_hidden_size and ffn.moe_num_experts and top_k, "the recipe was not filled"
-    projections = 2 if ffn.mlp_type == "glu" else 1
+    gated = ffn.mlp_type == "glu"
     router = 4 * 3 * ffn.moe_num_experts + top_k * (3 * 8 + 3 * 4)
-    shared = low * (ffn.shared_expert_hidden_size or 0) * 2 * projections
-    if ffn.moe_impl == "grouped_mm":  # its input and the pre-activations
-        width = low * d * kept.up + top_k * projections * low * ffn.ffn_hidden_size
+    shared = low * (ffn.shared_expert_hidden_size or 0) * (4 if gated else 2)
+    inputs = 0
+    if ffn.moe_impl == "grouped_mm":
+        inputs = low * d * kept.up
         if ffn.moe_compress_activations:
-            packed = top_k * projections * packed_width(ffn.ffn_hidden_size)
-            width = low * d + packed_width(d) + packed  # the router keeps its input as it is
-    else:  # the rows of every expert, all that the activation makes of them, and what it gives
-        width = top_k * low * (2 * d + 2 * projections * ffn.ffn_hidden_size)
-    return router + shared + width + _travelling(model, low, kept, degrees)
+            inputs = low * d + packed_width(d)  # the router keeps its input as it is
+    return router + shared + inputs + _routed_bytes(model, low, kept, degrees)
+
+
+def _routed_bytes(model: ModelConfig, low: int, kept: SavedInputs, degrees: Degrees) -> int:
+    """The part of `expert_bytes` that is of rows, top_k of each token: it follows their load."""
+    ffn, top_k = model.ffn_config, model.ffn_config.moe_top_k
+    assert ffn.ffn_hidden_size and top_k, "the recipe was not filled"
+    projections = 2 if ffn.mlp_type == "glu" else 1
+    if ffn.moe_impl != "grouped_mm":  # all that the activation makes of them, and what it gives
+        row = low * (2 * model.d_model + 2 * projections * ffn.ffn_hidden_size)
+    elif ffn.moe_compress_activations:
+        row = projections * packed_width(ffn.ffn_hidden_size)
+    else:  # the pre-activations
+        row = low * projections * ffn.ffn_hidden_size
+    return top_k * row + _travelling(model, low, kept, degrees)
 
 
 def _travelling(model: ModelConfig, low: int, kept: SavedInputs, degrees: Degrees) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +47,9 @@ class MemoryEstimate:
         at_block: the same in the backward pass of a block.
         row_head: what a row takes then: all that is kept, and what comes and goes.
         row_block: the same in the backward pass of a block.
+        load_head: what row_head grows by for each unit by which the load of this process's experts
+            exceeds the mean; 0 where processes share none.
+        load_block: the same of row_block.
         row_logits: what the loss holds of the logits of one row.
         chunk_logits: the same of a chunk of tokens: it holds no more at once.
         fixed: FRAMEWORK.
@@ -65,6 +69,8 @@ class MemoryEstimate:
     chunk_logits: int
     accumulated: int
     step_rows: int
+    load_head: int = 0
+    load_block: int = 0
     fixed: int = FRAMEWORK
 
     @property
@@ -84,11 +90,21 @@ class MemoryEstimate:
         """Bytes that a microbatch of `rows` takes, logits left out."""
         return rows * max(self.row_head, self.row_block)
 
-    def total(self, rows: int) -> int:
-        """Bytes at a microbatch of `rows`."""
-        head = self.at_head + self.logits(rows) + rows * self.row_head
-        most = max(head, self.at_block + rows * self.row_block)
-        return self.weights + self.gradients(rows) + self.fixed + most
+    def total(self, rows: int, load: float = 1.0) -> int:
+        """Bytes at a microbatch of `rows`, this process's experts having `load` times the mean."""
+        return max(int(even + (load - 1) * more) for even, more in self._moments(rows))
+
+    def fitting_load(self, rows: int, room: int) -> float:
+        """The largest load of this process's experts, in means, that fits `room`; inf: any."""
+        loads = [1 + (room - even) / more for even, more in self._moments(rows) if more]
+        return min(loads, default=math.inf)
+
+    def _moments(self, rows: int) -> list[tuple[int, int]]:
+        """Bytes at the head and at a block: under even load, and of each unit of load above."""
+        stay = self.weights + self.gradients(rows) + self.fixed
+        head = stay + self.at_head + self.logits(rows) + rows * self.row_head
+        block = stay + self.at_block + rows * self.row_block
+        return [(head, rows * self.load_head), (block, rows * self.load_block)]
 
 
 def estimate(
@@ -134,6 +150,8 @@ def estimate(
         **_whole_weights(recipe, degrees, gathered, head, values=held.blocks.gathered),
         row_head=rows.kept + rows.head,
         row_block=rows.kept + rows.block,
+        load_head=rows.load_kept,
+        load_block=rows.load_kept + rows.load_block,
         **_logits(recipe, degrees, device),
         accumulated=accumulated_bytes(recipe, degrees, width * held.all.gathered, own),
         step_rows=recipe.global_train_batch_size // degrees.data,
@@ -240,6 +258,8 @@ def _estimate_part(
         at_block=beside["at_block"] + low * held.dequantized,
         row_head=round(heap * (rows.kept + rows.head)),
         row_block=round(heap * (rows.kept + rows.block)),
+        load_head=round(heap * rows.load_kept),
+        load_block=round(heap * (rows.load_kept + rows.load_block)),
         **_logits(recipe, degrees, device),
         accumulated=accumulated_bytes(recipe, degrees, *reversed(held.trained)),
         step_rows=recipe.global_train_batch_size // degrees.data,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from benchmarks.memory.fake_ranks import count, read, said
+from benchmarks.memory import fake_ranks
+from benchmarks.memory.fake_ranks import GPU, count, read, said
 from benchmarks.memory.layouts import LAYOUTS, build, words
+from llmfoundry.estimate.activations import expert_rows, tokens_of_row
+from llmfoundry.estimate.memory import estimate
 from tests.selection import slow_but
 
 
@@ -41,3 +47,28 @@ def test_a_layout_s_groups_and_rows_are_listed() -> None:
     assert "weights data_parallel_replicate: 1, 129, 257, 385" in listed
     # the first eighth of the second of 16 experts of 896 rows
     assert "blocks.0.ffn.experts.w1 (14336, 512): [896:1008, 0:512]" in listed
+
+
+def test_a_process_whose_experts_have_twice_the_load_takes_what_the_estimate_adds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = ["model.n_layers=2", "model.vocab_size=2048", "device_train_microbatch_size=1"]
+    recipe = read("dbrx", 512, [*few, *words("hsdp_ep8", 512)])
+    need, degrees = estimate(recipe, 512, device=GPU), recipe.parallel.degrees(512)
+    # what the experts' operator holds is not seen by who counts
+    seen = need.load_block - expert_rows(recipe.model, 2) * tokens_of_row(recipe, degrees)
+    even = count(recipe, 512)[0].peak
+    monkeypatch.setattr(fake_ranks, "_even", loaded(2, fake_ranks._even))
+    more = count(recipe, 512)[0].peak - even
+    assert 0 < more <= seen < 1.25 * more
+    assert need.total(1, 2.0) == need.total(1) + need.load_block
+
+
+def loaded(times: int, even: Callable[..., Any]) -> Callable[..., Any]:
+    """As `_even`; this process gets so many times the rows of others."""
+
+    def lengths(*given: Any) -> Any:
+        sent, received = even(*given)()
+        return lambda *counts: (sent, [times * n for n in received])
+
+    return lengths
