@@ -132,7 +132,7 @@ def built(
             FakeTensorMode(allow_non_fake_inputs=True),
             watched,
         ):
-            _fill(root, CPU)
+            fill(root, CPU)
             yield root, meshes
     finally:
         dist.destroy_process_group()
@@ -191,7 +191,7 @@ def _local(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
-def _fill(root: Root, device: torch.device) -> None:
+def fill(root: Root, device: torch.device) -> None:
     """`to_empty`, which cannot swap fake tensors: new ones in their place, and FSDP is told."""
     for module in root.modules():
         for name, p in list(module._parameters.items()):

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.memory.live_bytes import LiveBytes
@@ -35,7 +36,7 @@ from llmfoundry.ops.layout import Layout
 from llmfoundry.parallel.apply import parallelize
 from llmfoundry.parallel.context import token_cut
 from llmfoundry.parallel.launch import World, choose_device, default_backend
-from llmfoundry.parallel.mesh import build_mesh, on_mesh
+from llmfoundry.parallel.mesh import Meshes, build_mesh, on_mesh
 from llmfoundry.parallel.sharding import replicate as wrap
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
@@ -113,6 +114,13 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
 
     Of the last step also `held`: bytes that it has made and keeps as each microbatch begins.
     """
+    root, world, mesh = spread(entry, world)
+    fill(root.model)
+    return train(entry, root, wrap(root, mesh), world)
+
+
+def spread(entry: Entry, world: World) -> tuple[Root, World, Meshes | None]:
+    """A model on a layout, without values yet."""
     config = entry.config
     mesh = build_mesh(config, world)
     world = on_mesh(world, mesh)
@@ -120,8 +128,11 @@ def take_steps(entry: Entry, world: World) -> dict[str, Any]:
         root = Root(make_model(entry, world.device)).to(weight_dtype(entry.precision))
     mode = "default" if entry.compiled else None
     parallelize(root, world, mesh, config, precision=entry.precision, compile_mode=mode)
-    fill(root.model)
-    module = wrap(root, mesh)
+    return root, world, mesh
+
+
+def train(entry: Entry, root: Root, module: nn.Module, world: World) -> dict[str, Any]:
+    """Steps of a model that is spread and filled; what `take_steps` gives."""
     optimizer = build_optimizer(root.model, make_optimizer_config())
     monitor, trainer = OptimizerMonitor(), SimpleNamespace(root=root, optimizer=optimizer)
     on_gradients = partial(monitor.on_gradients, trainer)  # type: ignore[arg-type]

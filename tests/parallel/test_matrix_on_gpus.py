@@ -1,7 +1,8 @@
 """The layouts of `test_matrix.py` on GPUs: a process on each over NCCL, and two on one over gloo.
 
 Losses, gradient norms and weights are compared with the plain loop on a GPU. `scripts/gpu_check.py`
-runs this file, and shows the largest differences; the same code runs on CPUs in `test_matrix.py`.
+runs this file, and shows the largest differences; the same code runs on CPUs in `test_matrix.py`,
+and here on tensors that are said to be a GPU's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fake_cuda import run_on_fake_cuda
 from tests.parallel.layouts import ROUTINE
 from tests.parallel.matrix import OWN_GPUS, SHARED_GPU, Found, compare, run_all
 from tests.tiny import losses, run, write_recipe
@@ -21,7 +23,26 @@ ON_ONE = [name for name, entry in ROUTINE.items() if entry.processes <= 2]
 ON_SEVERAL = [name for name, entry in ROUTINE.items() if entry.processes > 1]
 Note = Callable[[str, object], None]
 
+# DDP's reducer asks for values, and varlen attention, of bf16, for a GPU's capability
+FAKED = [
+    name
+    for name, entry in ROUTINE.items()
+    if entry.precision == "fp32" and (entry.processes == 1 or entry.processes > entry.replicate)
+]
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["hsdp-once", "tensor-fsdp", "expert-ulysses-fsdp"], id="some"),
+        pytest.param(FAKED, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layouts_step_on_a_gpu_meets_no_tensor_of_another_device(names: list[str]) -> None:
+    told = run_on_fake_cuda(f"from tests.parallel.fake_gpu_matrix import main\nmain({names!r})")
+    assert told.splitlines() == [f"{name} cuda:0 cuda:0" for name in names]
 
 
 @pytest.fixture(scope="module")
