@@ -109,6 +109,10 @@ COLUMNS: dict[str, dict[str, str]] = {  # heading: key of a row
         "until whole, s": "waited at the end, s",
     },
 }
+WORDS = (
+    *("item", "product", "contender", "batch", "attention", "chunk", "not run"),
+    *("test", "outcome", "reason"),
+)
 SHARES = ("of products", "of peak", "data wait of step", "share")
 
 
@@ -211,9 +215,7 @@ def _plain(results: Results, step: StepResult) -> str:
     head = [name for name, key in columns.items() if key in keys]
     cells = [[_cell(key, name, row) for key in keys] for name, row in rows]
     raw = [i for i, key in enumerate(keys) if key in SHARES]
-    words = ("item", "product", "contender", "batch", "attention", "chunk", "not run")
-    words += ("test", "outcome", "reason")
-    right = [i for i, key in enumerate(keys) if key not in words]
+    right = [i for i, key in enumerate(keys) if key not in WORDS]
     return table(head, cells, right=right, raw=raw, is_wide=True)
 
 
