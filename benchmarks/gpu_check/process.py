@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.gpu_check.plan import CUDA, Item
 from benchmarks.gpu_check.results import FAILED, MEMORY, NO_TIME, NOT_HERE, OK, TOO_LONG
+from llmfoundry.allocator import allocator_settings
 from llmfoundry.errors import one_line
 from llmfoundry.recipe.front.paths import ROOT
 
@@ -66,7 +67,7 @@ def environment(paths: Sequence[Path], device: str, *, all_gpus: bool = False) -
     if device != CUDA or not all_gpus:
         found["CUDA_VISIBLE_DEVICES"] = first if device == CUDA else ""
     quiet = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    return {**found, **quiet, ENDS_WITH: str(os.getpid())}
+    return {**found, **allocator_settings(found), **quiet, ENDS_WITH: str(os.getpid())}
 
 
 def command(item: Item, file: Path, device: str, seconds: float, run: Path) -> list[str]:

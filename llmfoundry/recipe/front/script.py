@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from llmfoundry import __version__
+from llmfoundry.allocator import allocator_settings
 from llmfoundry.ends import FAILED, GIVE_UP, MISTAKE, record_end
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.masking import mask_tracebacks, public
@@ -64,6 +65,7 @@ def run(
         return print(*complete(recipe_type, words[1:]), sep="\n")
     mask_tracebacks()
     end_with_starters()
+    os.environ.update(allocator_settings(os.environ))  # a plugin may import torch
     try:
         command = parse(words)
         chosen = recipe_type if isinstance(recipe_type, type) else recipe_type(command)
