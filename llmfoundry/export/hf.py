@@ -89,7 +89,7 @@ def to_hf(
         settings |= {} if start is None else {DOCUMENT_START: list(start)}
         write_json(folder / "config.json", settings, indent=2)
         pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
-        stops = {"eos_token_id": _stop_ids(tokenizer_folder), "pad_token_id": pad}
+        stops = {"eos_token_id": stop_ids(tokenizer_folder), "pad_token_id": pad}
         write_json(folder / "generation_config.json", ids | stops, indent=2)
         _write_weights(folder, partial(_tensors, model, name), DTYPES[dtype], shard_bytes)
         lines = unkept(model.config, name)
@@ -154,7 +154,7 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, int | None]:
     }
 
 
-def _stop_ids(tokenizer_folder: Path) -> int | list[int]:
+def stop_ids(tokenizer_folder: Path) -> int | list[int]:
     """What a generation stops at: the end of text, and of a turn where a special token ends it."""
     tokenizer = Tokenizer.load(tokenizer_folder)
     try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from llmfoundry.export.card import CardInfo, write_card
-from llmfoundry.export.hf import DTYPES, SHARD_BYTES, copy_tokenizer, whole_or_nothing
+from llmfoundry.export.hf import DTYPES, SHARD_BYTES, copy_tokenizer, stop_ids, whole_or_nothing
 from llmfoundry.hf_models.causal_lm import HFCausalLM
 from llmfoundry.models.decoder import Decoder
 
@@ -41,7 +41,16 @@ def save_class(
     hf.config.use_cache = True  # which training had turned off
     name = type(hf).__name__
     with whole_or_nothing(output) as folder:
+        _stop_at(getattr(hf, "generation_config", None), stop_ids(tokenizer_folder))
         hf.save_pretrained(folder, max_shard_size=shard_bytes)
         copy_tokenizer(tokenizer_folder, folder)
         write_card(folder / "README.md", card, cast(Decoder, model), architecture=name, dtype=dtype)
     return name
+
+
+def _stop_at(config: Any, ids: int | list[int]) -> None:
+    """Have generations end at these too; a class that generates nothing has no configuration."""
+    if config is not None:
+        known, more = (n if isinstance(n, list) else [n] for n in (config.eos_token_id, ids))
+        stops = [*dict.fromkeys(n for n in (*known, *more) if n is not None)]
+        config.eos_token_id = stops if len(stops) > 1 else stops[0]
