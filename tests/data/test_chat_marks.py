@@ -131,7 +131,7 @@ def rows() -> list[dict[str, Any]]:
     found += [{"messages": [says("system", "Be brief."), *inline, *single[2], *thought]}]
     found += [{"messages": single[3] + thought}]
     called = [says("user", "Add."), says("assistant", "", tool_calls=CALL)]
-    said = [says("tool", "3", name="sum", tool_call_id="1")]
+    said = [says("tool", "sum = 3", name="sum", tool_call_id="1")]
     found += [{"messages": called, "tools": TOOLS}]
     found += [{"messages": [*called, *said, says("assistant", "It is 3.")], "tools": TOOLS}]
     found += [{"messages": [*single[0], *called, *said, says("assistant", "3")], "tools": TOOLS}]
@@ -144,7 +144,8 @@ def rows() -> list[dict[str, Any]]:
 
 
 def documents(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[SegmentedText, ...]:
-    return example_of(row, "chat", ExampleOptions(tokenizer.chat)).documents
+    options = ExampleOptions.of(tokenizer.chat, last_only=False, prompts=False)
+    return example_of(row, "chat", options).documents
 
 
 def referee(
@@ -325,8 +326,24 @@ def test_marks_must_have_the_end_of_each_turn():
     mine = ours(CHATML, never + "{% generation %}{% endgeneration %}{% endif %}")
     with pytest.raises(UserError, match="leave out answers"):
         mine.chat.check_marks()
-    with pytest.raises(ValueError, match=r"marks no answer in it with {% generation %}"):
+    with pytest.raises(UserError, match="leave out answers"):
         documents(rows()[0], mine)
+    sometimes = "{% for m in messages %}{% if m.content != '4' %}{% generation %}{{ m.content }}"
+    mine = ours(CHATML, sometimes + "<|im_end|>{% endgeneration %}{% endif %}{% endfor %}")
+    turns = [says("user", "4"), says("assistant", "4")]
+    with pytest.raises(ValueError, match=r"marks no answer in it with {% generation %}"):
+        example_of({"messages": turns}, "chat", ExampleOptions(mine.chat))
+
+
+def test_what_a_template_leaves_out_is_noted():
+    options = {stem: ExampleOptions(ours(FAMILIES[stem][1], template(stem)).chat)
+               for stem in ("phi3", "qwen3", "glm4moe", "gptoss")}  # fmt: skip
+    found = {stem: [example_of(row, "chat", options[stem]).left_out for row in rows()]
+             for stem in options}  # fmt: skip
+    assert not any(found["qwen3"]) and not any(found["glm4moe"]) and not any(found["gptoss"][:-1])
+    missing = {name for names in found["phi3"] for name in names}
+    assert missing == {"reasoning", "tool calls", "tool results", "tools"}
+    assert found["phi3"][25] == ("reasoning",) and found["phi3"][33][:1] == ("tool calls",)
 
 
 def test_a_message_cannot_spell_a_mark_and_weights_are_kept():

@@ -21,6 +21,7 @@ from llmfoundry.data.supervised.messages import (
     is_messages,
     keys_not_read,
     kind,
+    left_out,
     plain_messages,
     tools_of,
     unusual_order,
@@ -49,12 +50,14 @@ class Example:
             prompt's.
         contents: what the row itself holds in a rendered text.
         unread: keys of its messages that nothing reads, as messages[].key.
+        left_out: what the template does not show: reasoning, tool calls, tool results, tools.
     """
 
     documents: tuple[SegmentedText, ...]
     key: str
     contents: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Example:
@@ -75,7 +78,11 @@ def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Ex
         for column in _CONVERSATIONS
         for key in keys_not_read(row.get(column), options.names)
     }
-    return replace(example, unread=tuple(sorted(unread))) if unread else example
+    found = (messages for column in _CONVERSATIONS if is_messages(messages := row.get(column)))
+    rendered = [d for d in example.documents if d.rendered]
+    text = "".join(piece.text for document in rendered for piece in document.pieces)
+    missing = [] if not rendered else left_out(found, _asked(row).tools, text)
+    return replace(example, unread=tuple(sorted(unread)), left_out=tuple(missing))
 
 
 def example_or_error(
@@ -150,7 +157,7 @@ def _asked(row: Mapping[str, Any]) -> Asked:
 
 def _compared(row: Mapping[str, Any], name: str, options: ExampleOptions) -> SegmentedText:
     """A prompt with an answer of which the last turn alone is learned."""
-    options = ExampleOptions(options.chat, last_only=True)
+    options = replace(options, last_only=True, prompts=False)
     (found,) = _answered(row.get("prompt"), _column(row, name), name, options, _asked(row))
     return found
 
@@ -192,7 +199,9 @@ def _rendered(
         if options.chat is None or unusual is None or isinstance(error, OutOfBounds):
             raise
         raise ValueError(f"{unusual}; {error}") from error
-    check_shown(shown, "".join(piece.text for d in documents for piece in d.pieces), name)
+    learned = [n for n, m in enumerate(shown) if m["role"] == "assistant" and m.get("weight", 1)]
+    text = "".join(piece.text for document in documents for piece in document.pieces)
+    check_shown(shown[: learned[-1]] if learned else shown, text, name)
     return documents
 
 

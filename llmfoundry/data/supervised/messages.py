@@ -8,7 +8,7 @@ system message, the user, then in turn are the template's to take or refuse: whe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -112,6 +112,37 @@ def check_shown(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> 
                 f"the chat template leaves out {name}[{n}], a message of {role}; write another"
                 " tokenizer.chat_template, or correct the row"
             )
+
+
+def left_out(
+    conversations: Iterable[Any], tools: list[dict[str, Any]] | None, text: str
+) -> list[str]:
+    """What a rendered text does not show of messages and tools: reasoning, tool calls, and so on.
+
+    Args:
+        conversations: messages, as the row has them.
+        tools: of the row.
+        text: all that was rendered of them.
+    """
+    shown = {name: True for name in ("reasoning", "tool calls", "tool results", "tools")}
+    for message in (m for value in conversations for m in plain_messages(value, name="")):
+        content = message.get("content", "")
+        inline = content.partition("</think>")
+        thoughts = inline[0].rpartition("<think>")[2] if inline[1] else ""
+        thoughts = next((message[name] for name in REASONING if message.get(name)), thoughts)
+        shown["reasoning"] &= _is_in(thoughts, text)
+        for call in message.get("tool_calls", ()):
+            shown["tool calls"] &= _is_in(call.get("function", call)["name"], text)
+        shown["tool results"] &= message["role"] != "tool" or _is_in(content, text)
+    for tool in tools or ():
+        shown["tools"] &= _is_in(tool.get("function", tool).get("name", ""), text)
+    return [name for name, is_shown in shown.items() if not is_shown]
+
+
+def _is_in(part: Any, text: str) -> bool:
+    """Whether a text has a part, as it is or in JSON, without the white space around it."""
+    part = part.strip() if isinstance(part, str) else ""
+    return part in text or any(json.dumps(part, ensure_ascii=a)[1:-1] in text for a in (0, 1))
 
 
 def keys_not_read(value: Any, reads: Callable[[str], bool]) -> set[str]:

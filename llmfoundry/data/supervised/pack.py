@@ -20,7 +20,7 @@ import numpy as np
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.supervised.messages import KEYS
-from llmfoundry.data.supervised.store import SPLIT, Store, StoreFacts
+from llmfoundry.data.supervised.store import SPELLED, SPLIT, Store, StoreFacts
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.recipe.supervised import SupervisedConfig
@@ -340,7 +340,8 @@ def summary(key: str, facts: StoreFacts, packed: PackedExamples, options: PackOp
         lines.append(_line(key, count, what, "dropped", facts.first[what]))
     lines += bad_lines(key, facts)
     for what, count in facts.told.items():
-        lines.append(_line(key, count, what, "read as that token", facts.first[what]))
+        then = "read as that token" if what == SPELLED else "left out by the chat template"
+        lines.append(_line(key, count, what, then, facts.first[what]))
     if facts.split:
         lines.append(
             f"{key}: {_rows(facts.split)} split into {facts.parts:,}, one for each answer, because"

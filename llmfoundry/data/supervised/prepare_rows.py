@@ -36,6 +36,7 @@ from llmfoundry.data.supervised.store import (
     DOCUMENT,
     EXAMPLE,
     NO_ROW,
+    SPELLED,
     PartArrays,
     Store,
     StoreFacts,
@@ -47,9 +48,9 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import INSTRUCTIONS
 
-_VERSION = 3  # of what is made of a row; raised when it becomes another
+_VERSION = 4  # of what is made of a row; raised when it becomes another
 _BATCH = 512  # rows that are encoded at a time
-EMPTY, LEFT_OUT, SPELLED = "empty", "left out by preprocess", "with the text of a special token"
+EMPTY, LEFT_OUT = "empty", "left out by preprocess"
 
 
 def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: int) -> Store:
@@ -88,10 +89,10 @@ class _Plan:
         supervised = config.supervised
         shortest = supervised.shortest_target_prompt
         chat = tokenizer.chat if tokenizer.has_chat else None
-        if chat is not None:
-            chat.check_marks()
-        self._options = ExampleOptions(
-            chat, supervised.target_responses == "last", bool(np.isfinite(shortest))
+        self._options = ExampleOptions.of(
+            chat,
+            last_only=supervised.target_responses == "last",
+            prompts=bool(np.isfinite(shortest)),
         )
         self._encoder = Encoder(tokenizer, shortest, always_eos=supervised.chat_eos == "always")
 
@@ -248,6 +249,8 @@ class _Work:
         if isinstance(outcome, Example):
             if any(self._special.search(text) for text in outcome.contents):
                 facts.note(facts.told, SPELLED, str(where))
+            for what in outcome.left_out:
+                facts.note(facts.told, f"with {what}", str(where))
             self.reader.unread.update(outcome.unread)
             return outcome
         if isinstance(outcome, UserError) and str(outcome).startswith("tokenizer."):

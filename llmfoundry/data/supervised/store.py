@@ -24,7 +24,7 @@ from llmfoundry.files import write_json
 DOCUMENT = np.dtype([("end", "<i8"), ("side", "i1")])
 EXAMPLE = np.dtype([("key", "<u8"), ("content", "<u8"), ("source", "<u4"), ("row", "<i8")])
 NO_ROW = -1  # of a source that has no rows
-SPLIT = "split"
+SPLIT, SPELLED = "split", "with the text of a special token"
 
 
 @dataclass

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry.data.supervised.messages import Messages
-from llmfoundry.data.text.chat_template import ANSWER_MARK, ChatTemplate, Rendered
+from llmfoundry.data.text.chat_template import ANSWER_MARK, NAMED, ChatTemplate, Rendered
 from llmfoundry.errors import UserError
 
 Spans = list[tuple[int, int]]
@@ -68,11 +68,26 @@ class ExampleOptions:
         chat: the tokenizer's template; None: it has none.
         last_only: of a conversation only the last answer is learned.
         prompts: prompts may be learned.
+        variant: the template to choose where what is learned by this one cannot be determined.
+        unusable: why no conversation can be learned by it; "": they can.
     """
 
     chat: ChatTemplate | None
     last_only: bool = False
     prompts: bool = False
+    variant: str = f"one of {', '.join(NAMED)}"
+    unusable: str = ""
+
+    @classmethod
+    def of(cls, chat: ChatTemplate | None, *, last_only: bool, prompts: bool) -> ExampleOptions:
+        """Options with what is asked of a template before any row."""
+        if chat is None:
+            return cls(None, last_only, prompts)
+        try:
+            chat.check_marks()
+        except UserError as error:
+            return cls(chat, last_only, prompts, unusable=str(error))
+        return cls(chat, last_only, prompts, chat.training_variant())
 
     def names(self, word: str) -> bool:
         """Whether the template reads a key, or a role, of messages."""
@@ -111,6 +126,8 @@ def conversation_documents(
             "tokenizer.chat_template: the tokenizer has none, and rows are conversations; write"
             " zephyr, which fits any tokenizer, chatml, llama3 or mpt, or a Jinja file"
         )
+    if options.unusable:
+        raise UserError(options.unusable)
     return _Conversation(options.chat, messages, asked, options).documents()
 
 
@@ -177,7 +194,7 @@ class _Conversation:
         if not found:
             raise ValueError(
                 "the chat template marks no answer in it with {% generation %}; correct the"
-                f" template, or write tokenizer.chat_template: {self._chat.training_variant()}"
+                f" template, or write tokenizer.chat_template: {self._options.variant}"
             )
         return found
 
@@ -220,7 +237,7 @@ class _Conversation:
             raise ValueError(
                 "the chat template does not begin an answer as it renders it, and marks none with"
                 " {% generation %}, so what is learned cannot be determined; write"
-                f" tokenizer.chat_template: {self._chat.training_variant()}"
+                f" tokenizer.chat_template: {self._options.variant}"
             )
         return found
 

@@ -261,7 +261,10 @@ class ChatTemplate:
                 )
 
     def training_variant(self) -> str:
-        """A named template that renders a plain conversation as this one does, or all names."""
+        """A named template that renders a plain conversation as this one does, or all names.
+
+        Reads their files: never called in the bounded child.
+        """
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER_MARK}]
         named = {name: ChatTemplate(template_of(name), self.special_tokens) for name in NAMED}
         with suppress(UserError):  # of a template that rendered `turn * 2`
