@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.export.peft.modules import CONFIG, WEIGHTS, read_config
+from llmfoundry.export.peft.patterns import check_patterns
 from llmfoundry.files import open_to_all, write_json
 from llmfoundry.hf_models.adapters import (
     add_peft,
@@ -39,17 +40,29 @@ def add_to_class(
     if folder is None:
         config = peft_config(model, recipe.adapter)
     else:
-        LoraConfig = import_peft().LoraConfig
-        read = read_config(folder)
-        if read.get("peft_type") != "LORA":
-            raise UserError(f"{folder}: peft_type {read.get('peft_type')}; write a LORA folder")
-        known = LoraConfig.__dataclass_fields__
-        config = LoraConfig(**{k: v for k, v in read.items() if k in known and k != "peft_type"})
-        config.inference_mode = False
+        config = _read_lora_config(folder, model)
     add_peft(model, config, dtype=dtype)
     model.peft_config = config
     for line in class_table(model):
         note(line)
+
+
+def _read_lora_config(folder: Path, model: Any) -> Any:
+    LoraConfig = import_peft().LoraConfig
+    read = read_config(folder)
+    if read.get("peft_type") != "LORA":
+        raise UserError(f"{folder}: peft_type {read.get('peft_type')}; write a LORA folder")
+    if read.get("layer_replication"):
+        raise UserError(f"{folder}: layer_replication changes the base model; remove it")
+    names = [name for name, _ in model.hf.named_modules()]
+    check_patterns(read, names, file=str(folder / CONFIG))
+    known = LoraConfig.__dataclass_fields__
+    try:
+        config = LoraConfig(**{k: v for k, v in read.items() if k in known and k != "peft_type"})
+    except Exception as error:  # whatever peft's checks raise
+        raise UserError(f"{folder / CONFIG}: peft refuses it: {one_line(error)}") from error
+    config.inference_mode = False
+    return config
 
 
 def begin_in_class(model: nn.Module, recipe: FinetuneRecipe, folder: Path | None) -> None:

@@ -189,6 +189,9 @@ def depth(parameter: str, parameters: Iterable[str]) -> int:
     return sum(DEFINED.index(parameter) < DEFINED.index(other) for other in parameters)
 
 
+_LARGEST = 1 << 25  # bytes; every name of a mixture of experts takes a few million
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a folder.
 
@@ -198,6 +201,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():  # nor a pipe, which would be waited for
         raise UserError(f"{path}: is missing; write a folder that peft saved")
+    if path.stat().st_size > _LARGEST:
+        raise UserError(f"{path}: has {path.stat().st_size:,} bytes; peft writes far less")
     try:
         read = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -6,9 +6,9 @@ for another model. Nothing is unpickled: adapter_model.bin is refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.export.hf_maps import MAPS
 from llmfoundry.export.peft.modules import (
+    CONFIG,
     DEFINED,
     OWN_TYPE,
     PREFIX,
@@ -29,6 +30,7 @@ from llmfoundry.export.peft.modules import (
     peft_modules,
     read_config,
 )
+from llmfoundry.export.peft.patterns import ends, first_matches
 from llmfoundry.export.weight_map import layers
 from llmfoundry.models.adapters.plan import find_targets
 from llmfoundry.models.decoder import Decoder
@@ -86,6 +88,21 @@ class _File:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     read: set[str] = field(default_factory=set)
+    alpha_patterns: dict[str, str] = field(default_factory=dict)  # by name
+
+    @cached_property
+    def ranks(self) -> set[float]:
+        return {self.config.get("r", 8), *(self.config.get("rank_pattern") or {}).values()}
+
+    @cached_property
+    def targets(self) -> dict[str, list[tuple[int, str]]]:
+        """By module its targeted parameters with their order."""
+        found: dict[str, list[tuple[int, str]]] = {}
+        for n, target in enumerate(self.config.get("target_parameters") or []):
+            parent, _, parameter = target.rpartition(".")
+            if parameter in DEFINED:
+                found.setdefault(parent, []).append((n, parameter))
+        return found
 
     def get(self, name: str) -> Tensor | None:
         if name not in self.tensors:
@@ -109,7 +126,13 @@ def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter
     config = model.config
     architecture = adapter_architecture(config)
     parts: dict[str, list[_Part]] = {}
-    for place in _all_places(model, architecture):
+    places = [*_all_places(model, architecture)]
+    file.alpha_patterns = first_matches(
+        [*(file.config.get("alpha_pattern") or {})],
+        [*map(_name, places)],
+        file=f"{folder / CONFIG}: alpha_pattern",
+    )
+    for place in places:
         found = _read(place, file)
         if found is not None:
             for source, part in _ours(place, *found, file):
@@ -141,6 +164,9 @@ def _open(folder: Path) -> _File:
         if key in config and config[key] not in values:
             raise UserError(f"{folder}: {key} {config[key]}; the decoder reads {values[0]}")
     _check_numbers(folder, config)
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise UserError(f"{folder / CONFIG}: target_parameters is not a list of names; correct it")
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path}: is missing; save the adapter with safe_serialization=True")
@@ -198,7 +224,7 @@ def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None
         return torch.stack([a for a, _ in both]), torch.stack([b for _, b in both]), None
     key = place.module
     if place.parameter:
-        wrapped = _wrapped(place, file.config.get("target_parameters") or [])
+        wrapped = _wrapped(place, file)
         if place.parameter not in wrapped:
             return None
         key += ".base_layer" * depth(place.parameter, wrapped)
@@ -214,15 +240,10 @@ def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None
     return a, b, file.get(f"{key}.lora_magnitude_vector")
 
 
-def _wrapped(place: PeftModule, targets: list[str]) -> list[str]:
+def _wrapped(place: PeftModule, file: _File) -> list[str]:
     """Parameters of the place's module that the folder targets."""
-    module, names = place.module, []
-    for target in targets:
-        parent, _, parameter = target.rpartition(".")
-        inside = module == parent or module.endswith(f".{parent}") or not parent
-        if inside and parameter in DEFINED:
-            names.append(parameter)
-    return names
+    found = [target for end in (*ends(place.module), "") for target in file.targets.get(end, [])]
+    return [parameter for _, parameter in sorted(found)]
 
 
 def _pair(file: _File, key: str, *, embedding: bool = False) -> tuple[Tensor, Tensor] | None:
@@ -242,13 +263,12 @@ def _ours(
             file,
             f"{place.module} has {place.rows} rows here, its lora_B {b.shape[1]}",
         )
-    ranks = {file.config.get("r", 8), *(file.config.get("rank_pattern") or {}).values()}
-    if a.shape[1] not in ranks:
+    if a.shape[1] not in file.ranks:
         raise UserError(
             f"{file.folder}: {place.module} has rank {a.shape[1]}, which adapter_config.json does"
             " not say; the two belong to different adapters"
         )
-    scale = _scale(place, a.shape[1], file.config)
+    scale = _scale(place, a.shape[1], file)
     if place.order is not None:
         b = torch.stack([place.order[1](one) for one in b])
         magnitude = None if magnitude is None else place.order[1](magnitude)
@@ -283,15 +303,16 @@ def _halves(place: PeftModule, b: Tensor) -> list[slice] | None:
     return halves
 
 
-def _scale(place: PeftModule, rank: int, config: Mapping[str, Any]) -> float:
+def _scale(place: PeftModule, rank: int, file: _File) -> float:
     """What peft multiplies B A by."""
-    name = place.module.format(e=0) + (f".{place.parameter}" if place.parameter else "")
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            alpha = value
-            break
+    config = file.config
+    own = file.alpha_patterns.get(_name(place))
+    alpha = config.get("lora_alpha", 8) if own is None else config["alpha_pattern"][own]
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _name(place: PeftModule) -> str:
+    return place.module.format(e=0) + (f".{place.parameter}" if place.parameter else "")
 
 
 def _join(
