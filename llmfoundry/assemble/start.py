@@ -86,7 +86,7 @@ def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -
         UserError: the folder holds a run that the recipe does not allow to resume.
         GivenUp: it lacks the checkpoints that this run's supervisor knows to be saved.
     """
-    folder, limits = run_folder(recipe), resume_limits()
+    folder, limits = run_folder(recipe), on_rank0(world, resume_limits)
     existing = on_rank0(world, lambda: list_checkpoints(folder))
     _refuse_vanished(folder, existing, limits)
     if existing and not (recipe.autoresume or recipe.save_overwrite):

@@ -107,7 +107,7 @@ class Exporter:
             self._try(self._write)
 
     def end(self, status: int, is_asked: Callable[[], bool]) -> None:
-        """Serve the end until it was scraped once, unless a scheduler waits for it.
+        """Serve the end until it was scraped once, unless nobody ever has or a scheduler waits.
 
         Args:
             status: the supervisor's exit status.
@@ -118,7 +118,7 @@ class Exporter:
         while (
             self._server is not None
             and status != SAVED
-            and self._scrapes == scrapes
+            and 0 < self._scrapes == scrapes
             and time.monotonic() < deadline
             and not is_asked()
         ):
@@ -181,6 +181,7 @@ class Exporter:
 
         assert self._where is not None and self._where.textfile is not None
         write_to_textfile(self._where.textfile, self._registry)
+        self._scrapes -= 1  # that was no scrape
 
 
 def _named(name: str) -> str:

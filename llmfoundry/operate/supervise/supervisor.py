@@ -25,7 +25,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmfoundry.ends import DONE, FAILED, SAVED, STOPS, on_stops, own_node, read_ends, read_places
+from llmfoundry.ends import (
+    DONE,
+    FAILED,
+    MISTAKE,
+    SAVED,
+    STOPS,
+    on_stops,
+    own_node,
+    read_ends,
+    read_places,
+)
 from llmfoundry.errors import UserError
 from llmfoundry.events import names_in, read_events
 from llmfoundry.heartbeat import memory
@@ -60,6 +70,7 @@ from llmfoundry.resume_limits import ResumeLimits
 FOLDER = "supervise"
 """Below a run's folder: what processes said at their ends, by attempt, and the check's report."""
 _LOOK_SECONDS = 120.0  # for a store's answer
+_REMOTE_SECONDS = 60.0  # after which processes that are not seen here may be elsewhere
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _WATCHED = ("slow_rank", "mfu_drop", "data_wait", "stall")
 """Events of callbacks.watch at which a run may save and stop by itself."""
@@ -121,7 +132,9 @@ class Supervisor:
             self._exporter.end(status, lambda: bool(self._asked))
             return status
         except Exception as error:
-            self._end_with("the supervisor failed", _said(error), status=FAILED)
+            status = MISTAKE if isinstance(error, UserError) else FAILED
+            self._end_with("failed", f"the supervisor failed: {_said(error)}", status=status)
+            self._exporter.end(status, lambda: bool(self._asked))
             raise
         finally:
             self._record.notified()
@@ -142,12 +155,11 @@ class Supervisor:
             self._exporter.update(state="waiting", restarts=len(self.attempts))
             self._pause(decision.wait)
             if self._asked:
-                return self._end_with("stopped between two attempts", "", status=SAVED)
+                return self._end_with("stopped", "stopped between two attempts", status=SAVED)
 
-    def _end_with(self, what: str, why: str, *, status: int) -> Decision:
-        """Tell of an end that no attempt has led to."""
-        line = f"{what}: {why}" if why else what
-        event = self._tell("decision", line, STOP, exit_status=status)
+    def _end_with(self, cause: str, line: str, *, status: int) -> Decision:
+        """Report an end that no attempt has led to; `cause`: a word that no attempt ends with."""
+        event = self._tell("decision", line, STOP, cause=cause, exit_status=status)
         self._record.notify(f"{self.folder.name} on {self.node}: {line}", event or {})
         return Decision(STOP, line, status)
 
@@ -171,13 +183,15 @@ class Supervisor:
             if verdict.action == START:
                 return None
             if verdict.action == STOP_LOOKING:
-                return self._end_with("not started", verdict.why, status=verdict.status)
+                why = f"not started: {verdict.why}"
+                return self._end_with("checkpoints", why, status=verdict.status)
             if verdict.why != told:
                 self._tell("checkpoints", verdict.why, "wait")
             told = verdict.why
             self._exporter.update(state="waiting")
             self._pause(verdict.wait)
-        return self._end_with("stopped before its checkpoints were there", "", status=SAVED)
+        why = "stopped before its checkpoints were there"
+        return self._end_with("stopped", why, status=SAVED)
 
     def _look(self) -> Look:
         """What is seen of the checkpoints; who is asked to stop does not wait for a store."""
@@ -192,7 +206,12 @@ class Supervisor:
         return found[0] if found else Look(problem="no answer", may_pass=True)
 
     def _recorded(self) -> int:
-        """The newest checkpoint that the run's events have; -1: none."""
+        """The newest checkpoint that the run's events have; -1: none.
+
+        Of a run at a URL they may be another's, which was there before.
+        """
+        if self.look is not None and not self.attempts:
+            return -1
         found = (e.get("checkpoint") for e in read_events(self.folder) if e["kind"] == "decision")
         return next(iter([batch for batch in found if isinstance(batch, int)][-1:]), -1)
 
@@ -268,7 +287,7 @@ class Supervisor:
 
     def _watch(self, running: RunningAttempt) -> int:
         """Look on until an attempt has ended; its status."""
-        self._running, has_returned = running, False
+        self._running, has_returned, is_elsewhere = running, False, False
         if self._asked:  # while it was being started
             running.ask(self._asked[0])
         looks = True
@@ -276,6 +295,9 @@ class Supervisor:
             looks = running.look()
             if running.times.saved > self._newest:
                 self._exporter.update(checkpoint=running.times.saved)
+            if not (is_elsewhere or has_returned) and _has_begun_elsewhere(running):
+                is_elsewhere = True
+                self._exporter.update(state="training")
             if not has_returned and running.times.stepped is not None:
                 has_returned = True
                 self._exporter.update(state="training")
@@ -367,14 +389,15 @@ class Supervisor:
             self._avoided = None  # it was saved anew, or another after it
         bad = self._confirm(cause) if not self._asked else ()
         has_begun = bool(evidence.places) or times.joined is not None
+        took, progressed = time.monotonic() - times.started, self._newest > before
         resumed = max(0, self._avoided or before) if times.resumed is None else times.resumed
         return Attempt(
             cause,
-            progressed=self._newest > before,
+            progressed=progressed,
             bad_nodes=bad,
             without=() if has_begun else self._without,
-            seconds=time.monotonic() - times.started,
-            useful=times.useful(self._newest),
+            seconds=took,
+            useful=times.useful(self._newest) if times.joined else took * progressed,
             resumed=resumed,
             earlier=look.before(resumed),
         )
@@ -453,6 +476,13 @@ class Supervisor:
             say(f"supervise: {problem}")
 
 
+def _has_begun_elsewhere(running: RunningAttempt) -> bool:
+    """Whether processes have begun none of which is on this machine."""
+    times = running.times
+    is_late = times.joined is None and time.monotonic() - times.started > _REMOTE_SECONDS
+    return is_late and bool(read_places(running.ends))
+
+
 def _said(error: BaseException) -> str:
     """Why it failed, in a line."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -514,7 +544,8 @@ def earlier_attempts(folder: Path) -> list[Attempt]:
             if event.get("attempt") == 1:
                 found = []
             cause = Cause(event["cause"], str(event.get("why")), names_in(event, "nodes"))
-            took, useful, wait = (_seconds(event.get(k)) for k in ("took", "useful", "wait"))
+            took, wait = _seconds(event.get("took")), _seconds(event.get("wait"))
+            useful = _seconds(event.get("useful", took))
             progressed = bool(event.get("progressed"))
             found.append(Attempt(cause, progressed, seconds=took + wait, useful=useful))
     return found
