@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from benchmarks.memory.live_bytes import LiveBytes
 from benchmarks.memory.sent_bytes import SentBytes
 from benchmarks.record import table
-from llmfoundry.assemble.job import build_autocast, build_root, with_defaults
+from llmfoundry.assemble.job import build_autocast, build_root, product_dtype, with_defaults
 from llmfoundry.estimate.activations import expert_rows, tokens_of_row
 from llmfoundry.estimate.fit import choose_fit, with_guessed_vocabulary
 from llmfoundry.estimate.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
@@ -144,7 +144,8 @@ def _step(
 ) -> tuple[Bytes, SentBytes]:
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
-    optimizer = build_optimizer(root.model, recipe.optimizer)
+    dtype = product_dtype(recipe.precision)
+    optimizer = build_optimizer(root.model, recipe.optimizer, product_dtype=dtype)
     parameters = list(root.parameters())
     tokens = torch.zeros(microbatches * rows, recipe.max_seq_len, dtype=torch.long)
     gradients, live.most = list[int](), 0

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.memory.fake_ranks import CPU, GPU, MEMORY, built, held_bytes, spread
 from benchmarks.record import table
+from llmfoundry.assemble.job import product_dtype
 from llmfoundry.errors import UserError
 from llmfoundry.estimate.communication import Messages, communication, waited_for
 from llmfoundry.estimate.fit import choose_fit
@@ -156,7 +157,8 @@ def _decide(recipe: TrainRecipe, ranks: int) -> bool:
 
 def _moments(recipe: TrainRecipe, root: Root) -> torch.optim.Optimizer:
     """The recipe's optimizer, behind a step."""
-    optimizer = build_optimizer(root.model, recipe.optimizer)
+    dtype = product_dtype(recipe.precision)
+    optimizer = build_optimizer(root.model, recipe.optimizer, product_dtype=dtype)
     for parameter in root.parameters():
         parameter.grad = torch.empty_like(parameter)
     optimizer.found_inf = Guard(CPU).found_inf  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from llmfoundry.assemble.job import (
     attention_refusal,
     build_root,
     experts_refusal,
+    product_dtype,
     served_precision,
     with_defaults,
 )
@@ -118,8 +119,10 @@ def build_trainer(
         recipe, world, meshes, tracker.note, written=written, checkpoint=start.checkpoint
     )
     job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, tracker.note)
-    ratio = lora_plus_ratio(recipe)
-    optimizer = build_optimizer(root.model, recipe.optimizer, lora_plus_ratio=ratio)
+    ratio, dtype = lora_plus_ratio(recipe), product_dtype(recipe.precision)
+    optimizer = build_optimizer(
+        root.model, recipe.optimizer, lora_plus_ratio=ratio, product_dtype=dtype
+    )
     identity = run_identity(job)
     clock = build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)

@@ -26,6 +26,8 @@ class OptimizerType(Entry):
     """Arguments of a group that are not the settings as they are written."""
     split: str = field(default="", kw_only=True)
     """What splits a group for it, "package.module:function"; unset: nothing does."""
+    multiplies: bool = field(default=False, kw_only=True)
+    """Its update has matrix products: it takes their `dtype`, that of the recipe's precision."""
 
     def values(self, config: OptimizerConfig) -> dict[str, Any]:
         """The arguments of a group whose settings, filled, are `config`."""
@@ -74,6 +76,7 @@ OPTIMIZERS = ChoiceTable(
             " head, norms and biases.",
             keys={**_ADAM, "momentum": 0.95},
             split=f"{_BUILT}.optim:muon_parts",
+            multiplies=True,
             title="Muon",
         ),
     },

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import _muon
 
+from llmfoundry.assemble.job import product_dtype
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import Batch
@@ -216,7 +218,8 @@ def test_muon_is_pytorchs_muon_on_each_matrix_and_adamw_elsewhere(
     model = make_model(**settings)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     gradients = make_gradients(model, 4)
-    run(model, build_optimizer(model, make_optimizer_config("muon")), gradients)
+    optimizer = build_optimizer(model, make_optimizer_config("muon"), product_dtype=torch.bfloat16)
+    run(model, optimizer, gradients)
     found = 0
     for path, parameter in model.named_parameters():
         heights = [parameter.shape[0]]
@@ -239,18 +242,57 @@ def test_muon_is_pytorchs_muon_on_each_matrix_and_adamw_elsewhere(
     assert found == n_matrices
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (32, 96)])
-def test_a_processor_without_bf16_computes_the_same_up_to_rounding(
-    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+PRODUCTS = {  # a processor with bf16, or without: what Muon computes in under each precision
+    True: {"fp32": torch.float32, "amp_bf16": torch.bfloat16, "bf16": torch.bfloat16},
+    False: {"fp32": torch.float32, "amp_bf16": torch.float32, "bf16": torch.float32},
+}
+
+
+@pytest.mark.parametrize("has_bf16", PRODUCTS)
+def test_muon_multiplies_in_the_recipes_precision(
+    has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    computed = []
+
+    def spy(matrix: Tensor) -> Tensor:
+        computed.append(matrix.dtype)
+        return orthogonal(matrix)
+
+    monkeypatch.setattr("llmfoundry.train.optimizers.muon.HAS_BF16", has_bf16)
+    monkeypatch.setattr("llmfoundry.train.optimizers.muon.orthogonal", spy)
+    for precision, dtype in PRODUCTS[has_bf16].items():
+        model, products = make_model(), product_dtype(precision)
+        config = make_optimizer_config("muon")
+        optimizer = build_optimizer(model, config, product_dtype=products)
+        run(model, optimizer, make_gradients(model, 1))
+        assert computed and set(computed) == {dtype}, precision
+        computed.clear()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The relative distance of two matrices."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 96), (96, 32)])
+def test_orthogonalization_is_pytorchs_in_bf16_and_exact_in_fp32(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = {}
-    for has_bf16 in (True, False):
-        monkeypatch.setattr("llmfoundry.train.optimizers.muon.HAS_BF16", has_bf16)
-        found[has_bf16] = orthogonal(matrix)
-    assert (found[True].dtype, found[False].dtype) == (torch.bfloat16, torch.float32)
-    error = (found[True].float() - found[False]).norm() / found[False].norm()
-    assert error < 0.03
+    settings = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
+    theirs = _muon._zeropower_via_newtonschulz(matrix, **settings)
+    exact = orthogonal(matrix.double())
+    assert torch.equal(orthogonal(matrix.bfloat16()), theirs)
+    assert error(theirs, exact) < 0.03
+    assert error(orthogonal(matrix), exact) < 3e-6
+
+
+def test_orthogonalization_amplifies_rounding_of_gradients_in_bf16_alone() -> None:
+    """Sums in another order, as on another layout, differ in their last bit."""
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randn(192, 192, generator=generator)
+    nudged = matrix * (1 + 6e-8 * torch.randn(matrix.shape, generator=generator))
+    assert 1e-8 < error(nudged, matrix) < 2e-7
+    assert error(orthogonal(nudged), orthogonal(matrix)) < 5e-6
+    assert error(orthogonal(nudged.bfloat16()), orthogonal(matrix.bfloat16())) > 1e-3
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 96), (96, 32)])

@@ -39,7 +39,11 @@ def freeze(model: Decoder, config: OptimizerConfig) -> None:
 
 
 def build_optimizer(
-    model: Decoder, config: OptimizerConfig, *, lora_plus_ratio: float = 1.0
+    model: Decoder,
+    config: OptimizerConfig,
+    *,
+    lora_plus_ratio: float = 1.0,
+    product_dtype: torch.dtype = torch.float32,
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over the parameters that train.
 
@@ -49,6 +53,7 @@ def build_optimizer(
         model: with parameters in the form (whole or sharded) in which they will be updated.
         config: filled.
         lora_plus_ratio: learning rate of adapters' B over that of all else (LoRA+).
+        product_dtype: of matrix products under the recipe's precision.
 
     Raises:
         UserError: a group matches nothing that is left to it, or a value of it has no effect.
@@ -67,13 +72,16 @@ def build_optimizer(
             for extra, part in split(parameters, model)
             if part
         ]
-    return new_optimizer(groups, config)
+    return new_optimizer(groups, config, product_dtype)
 
 
-def new_optimizer(parameters: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+def new_optimizer(
+    parameters: Groups, config: OptimizerConfig, product_dtype: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
     """The optimizer that a filled section names, over parameters or groups of them."""
     kind = OPTIMIZERS[config.name]
-    optimizer: torch.optim.Optimizer = kind.load()(parameters, **kind.values(config))
+    values = kind.values(config) | ({"dtype": product_dtype} if kind.multiplies else {})
+    optimizer: torch.optim.Optimizer = kind.load()(parameters, **values)
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)  # as PyTorch's fused ones do
     if not skips and not hasattr(type(optimizer), "found_inf"):
         optimizer.register_step_pre_hook(_skip_if_found_inf)
