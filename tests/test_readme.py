@@ -40,6 +40,7 @@ COMPOSED = {
     r"fetch_eval_data.py from_foundry=": "a clone of LLM Foundry",
     r"supervise.launch=": "machines of a cluster",
     r"eval=v0.3$": "rows of benchmarks, which are fetched first",
+    r"eval.gauntlet=my/": "tests/gauntlet/test_readme_tasks.py runs it with the files shown",
 }
 # Lines of which a shrunk or local form is run: what takes its place, and why.
 LOCAL = {
