@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llmfoundry.track.pages.eval_page import eval_page, score_table, write_eval_page
+from llmfoundry.track.pages.eval_page import eval_page, score_table, task_table, write_eval_page
 from llmfoundry.track.pages.frame import WIDTH
 from llmfoundry.track.pages.score_charts import (
     BAR,
@@ -89,8 +89,8 @@ def test_one_models_page_has_every_number() -> None:
     for text in (
         "Evaluation: mpt finished · 1 model, 1 task",
         "0.2000 core_average ± 0.0123",
-        "copa 3 137 of 1370 25.0% 31.0% 54.3% ± 4.3",
-        "1 tie, 2 dropped examples, 3 truncated questions",
+        "copa 3 54.3% ± 4.3",
+        "1 tie, 2 dropped examples, 3 truncated questions 137 of 1370 25.0% 31.0%",
         "two -0.0500 ± 0.0300",
         "46.0M 130M 2.83 3m12s",
         "copa/3-shot metric mpt",
@@ -106,7 +106,7 @@ def test_models_stand_side_by_side_in_their_order_even_with_one_name() -> None:
     second = result(entry("copa", 0.62), averages={"core_average": 0.3})
     page = Page(eval_page([("same", first), ("same", second)]))
     assert "2 models, 2 tasks" in page.text
-    assert re.search(r"copa 3 100 25\.0% 31\.0% 51\.0% ± 5\.0 .*? 62\.0% ± 5\.0", page.text)
+    assert re.search(r"copa 3 51\.0% ± 5\.0 .*? 62\.0% ± 5\.0 .*? 100 25\.0% 31\.0%", page.text)
     assert re.search(r"only_first .* not asked", page.text)
     assert "core_average 0.2000 ± 0.0123 0.3000 ± 0.0123" in page.text
 
@@ -308,7 +308,7 @@ def test_intervals_that_are_not_symmetric_are_what_is_written_and_drawn() -> Non
     scores = {"averages": {"core": -0.05}, "intervals": {"core": [-0.05, 0.12]}}
     page = eval_page([("m", result(none, **scores))])
     for text in (
-        "copa 3 20 25.0% 31.0% 0.0% [0.0, 16.1]",
+        "copa 3 0.0% [0.0, 16.1]",
         "-0.0500 core [-0.0500, 0.1200]",
         f"{MC} 0 [0, 0.1611]",
         "Lines: chance (solid), majority class (dashed); whiskers: 95% interval.",
@@ -320,6 +320,18 @@ def test_intervals_that_are_not_symmetric_are_what_is_written_and_drawn() -> Non
     assert (end - begin) / (WIDTH - LEFT - RIGHT) == pytest.approx(0.1611, abs=1e-3)
     bar = svg(accuracy_bar(Estimate(1.0, 0.0, (0.8389, 1.0)), chance=0, majority=0))
     assert "M100.7 6H120.0" in bar.find("path").attrib["d"]  # type: ignore[union-attr]
+
+
+def test_a_page_of_one_task_has_no_empty_heading_and_names_its_model_once() -> None:
+    alone = {"categories": {}, "averages": {}, "stderrs": {}, "asked": "as trained"}
+    page = Page(eval_page([("quickstart", result(entry("copa", 0.5), **alone))]))
+    assert "1 model, 1 task Accuracy Accuracy in each task" in page.text
+    assert "verages" not in page.text and "ategories" not in page.text
+    assert "How they were asked as trained Cost" in page.text
+    assert "tokens computed tokens unshared unshared over computed time 46.0M" in page.text
+    (heads,) = re.findall(r"<tr>(<th>task.*?)</tr>", task_table([("m", result(entry("a", 0.5)))]))
+    assert re.findall(r">([^<>]+)<", heads)[:3] == ["task", "shots", "m"]  # what a phone shows
+    assert ".apart figure{max-width" in eval_page([("m", result())])  # one chart is not blown up
 
 
 def test_the_file_is_replaced_at_once(tmp_path: Path) -> None:

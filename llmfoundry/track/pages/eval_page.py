@@ -88,7 +88,7 @@ def eval_page(
     sections = [
         ("Models" if n > 1 else "Run", models_table(results, links)),
         ("Not comparable", not_comparable(results)),
-        ("Averages and categories", score_charts(results) + score_table(results)),
+        (_scores_title(results), score_charts(results) + score_table(results)),
         ("Tasks", task_table(results)),
         ("Problems", problems(results)),
         ("How they were asked", ways(results)),
@@ -102,6 +102,12 @@ def eval_page(
         tiles=tiles(results) if n == 1 else [],
         sections=[(name, body) for name, body in sections if body],
     )
+
+
+def _scores_title(results: Results) -> str:
+    """The heading of what there is."""
+    words = [kind for kind in ("averages", "categories") if _names(results, kind)]
+    return " and ".join(words).capitalize() or "Accuracy"
 
 
 def tiles(results: Results) -> list[Tile]:
@@ -187,19 +193,19 @@ def score_table(results: Results) -> str:
 
 
 def task_table(results: Results) -> str:
-    """A row for each task with its shots, a column for each model."""
-    head = ("task", "shots", "n", "chance", "majority", *_heads(results))
+    """A row for each task with its shots, a column for each model: first, as phones show few."""
+    head = ("task", "shots", *_heads(results), "n", "chance", "majority")
     rows = []
     for (label, shots), entries in _tasks(results).items():
         first = next(entry for entry in entries if entry is not None)
         cells = [_accuracy(entry, model) for model, entry in enumerate(entries)]
         baselines = (f"{100 * first['chance']:.1f}%", f"{100 * first['majority']:.1f}%")
         marked = _marked(label, apart=any(_differing(entries)))
-        rows.append((marked, str(shots), _asked(first), *baselines, *cells))
-    raw = (0, *range(5, 5 + len(results)))
+        rows.append((marked, str(shots), *cells, _asked(first), *baselines))
+    raw = (0, *range(2, 2 + len(results)))
     estimates = [_accuracy_of(e) for found in _tasks(results).values() for e in found if e]
     hint = f"Lines: chance (solid), majority class (dashed); whiskers: {whiskers_of(estimates)}."
-    listed = table(head, rows, right=range(1, 5), raw=raw, is_wide=True)
+    listed = table(head, rows, right=(1, *range(len(head) - 3, len(head))), raw=raw, is_wide=True)
     return f'{listed}<p class="hint">{hint}</p>' if rows else ""
 
 
@@ -217,6 +223,8 @@ def problems(results: Results) -> str:
 def ways(results: Results) -> str:
     """A row for each model that says how questions became its tokens."""
     rows = [(name, result["asked"]) for name, result in results if result.get("asked")]
+    if len(results) == 1:  # which the title names
+        return f"<p>{escape(rows[0][1])}</p>" if rows else ""
     return table(("", "prompts and special tokens"), rows) if rows else ""
 
 
@@ -234,6 +242,8 @@ def cost_table(results: Results) -> str:
             shown = count(unshared) + f" {unit}" * (unit != "tokens")
             rows.append((name, known, shown, ratio, seconds))
     head = ("model", "tokens computed", "tokens unshared", "unshared over computed", "time")
+    if len(results) == 1:  # which the title names
+        return table(head[1:], [row[1:] for row in rows], right=range(4))
     return table(head, rows, right=range(1, 5))
 
 
