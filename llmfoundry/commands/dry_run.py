@@ -44,7 +44,7 @@ from llmfoundry.masking import public
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.operate.check.paths import recipe_paths
-from llmfoundry.parallel.launch import Machine, World, wanted_processes
+from llmfoundry.parallel.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.optimizer import OPTIMIZERS
@@ -77,6 +77,7 @@ def plan(command: str, recipe: Any) -> None:
     Raises:
         UserError: it would refuse the recipe.
     """
+    os.environ.update(slurm_environment())
     rows = list(PLANS[command](recipe))
     if int(os.environ.get("RANK", 0)) == 0:
         last = ("dry run", "all of this was checked; nothing was written or started")
@@ -114,10 +115,10 @@ def plan_training(written: TrainRecipe) -> Rows:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     yield "device", f"{world.size} x {device}, {recipe.precision}, microbatch {rows}"
     yield "memory", _memory(need, rows, free)
-    if world.size > 1 and model is None:
-        yield from _layout(guessed, world, fit)
     if recipe.parallel.activation_checkpointing == "auto":
         yield "", checkpointing_line(guessed, fit)
+    if world.size > 1 and model is None:
+        yield from _layout(guessed, world, fit)
     yield "checkpoints", _checkpoints(recipe, need, model)
     yield "measured", _measured(recipe)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -80,6 +81,29 @@ def test_a_degree_that_spans_nodes_is_reported_with_its_cost(
         assert dry(TrainRecipe, "train:train", tiny, *words, f"{key}={degree}") == 0
         out = " ".join(capsys.readouterr().out.split())
         assert "spans" not in out and "of it to other nodes" in out  # gradients and weights
+
+
+@pytest.mark.parametrize("rank", [0, 9])
+def test_under_slurm_the_plan_is_of_the_steps_tasks_and_printed_once(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plans.os, "environ", dict(os.environ))  # which a plan adds to
+    for name, value in {
+        "STEP_NUM_TASKS": 16,
+        "PROCID": rank,
+        "LOCALID": rank % 8,
+        "STEP_NODELIST": "n[1-2]",
+        "JOB_ID": 11,
+        "STEP_TASKS_PER_NODE": "8(x2)",
+        "NODEID": rank // 8,
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    words = ["model.vocab_size=2048", "parallel=fsdp", "global_train_batch_size=16"]
+    degree = "parallel.expert_parallel_degree=16"
+    assert dry(TrainRecipe, "train:train", YAMLS / "dbrx-tiny.yaml", *words, degree) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("16 x" in out and "16 spans nodes of 8 processes" in out) == (rank == 0)
+    assert bool(out) == (rank == 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU serves amp_bf16")
