@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from recipe_front import Front
 
 from llmfoundry.recipe.front.paths import YAMLS
@@ -22,6 +23,13 @@ def remember(recipe):
     told = [recipe.run_name, recipe.save_folder, recipe.optimizer.lr, recipe.seed, os.getpid()]
     with open("told.jsonl", "a") as file:
         print(json.dumps(told), file=file)
+    os.makedirs(recipe.save_folder)
+    loss = 20 - recipe.seed if recipe.seed != 15 else float("nan")
+    with open(f"{recipe.save_folder}/metrics.jsonl", "w") as file:
+        for row in ({"loss/train/total": 99.0}, {"loss/train/total": loss},
+                    {"metrics/train/bits_per_byte": loss / 4}):
+            print(json.dumps(row), file=file)
+        print('{"loss/train', file=file)
     if recipe.seed == 13:
         raise RuntimeError("unlucky")
 """
@@ -62,6 +70,34 @@ def test_a_failed_point_does_not_stop_the_others_but_fails_the_sweep(tmp_path: P
     assert [row[3] for row in told] == [13, 14]
     table = got.stdout[got.stdout.index("  status") :].splitlines()
     assert table[1].split()[:2] == ["exit", "1"] and table[2].split()[0] == "ok"
+    assert "best" not in got.stdout, "of one that ended"
+
+
+def test_the_table_has_each_points_last_metrics_and_marks_the_best(tmp_path: Path) -> None:
+    got, _ = sweep(tmp_path, "-m", QUICKSTART, "seed=2,14,15,16")
+    table = got.stdout[got.stdout.index("  status") :].splitlines()
+    assert table[0].split() == ["status", "time", "loss", "bits/byte", "point"]
+    rows = [line.split() for line in table[1:-1]]
+    assert [row[2:4] for row in (rows[0], rows[1], rows[3])] == [
+        ["18.0000", "4.5000"],
+        ["6.0000", "1.5000"],
+        ["4.0000", "1.0000"],
+    ]
+    assert len(rows[2]) == 3, "what is not finite is left out"
+    assert [row[-1] for row in rows].index("best") == 3
+    assert table[-1] == "best: the least bits/byte, at the end of each run"
+
+
+def test_cfg_prints_every_point_and_runs_none(front: Front) -> None:
+    got = front(QUICKSTART, "-m", "optimizer.lr=1e-3,3e-3", "--cfg", "job")
+    assert (got.status, got.errors, got.recipe) == (0, [], None)
+    points = list(yaml.safe_load_all(got.out))
+    assert [point["optimizer"]["lr"] for point in points] == [1e-3, 3e-3]
+    assert [point["run_name"] for point in points] == [
+        "quickstart/optimizer.lr=0.001",
+        "quickstart/optimizer.lr=0.003",
+    ]
+    assert front(QUICKSTART, "-m", "seed=1,x", "--cfg=job").status == 2
 
 
 def test_places_differ_even_where_folder_names_would_not(tmp_path: Path) -> None:

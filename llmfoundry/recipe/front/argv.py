@@ -20,7 +20,8 @@ FLAGS = {
     "--dry-run": "compose and check the recipe, print what would happen, and write nothing",
     "--version": "versions of the project, torch, transformers and Python",
     "--resolve": "with --cfg job: with ${...} replaced by their values",
-    "-m": "sweep: run every combination of values in key=a,b, each in a process of its own",
+    "-m": "sweep: run every combination of values in key=a,b, each in a process of its own; with"
+    " --cfg job or --dry-run none is run",
 }
 _SAME = {"-h": "--help", "-c": "--cfg", "--multirun": "-m", "-V": "--version"}
 _KNOWN = {flag.split()[0] for flag in FLAGS}

@@ -14,6 +14,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from llmfoundry import __version__
@@ -29,7 +30,7 @@ from llmfoundry.recipe.front.help.explain import explain
 from llmfoundry.recipe.front.help.hints import unknown_flag
 from llmfoundry.recipe.front.load import checked, import_for_help, read
 from llmfoundry.recipe.front.paths import recipe_name, shipped
-from llmfoundry.recipe.front.sweep import sweep
+from llmfoundry.recipe.front.sweep import sweep, sweep_points
 from llmfoundry.recipe.front.typed import is_named, notes, placed, require, to_yaml
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.terminal import outlast_readers, quiet_libraries, tell_loading
@@ -139,6 +140,11 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
         return None
     _check_installation()
     _need_recipe(schema, command)
+    if "-m" in command.flags and "--cfg" in command.flags:
+        for point in sweep_points(recipe_type, command):
+            print(f"---\n# {public(point.place)}")
+            _print(recipe_type, replace(command, overrides=point.overrides))
+        return None
     if "-m" in command.flags:
         failed = sweep(recipe_type, command)
         return sys.exit(1) if failed else None

@@ -7,6 +7,8 @@ one run would leak into the next. All points are checked before the first starts
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
@@ -27,6 +30,12 @@ from llmfoundry.recipe.schema import Schema
 
 # Fields that name where a run writes: each point's gets its own last part.
 _PLACES = ("run_name", "save_folder", "output")
+_METRICS = {
+    "loss/train/total": "loss",
+    "metrics/train/bits_per_byte": "bits/byte",
+    "metrics/eval/bits_per_byte": "held-out bits/byte",
+}
+"""Of metrics.jsonl, those that the table shows, and how it calls them."""
 
 
 @dataclass
@@ -49,7 +58,7 @@ def sweep(recipe_type: type, command: CommandLine) -> int:
     if "RANK" in os.environ:
         raise UserError("-m: starts processes of its own; run it without torchrun")
     keep_children()
-    points = _points(recipe_type, command)
+    points = sweep_points(recipe_type, command)
     recipe = [] if command.recipe is None else [command.recipe]
     if "--dry-run" in command.flags:
         print(*(point.place for point in points), sep="\n")
@@ -64,8 +73,12 @@ def sweep(recipe_type: type, command: CommandLine) -> int:
     return sum(point.status != 0 for point in points)
 
 
-def _points(recipe_type: type, command: CommandLine) -> list[SweepPoint]:
-    """The combinations in order, the last key fastest, each checked and given places to write."""
+def sweep_points(recipe_type: type, command: CommandLine) -> list[SweepPoint]:
+    """The combinations in order, the last key fastest, each checked and given places to write.
+
+    Raises:
+        UserError: nothing is listed, or points' recipes have problems.
+    """
     path = None if command.recipe is None else find_recipe(command.recipe)
     groups = group_options(search_folders(path), Schema.of(recipe_type))
     lists = [dict.fromkeys(choices(word, groups)) for word in command.overrides]
@@ -135,9 +148,52 @@ def _execute(arguments: list[str]) -> int:
 
 
 def _table(points: list[SweepPoint]) -> str:
-    lines = [f"{'status':>8}  {'time':>8}  point"]
-    for point in points:
+    """A line for each point: how it ended, its last metrics, and `best` at the least of them.
+
+    The least held-out bits per byte decide; where a point has none those of training, else the
+    loss, which compares only where the tokenizer is the same.
+    """
+    found = [_last_metrics(Path(point.place) / "metrics.jsonl") for point in points]
+    shown = [name for name in _METRICS if any(name in metrics for metrics in found)]
+    ended = [n for n, point in enumerate(points) if point.status == 0 and found[n]]
+    common = [name for name in shown if ended and all(name in found[n] for n in ended)]
+    decides = common[-1] if common else ""
+    best = min(ended, key=lambda n: found[n][decides]) if decides and len(ended) > 1 else None
+    heads = [f"{_METRICS[name]:>{_width(name)}}" for name in shown]
+    lines = ["  ".join([f"{'status':>8}", f"{'time':>8}", *heads, "point"])]
+    for n, point in enumerate(points):
         status = "ok" if point.status == 0 else f"exit {point.status}"
         minutes, seconds = divmod(round(point.seconds), 60)
-        lines.append(f"{status:>8}  {minutes:>5}:{seconds:02}  {point.place}")
+        numbers = [f"{_number(found[n].get(name)):>{_width(name)}}" for name in shown]
+        place = f"{point.place}  best" if n == best else point.place
+        lines.append("  ".join([f"{status:>8}", f"{minutes:>5}:{seconds:02}", *numbers, place]))
+    if best is not None:
+        lines.append(f"best: the least {_METRICS[decides]}, at the end of each run")
     return "\n".join(lines)
+
+
+def _width(name: str) -> int:
+    return max(len(_METRICS[name]), 8)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _last_metrics(path: Path) -> dict[str, float]:
+    """Each metric of `_METRICS` at the end of a run's record, but for those that are not finite."""
+    found: dict[str, float] = {}
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that was killed
+        if isinstance(row, dict):
+            for name in _METRICS:
+                if isinstance(value := row.get(name), int | float):
+                    found[name] = float(value)
+    return {name: value for name, value in found.items() if math.isfinite(value)}
