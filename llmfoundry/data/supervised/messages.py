@@ -142,7 +142,9 @@ def left_out(
 def _is_in(part: Any, text: str) -> bool:
     """Whether a text has a part, as it is or in JSON, without the white space around it."""
     part = part.strip() if isinstance(part, str) else ""
-    return part in text or any(json.dumps(part, ensure_ascii=a)[1:-1] in text for a in (0, 1))
+    return part in text or any(
+        json.dumps(part, ensure_ascii=escaped)[1:-1] in text for escaped in (False, True)
+    )
 
 
 def keys_not_read(value: Any, reads: Callable[[str], bool]) -> set[str]:

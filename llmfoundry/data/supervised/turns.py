@@ -223,8 +223,9 @@ class _Conversation:
             if whole.startswith(prompt):
                 return prompt
         answer = {"role": "assistant", "content": ANSWER_MARK}
-        asked = {"tools": self._asked.tools, "variables": self._asked.variables}
-        text = self._chat.rendered([*self._shown[:n], answer], **asked).text
+        tools, variables = self._asked.tools, self._asked.variables
+        said = [*self._shown[:n], answer]
+        text = self._chat.render(said, tools=tools, variables=variables)
         return text.partition(ANSWER_MARK)[0]
 
     def _last(self, place: int) -> SegmentedText:

@@ -117,8 +117,12 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of some messages; see `rendered`."""
-        asked = {"tools": tools, "variables": variables}
-        return self.rendered(messages, add_generation_prompt=add_generation_prompt, **asked).text
+        return self.rendered(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables=variables,
+        ).text
 
     def rendered(
         self,
@@ -139,8 +143,12 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses the messages, or does what it may not.
         """
-        asked = {"tools": tools, "variables": variables}
-        asked |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        asked = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "variables": variables,
+        }
         return self.run(partial(_render, self), [asked])[0]
 
     def run(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
