@@ -66,9 +66,9 @@ class EvalConfig:
         str | None, PATH, choice(("none", "tokenizer", *CHAT_TEMPLATES), "a Jinja file", ANY_TEXT)
     ] = None
     """The chat template that questions are put by. tokenizer: every question, by the tokenizer's
-    own; chatml, llama3, zephyr, mpt or a Jinja file: by that one. none: no question. Unset: tasks
-    whose rows are conversations by the tokenizer's own, all others as plain text, so that a model's
-    scores compare with those of the base model that it came from."""
+    own; one of tokenizer.chat_template's names, or a Jinja file: by that one. none: no question.
+    Unset: tasks whose rows are conversations by the tokenizer's own, all others as plain text, so
+    that a model's scores compare with those of the base model that it came from."""
     icl_fewshot_as_multiturn: bool | None = None
     """Only with icl_chat_template: worked examples are turns of the conversation. False: they stand
     in one message with the question; default true."""

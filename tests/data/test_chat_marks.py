@@ -172,6 +172,8 @@ def differing(row: dict[str, Any], tokens: tuple[str, ...], text: str) -> tuple[
         with pytest.raises(Exception):  # noqa: B017 - of Jinja, or what the template raises
             referee(row, len(row["messages"]), other, last=False)
         return None
+    for piece in (piece for document in made for piece in document.pieces if piece.answer):
+        assert piece.text.rstrip().endswith((*tokens, "<|endoftext|>"))  # so that it stops
     ends = [n + 1 for n, m in enumerate(row["messages"]) if m["role"] == "assistant"]
     ends = ends if len(made) > 1 else [len(row["messages"])]
     wrong = 0

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry.data.supervised.messages import Messages
-from llmfoundry.data.text.chat_template import ANSWER_MARK, NAMED, ChatTemplate, Rendered
+from llmfoundry.data.text.chat_template import (
+    ANSWER_MARK,
+    NAMED,
+    ChatTemplate,
+    Rendered,
+    own_sources,
+)
 from llmfoundry.errors import UserError
 
 Spans = list[tuple[int, int]]
@@ -87,7 +93,8 @@ class ExampleOptions:
             chat.check_marks()
         except UserError as error:
             return cls(chat, last_only, prompts, unusable=str(error))
-        return cls(chat, last_only, prompts, chat.training_variant())
+        variant = cls.variant if chat.text in own_sources() else chat.training_variant()
+        return cls(chat, last_only, prompts, variant)
 
     def names(self, word: str) -> bool:
         """Whether the template reads a key, or a role, of messages."""

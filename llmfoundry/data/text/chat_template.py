@@ -104,7 +104,7 @@ class ChatTemplate:
         """
         self.text, self.special_tokens = text, dict(special_tokens)
         self._tools_text, self._file = tools or text, file
-        own = is_trusted is None and {text, self._tools_text} <= _own()
+        own = is_trusted is None and {text, self._tools_text} <= own_sources()
         self.is_trusted = bool(is_trusted or own)
         self.run(_compile, [self])
 
@@ -302,7 +302,8 @@ def _again(
 
 
 @cache
-def _own() -> frozenset[str]:
+def own_sources() -> frozenset[str]:
+    """The sources of the named templates."""
     return frozenset(file.read_text(encoding="utf-8") for file in _FOLDER.glob("*.jinja"))
 
 
