@@ -7,7 +7,7 @@ conversation up to its answer, of which the last run of the mask counts.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from llmfoundry.data.supervised.encode import Encoder
-from llmfoundry.data.supervised.formats import example_of
+from llmfoundry.data.supervised.formats import Example, example_of, example_or_error
 from llmfoundry.data.supervised.turns import ExampleOptions, SegmentedText
 from llmfoundry.data.text.chat_template import template_of
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -431,3 +431,18 @@ def test_a_rows_own_variables_and_tools_come_first():
     for column in ({"messages": []}, "enable_thinking", ["a"]):
         with pytest.raises(ValueError, match="chat_template_kwargs"):
             documents({**row, "chat_template_kwargs": column}, mine)
+
+
+def test_rows_are_the_same_from_the_bounded_child():
+    for stem in ("qwen3_training", "qwen3", "deepseekv3"):
+        family = stem.removesuffix("_training")
+        inside = ours(FAMILIES[family][1], template(stem))
+        outside = Tokenizer(Backend.from_str(inside._backend.to_str()), inside.eos, inside._config)
+        assert inside.chat.is_trusted and not outside.chat.is_trusted
+        found = []
+        for tokenizer in (inside, outside):
+            options = ExampleOptions.of(tokenizer.chat, last_only=False, prompts=False)
+            made = tokenizer.chat.run(partial(example_or_error, "chat", options), rows()[:30])
+            found.append([m if isinstance(m, Example) else str(m) for m in made])
+        assert found[0] == found[1]
+        assert all(isinstance(m, Example) for m in found[0]) == (family == "qwen3")
