@@ -14,6 +14,7 @@ from benchmarks.faults import links as links
 from benchmarks.faults import machines as machines
 from benchmarks.faults import processes as processes
 from benchmarks.faults import stores as stores
+from benchmarks.faults import supervisor as supervisor
 from benchmarks.faults.outcome import NotHereError
 from benchmarks.faults.runs import LENGTH, RANKS, SAVE, Place
 from benchmarks.faults.table import FAULTS, markdown, row

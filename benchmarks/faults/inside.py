@@ -90,6 +90,34 @@ class OutOfMemory(_Fault):
         block.attn.register_forward_pre_hook(ask)
 
 
+class Stuck(_Fault):
+    """A callback that does not return, on one process."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Wait for what never comes, before the step."""
+        while self._strikes(trainer):
+            time.sleep(1e6)
+
+
+class BadWeights(Callback):
+    """Makes the weights NaN after a step of the first attempt, before they are saved."""
+
+    def __init__(self, job: Job, *, step: int) -> None:
+        """After this step (from 1)."""
+        self._step, self._notes = step, job.world.is_main
+        self._path: Path = run_folder(job.recipe) / STRUCK
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Spoil them, on every process."""
+        if trainer.batch != self._step or trainer.first_batch > 0:
+            return
+        if self._notes:
+            self._path.write_text(f"{time.time():.3f}\n")
+        with torch.no_grad():
+            for weight in trainer.root.model.parameters():
+                weight.fill_(float("nan"))
+
+
 class SlowRank(_Fault):
     """From a step on one process takes twice as long for its blocks' forward passes."""
 
@@ -153,6 +181,8 @@ class WithoutRows(Callback):
 CALLBACKS["pace"] = CallbackType(Pace, keys={"seconds": 0.1})
 CALLBACKS["poison"] = CallbackType(Poison, keys={"rank": 2, "step": 0})
 CALLBACKS["out_of_memory"] = CallbackType(OutOfMemory, keys={"rank": 2, "step": 0})
+CALLBACKS["stuck"] = CallbackType(Stuck, keys={"rank": 2, "step": 0})
+CALLBACKS["bad_weights"] = CallbackType(BadWeights, keys={"step": 0})
 CALLBACKS["slow_rank"] = CallbackType(SlowRank, keys={"rank": 2, "step": 0})
 CALLBACKS["bad_rows"] = CallbackType(BadRows, keys={"step": 0, "steps": 3})
 CALLBACKS["without_rows"] = CallbackType(WithoutRows, keys={"step": 0, "steps": 0})

@@ -104,26 +104,32 @@ class Place:
             self._whole[overrides] = losses(self.folder / "runs" / name)
         return self._whole[overrides]
 
-    def start(self, name: str, *overrides: str, env: Mapping[str, str] | None = None) -> Run:
+    def start(
+        self,
+        name: str,
+        *overrides: str,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> Run:
         """Start a supervised run, or one of that name again; a context that ends it.
 
         Args:
             name: of the run.
             overrides: of the recipe, as on the command line.
             env: more of the environment.
+            log: where it writes; None: to a file of its own.
         """
-        return Run(self.folder, name, overrides, env or {})
+        return Run(self.folder, name, overrides, env or {}, log or self.folder / f"{name}.log")
 
 
 class Run:
     """A supervised run and its processes; ends with the context, if it has not ended before."""
 
     def __init__(
-        self, place: Path, name: str, overrides: tuple[str, ...], env: Mapping[str, str]
+        self, place: Path, name: str, overrides: tuple[str, ...], env: Mapping[str, str], log: Path
     ) -> None:
         """Start it."""
-        self.folder = place / "runs" / name
-        self.log = place / f"{name}.log"
+        self.folder, self.log = place / "runs" / name, log
         self.struck = time.time()
         words = ["recipe.yaml", f"run_name={name}", *overrides]
         with self.log.open("a") as log:
@@ -207,7 +213,7 @@ class Run:
 
     def said(self) -> str:
         """What the run and its supervisor have written."""
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.is_file() else ""
 
     def events(self) -> list[dict[str, Any]]:
         """What was told after the fault, but for starts, returns and the end of a complete run."""

@@ -11,6 +11,7 @@ from benchmarks.faults import links as links
 from benchmarks.faults import machines as machines
 from benchmarks.faults import processes as processes
 from benchmarks.faults import stores as stores
+from benchmarks.faults import supervisor as supervisor
 from benchmarks.faults.outcome import ENDED, EQUAL, NONE, Expected, NotHereError, Outcome, Seen
 from benchmarks.faults.runs import Place, compared
 from benchmarks.faults.table import FAULTS, markdown

@@ -110,9 +110,11 @@ def test_where_it_is_served_goes_by_the_runs_own() -> None:
         return config
 
     assert export_to(SuperviseConfig(), filled()) is None
-    assert export_to(SuperviseConfig(), filled(prometheus=True)) == ExportTo("127.0.0.1", 9465)
+    assert export_to(SuperviseConfig(), filled(prometheus=True)) == ExportTo("127.0.0.1", 9564)
     everywhere = filled(prometheus=True, prometheus_host="0.0.0.0", prometheus_port=80)
-    assert export_to(SuperviseConfig(), everywhere) == ExportTo("0.0.0.0", 81)
+    assert export_to(SuperviseConfig(), everywhere) == ExportTo("0.0.0.0", 180)
+    last = filled(prometheus=True, prometheus_port=65_500)
+    assert export_to(SuperviseConfig(), last) == ExportTo("127.0.0.1", 65_400)
     file = filled(prometheus=True, prometheus_textfile="/n/run.prom")
     wanted = ExportTo("127.0.0.1", None, "/n/run-supervisor.prom")
     assert export_to(SuperviseConfig(), file) == wanted

@@ -20,6 +20,7 @@ from llmfoundry.recipe.operate.supervise import SuperviseConfig
 from llmfoundry.track.prometheus_session import check_textfile, need_client, serve
 
 STATES = ("starting", "training", "checking", "waiting", "ended")
+_APART, _LAST_PORT = 100, 65_535  # other runs of a machine have the ports beside the run's own
 _EVERY = 15.0  # seconds between two writes of the file
 _LINGER = 90.0  # seconds that an end waits to be scraped: one and a half of the usual minutes
 
@@ -42,7 +43,8 @@ def export_to(supervise: SuperviseConfig, logger: LoggerConfig) -> ExportTo | No
     """
     port, textfile = supervise.prometheus_port, supervise.prometheus_textfile
     if logger.prometheus and port is None and logger.prometheus_port is not None:
-        port = logger.prometheus_port + 1
+        apart = _APART if logger.prometheus_port + _APART <= _LAST_PORT else -_APART
+        port = logger.prometheus_port + apart
     if logger.prometheus and textfile is None and logger.prometheus_textfile is not None:
         textfile = logger.prometheus_textfile.removesuffix(".prom") + "-supervisor.prom"
     if port is None and textfile is None:

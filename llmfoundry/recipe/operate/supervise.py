@@ -47,7 +47,7 @@ class SuperviseConfig:
     pauses up to 300 s; then it ends with 1."""
     prometheus_port: Annotated[int | None, Range(1, 65_535)] = None
     """Serve the supervisor's own state for Prometheus here, at the address of
-    logger.prometheus_host; unset: with logger.prometheus_port at the port after that."""
+    logger.prometheus_host; unset: with logger.prometheus_port a hundred ports after that."""
     prometheus_textfile: str | None = None
     """The same in a file NAME.prom for node-exporter; unset: with logger.prometheus_textfile
     beside that, as NAME-supervisor.prom. It stays after the end, with the exit status."""
