@@ -113,7 +113,9 @@ def plan_training(written: TrainRecipe) -> Rows:
     yield from _data(recipe)
     yield "length", _length(recipe)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    yield "device", f"{world.size} x {device}, {recipe.precision}, microbatch {rows}"
+    sharing = 1 if world.machine is None else world.machine.sharing
+    gpus = f"{-(-world.size // sharing)} x {device}" + f" ({world.size} processes)" * (sharing > 1)
+    yield "device", f"{gpus}, {recipe.precision}, microbatch {rows}"
     yield "memory", _memory(need, rows, free)
     if recipe.parallel.activation_checkpointing == "auto":
         yield "", checkpointing_line(guessed, fit)

@@ -118,7 +118,7 @@ def _mean_in_fp32(
 ) -> torch.futures.Future[Tensor]:
     """DDP's mean of bfloat16 gradients over processes, added up in fp32 as FSDP does."""
     wide = bucket.buffer().float().div_(group.size())
-    if wide.is_cuda and dist.get_backend(group) == GLOO:  # whose future knows no streams
+    if _future_ignores_streams(wide, group):
         dist.all_reduce(wide, group=group)
         done = torch.futures.Future[Tensor]()
         done.set_result(bucket.buffer().copy_(wide))
@@ -126,6 +126,11 @@ def _mean_in_fp32(
     work = dist.all_reduce(wide, group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def _future_ignores_streams(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Of gloo on a GPU: its copy back may be under way when the future is done; `wait` waits."""
+    return tensor.is_cuda and dist.get_backend(group) == GLOO
 
 
 def sum_factor(module: nn.Module) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.parallel import sharding
 from llmfoundry.parallel.launch import World
 from llmfoundry.parallel.mesh import build_mesh
 from llmfoundry.parallel.sharding import materialize, replicate
@@ -75,4 +77,32 @@ def passes(rank: int, folder: Path) -> None:
         near = all(map(partial(torch.allclose, atol=1e-5), found[0], mine))
         facts = {"equal": all(map(torch.equal, *found)), "near": near, "buckets": sent}
         (folder / "found.json").write_text(json.dumps(facts))
+    dist.destroy_process_group()
+
+
+def test_bfloat16_gradients_have_the_same_mean_where_futures_ignore_streams(
+    tmp_path: Path,
+) -> None:
+    on_ranks(means, (tmp_path,), 2)
+    ways = json.loads((tmp_path / "means.json").read_text())
+    assert ways[0] == ways[1] and len({*ways[0]}) > 1
+
+
+def means(rank: int, folder: Path) -> None:
+    """Gradients of bfloat16 replicas: as on a CPU, and as under gloo on a GPU."""
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    config, ways = ParallelConfig(data_parallel_replicate_degree=2), list[list[float]]()
+    world = World(rank, 2, rank, torch.device("cpu"))
+    meshes, tokens = build_mesh(config, world), torch.arange(8)[None] + 9 * rank
+    for ignores in (False, True):
+        with torch.device("meta"):
+            root = Root(Decoder(make_config())).bfloat16()
+        materialize(root, world, meshes, config, precision="bf16")
+        root.model.init_weights(1)
+        with mock.patch.object(sharding, "_future_ignores_streams", lambda *_, on=ignores: on):
+            module = replicate(root, meshes)
+            module(tokens, None, lambda model, hidden: model.loss(hidden, tokens)).backward()
+        ways.append([p.grad.float().norm().item() for p in root.parameters() if p.grad is not None])
+    if rank == 0:
+        (folder / "means.json").write_text(json.dumps(ways))
     dist.destroy_process_group()
