@@ -15,7 +15,7 @@ from llmfoundry.data.supervised.pack import (
     summary,
 )
 from llmfoundry.data.supervised.prepare_rows import prepare_rows
-from llmfoundry.data.supervised.source import SupervisedHeldOut, SupervisedSource
+from llmfoundry.data.supervised.source import SupervisedHeldOut, SupervisedSource, brings_others
 from llmfoundry.data.supervised.store import Store
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.data import DataConfig
@@ -55,7 +55,12 @@ def open_supervised(
     store, packed, lines = _open(stream_key(name), config, recipe, tokenizer, held_out)
     supervised = config.supervised
     rows = SupervisedSource(
-        name, store, packed, recipe.max_seq_len, per_sequence=supervised.loss == "sequences"
+        name,
+        store,
+        packed,
+        recipe.max_seq_len,
+        per_sequence=supervised.loss == "sequences",
+        with_others=brings_others(store, supervised),
     )
     validation = None
     if len(packed.held_out):

@@ -233,7 +233,8 @@ def _parts(tokenizer: Tokenizer, row: Row) -> list[PartFacts]:
         for start, stop in pairwise(cuts):
             ids = row.ids[begin + start : begin + stop]
             side = row.sides[number] if row.sides is not None else 0
-            weight = round(float(weights[start]), 6)
+            is_other = row.sides is not None and not side  # that KTO compares with
+            weight = 0.0 if is_other else round(float(weights[start]), 6)
             found.append(PartFacts(number, side, weight, stop - start, _text(tokenizer, ids)))
         begin += length
     return found

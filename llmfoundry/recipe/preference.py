@@ -110,11 +110,6 @@ class PreferenceConfig:
                 f"data.attend_across_documents: true lets the answers that {self.name} compares see"
                 " each other; remove it"
             )
-        if self.name == "kto" and supervised.packing == "off":
-            yield (
-                "data.supervised.packing: off, but kto compares a prompt with answers of others in"
-                " its row; write best_fit"
-            )
 
     def _check_format(self, key: str, given: str) -> Iterator[str]:
         needed = FORMATS.get(self.name)

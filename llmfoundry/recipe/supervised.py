@@ -35,7 +35,8 @@ class SupervisedConfig:
     follow each other. Templates that mark their answers end them themselves."""
     packing: Annotated[str, choice(PACKINGS)] = "best_fit"
     """best_fit: several rows share one of max_seq_len, apart from each other. off: each is padded
-    to max_seq_len."""
+    to max_seq_len; for kto the row before it stands in the padding, not learned: its answer is what
+    a prompt is compared with."""
     packing_window: Annotated[int, Range(1, 2**24, "their lengths are sorted in memory")] = 8192
     """Rows, in a seeded order, that are packed with each other."""
     loss: Annotated[str, choice(LOSSES)] = "tokens"

@@ -222,6 +222,27 @@ def test_unpaired_answers_have_the_side_of_their_label(tmp_path):
     assert dict(zip(learned(found), sides, strict=True)) == expected
 
 
+@pytest.mark.parametrize("held_out", [0.0, 0.5])
+def test_unpaired_rows_that_are_not_packed_bring_the_one_before_them(tmp_path, held_out):
+    """For KTO, whose estimate needs another's answer; none where the row has no room for it."""
+    rows = [{"prompt": f"{n}?", "completion": f"{n}!", "label": n % 3 == 0} for n in range(20)]
+    rows[4]["completion"] = "x" * 200
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    config = {"paths": [path], "format": "unpaired", "validation_fraction": held_out}
+    data = opened(tmp_path, config | {"supervised": {"packing": "off"}})
+    found = rows_of(data)
+    if held_out:
+        found = [data.validation.row(n, 128) for n in range(data.validation.n_rows(128))]
+    own = [row.ids[: row.lengths[0]].tolist() for row in found]
+    for n, row in enumerate(found):
+        has_room = row.lengths[0] < 127
+        assert row.sides is not None and row.sides[0] != 0 and row.sides[1:] == [0] * has_room
+        before = own[n - 1][: 128 - len(own[n])]
+        assert row.ids[row.lengths[0] :].tolist() == (before if has_room else [])
+        assert sum(row.lengths) == len(row.ids) <= 128
+    assert len({*map(tuple, own)}) == len(found) >= 5
+
+
 # Packing
 
 

@@ -147,6 +147,23 @@ def test_loss_rewards_and_gradients_are_trls(case: str, folders: dict[str, Path]
     assert case != "kto" or ours["rewards/train/kl"] > 0.1, "the estimate must count for something"
 
 
+def test_kto_of_rows_that_are_not_packed_is_trls_too(folders: dict[str, Path]) -> None:
+    """A row of each answer, with the one before it in its padding, on neither side."""
+    golden = json.loads(GOLDENS.read_text())["cases"]["kto"]
+    documents = documents_of("kto")
+    others = [(*document[:2], 0) for document in [documents[-1], *documents[:-1]]]
+    rows = [list(pair) for pair in zip(documents, others, strict=True)]
+    batch, objective = batch_of(rows, decoder(folders["reference"])), objective_of("kto")
+    for microbatch in (1, 3, 99):
+        result, gradients = step(decoder(folders["model"]), batch, objective, microbatch)
+        close = partial(pytest.approx, rel=1e-5, abs=1e-5)
+        assert result.loss.item() == close(golden["loss"])
+        assert gradients["lm_head.weight"].sum(1).tolist() == close(golden["head"])
+        ours = told(objective, result)
+        assert ours["rewards/train/kl"] == close(golden["metrics"]["kl"])
+        assert ours["rewards/train/chosen"] == close(golden["metrics"]["rewards/chosen"])
+
+
 @cache
 def _split_rows(case: str) -> list[list[Document]]:
     """The documents in several rows, one of them empty."""

@@ -25,7 +25,14 @@ class SupervisedSource:
     """
 
     def __init__(
-        self, name: str, store: Store, packed: PackedExamples, seq_len: int, *, per_sequence: bool
+        self,
+        name: str,
+        store: Store,
+        packed: PackedExamples,
+        seq_len: int,
+        *,
+        per_sequence: bool,
+        with_others: bool = False,
     ) -> None:
         """Read packed examples.
 
@@ -35,12 +42,15 @@ class SupervisedSource:
             packed: which of them each row has.
             seq_len: T, tokens of a row.
             per_sequence: the labels of a document weigh 1 together, in place of 1 each.
+            with_others: behind each row, in its padding, is the row before it, on neither side:
+                rows of one answer, of which KTO needs two.
         """
         self.name, self._store, self._packed = name, store, packed
         self.n_rows = len(packed.ends)
         self.sizes = np.array([self.n_rows], np.int64)
         self.fingerprint = packed.fingerprint
         self._maker = _Maker(store, seq_len, per_sequence)
+        self._with_others = with_others and self.n_rows > 1
 
     @property
     def sides(self) -> np.ndarray:
@@ -50,7 +60,8 @@ class SupervisedSource:
 
     def row(self, row: int) -> Row:
         """Row number `row`."""
-        return self._maker(self._members(row))
+        other = self._members((row - 1) % self.n_rows) if self._with_others else ()
+        return self._maker(self._members(row), other)
 
     def where(self, row: int) -> str:
         """The file and row of its first example, for messages."""
@@ -66,8 +77,7 @@ class SupervisedSource:
         self._store.close()
 
     def _members(self, row: int) -> np.ndarray:
-        ends = self._packed.ends
-        return self._packed.members[int(ends[row - 1]) if row else 0 : int(ends[row])]
+        return self._packed.members[_span(self._packed.ends, row)]
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ class SupervisedHeldOut:
         """Read these examples of a store, in its order."""
         self._store, self._examples, self._tokenizer = store, examples, tokenizer
         self._packing, self._window = config.packing, config.packing_window
+        self._with_others = brings_others(store, config)
         self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by seq_len
 
     @property
@@ -107,8 +118,11 @@ class SupervisedHeldOut:
     def row(self, row: int, seq_len: int) -> Row:
         """A row's ids, documents and weights."""
         members, ends = self._packed(seq_len)
-        found = members[int(ends[row - 1]) if row else 0 : int(ends[row])]
-        return _Maker(self._store, seq_len, False)(self._examples[found])
+        own = members[_span(ends, row)]
+        has_other = self._with_others and len(ends) > 1
+        other = members[_span(ends, (row - 1) % len(ends))] if has_other else own[:0]
+        maker = _Maker(self._store, seq_len, False)
+        return maker(self._examples[own], self._examples[other])
 
     def texts(self) -> list[str]:
         """The documents, as their tokens spell them."""
@@ -143,14 +157,26 @@ class SupervisedHeldOut:
         return np.asarray(self._store.ids[begin:end])
 
 
+def _span(ends: np.ndarray, row: int) -> slice:
+    """The places of a row's members."""
+    return slice(int(ends[row - 1]) if row else 0, int(ends[row]))
+
+
+def brings_others(store: Store, config: SupervisedConfig) -> bool:
+    """Whether rows are of one answer each, and bring another for KTO to compare with."""
+    return store.facts.format == "unpaired" and config.packing == "off"
+
+
 class _Maker:
     """Examples to a row."""
 
     def __init__(self, store: Store, seq_len: int, per_sequence: bool) -> None:
         self._store, self._seq_len, self._per_sequence = store, seq_len, per_sequence
 
-    def __call__(self, examples: Sequence[int] | np.ndarray) -> Row:
-        """Their documents one after another."""
+    def __call__(
+        self, examples: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray = ()
+    ) -> Row:
+        """Their documents one after another, and `other`'s where an answer of it fits behind."""
         store, n = self._store, self._store.facts.per_example
         ids, weights, lengths, sides, dropped = [], [], [], [], 0
         for example in np.asarray(examples).tolist():
@@ -163,6 +189,14 @@ class _Maker:
                 sides.append(int(store.documents["side"][example * n + k]))
             lengths += cut
             dropped += int(whole.sum()) - sum(cut)
+        for example in np.asarray(other, np.int64).tolist():
+            begin, end = store.span(example)
+            end = min(end, begin + self._seq_len - sum(lengths))
+            if np.any(store.weights[begin + 1 : max(begin + 1, end)]):
+                ids.append(store.ids[begin:end])
+                weights.append(self._weighed(store.weights[begin:end]))
+                sides.append(0)
+                lengths.append(end - begin)
         return Row(
             np.concatenate(ids),
             lengths,

@@ -1,7 +1,8 @@
 """Prompts with answers of others: from what KTO estimates how far the model has moved.
 
 `losses.KTO` and the reference's cache ask for the same rows. The idea: within a row each prompt
-gets the answer of the document before it, the first that of the last. The row keeps its length, and
+gets the answer of the document before it, the first that of the last. Rows that are not packed
+have the row before theirs in their padding, on neither side. The row keeps its length, and
 what it becomes depends on nothing but itself: not on the microbatch, nor on the number of
 processes, where other trainers take the neighbour in the microbatch.
 """
@@ -18,7 +19,7 @@ from llmfoundry.ops.layout import Layout
 def mismatched(batch: Batch) -> tuple[Batch, Tensor]:
     """The batch with answers changed round, and (B, D) bool: which documents have another's.
 
-    A row with one answer alone has none to give it.
+    A row with one answer alone has none to give it; a document on neither side counts for none.
     """
     layout, answers = batch.layout, batch.answers
     assert layout is not None and answers is not None
@@ -40,7 +41,8 @@ def mismatched(batch: Batch) -> tuple[Batch, Tensor]:
     moved = Layout.from_lengths(lengths, layout.padding).to(device, non_blocking=True)
     sides = Answers(answers.side, begins)
     tokens = batch.tokens.gather(1, order)
-    return Batch(tokens, labels, moved, answers=sides), changed.to(device, non_blocking=True)
+    is_compared = changed.to(device, non_blocking=True) & (answers.side != 0)
+    return Batch(tokens, labels, moved, answers=sides), is_compared
 
 
 def _answered(lengths: tuple[int, ...], begins: tuple[int, ...]) -> list[int]:
