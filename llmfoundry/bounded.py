@@ -14,6 +14,7 @@ no address space, its memory is read ten times a second instead.
 from __future__ import annotations
 
 import atexit
+import builtins
 import importlib
 import io
 import json
@@ -161,6 +162,7 @@ class _Child:
             self._process.stdout,
             self._process.stderr,
         )
+        self._buffer = bytearray()  # read from it
         self._poll = select.poll()
         self._poll.register(self._out, select.POLLIN)
         self._watched = False
@@ -212,18 +214,20 @@ class _Child:
         return self._read(size, limit)
 
     def _read(self, size: int, limit: float) -> bytes:
-        found = bytearray()
+        found = self._buffer
         while len(found) < size:
             left = limit - time.monotonic()
             if left <= 0:
                 raise TimeoutError("took too long")
             self._check_memory()
             if self._poll.poll(100 if self._watched else 1000 * left):
-                part = os.read(self._out.fileno(), min(size - len(found), 1 << 20))
+                part = os.read(self._out.fileno(), 1 << 16)
                 if not part:
                     raise EOFError
                 found += part
-        return bytes(found)
+        wanted = bytes(found[:size])
+        del found[:size]
+        return wanted
 
     def _check_memory(self) -> None:
         if self._watched:
@@ -260,15 +264,20 @@ class _Answer(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Of the few that there may be."""
-        if module == "builtins" and name in ("ValueError", "RecursionError"):
-            return super().find_class(module, name)
-        if module.startswith("llmfoundry.") and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and (
-                hasattr(found, "__dataclass_fields__") or issubclass(found, UserError | ValueError)
-            ):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is not data")
+        return _data_class(module, name)
+
+
+@cache
+def _data_class(module: str, name: str) -> type:
+    if module == "builtins" and name in ("ValueError", "RecursionError"):
+        return getattr(builtins, name)
+    if module.startswith("llmfoundry."):
+        found = getattr(importlib.import_module(module), name)
+        if isinstance(found, type) and (
+            hasattr(found, "__dataclass_fields__") or issubclass(found, UserError | ValueError)
+        ):
+            return found
+    raise pickle.UnpicklingError(f"{module}.{name} is not data")
 
 
 _lock = threading.RLock()

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmfoundry import bounded
 from llmfoundry.assemble.data import Data, build_loader, open_data
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.held_out import validation_batches
@@ -924,3 +925,20 @@ def test_no_rows_are_a_line(tmp_path):
     path = str(write(tmp_path / "in" / "a.jsonl", chats(1)))
     with pytest.raises(UserError, match="its only row cannot be held out and trained on"):
         opened(tmp_path, {"paths": [path], "format": "chat", "validation_fraction": 0.5})
+
+
+@pytest.mark.parametrize("bad_rows", ["error", "drop"])
+def test_a_row_that_a_template_does_not_end_with_is_named_and_ends_the_run(
+    bad_rows, tmp_path, monkeypatch
+):
+    """It is the template's fault, so the row is not one of those that may be dropped."""
+    monkeypatch.setattr(bounded, "CPU_SECONDS", 0.3)
+    (tmp_path / "slow.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% if 'number 19' in m.content %}"
+        "{% set n = namespace(x=7) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    path = str(write(tmp_path / "in" / "a.jsonl", chats(30)))
+    config = {"paths": [path], "format": "chat", "supervised": {"bad_rows": bad_rows}}
+    with pytest.raises(UserError, match=r"slow.jinja: took more than .*a.jsonl:20\)$"):
+        opened(tmp_path, config, template=str(tmp_path / "slow.jinja"))

@@ -6,7 +6,7 @@ Called by `prepare`, between `reader` and `encode`; `turns` renders conversation
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +93,13 @@ def example_or_error(
         return example_of(row, form, options)
     except (UserError, ValueError, RecursionError) as error:
         return error
+
+
+def of_each(
+    make: Callable[[Mapping[str, Any]], Example | Exception], rows: Sequence[Mapping[str, Any]]
+) -> list[Example | Exception]:
+    """What `make` returns for each row."""
+    return [make(row) for row in rows]
 
 
 def _prompt_response(row: Mapping[str, Any], options: ExampleOptions) -> Example:

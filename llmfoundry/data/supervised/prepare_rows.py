@@ -11,9 +11,10 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from llmfoundry.data.preparation.split import content_hash
 from llmfoundry.data.preparation.tasks import Task, cut_tasks
 from llmfoundry.data.supervised.bad_rows import bad_row
 from llmfoundry.data.supervised.encode import Encoded, Encoder
-from llmfoundry.data.supervised.formats import Example, example_or_error
+from llmfoundry.data.supervised.formats import Example, example_or_error, of_each
 from llmfoundry.data.supervised.messages import EmptyAnswerError
 from llmfoundry.data.supervised.reader import RowReader
 from llmfoundry.data.supervised.store import (
@@ -50,6 +51,7 @@ from llmfoundry.recipe.source import INSTRUCTIONS
 
 _VERSION = 4  # of what is made of a row; raised when it becomes another
 _BATCH = 512  # rows that are encoded at a time
+_TOGETHER = 16  # rows whose results come back at a time, where the template runs elsewhere
 EMPTY, LEFT_OUT = "empty", "left out by preprocess"
 
 
@@ -238,6 +240,9 @@ class _Work:
         rows = [values for _, values in given]
         if self.options.chat is None:
             return [*map(make, rows)]
+        some = [rows[n : n + _TOGETHER] for n in range(0, len(rows), _TOGETHER)]
+        with suppress(OutOfBounds):  # of a row, or of all together
+            return [*chain.from_iterable(self.options.chat.run(partial(of_each, make), some))]
         try:
             return self.options.chat.run(make, rows)
         except OutOfBounds as error:
