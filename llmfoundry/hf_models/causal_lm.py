@@ -337,7 +337,7 @@ class HFCausalLM(nn.Module):
         return name in self._takes
 
     def mask_types(self) -> dict[str, int | None] | int | None:
-        """Windows of its layers by the names that it has for them; see `hf_layouts`."""
+        """Windows of its layers by the names that it has for them; see `layouts.py`."""
         return mask_types(self.hf.config)
 
 

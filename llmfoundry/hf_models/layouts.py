@@ -6,7 +6,7 @@
                 each kind of layer. Serves trees, and classes that know no positions, as MPT
     rows        a row for each document: right for every causal class, and the slowest
 
-Each takes `front`, the number of keys that every document has before its own (`hf_prefix`).
+Each takes `front`, the number of keys that every document has before its own (`prefix.py`).
 `HFCausalLM` tries them in this order and keeps the first that is exact.
 """
 

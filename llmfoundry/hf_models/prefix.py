@@ -2,7 +2,7 @@
 
 They go in as `past_key_values`, as in peft. A prefix is the same for every document, and every
 document counts its positions from behind it: so packed documents share one in front of the row, and
-a mask (`hf_layouts.by_mask`) keeps the documents themselves apart.
+a mask (`layouts.by_mask`) keeps the documents themselves apart.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Frozen matrices in 4 bits: NormalFloat (NF4) with scales that are quantised again (QLoRA).
 
-`models/quantized.py` keeps them, `linear` and `moe_experts.py` compute with them. Values are
-bitsandbytes' (Dettmers et al., 2023): 64 values in a row share a scale, their largest magnitude;
-each becomes the nearest of 16 quantiles of a normal distribution, the first of two in a byte's high
-half. With double quantisation the scales, less their mean, are one byte each in a code of 256
-values, and 256 of them share an fp32 scale: 4.127 bits a value in place of 4.5.
+`models/quantized.py` keeps them, `models/linear.py` and `ops/moe/grouped.py` compute with them.
+Values are bitsandbytes' (Dettmers et al., 2023): 64 values in a row share a scale, their largest
+magnitude; each becomes the nearest of 16 quantiles of a normal distribution, the first of two in a
+byte's high half. With double quantisation the scales, less their mean, are one byte each in a code
+of 256 values, and 256 of them share an fp32 scale: 4.127 bits a value in place of 4.5.
 
 One idea: all of it lies in one tensor of bytes for each matrix, so that a quantised weight is one
 parameter, which FSDP cuts into even shards, DDP leaves alone, and nothing can tear apart.

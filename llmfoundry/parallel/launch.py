@@ -180,10 +180,10 @@ def _tasks_of_node(env: Mapping[str, str]) -> int | None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a Slurm node list: `gpu[03-05,9],x` gives `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
-    assert match, nodelist
-    return match[1] + (match[2] or "") + match[3]
+    """The first name of a Slurm node list: `rack[1-2]n[03-05,9],x` gives `rack1n03`."""
+    entry = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)  # to the first comma outside brackets
+    assert entry, nodelist
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", entry[0])
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def routing_metrics(routing: Routing, *, choices: int) -> dict[str, float]:
     Args:
         routing: of a whole step.
         choices: tokens of the step times k; what no expert has got of them in any layer are
-            `dropped_tokens`, which a dropless mixture has none of.
+            `moe/dropped_tokens`, which a dropless mixture has none of.
     """
     load = routing.load.double()
     mean = load.mean(1, keepdim=True)

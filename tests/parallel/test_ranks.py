@@ -194,9 +194,24 @@ def test_experts_stay_within_a_node_unless_a_degree_is_written(
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [("gpu[03-05,09]", "gpu03"), ("a1,a2", "a1"), ("n-7", "n-7"), ("r[1,4]-ib", "r1-ib")],
+    [
+        ("gpu[03-05,09]", "gpu03"),
+        ("gpu[03-05,9],x", "gpu03"),
+        ("a1,a2", "a1"),
+        ("n-7", "n-7"),
+        ("host", "host"),
+        ("x,y[1-2]", "x"),
+        ("[1-3]", "1"),
+        ("n[001,003-004]", "n001"),
+        ("n[099-101]", "n099"),
+        ("rack[1-2]n[01-04]", "rack1n01"),
+        ("a[1-2]0[3-4],b", "a103"),
+        ("r[1,4]-ib", "r1-ib"),  # a suffix, which scontrol 22.05 refuses to read
+        ("a[1-2]b[3,5-6]c,d[7]", "a1b3c"),
+    ],
 )
 def test_the_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
+    """All but the last two are the first lines of `scontrol show hostnames` (Slurm 22.05.8)."""
     assert first_host(nodelist) == host
 
 

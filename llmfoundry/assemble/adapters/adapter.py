@@ -1,6 +1,6 @@
 """What trains in a fine-tuned run: an adapter, or all but what `freeze` names.
 
-`build_trainer` calls `choose_trained` on the meta device and `fill_adapter` once the base has its
+`build_trainer` calls `choose_trained` on the meta device and `begin_adapter` once the base has its
 weights; the rest of the house asks `models.adapters.adapt` what is an adapter's.
 """
 

@@ -1,8 +1,8 @@
 """Rows from the Hugging Face hub: the second route of `fetch`.
 
 A data set is loaded with `datasets`, which keeps what it has downloaded, shows its own progress and
-goes on where it was stopped; `fetch_maps` turns its rows into LLM Foundry's form. Whatever forbids
-it (no network, terms to accept, a data set that moved) is one line for the file concerned.
+goes on where it was stopped; `fetch/maps.py` turns its rows into LLM Foundry's form. Whatever
+forbids it (no network, terms to accept, a data set that moved) is one line for the file concerned.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Settings:
         node: what this machine is called.
         ranks: processes of the whole run.
         ends: whether a run that hangs is ended.
-        limits: of `judge.Limits`.
+        limits: fields of `judge.HangLimits`.
         hub: where the hub is: empty: here; else its address.
         listen: the host of this machine at which the hub listens; empty: there is no other machine.
     """

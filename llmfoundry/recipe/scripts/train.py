@@ -39,7 +39,7 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those that record CUDA grap
 GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 
 # Fields and sections that do not change what is learnt: where files lie, what is told and measured,
-# how it is computed. Model and tokenizer may not change at all (build.start.run_identity).
+# how it is computed. Model and tokenizer may not change at all (assemble.start.run_identity).
 NOT_LEARNT = re.compile(
     r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
     r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|health_check|hang|supervise"

@@ -3,7 +3,7 @@
 The tracker writes it at the end of a run, `write_report` rewrites it at any time: it reads only the
 run's folder (metrics.jsonl, run.json, recipe.yaml, samples.jsonl, routing.jsonl, events.jsonl,
 eval/*.json), so a run that was killed has its report too. Charts come from `chart` and `heat_map`,
-the page's frame from `report_page`.
+the page's frame from `page`.
 """
 
 from __future__ import annotations
