@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from llmfoundry.assemble.start import (
     Start,
     _changes,
+    fill_weights,
     find_start,
     load_checkpoint,
     model_identity,
+    run_identity,
 )
 from llmfoundry.errors import UserError
+from llmfoundry.files import write_json
 from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train.checkpoints.checkpoint import read_state
 from tests.models.test_decoder import make_config
 from tests.tiny import write_recipe
 from tests.train.here import tensors, train_here
@@ -98,6 +107,79 @@ def test_a_checkpoint_opens_with_the_tensors_that_torch_reads_in_it(
         assert all(torch.equal(found[name], stored[name]) for name in stored)
         assert loaded.state["batch"] == int(folder.name.removeprefix("ba"))
         assert loaded.tokenizer.vocab_size == 257  # bytes, and the end of text
+
+
+OTHER = {  # of a recipe, by the key of its identity that it changes
+    "precision": "precision=bf16",
+    "global_train_batch_size": "global_train_batch_size=16",
+    "data.attend_across_documents": "data.attend_across_documents=true",
+    "optimizer.name": "optimizer.name=adamw",
+    "optimizer.disable_grad": "optimizer.disable_grad=[wte]",
+}
+
+
+def job(recipe: TrainRecipe, fingerprint: str) -> Any:
+    """What an identity is of; no adapter, no quantised weights."""
+    tokenizer, root = SimpleNamespace(fingerprint=fingerprint), SimpleNamespace(model=nn.Module())
+    return SimpleNamespace(recipe=recipe, tokenizer=tokenizer, root=root, world=ALONE)
+
+
+def refused(folder: Path, this: Any, *, weights_only: bool = False) -> list[str]:
+    """Keys that a resume of `this` from a checkpoint is refused for."""
+    found, nothing = Start(folder, weights_only), cast(Any, None)
+    with pytest.raises(UserError) as error:
+        fill_weights(this, found, nothing, run_identity(this), nothing, total=9)
+    assert all("was trained with" in line for line in error.value.lines())
+    return [line.partition(": ")[0] for line in error.value.lines()]
+
+
+def test_each_setting_that_makes_it_another_run_is_refused_on_resume(saved: Path) -> None:
+    newest = checkpoints(saved)[-1]
+    then = read_state(newest)["identity"]
+    assert {k for k in then if not k.startswith("model.")} == {*OTHER, "tokenizer"}
+    for key, word in OTHER.items():
+        recipe = checked(TrainRecipe, "tiny.yaml", [word])
+        recipe.fill()
+        recipe.model.fill(vocab_size=then["model.vocab_size"])
+        assert refused(newest, job(recipe, then["tokenizer"])) == [key]
+    recipe = checked(TrainRecipe, "tiny.yaml", [])
+    recipe.fill()
+    recipe.model.fill(vocab_size=then["model.vocab_size"])
+    assert refused(newest, job(recipe, "another")) == ["tokenizer"]
+
+
+def test_each_setting_of_the_model_is_refused_on_resume_and_of_its_weights(saved: Path) -> None:
+    newest = checkpoints(saved)[-1]
+    state = read_state(newest)
+    recipe = checked(TrainRecipe, "tiny.yaml", [])
+    recipe.fill()
+    recipe.model.fill(vocab_size=state["identity"]["model.vocab_size"])
+    this = job(recipe, state["identity"]["tokenizer"])
+    sections = {".".join(key.split(".")[:2]) for key in state["identity"]}
+    assert {f"model.{field.name}" for field in fields(recipe.model)} <= sections
+    for key in [key for key in state["identity"] if key.startswith("model.")]:
+        write_json(newest / "state.json", state | {"identity": state["identity"] | {key: "other"}})
+        for weights_only in (False, True):
+            assert refused(newest, this, weights_only=weights_only) == [key]
+
+
+def test_each_setting_of_fine_tuning_is_refused_on_resume(tmp_path: Path) -> None:
+    def made(key: str = "", value: object = None) -> Any:
+        recipe = FinetuneRecipe()
+        recipe.adapter.name, recipe.adapter.r = "lora", 8
+        section, _, name = key.rpartition(".")
+        if key:
+            setattr(getattr(recipe, section) if section else recipe, name, value)
+        return job(recipe, "same")
+
+    then = run_identity(made())
+    write_json(tmp_path / "state.json", {"batch": 1, "identity": then, "order": {}})
+    keys = [f"adapter.{field.name}" for field in fields(FinetuneRecipe().adapter)]
+    for key in [*keys, "freeze", "preference.name"]:
+        assert refused(tmp_path, made(key, "other")) == [key]
+    narrow = made()
+    narrow.root.model.packing = SimpleNamespace(double=True)
+    assert refused(tmp_path, narrow) == ["model.quantize", "model.double_quantize"]
 
 
 def test_a_models_identity_is_all_but_how_it_is_computed() -> None:

@@ -49,8 +49,15 @@ def test_a_run_goes_on_until_its_duration_is_reached(text: str, total: int) -> N
     assert clock(text).total == total
 
 
-def test_three_tenths_of_an_epoch_of_ten_batches_are_three() -> None:
-    assert clock("0.3ep", batches_per_epoch=10).total == 3, "not 4, for 0.3 is no binary fraction"
+@pytest.mark.parametrize(
+    ("share", "batches", "total"), [("0.07", 100, 7), ("0.14", 50, 7), ("0.29", 100, 29)]
+)
+def test_a_share_of_an_epoch_is_rounded_up_but_for_binary_fractions(
+    share: str, batches: int, total: int
+) -> None:
+    """0.07 x 100 is 7.000000000000001 in binary fractions, and 0.29 x 100 is a little below 29."""
+    assert float(share) * batches != total == Fraction(share) * batches
+    assert clock(f"{share}ep", batches_per_epoch=batches).total == total
 
 
 @pytest.mark.parametrize(

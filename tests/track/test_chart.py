@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -65,6 +66,37 @@ def test_ticks_are_round_and_inside() -> None:
 def test_a_logarithmic_axis_has_ticks_at_its_decades() -> None:
     assert Axis(0.5, 2000, log=True).ticks() == pytest.approx([1, 10, 100, 1000])
     assert Axis(1, 100, log=True).place(10) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "zero", "log"),
+    [
+        ([1.0, 5.0, 31.0], False, True),
+        ([1.0, 5.0, 30.0], False, False),  # not more than a factor of 30
+        ([1e-9, 1e-7, 1e-6], False, True),
+        ([0.0, 5.0, 31.0], False, False),  # not all positive
+        ([-1.0, 5.0, 31.0], False, False),
+        ([1.0, 5.0, 31.0], True, False),  # whose axis has zero
+    ],
+)
+def test_an_axis_is_logarithmic_where_positive_values_span_more_than_a_factor_of_30(
+    values: list[float], zero: bool, log: bool
+) -> None:
+    points = list(enumerate(values))
+    figure = line_chart("t", [Series("a", points)], x_end=2.0, y_from_zero=zero)
+    assert (">log scale<" in figure) == log
+    assert f'"log":{str(log).lower()}' in figure
+    [[(_, low), (_, middle), (_, high)]] = path_points(figure)
+    place: Callable[[float], float] = math.log if log else float
+    share = (place(values[1]) - place(values[0])) / (place(values[2]) - place(values[0]))
+    assert (middle - low) / (high - low) == pytest.approx(share, abs=0.002)
+
+
+def test_what_lies_before_the_frame_makes_no_axis_logarithmic() -> None:
+    points = [(float(x), 1000.0 if x < 5 else 3.0) for x in range(1000)]
+    figure = line_chart("Loss", [Series("a", points)], x_end=999.0, y_skip=0.05)
+    assert ">log scale<" not in figure
+    assert ">log scale<" in line_chart("Loss", [Series("a", points)], x_end=999.0)
 
 
 def test_a_straight_line_is_drawn_straight_from_edge_to_edge() -> None:
