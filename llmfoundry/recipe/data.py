@@ -196,6 +196,9 @@ class DataConfig(SourceConfig):
         for name in self.chat_template_kwargs:
             if not str(name).isidentifier() or name in ("messages", "add_generation_prompt"):
                 yield f"{key}chat_template_kwargs: {name!r} is no variable of a template; remove it"
+        tools = self.chat_template_kwargs.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            yield f"{key}chat_template_kwargs.tools: is not a list of JSON schemas; write one"
         if all(source.format in COMPARED for source in sources):
             responses = self.supervised.target_responses
             if responses != SupervisedConfig().target_responses:

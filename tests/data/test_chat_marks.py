@@ -23,6 +23,7 @@ from llmfoundry.data.supervised.turns import ExampleOptions, SegmentedText
 from llmfoundry.data.text.chat_template import template_of
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
+from llmfoundry.recipe.data import DataConfig
 
 TRL = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
 GOLDEN = Path(__file__).parent / "golden" / "chats" / "tokenizer"
@@ -446,3 +447,17 @@ def test_rows_are_the_same_from_the_bounded_child():
             found.append([m if isinstance(m, Example) else str(m) for m in made])
         assert found[0] == found[1]
         assert all(isinstance(m, Example) for m in found[0]) == (family == "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"messages": []}, "'messages' is no variable of a template"),
+        ({"a b": 1}, "'a b' is no variable of a template"),
+        ({"tools": "sum"}, "tools: is not a list of JSON schemas"),
+    ],
+)
+def test_variables_that_cannot_be_are_one_line(variables, line):
+    config = DataConfig(name="files", paths=["a"], format="chat", chat_template_kwargs=variables)
+    (found,) = config.check("data.")
+    assert found.startswith("data.chat_template_kwargs") and line in found
