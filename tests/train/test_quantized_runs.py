@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 from llmfoundry.assemble.start import load_checkpoint
 from llmfoundry.assemble.weights.fill import fill_model
@@ -88,6 +89,39 @@ def test_what_is_loaded_computes_with_the_quantised_base(finetune: Finetune) -> 
     assert attn.weight.dtype == torch.uint8
     error = (attn.dense() - theirs).norm() / theirs.norm()
     assert 0.05 < error < 0.13  # of 4 bits
+
+
+NF4 = (  # of the paper (Dettmers et al., 2023, appendix E)
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def nearest(weight: Tensor) -> Tensor:
+    """Each value the nearest of the paper's sixteen, times the largest of its 64; all compared."""
+    blocks = weight.float().reshape(-1, 64)
+    scales, table = blocks.abs().amax(1, keepdim=True), torch.tensor(NF4)
+    each = (blocks.double() / scales)[..., None] - table.double()
+    return (table[each.abs().argmin(-1)] * scales).view(weight.shape)
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("amp_bf16", marks=pytest.mark.slow)])
+def test_weights_are_quantised_from_fp32_and_not_from_their_bf16_rounding(
+    finetune: Finetune, precision: str
+) -> None:
+    words = ("model.double_quantize=false", f"precision={precision}", "max_duration=1ba")
+    run = finetune(f"exact-{precision}", *words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(run.parents[1])
+        held = load_checkpoint(str(run), ALONE, note=print).root.model
+        plain = load_checkpoint("runs/base", ALONE, note=print).root.model
+    for block, source in zip(held.blocks, plain.blocks, strict=True):
+        for name in ("Wqkv", "out_proj"):
+            weight = getattr(source.attn, name).weight.detach()
+            assert torch.equal(getattr(block.attn, name).dense(), nearest(weight))
+            assert not torch.equal(nearest(weight), nearest(weight.bfloat16()))
 
 
 @pytest.mark.parametrize(
