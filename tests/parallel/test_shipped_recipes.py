@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -45,7 +46,7 @@ DENSE = {
     "adamw": (ADAMW, 2e-5, 5e-4),
     "lion": (LION, 1e-4, 1e-3),
 }
-AMP = 2e-2, 2e-1  # either recipe as shipped: bfloat16 has 8 bits
+AMP = {"quickstart": (1e-2, 5e-2), "dbrx-tiny": (3e-2, 4e-1)}  # as shipped: bfloat16 has 8 bits
 CHOICES = 2e-2, 2e-1  # once a token has met another expert
 NO_CHOICES = 1e-6, 1e-4  # of the same mixture and optimizer
 Steps = list[tuple[float, float]]
@@ -147,9 +148,9 @@ def test_the_tiny_dbrx_is_close_until_a_token_meets_another_expert(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", HEADS)
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [pair for pair in product(HEADS, LAYOUTS) if pair != ("quickstart", "expert")],
+)
 def test_recipes_as_shipped_are_close_in_bf16(train: Train, recipe: str, layout: str) -> None:
-    if (recipe, layout) == ("quickstart", "expert"):
-        pytest.skip("it has no experts")
-    compare(*on_layout(train, recipe, layout, steps=STEPS), *AMP)
+    compare(*on_layout(train, recipe, layout, steps=STEPS), *AMP[recipe])
