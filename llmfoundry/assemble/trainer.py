@@ -113,7 +113,7 @@ def build_trainer(
     data = _open_data(recipe, tokenizer, world, tracker.note)
     settle_vocabulary(recipe, written, tokenizer)
     chosen = _fitted(recipe, fit, start, world, tracker.note)
-    for line in layout_lines(recipe, world, chosen, pretrained):
+    for line in spanning(recipe, world.size, chosen.microbatch, node_size()):
         tracker.note(line)
     root = build_model(
         recipe, world, meshes, tracker.note, written=written, checkpoint=start.checkpoint
@@ -215,15 +215,6 @@ def _fitted(
         note(line)
     recipe.parallel.activation_checkpointing = chosen.checkpointing
     return chosen
-
-
-def layout_lines(
-    recipe: TrainRecipe, world: World, chosen: Fit, pretrained: Pretrained | None
-) -> list[str]:
-    """What degrees that span nodes cost; of models of our own shapes alone."""
-    if world.size == 1 or pretrained is not None:
-        return []
-    return [*spanning(recipe, world.size, chosen.microbatch, node_size())]
 
 
 def _check_machine(

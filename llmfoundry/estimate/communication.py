@@ -121,6 +121,8 @@ def spanning(recipe: TrainRecipe, world_size: int, microbatch: int, node: int) -
         node: processes of a node.
     """
     degrees = recipe.parallel.degrees(world_size)
+    if all(getattr(degrees, name) == 1 for name in _SPANNING):
+        return
     found = communication(recipe, world_size, microbatch, node)
     for name, what in _SPANNING.items():
         across = [each for each in found if each.what in what and each.between]
