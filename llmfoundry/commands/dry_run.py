@@ -35,6 +35,7 @@ from llmfoundry.estimate.fit import (
     checkpointing_line,
     choose_fit,
     load_line,
+    parts_text,
     with_guessed_vocabulary,
     with_level,
 )
@@ -46,9 +47,10 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.operate.check.paths import recipe_paths
 from llmfoundry.parallel.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.front.argv import Hardware
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.optimizer import OPTIMIZERS
-from llmfoundry.recipe.parallel import node_size
+from llmfoundry.recipe.parallel import NODE, node_size
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
 from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
@@ -69,24 +71,35 @@ from llmfoundry.train.stores.stored_run import find_run, is_url, named
 Rows = Iterator[tuple[str, str]]
 CPU = torch.device("cpu")
 _FILES = ("python_stdlib", "files")
+_TAKEN = 3 * 10**9
+"""Bytes of a GPU that a run finds taken: the driver's context and NCCL's buffers."""
 
 
-def plan(command: str, recipe: Any) -> None:
+def plan(command: str, recipe: Any, hardware: Hardware | None = None) -> None:
     """Print what `command`, a function of this folder, would do with a checked recipe.
+
+    Args:
+        command: its name.
+        recipe: its recipe.
+        hardware: of a training run: GPUs that are not here.
 
     Raises:
         UserError: it would refuse the recipe.
     """
-    os.environ.update(slurm_environment())
-    rows = list(PLANS[command](recipe))
+    if hardware is None:
+        os.environ.update(slurm_environment())
+    is_training = PLANS[command] is plan_training
+    if hardware is not None and not is_training:
+        raise UserError(f"--dry-run: {hardware}: only a training run is estimated for other GPUs")
+    rows = list(plan_training(recipe, hardware) if is_training else PLANS[command](recipe))
     if int(os.environ.get("RANK", 0)) == 0:
         last = ("dry run", "all of this was checked; nothing was written or started")
         Console().banner([(label, public(value)) for label, value in [*rows, last]])
 
 
-def plan_training(written: TrainRecipe) -> Rows:
-    """A run of scripts/train.py or scripts/finetune.py."""
-    world = _world(written)
+def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Rows:
+    """A run of scripts/train.py or scripts/finetune.py, here or on other hardware."""
+    world = _world(written, hardware)
     recipe, model = with_defaults(written), None
     if isinstance(written, FinetuneRecipe):
         if _is_on_hub(written):
@@ -100,9 +113,10 @@ def plan_training(written: TrainRecipe) -> Rows:
     recipe.precision = served_precision(recipe.precision, world, lambda line: None)
     guessed = with_guessed_vocabulary(recipe)
     check_layout(recipe, world)
-    check_workers(recipe.data, world)
-    check_kernels(recipe, world.device)
-    free = memory_of_process(world)
+    if hardware is None:
+        check_workers(recipe.data, world)
+        check_kernels(recipe, world.device)
+    free = memory_of_process(world) if hardware is None else hardware.memory - _TAKEN
     fit = choose_fit(
         guessed, world_size=world.size, available=free, device=world.device, sketch=model
     )
@@ -112,15 +126,13 @@ def plan_training(written: TrainRecipe) -> Rows:
     yield "model", _size(guessed, need)
     yield from _data(recipe)
     yield "length", _length(recipe)
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    sharing = 1 if world.machine is None else world.machine.sharing
-    gpus = f"{-(-world.size // sharing)} x {device}" + f" ({world.size} processes)" * (sharing > 1)
-    yield "device", f"{gpus}, {recipe.precision}, microbatch {rows}"
+    yield "device", f"{_device(world, hardware)}, {recipe.precision}, microbatch {rows}"
     yield "memory", _memory(need, rows, free)
     if recipe.parallel.activation_checkpointing == "auto":
         yield "", checkpointing_line(guessed, fit)
     if world.size > 1 and model is None:
-        yield from _layout(guessed, world, fit)
+        node = node_size() if "RANK" in os.environ else world.size  # else all are of this machine
+        yield from _layout(guessed, world, fit, node if hardware is None else NODE)
     yield "checkpoints", _checkpoints(recipe, need, model)
     yield "measured", _measured(recipe)
 
@@ -137,8 +149,10 @@ def _begins(recipe: TrainRecipe) -> str:
     return "at batch 0" if start is None else f"from {named(start)}"
 
 
-def _world(recipe: TrainRecipe) -> World:
+def _world(recipe: TrainRecipe, hardware: Hardware | None) -> World:
     """The processes that would be started, or those of the launcher in charge."""
+    if hardware is not None:
+        return World(0, hardware.gpus, 0, torch.device("cuda", 0))
     size = int(os.environ.get("WORLD_SIZE", 0)) or wanted_processes(recipe.parallel)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     sharing = -(-here // max(1, torch.cuda.device_count()))  # above 1 under gloo alone
@@ -146,6 +160,14 @@ def _world(recipe: TrainRecipe) -> World:
         return World(0, size, 0, CPU)
     machine = Machine(0, sharing=sharing) if sharing > 1 else None
     return World(0, size, 0, torch.device("cuda", 0), machine=machine)
+
+
+def _device(world: World, hardware: Hardware | None) -> str:
+    if hardware is not None:
+        return f"{hardware}, which are not here"
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    sharing = 1 if world.machine is None else world.machine.sharing
+    return f"{-(-world.size // sharing)} x {device}" + f" ({world.size} processes)" * (sharing > 1)
 
 
 def _alone() -> World:
@@ -205,19 +227,14 @@ def _length(recipe: TrainRecipe) -> str:
 
 
 def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
-    accumulated = need.gradients(rows)
-    more = f", accumulated gradients {size(accumulated / GIB)}" if accumulated else ""
-    return (
-        f"about {size(need.total(rows) / GIB)} a process (weights, gradients and optimizer"
-        f" {size(need.weights / GIB)}{more}, activations {size(need.activations(rows) / GIB)});"
-        f" {size(free / GIB)} are free"
-    )
+    """The total and its parts, which add up to it but for rounding."""
+    total = f"about {size(need.total(rows) / GIB)} a process"
+    return f"{total}: {parts_text(need, rows)}; {size(free / GIB)} are free"
 
 
-def _layout(guessed: TrainRecipe, world: World, fit: Fit) -> Rows:
+def _layout(guessed: TrainRecipe, world: World, fit: Fit, node: int) -> Rows:
     """What a process sends, and degrees whose processes wait for each other across nodes."""
     recipe = with_level(guessed, fit.checkpointing)
-    node = node_size() if "RANK" in os.environ else world.size  # else all are of this machine
     yield "sends", _sends(communication(recipe, world.size, fit.microbatch, node))
     for line in spanning(recipe, world.size, fit.microbatch, node):
         yield "layout", line

@@ -31,6 +31,7 @@ from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.recipe.values.checks import divisors
+from llmfoundry.track.format import size
 
 WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
 USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
@@ -225,9 +226,8 @@ def _does_not_fit(
     return (
         f"model: {recipe.run_name} ({need.parameters / 1e6:,.0f}M parameters) needs about"
         f" {need.total(rows) / GIB:.1f} GiB a process at a microbatch of {rows}"
-        f" (weights, gradients and optimizer {need.weights / GIB:.1f}, activations"
-        f" {need.activations(rows) / GIB:.1f}); {available / GIB:.1f} GiB are free; {hint}; or"
-        " spread it with parallel.data_parallel_shard_degree"
+        f" ({parts_text(need, rows)}); {available / GIB:.1f} GiB are free; {hint}; or spread it"
+        " with parallel.data_parallel_shard_degree"
     )
 
 
@@ -248,11 +248,15 @@ def _does_not_fit_frozen(
         hint = f"write adapter.name: lora{fits}"
     return (
         f"model.pretrained: {need.parameters / 1e6:,.0f}M parameters need about"
-        f" {need.total(rows) / GIB:.1f} GiB a process at a microbatch of {rows} (weights, gradients"
-        f" and optimizer {need.weights / GIB:.1f}, activations {need.activations(rows) / GIB:.1f});"
-        f" {available / GIB:.1f} GiB are free; {hint}, or spread it with"
-        " parallel.data_parallel_shard_degree"
+        f" {need.total(rows) / GIB:.1f} GiB a process at a microbatch of {rows}"
+        f" ({parts_text(need, rows)}); {available / GIB:.1f} GiB are free; {hint}, or spread it"
+        " with parallel.data_parallel_shard_degree"
     )
+
+
+def parts_text(need: MemoryEstimate, rows: int) -> str:
+    """What a process's memory at a microbatch of `rows` is for; it adds up to the total."""
+    return ", ".join(f"{what} {size(n / GIB)}" for what, n in need.parts(rows).items() if n)
 
 
 def largest_fitting_recipe(world_size: int, available: int, device: torch.device) -> str | None:

@@ -94,6 +94,21 @@ class MemoryEstimate:
         """Bytes at a microbatch of `rows`, this process's experts having `load` times the mean."""
         return max(int(even + (load - 1) * more) for even, more in self._moments(rows))
 
+    def parts(self, rows: int) -> dict[str, int]:
+        """What `total` is made of, under even load, by what it is for."""
+        (head, _), (block, _) = self._moments(rows)
+        whole, per_row = (
+            (self.at_head, self.row_head) if head >= block else (self.at_block, self.row_block)
+        )
+        return {
+            "weights, gradients and optimizer": self.weights,
+            "accumulated gradients": self.gradients(rows),
+            "whole weights of a block": whole,
+            "activations": rows * per_row,
+            "logits": self.logits(rows) if head >= block else 0,
+            "PyTorch": self.fixed,
+        }
+
     def fitting_load(self, rows: int, room: int) -> float:
         """The largest load of this process's experts, in means, that fits `room`; inf: any."""
         loads = [1 + (room - even) / more for even, more in self._moments(rows) if more]

@@ -171,3 +171,37 @@ def test_every_script_has_a_plan() -> None:
     for script in (ROOT / "scripts").glob("*.py"):
         found |= {*re.findall(r'"llmfoundry\.commands\.\w+:(\w+)"', script.read_text())}
     assert found == set(plans.PLANS)
+
+
+@pytest.mark.parametrize(("name", "hardware"), [("mpt-7b", "8x80gb"), ("dbrx", "128x80GB")])
+def test_a_run_is_planned_for_gpus_that_are_not_here(
+    name: str, hardware: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:  # 8 of 8 GB hold neither
+        run(TrainRecipe, "llmfoundry.commands.train:train", [name, "--dry-run=8x8gb"])
+    assert refused.value.code == 2 and "needs about" in capsys.readouterr().err
+    run(TrainRecipe, "llmfoundry.commands.train:train", [name, f"--dry-run={hardware}"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"{hardware.split('x')[0]} x GPU of 80 GB, which are not here" in out
+    total, parts = re.findall(r"memory about (.*?) a process: (.*?); 71.7 GiB are free", out)[0]
+    sizes = [in_mib(text) for text in re.findall(r"[\d.]+ [GM]iB", parts)]
+    assert len(sizes) >= 4 and sum(sizes) == pytest.approx(in_mib(total), rel=0.01)
+
+
+def in_mib(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"MiB": 1, "GiB": 1024}[unit]
+
+
+def test_other_hardware_is_for_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, why in {
+        ("quickstart", "--dry-run=64"): "'64' is no hardware; write how many GPUs",
+        ("quickstart", "--dry-run=0x80gb"): "is no hardware",
+    }.items():
+        with pytest.raises(SystemExit):
+            run(TrainRecipe, "llmfoundry.commands.train:train", words)
+        assert why in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        words = ["from=hf", "checkpoint=x", "output=y", "--dry-run=8x80gb"]
+        run(ConvertRecipe, "llmfoundry.commands.convert:convert", words)
+    assert "only a training run is estimated for other GPUs" in capsys.readouterr().err
