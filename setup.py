@@ -11,6 +11,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SHIPPED = ("scripts", "yamls", "eval")
+NOT_SHIPPED = ("gpu_check.py",)  # it runs the repository's tests and benchmarks
 
 
 class BuildWithShipped(build_py):
@@ -25,7 +26,7 @@ class BuildWithShipped(build_py):
         shutil.rmtree(target, ignore_errors=True)  # of an earlier build
         for name in SHIPPED:
             # Rows of benchmarks that were fetched have licences of their own.
-            skipped = shutil.ignore_patterns("local_data", "__pycache__")
+            skipped = shutil.ignore_patterns("local_data", "__pycache__", *NOT_SHIPPED)
             shutil.copytree(name, target / name, ignore=skipped)
 
 

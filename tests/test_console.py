@@ -234,9 +234,20 @@ def test_the_wheel_carries_licence_recipes_and_gauntlets(wheel: Path) -> None:
     for folder in ("yamls", "eval", "scripts"):
         for file in (ROOT / folder).rglob("*.*"):
             name = file.relative_to(ROOT)
-            if file.is_file() and not {"local_data", "__pycache__"} & {*name.parts}:
+            elsewhere = {"local_data", "__pycache__", "gpu_check.py"}
+            if file.is_file() and not elsewhere & {*name.parts}:
                 assert (shipped / name).read_bytes() == file.read_bytes()
     assert not list(shipped.rglob("local_data")), "rows of benchmarks have licences of their own"
+
+
+def test_the_wheel_lists_no_command_that_needs_the_repository(wheel: Path, tmp_path: Path) -> None:
+    listed = call(cwd=tmp_path, package=wheel).stdout
+    assert "train" in listed and "gpu_check" not in listed
+    told = call("gpu_check", cwd=tmp_path, status=2, package=wheel)
+    assert "benchmarks" not in told.stderr and "Traceback" not in told.stderr
+    for script in (wheel / "llmfoundry" / "shipped" / "scripts").glob("*.py"):
+        assert script.stem in listed
+        call(script.stem, "--help", cwd=tmp_path, package=wheel)
 
 
 def test_the_wheel_works_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
