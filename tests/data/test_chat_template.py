@@ -17,6 +17,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.values.bounds import CHAT_TEMPLATES
 from tests.data.hostile_templates import HOSTILE, REFUSED
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "it's", "parameters": {}}}]
@@ -46,6 +47,10 @@ GOLDEN = {
     "<|assistant|>\nHello<|endoftext|>\n<|assistant|>\n",
 }
 GOLDEN["mpt"] = GOLDEN["chatml"]
+
+
+def test_the_recipe_lists_the_named_templates():
+    assert tuple(NAMED) == CHAT_TEMPLATES
 
 
 def bytes_tokenizer(template: str) -> Tokenizer:

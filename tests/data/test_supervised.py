@@ -152,6 +152,31 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path):
     assert all(sorted(texts) == expected for texts in found.values()), found
 
 
+def test_a_split_conversation_is_counted_once_and_held_out_whole(tmp_path):
+    """A template that ends its last turn otherwise: every answer is learned as the last, once."""
+    template = write(tmp_path / "t.jinja", [
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if loop.last and m.role =="
+        " 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ])  # fmt: skip
+    rows = [{"messages": [user(f"a{n}"), assistant(f"b{n}"), user("c"), assistant(f"d{n}")]}
+            for n in range(40)]  # fmt: skip
+    file = write(tmp_path / "rows.jsonl", [*rows, {"messages": rows[0]["messages"][:2]}])
+    config = {"format": "chat", "paths": [str(file)], "validation_fraction": 0.3}
+    data = opened(tmp_path, config, template=str(template))
+    line = "40 rows split into 80, one for each answer, because the chat template renders"
+    assert data.summary.count(line) == 1 and f"(the first: {file}:1)" in data.summary
+    held = data.validation.texts()
+    assert 0 < len(held) < 81 and sum("[assistant]d" in text for text in held) > 0
+    for text in held:  # with the other part of its conversation
+        if "[assistant]d" in text:
+            assert text.partition("[user]c")[0] + "<|endoftext|>" in held
+    found = learned(rows_of(data))
+    kept = Counter(found) + Counter(t.rpartition("[assistant]")[2] for t in held)
+    expected = [f"{letter}{n}<|endoftext|>" for n in range(40) for letter in "bd"]
+    assert kept == Counter([*expected, "b0<|endoftext|>"])
+
+
 def test_columns_and_functions_bring_rows_to_a_format(tmp_path):
     rows = [{"q": f"{n}?", "a": f"{n}!", "id": n} for n in range(4)]
     paths = [str(write(tmp_path / "in" / "a.jsonl", rows))]
