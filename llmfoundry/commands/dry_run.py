@@ -6,6 +6,7 @@ what a command refuses before it begins is refused here too, with the same words
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -73,6 +74,8 @@ CPU = torch.device("cpu")
 _FILES = ("python_stdlib", "files")
 _TAKEN = 3 * 10**9
 """Bytes of a GPU that a run finds taken: the driver's context and NCCL's buffers."""
+TOKENS = {("allenai/c4", "en"): 156e9}
+"""Of data sets of the hub, about: of C4 by Dodge et al., 2021 (arXiv 2104.08758), table 1."""
 
 
 def plan(command: str, recipe: Any, hardware: Hardware | None = None) -> None:
@@ -222,8 +225,19 @@ def _length(recipe: TrainRecipe) -> str:
     shape = f"steps of {rows:,} rows of {recipe.max_seq_len:,} tokens ({step:,})"
     if length.unit == "ep":
         return f"{recipe.max_duration} of the text, in {shape}"
-    total = Clock(rows, step, 1.0, length).total
-    return f"{total:,} {shape}, {count(total * step)} tokens in all"
+    tokens = Clock(rows, step, 1.0, length).total * step
+    passes = passes_over(recipe.data, tokens)
+    return f"{tokens // step:,} {shape}, {count(tokens)} tokens in all{passes and f', {passes}'}"
+
+
+def passes_over(data: DataConfig, tokens: int) -> str:
+    """How often a run reads a data set of known size; empty: not more than once, or not known."""
+    has = TOKENS.get((data.dataset or "", data.subset or ""), math.inf)
+    if tokens <= has:
+        return ""
+    passes = tokens / has
+    times = f"{passes:.1f}" if passes < 9.95 else f"{passes:.0f}"
+    return f"about {times} passes over the {count(has)} of {data.dataset} {data.subset}"
 
 
 def _memory(need: MemoryEstimate, rows: int, free: int) -> str:

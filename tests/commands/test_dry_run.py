@@ -205,3 +205,24 @@ def test_other_hardware_is_for_training_alone(capsys: pytest.CaptureFixture[str]
         words = ["from=hf", "checkpoint=x", "output=y", "--dry-run=8x80gb"]
         run(ConvertRecipe, "llmfoundry.commands.convert:convert", words)
     assert "only a training run is estimated for other GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(YAMLS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_that_asks_for_more_of_c4_than_there_is_says_how_many_passes(path: Path) -> None:
+    """In its header, and in the plan of any command that trains by it."""
+    recipe = checked(TrainRecipe, path, [])
+    recipe.fill()
+    header = " ".join(re.findall(r"^# (\S.*)$", path.read_text(), re.MULTILINE))
+    batches = int(recipe.max_duration.removesuffix("ba"))
+    tokens = batches * recipe.global_train_batch_size * recipe.max_seq_len
+    said = plans.passes_over(recipe.data, tokens)
+    if recipe.data.dataset != "allenai/c4" or tokens <= 156e9:
+        assert said == "" and "passes over" not in header
+        return
+    times = float(said.split()[1])
+    assert times == pytest.approx(tokens / 156e9, abs=0.05 if tokens < 1.5e12 else 0.5)
+    assert f"about {said.split()[1]} passes over C4's 156e9)" in header
+    assert plans._length(recipe).endswith(f"in all, {said}")
+    assert plans.passes_over(recipe.data, 156 * 10**9) == ""
+    recipe.data.subset = "realnewslike"
+    assert plans.passes_over(recipe.data, tokens) == "", "of another data set nothing is known"
