@@ -779,6 +779,24 @@ def test_what_was_prepared_to_drop_bad_rows_is_still_an_error_without(tmp_path):
             opened(tmp_path, dict(config))
 
 
+def test_no_row_makes_a_line_endless_or_writes_to_a_terminal(tmp_path):
+    rows: list[Any] = [
+        {"messages": [user("a"), {"role": "r" * 100_000, "content": "b"}]},
+        {"\x1b[2J\nfirst": 1, **{f"column {n}": n for n in range(5_000)}},
+        {"messages": [user("a"), assistant("b", **{"k" * 9_000: 1, "\x1b[2J": 2})]},
+        *({"messages": [user("a"), assistant(f"{n}", **{f"key{n}": 1})]} for n in range(1_500)),
+    ]
+    path = str(write(tmp_path / "in" / "a.jsonl", [*rows, *chats(3)]))
+    config = {"paths": [path], "format": "chat", "supervised": {"bad_rows": "drop"}}
+    data = opened(tmp_path, config)
+    lines = data.summary.splitlines()
+    assert max(map(len, lines)) < 700 and len(lines) < 30
+    assert all(line.isprintable() for line in lines)
+    assert "data: 990 other keys of messages not read" in lines  # the first thousand are counted
+    facts = json.loads(next((tmp_path / "cache" / "supervised").glob("*/facts.json")).read_text())
+    assert len(json.dumps(facts)) < 100_000
+
+
 def test_bad_rows_alone_leave_nothing_to_learn(tmp_path):
     path = str(write(tmp_path / "in" / "a.jsonl", ["no", '{"a": 1}']))
     with pytest.raises(UserError) as error:

@@ -17,8 +17,17 @@ from llmfoundry.errors import UserError
 
 _PLACES = 3  # kept of each kind
 _KINDS = 40  # kept apart; a terminal shows 50 lines
+MOST_NAMES = 1000  # of columns and keys that are not read
+_LONGEST = 400  # characters of a reason
 OTHER = "other mistakes"
 _INDEX, _NUMBER = re.compile(r"\[\d+\]"), re.compile(r"\d[\d,]*")
+
+
+def shortened(text: str) -> str:
+    """A text that may come from a row, as a part of a line: printable, and none of it endless."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class NotOfFormat(ValueError):
@@ -79,8 +88,8 @@ class BadRows:
 
     def __call__(self, error: BadRow) -> None:
         """Count a row."""
-        kind = _NUMBER.sub("N", _INDEX.sub("[]", error.kind))
-        self._count(kind, error.why, 1, [error.where])
+        kind = _NUMBER.sub("N", _INDEX.sub("[]", shortened(error.kind)))
+        self._count(kind, shortened(error.why), 1, [error.where])
 
     def add(self, others: BadRows) -> None:
         """Count those of the part that follows."""

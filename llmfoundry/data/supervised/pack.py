@@ -19,6 +19,7 @@ import numpy as np
 
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.supervised.bad_rows import shortened
 from llmfoundry.data.supervised.messages import KEYS
 from llmfoundry.data.supervised.store import SPELLED, SPLIT, Store, StoreFacts
 from llmfoundry.errors import UserError
@@ -30,6 +31,7 @@ _VERSION = 1  # of how rows are made; raised when the same examples become other
 _LOOKED_AT = 1 << 24  # tokens at a time
 TOO_LONG, NOTHING, REPEATS = "too long", "without a learned token", "repeated"
 TRUNCATED = "truncated"
+_KEYS_SHOWN = 10
 _ARRAYS = ("members", "ends", "held_out")
 
 
@@ -350,12 +352,15 @@ def summary(key: str, facts: StoreFacts, packed: PackedExamples, options: PackOp
         )
     columns = sorted(name for name in facts.unread if "[]." not in name)
     if columns:
-        lines.append(f"{key}: columns not read: {', '.join(columns)}")
-    for name in sorted(facts.unread.keys() - {*columns}):
+        lines.append(f"{key}: columns not read: {shortened(', '.join(columns))}")
+    keys = sorted(facts.unread.keys() - {*columns}, key=lambda name: (-facts.unread[name], name))
+    for name in keys[:_KEYS_SHOWN]:
         meant = nearest(name.partition("[].")[2], KEYS)
         lines.append(
             f"{key}: a key of messages not read: {name}, in {_rows(facts.unread[name])}{meant}"
         )
+    if len(keys) > _KEYS_SHOWN:
+        lines.append(f"{key}: {len(keys) - _KEYS_SHOWN:,} other keys of messages not read")
     if facts.ignored:
         lines.append(f"{key}: {facts.ignored:,} files of other kinds left out of the folders named")
     return lines

@@ -256,7 +256,7 @@ class _Work:
                 facts.note(facts.told, SPELLED, str(where))
             for what in outcome.left_out:
                 facts.note(facts.told, f"with {what}", str(where))
-            self.reader.unread.update(outcome.unread)
+            self.reader.note_unread(outcome.unread)
             return outcome
         if isinstance(outcome, UserError) and str(outcome).startswith("tokenizer."):
             raise outcome  # no row is at fault

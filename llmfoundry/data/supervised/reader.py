@@ -12,14 +12,14 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from llmfoundry.data.preparation.read.bad_row import BadRow
-from llmfoundry.data.supervised.bad_rows import bad_row
+from llmfoundry.data.supervised.bad_rows import MOST_NAMES, bad_row, shortened
 from llmfoundry.data.supervised.mappings import PUBLISHED
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.source import COLUMNS, MAPPINGS, SourceConfig
@@ -93,18 +93,26 @@ class RowReader:
         renamed = {name: value for name, value in row.items() if name not in taken}
         renamed |= {ours: row[theirs] for ours, theirs in self._columns.items()}
         unread = [name for name in renamed if name not in self._read]
-        self.unread.update(unread)
         if self._published is None:
             self._check_columns(where, renamed)
+            self.note_unread(unread)
             return {name: value for name, value in renamed.items() if name not in unread}
         try:
-            return self._published(renamed)
+            made = self._published(renamed)
+            self.note_unread(unread)
+            return made
         except ValueError as error:
             found, fitting = bad_row(where, error), format_of(row)
             is_other = fitting is not None and not (self._columns or fitting == self._name)
             what = f"write {self._key}.format={fitting}, or " if is_other else ""
             why = f"{found.why}; {what}correct it, or {self._key}.columns"
             raise BadRow(where, why, found.kind) from error
+
+    def note_unread(self, names: Iterable[str]) -> None:
+        """Count columns and keys of messages; of very many names the first ones."""
+        for name in map(shortened, names):
+            if name in self.unread or len(self.unread) < MOST_NAMES:
+                self.unread[name] += 1
 
     def _check_columns(self, where: object, row: dict[str, Any]) -> None:
         for name in _NEEDED[self.format]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry.data.supervised.bad_rows import BadRows
+from llmfoundry.data.supervised.bad_rows import MOST_NAMES, BadRows
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 
@@ -75,7 +75,7 @@ class StoreFacts:
         """Count what a part of the input counted; parts come in order."""
         for name in ("dropped", "told", "unread"):
             counts = Counter(getattr(self, name)) + Counter(getattr(part, name))
-            setattr(self, name, dict(counts))
+            setattr(self, name, dict(counts.most_common(MOST_NAMES)))
         self.split, self.parts = self.split + part.split, self.parts + part.parts
         self.first = part.first | self.first
         self.rows += part.rows

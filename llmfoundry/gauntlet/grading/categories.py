@@ -125,8 +125,8 @@ def grade(
         interval=accuracy.interval,
         intervals=_intervals(measured.estimates),
         by_category={
-            name: CategoryOfTask(n, *(part(estimates) for part in (_values, _errors, _intervals)))
-            for name, (n, estimates) in measured.by_category.items()
+            name: CategoryOfTask(n, _values(found), _errors(found), _intervals(found))
+            for name, (n, found) in measured.by_category.items()
         },
     )
 
