@@ -247,13 +247,13 @@ def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
 
 
 def _layout(guessed: TrainRecipe, world: World, fit: Fit, node: int) -> Rows:
-    """What a process sends, and degrees whose processes wait for each other across nodes."""
+    """Which load of experts fits, what a process sends, and degrees that span nodes."""
     recipe = with_level(guessed, fit.checkpointing)
+    if load := load_line(recipe, fit, world.size):  # below the memory
+        yield "", load
     yield "sends", _sends(communication(recipe, world.size, fit.microbatch, node))
     for line in spanning(recipe, world.size, fit.microbatch, node):
         yield "layout", line
-    if line := load_line(recipe, fit, world.size):
-        yield "", line
 
 
 def _sends(messages: Iterable[Messages]) -> str:
