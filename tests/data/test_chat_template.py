@@ -192,7 +192,7 @@ def test_own_templates_may_be_trusted(tmp_path):
         patch.setattr(bounded, "CPU_SECONDS", 0.02)
         assert trusted.chat.render([USER]) == pickle.loads(pickle.dumps(trusted.chat)).render([])
         again = Tokenizer.load(tmp_path / "saved")
-        with pytest.raises(UserError, match=rf"^{again.template_file}: took more than 0.02 s"):
+        with pytest.raises(UserError, match=rf"^{again.template_file}: took more than 0.02\d* s"):
             again.chat.render([USER])
         template_file = str(tmp_path / "saved" / "tokenizer_config.json")
         assert again.template_file.startswith(template_file)
