@@ -28,7 +28,16 @@ TENTHS = 10  # lines of a log file for what a terminal shows as a bar
 
 
 def outlast_readers() -> None:
-    """Let standard output and error lose their readers without harm; files stay as they are."""
+    """Let standard output and error lose their readers without harm; files stay as they are.
+
+    Those that are closed become /dev/null: the next file that is opened would take their numbers,
+    and whatever a library prints would land in it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least that is free
     _outlast("stdout", may_be_full=False)
     _outlast("stderr", may_be_full=True)
 

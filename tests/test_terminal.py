@@ -91,6 +91,22 @@ def test_a_run_outlasts_a_full_disk_under_its_log_and_a_command_says_what_it_los
         assert subprocess.run(command, stdout=full, stderr=full, cwd=ROOT).returncode == status
 
 
+def test_what_a_library_prints_lands_in_no_file_where_standard_error_is_closed(
+    tmp_path: Path,
+) -> None:
+    code = """
+from llmfoundry.terminal import outlast_readers
+import os, subprocess, sys
+outlast_readers()
+with open(sys.argv[1], "wb") as file:
+    os.write(2, b"a library's warning")
+    subprocess.run(["sh", "-c", "echo another >&2"], check=True)
+"""
+    words = ["sh", "-c", 'exec "$@" 2>&- >&-', "sh", sys.executable, "-c", code, tmp_path / "f"]
+    subprocess.run(words, cwd=ROOT, check=True)
+    assert (tmp_path / "f").read_bytes() == b""
+
+
 def test_a_bar_that_is_not_to_be_shown_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with progress(3, "x", "", shown=False) as bar:
         bar.update(3)

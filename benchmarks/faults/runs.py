@@ -132,13 +132,13 @@ class Run:
         self.folder, self.log = place / "runs" / name, log
         self.struck = time.time()
         words = ["recipe.yaml", f"run_name={name}", *overrides]
-        with self.log.open("a") as log:
+        with log.open("a") as file:
             self.process = subprocess.Popen(
                 [sys.executable, str(ROOT / "scripts" / "supervise.py"), *words],
                 cwd=place,
                 env={**_environment(), **env},
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=file,
                 stderr=subprocess.STDOUT,
             )
 

@@ -197,7 +197,7 @@ class Supervisor:
         """What is seen of the checkpoints; who is asked to stop does not wait for a store."""
         look = self.look or (lambda: look_in_folder(self.folder))
         found: list[Look] = []
-        looking = threading.Thread(target=lambda: found.append(look()), daemon=True)
+        looking = threading.Thread(target=lambda: found.append(_seen(look)), daemon=True)
         looking.start()
         looking.join(1.0)
         deadline = time.monotonic() + _LOOK_SECONDS
@@ -213,7 +213,7 @@ class Supervisor:
         if self.look is not None and not self.attempts:
             return -1
         found = (e.get("checkpoint") for e in read_events(self.folder) if e["kind"] == "decision")
-        return next(iter([batch for batch in found if isinstance(batch, int)][-1:]), -1)
+        return next(iter([batch for batch in found if type(batch) is int][-1:]), -1)
 
     def _leave(self, status: int) -> int:
         """The exit status, after this job has been put back into the queue where it is to be.
@@ -474,6 +474,14 @@ class Supervisor:
         status = "finished" if decision.status == DONE else "failed"
         for problem in filter(None, (tell(status) for tell in self.last_words)):
             say(f"supervise: {problem}")
+
+
+def _seen(look: Callable[[], Look]) -> Look:
+    """What is seen, or why nothing is."""
+    try:
+        return look()
+    except Exception as error:  # of a library, in a thread whose errors nobody sees
+        return Look(problem=_said(error))
 
 
 def _has_begun_elsewhere(running: RunningAttempt) -> bool:
