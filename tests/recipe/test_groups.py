@@ -116,6 +116,26 @@ def test_an_override_of_a_defaults_list_replaces_what_lies_below_it(front: Front
     assert (data.rows, data.tasks, data.paths) == (None, [], [])
 
 
+def test_a_recipe_builds_on_one_for_fine_tuning(front: Front) -> None:
+    Path("mine.yaml").write_text(
+        "defaults: [finetune/quickstart-sft, override data: chat]\ndata: {paths: [chat.jsonl]}\n"
+    )
+    recipe = front("mine.yaml", schema=FinetuneRecipe).recipe
+    assert (recipe.data.format, recipe.data.tasks, recipe.data.rows) == ("chat", [], None)
+    assert (recipe.optimizer.name, recipe.model.pretrained) == ("muon", "runs/quickstart")
+    assert front("mine.yaml", "logger=none", schema=FinetuneRecipe).recipe.logger.mlflow is False
+
+
+def test_a_secret_that_a_group_replaces_is_not_said(front: Front) -> None:
+    Path("mine.yaml").write_text(
+        "data: {name: shards, remote: 'https://u:passw0rd99@x/y',\n"
+        "  storage_options: {s3: {secret: hunter2}}}\n"
+    )
+    (line,) = front("mine.yaml", "data=stdlib").errors
+    assert "data.remote: https://u:***@x/y" in line and "passw0rd99" not in line
+    assert "secret: ***" in line
+
+
 def test_a_choice_may_build_on_another_of_its_group(front: Front) -> None:
     Path("data").mkdir()
     Path("data/mine.yaml").write_text("defaults: [chat]\npaths: [chat.jsonl]\n")

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
-from llmfoundry.masking import MASK, masked_keys
+from llmfoundry.masking import MASK, hide, masked_keys, public_values
 from llmfoundry.recipe.front.defaults import YamlSource, parts
 from llmfoundry.recipe.front.grammar import DEFAULT, split
 from llmfoundry.recipe.front.paths import group_options, search_folders, show
@@ -221,7 +221,8 @@ def _replacements(
             if source.package or group not in source.replaced:
                 continue
             said = read(source.path).get(group)
-            values = flat(said, group) if isinstance(said, dict) else ()
+            hide({group: said})
+            values = flat(public_values(said), group) if isinstance(said, dict) else ()
             gone = [f"{k}: {v}" for k, v in values if v is not None and value_at(final, k) != v]
             if gone:
                 more = f" and {len(gone) - _MOST_GONE} more" if len(gone) > _MOST_GONE else ""
@@ -248,7 +249,7 @@ def _implied(
     """
     found: dict[str, str] = {}
     for section, key in schema.keys.items():
-        if key.section is None or not {section, f"{section}.name"}.isdisjoint({**groups, **values}):
+        if key.section is None or not {section, f"{section}.name"}.isdisjoint([*groups, *values]):
             continue
         implies = getattr(key.section.cls, "IMPLIES", {})
         given = [(k, v) for k, v in implies.items() if _is_given(values.get(f"{section}.{k}"))]

@@ -21,6 +21,7 @@ from llmfoundry.recipe.values.checks import nearest
 
 _ROOT = "__recipe__"
 _SCHEME = "recipes"
+_RECIPES = "finetune"  # a folder of recipes below yamls/; all others are groups
 _NO_YAML = str(Path(__file__).resolve().parent)
 """A folder that Hydra finds nothing in. Without one it looks for its caller's, and reads the source
 of every frame for that: half a second where many modules are loaded."""
@@ -221,11 +222,23 @@ def _source() -> type:
         def load_config(self, config_path: str) -> ConfigResult:
             path = Path(self.path) / self._normalize_file_name(config_path)
             defaults = _defaults(path)
-            config = OmegaConf.create({"defaults": defaults} if defaults else {})
             header = self._get_header_dict(path.read_text(encoding="utf-8", errors="replace")[:512])
+            if path.parent.name == _RECIPES:  # recipes too, whose groups lie beside their folder
+                defaults = [_from_root(entry) for entry in defaults]
+                header["package"] = "_global_"
+            config = OmegaConf.create({"defaults": defaults} if defaults else {})
             return ConfigResult(self.provider, self.full_path(), config, header)
 
     return RecipeSource
+
+
+def _from_root(entry: Any) -> Any:
+    """`override data: chat` of a recipe in a folder as Hydra takes it there, `override /data`."""
+    if not isinstance(entry, dict):
+        return entry
+    ((key, option),) = entry.items()
+    keyword, space, group = key.rpartition(" ")
+    return {f"{keyword}{space}/{group.lstrip('/')}": option}
 
 
 def _missing(name: str, options: dict[str, list[str]]) -> str:
