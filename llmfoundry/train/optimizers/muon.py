@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.ops.processor import HAS_BF16
 from llmfoundry.train.checkpoints.shards import Across, Shards, local
 
 # Jordan's quintic: its slope at 0 is as steep as convergence allows, so 5 rounds are enough.
@@ -45,7 +44,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         parameters: or groups of them.
-        dtype: of the iteration; bf16 is torch.optim.Muon's. A CPU that emulates bf16 takes fp32.
+        dtype: of the iteration, the same on every process; bf16 is torch.optim.Muon's.
     """
 
     found_inf: Tensor | None = None
@@ -92,16 +91,11 @@ class Muon(torch.optim.Optimizer):
         shrink = _unless(found, 1 - group["lr"] * group["weight_decay"], 1.0)
         for turn in _turns(matrices):
             running = [matrix.advance(group["momentum"], found) for matrix in turn]
-            updates = _orthogonal([update.to(self._dtype_on(update)) for update in running], turn)
+            updates = _orthogonal([update.to(self._dtype) for update in running], turn)
             for matrix, update in zip(turn, updates, strict=True):
                 lr = group["lr"] * RMS * math.sqrt(max(matrix.shape))
                 matrix.weight.mul_(shrink)
                 matrix.weight.sub_(update.to(matrix.weight.dtype) * _unless(found, lr, 0.0))
-
-    def _dtype_on(self, update: Tensor) -> torch.dtype:
-        """Emulated bf16 takes 14 times as long as fp32, on a processor with AVX2."""
-        emulated = update.device.type == "cpu" and not HAS_BF16
-        return torch.float32 if emulated else self._dtype
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
