@@ -36,6 +36,7 @@ from llmfoundry.data.sources import (
     stream_key,
     too_short,
 )
+from llmfoundry.data.supervised.bad_rows import BadRowsError
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.errors import UserError
@@ -107,14 +108,13 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
     if all(source.name == "shards" and not source.is_supervised for source in streams.values()):
         _refuse_filters(config)
     opening = _Opening(recipe, tokenizer, world)
-    opened = [opening.stream(name, source) for name, source in streams.items()]
+    opened, validation = _open_all(opening, streams, config)
     n_rows = [found.stream.n_rows for found in opened]
     if config.streams:
         weights, epoch_rows = stream_weights(config.streams, n_rows)
     else:
         weights, epoch_rows = (1.0,), n_rows[0]
     parts = np.array(weights) / sum(weights)
-    validation = _held_out(opening, opened, config)
     lines = [line for found in opened for line in found.notes]
     return Data(
         streams=tuple(found.stream for found in opened),
@@ -147,8 +147,8 @@ def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Da
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
     opening = _Opening(recipe, tokenizer, world)
     corpora = {name: source for name, source in streams.items() if source.is_read_whole}
-    opened = [opening.stream(name, source) for name, source in corpora.items()]
-    return Data((), (), 0, _held_out(opening, opened, config), math.nan, "")
+    _, held_out = _open_all(opening, corpora, config)
+    return Data((), (), 0, held_out, math.nan, "")
 
 
 def no_held_out() -> Data:
@@ -156,11 +156,25 @@ def no_held_out() -> Data:
     return Data((), (), 0, Chain([]), math.nan, "")
 
 
-def _held_out(opening: _Opening, opened: list[_Opened], config: DataConfig) -> HeldOut:
-    parts = [part for found in opened for part in found.validation]
+def _open_all(
+    opening: _Opening, streams: Mapping[str, SourceConfig], config: DataConfig
+) -> tuple[list[_Opened], HeldOut]:
+    """What to train and to measure on; bad rows of all of them are reported together."""
+    opened, problems = list[_Opened](), list[str]()
+    for name, source in streams.items():
+        try:
+            opened.append(opening.stream(name, source))
+        except BadRowsError as error:
+            problems += error.problems
+    held_out = [part for found in opened for part in found.validation]
     if config.validation is not None:
-        parts.append(opening.held_out(config.validation))
-    return parts[0] if len(parts) == 1 else Chain(parts)
+        try:
+            held_out.append(opening.held_out(config.validation))
+        except BadRowsError as error:
+            problems += error.problems
+    if problems:
+        raise BadRowsError(*problems)
+    return opened, held_out[0] if len(held_out) == 1 else Chain(held_out)
 
 
 def build_mixture(recipe: TrainRecipe, data: Data, clock: Clock) -> Mixture:

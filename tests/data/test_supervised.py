@@ -797,6 +797,42 @@ def test_no_row_makes_a_line_endless_or_writes_to_a_terminal(tmp_path):
     assert len(json.dumps(facts)) < 100_000
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_a_row_that_is_too_long_is_one_bad_row(tmp_path, suffix):
+    """In a file of several parts, read by lines whose places are bytes."""
+    good = [{"prompt": f"{n}?", "response": "!", "more": "x" * 4_000} for n in range(1_500)]
+    rows = [good[0], {"prompt": "x" * 9_000, "response": "y"}, *good[1:]]
+    rows += [{"prompt": "x" * 9_000_000, "response": "y"}, good[0]]
+    lines = "\n".join(map(json.dumps, rows)).encode()
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / f"a.{suffix}"
+    path.write_bytes(gzip.compress(lines, 1) if suffix.endswith("gz") else lines)
+    config = {"paths": [str(path)], "format": "prompt_response", "max_row_size": "8kb"}
+    with pytest.raises(UserError) as error:
+        opened(tmp_path, dict(config))
+    head, line = error.value.lines()
+    assert head.startswith("data: 2 of 1,503 rows cannot be used; ")
+    assert line.startswith(f"{path}:2: is longer than 8,000 bytes; divide it, or write a larger")
+    assert line.endswith("(2 rows; also :1502)")
+    data = opened(tmp_path, config | {"supervised": {"bad_rows": "drop"}}, max_seq_len=512)
+    assert sum(documents(rows_of(data)).values()) == 1_501
+
+
+def test_bad_rows_of_all_streams_and_of_validation_are_told_at_once(tmp_path):
+    write(tmp_path / "a" / "a.jsonl", [*chats(20), "no"])
+    write(tmp_path / "b" / "b.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "c"}])
+    kinds = {"a": ("a", "chat"), "b": ("b", "prompt_response")}
+    streams = {
+        name: StreamConfig(name="files", paths=[str(tmp_path / at)], format=form, proportion=1.0)
+        for name, (at, form) in kinds.items()
+    }
+    held_out = StreamConfig(name="files", paths=[str(tmp_path / "a")], format="chat")
+    with pytest.raises(UserError) as error:
+        opened(tmp_path, {"name": "mixture", "streams": streams, "validation": held_out})
+    places = [line.split(": ")[0].split("/")[-1] for line in error.value.lines()]
+    assert places == ["a.jsonl:21", "b.jsonl:2", "a.jsonl:21"]
+
+
 def test_bad_rows_alone_leave_nothing_to_learn(tmp_path):
     path = str(write(tmp_path / "in" / "a.jsonl", ["no", '{"a": 1}']))
     with pytest.raises(UserError) as error:

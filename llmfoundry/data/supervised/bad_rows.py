@@ -50,6 +50,10 @@ def bad_row(where: object, error: ValueError) -> BadRow:
     return BadRow(where, str(error), error.kind if isinstance(error, NotOfFormat) else None)
 
 
+class BadRowsError(UserError):
+    """All rows of a source that cannot be used, where the recipe says that this is an error."""
+
+
 @dataclass
 class BadKind:
     """Rows with the same mistake.
@@ -109,14 +113,14 @@ class BadRows:
             rows: how many were read, these with them.
 
         Raises:
-            UserError: there are any; a line for each kind, the most frequent first.
+            BadRowsError: there are any; a line for each kind, the most frequent first.
         """
         kinds, drop = self._by_count(), "data.supervised.bad_rows: drop"
         if self.count == 1:
-            raise UserError(f"{kinds[0].places[0]}: {kinds[0].why} (or leave it out: {drop})")
+            raise BadRowsError(f"{kinds[0].places[0]}: {kinds[0].why} (or leave it out: {drop})")
         if kinds:
             many = f", for {len(kinds)} reasons" if len(kinds) > 1 else ""
-            raise UserError(
+            raise BadRowsError(
                 f"{key}: {self.count:,} of {rows:,} rows cannot be used{many}; correct them, or"
                 f" leave them out: {drop}",
                 *(f"{kind.places[0]}: {kind.why}{_others(kind)}" for kind in kinds),

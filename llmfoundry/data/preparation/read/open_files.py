@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.preparation.read.bad_row import OnBadRow, raise_bad_row
+from llmfoundry.data.preparation.read.bad_row import BadRow, OnBadRow, raise_bad_row
 from llmfoundry.data.preparation.read.remote_input import open_url
 from llmfoundry.errors import UserError, import_optional
 
@@ -128,28 +128,28 @@ class Input:
                 raise self.too_long(self.name)
         return b"".join(parts)
 
-    def too_long(self, where: str) -> UserError:
+    def too_long(self, where: str) -> BadRow:
         """What to say of a row."""
-        return UserError(
-            f"{where}: is longer than {self.longest:,} bytes; divide it, or write a larger"
-            " data.max_row_size"
-        )
+        why = f"is longer than {self.longest:,} bytes; divide it, or write a larger"
+        return BadRow(where, f"{why} data.max_row_size")
 
     def lines(self) -> Iterator[bytes]:
         """The lines that begin within the part, without their end; the longest is in memory.
 
-        Raises:
-            UserError: one is longer than a row may be.
+        A line that is longer than a row may be is a bad row, for which a blank one stands.
         """
         place = max(0, self.start - 1)
         lines = self._split(self.unpacked(place))
         if self.start:  # the rest of a line of the part before, empty if that ends here
-            place += len(next(lines, b"")) + 1
-        for line in lines:
+            place += next(lines, (b"", 0))[1] + 1
+        for number, (line, size) in enumerate(lines, start=1):
             if self.stop is not None and place >= self.stop:
                 return
+            if size > self.longest:
+                before = self.lines_before() if self.start else 0
+                self.on_bad_row(self.too_long(f"{self.name}:{before + number}"))
             yield line
-            place += len(line) + 1
+            place += size + 1
 
     def lines_before(self) -> int:
         """Lines of the file before the part, read anew the first time; for messages."""
@@ -164,23 +164,21 @@ class Input:
         # A line that begins before the part and ends in it is the part's predecessor's.
         return count if not self.start or chunk.endswith(b"\n") else count + 1
 
-    def _split(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+    def _split(self, chunks: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+        """Each line and its size; of one that is too long nothing is kept."""
         rest: list[bytes] = []
-        number, size = 0 if self.start else 1, 0
+        size = 0
         for chunk in chunks:
-            first, *others = chunk.split(b"\n")
-            rest.append(first)
-            size += len(first)
-            for line in others:
-                if size > self.longest:
-                    break
-                yield b"".join(rest)
-                rest, size, number = [line], len(line), number + 1
-            if size > self.longest:
-                before = self.lines_before() if self.start else 0
-                raise self.too_long(f"{self.name}:{before + number}")
-        if last := b"".join(rest):
-            yield last
+            *ended, last = chunk.split(b"\n")
+            for part in ended:
+                size += len(part)
+                yield b"".join([*rest, part]) if size <= self.longest else b"", size
+                rest, size = [], 0
+            size += len(last)
+            rest = [*rest, last] if size <= self.longest else []
+            del chunk, last  # before the next is made: a small file may unpack to much
+        if size:
+            yield b"".join(rest) if size <= self.longest else b"", size
 
 
 # What a name may stand for beside a file: reading it could wait forever.
