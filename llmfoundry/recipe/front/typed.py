@@ -246,7 +246,8 @@ def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> l
     if hint is str and isinstance(value, str) and value:
         value = [value]
     if not isinstance(value, list):
-        problems.append(Problem(key, f"{_show(value)} is not a list; write [{value}]"))
+        instead = "[...]" if value in (None, "") else f"[{value}]"
+        problems.append(Problem(key, f"{_show(value)} is not a list; write {instead}"))
         return None
     return [convert(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
 
