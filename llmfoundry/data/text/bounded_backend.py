@@ -31,7 +31,7 @@ _CLASSES = "aA1 \n\t.é中_-'/<\u0301"  # characters of different kinds
 _RUN = 2000
 
 
-def open_backend(definition: str, file: str) -> Any:
+def open_backend(definition: str, file: str) -> AnyBackend:
     """A `tokenizers.Tokenizer`, or a `BoundedBackend`, which is used as one.
 
     Args:
@@ -47,7 +47,7 @@ def open_backend(definition: str, file: str) -> Any:
     return BoundedBackend(_checked(_load(definition, file), file), file)
 
 
-def with_bounds(backend: tokenizers.Tokenizer, file: str) -> Any:
+def with_bounds(backend: tokenizers.Tokenizer, file: str) -> AnyBackend:
     """The same of a backend that another library has loaded."""
     return open_backend(backend.to_str(), file)
 
@@ -125,6 +125,9 @@ class BoundedBackend:
     def _read_settings(self) -> None:
         self._definition: str = self._backend.to_str()
         self._name = hashlib.blake2b(self._definition.encode(), digest_size=16).hexdigest()
+
+
+AnyBackend = tokenizers.Tokenizer | BoundedBackend
 
 
 def _start(items: Sequence[Any], error: OutOfBounds) -> str:

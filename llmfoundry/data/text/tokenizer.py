@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from llmfoundry.data.text.bounded_backend import BoundedBackend, open_backend
+from llmfoundry.data.text.bounded_backend import AnyBackend, BoundedBackend, open_backend
 from llmfoundry.data.text.chat_template import (
     NAMED,
     ChatTemplate,
@@ -52,9 +52,7 @@ class Tokenizer:
     template_file = "tokenizer.chat_template"
     trusts_template: bool | None = None
 
-    def __init__(
-        self, backend: Backend | BoundedBackend, eos: str, config: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, backend: AnyBackend, eos: str, config: dict[str, Any] | None = None) -> None:
         """Take over a backend.
 
         Args:
@@ -266,13 +264,12 @@ class Tokenizer:
         return [token.content for token in tokens if token.special]
 
     @cached_property
-    def _reading(self) -> Backend:
+    def _reading(self) -> AnyBackend:
         """A backend that reads special tokens; a copy, as others may encode at the same time."""
         if not self.split_special_tokens:
             return self._backend
         own = self._backend
-        bounded = isinstance(own, BoundedBackend)
-        backend = own.copy() if bounded else Backend.from_str(own.to_str())
+        backend = own.copy() if isinstance(own, BoundedBackend) else Backend.from_str(own.to_str())
         backend.encode_special_tokens = False
         return backend
 
@@ -370,11 +367,11 @@ def _unpickled(
     return tokenizer
 
 
-def _vocab_size(backend: Backend) -> int:
+def _vocab_size(backend: AnyBackend) -> int:
     return max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def _added(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _added(backend: AnyBackend) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What a tokenizer's post-processor puts before a text and behind it."""
     whole = backend.encode("a")
     text = [n for n, added in enumerate(whole.special_tokens_mask) if not added]
@@ -389,7 +386,7 @@ _LARGEST_FILE = 1 << 27  # bytes; four times the largest that was published
 _NOT_KEPT = ("tokenizer_class", "auto_map", "eos_token", "tokenizer_file", "name_or_path")
 
 
-def _eos_in(folder: Path, backend: Backend) -> str:
+def _eos_in(folder: Path, backend: AnyBackend) -> str:
     """The end-of-text token that a folder names, in the order transformers looks."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read_json(folder / name).get("eos_token")
@@ -405,7 +402,7 @@ def _eos_in(folder: Path, backend: Backend) -> str:
     return token
 
 
-def _eos_by_id(folder: Path, backend: Backend) -> str | None:
+def _eos_by_id(folder: Path, backend: AnyBackend) -> str | None:
     for name in ("generation_config.json", "config.json"):
         place = _read_json(folder / name).get("eos_token_id")
         place = place[0] if isinstance(place, list) and place else place
@@ -467,7 +464,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     write_whole(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def _part(backend: Backend, name: str) -> Any:
+def _part(backend: AnyBackend, name: str) -> Any:
     part = getattr(backend, name)
     return None if part is None else json.loads(part.__getstate__())
 
