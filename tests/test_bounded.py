@@ -49,10 +49,20 @@ def test_larger_items_have_more_time():
 
 
 def test_memory_and_wall_time_have_ends(monkeypatch):
-    with pytest.raises(OutOfBounds, match="needed more than 1 GiB of memory"):
+    with pytest.raises(OutOfBounds, match=r"needed more than 1\.5 GiB of memory"):
         run_bounded(functions.grow, [9], file="f")
     monkeypatch.setattr(bounded, "WALL_SECONDS", 0.2)
     with pytest.raises(OutOfBounds, match="took too long"):
+        run_bounded(functions.sleep, [30], file="f")
+
+
+def test_memory_is_watched_where_the_system_bounds_none(monkeypatch):
+    run_bounded(functions.double, [1], file="f")
+    assert bounded._child is not None
+    monkeypatch.setattr(bounded._child, "_watched", True)  # as on macOS
+    assert run_bounded(functions.double, [1], file="f") == [2]
+    monkeypatch.setattr(bounded, "MEMORY", 1 << 20)
+    with pytest.raises(OutOfBounds, match="GiB of memory"):
         run_bounded(functions.sleep, [30], file="f")
 
 

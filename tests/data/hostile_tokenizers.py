@@ -61,7 +61,7 @@ HOSTILE_TOKENIZERS: dict[str, dict[str, Any]] = {
     ),
     "hostile normalizer": _with(normalizer=_replace({"Regex": "(a|aa)+$!"}, "b")),
     "hostile decoder": _with(
-        decoder=_sequence("decoders", [{"type": "ByteLevel"}, *_DOUBLES])
+        decoder=_sequence("decoders", [_PLAIN["decoder"], *_DOUBLES])
     ),
     "many tokens around": _with(post_processor=_around(100_000)),
     "far id": _with_id(4_000_000_000),

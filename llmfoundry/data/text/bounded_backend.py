@@ -20,7 +20,7 @@ from llmfoundry.bounded import OutOfBounds, run_bounded
 from llmfoundry.data.text.linear import is_linear, patterns
 from llmfoundry.errors import UserError
 
-SECONDS = 4.0
+SECONDS = 5.0
 """CPU time to load a definition and to try it."""
 MOST_AROUND = 64
 """Special tokens that a tokenizer puts around a text, at most."""

@@ -106,7 +106,13 @@ class ChatTemplate:
         self._tools_text, self._file = tools or text, file
         own = is_trusted is None and {text, self._tools_text} <= own_sources()
         self.is_trusted = bool(is_trusted or own)
-        self.run(_compile, [self])
+        try:
+            self.run(_compile, [self])
+        except OutOfBounds:
+            raise
+        except UserError as error:
+            said = str(error).removeprefix("tokenizer.chat_template:")
+            raise UserError(f"{file}:{said}") from error
 
     def render(
         self,
