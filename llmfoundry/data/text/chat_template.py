@@ -111,7 +111,7 @@ class ChatTemplate:
         except OutOfBounds:
             raise
         except UserError as error:
-            said = str(error).removeprefix("tokenizer.chat_template:")
+            said = str(error).removeprefix(f"{file}:").removeprefix("tokenizer.chat_template:")
             raise UserError(f"{file}:{said}") from error
 
     def render(
