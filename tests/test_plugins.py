@@ -234,7 +234,7 @@ def test_the_readmes_file_is_a_plugin(place: Path, capsys: pytest.CaptureFixture
     assert train("tiny.yaml", *words, "plugins=[readme/my_file.py, my_file.py]") == 0
     told = capsys.readouterr().out
     assert "1 of 2 steps" in told and "2 of 2 steps" in told
-    assert "scripts/eval.py runs/readme plugins=[readme/my_file.py,my_file.py]" in told
+    assert "scripts/eval.py runs/readme plugins='[readme/my_file.py,my_file.py]'" in told
     assert "lr-nadam/group0" in Path("runs/readme/metrics.jsonl").read_text()
 
 

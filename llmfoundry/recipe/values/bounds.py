@@ -104,6 +104,8 @@ class Choice:
             return None
         if self.reasons is not None and value in self.reasons:
             return f"{value} {self.reasons[value]}"
+        if isinstance(self.options, ChoiceTable):
+            return self.options.refusal(value, other=self.other)
         return not_a_choice(value, [*self.options], other=self.other)
 
     def listed(self) -> str:

@@ -70,7 +70,11 @@ class ChoiceTable(UserDict[str, T]):
         return self.data.get(name, default)
 
     def __missing__(self, name: str) -> T:
-        raise UserError(f"{self.key}: {not_a_choice(name, [*self.data])}{_of_a_plugin()}")
+        raise UserError(f"{self.key}: {self.refusal(name)}")
+
+    def refusal(self, name: str, *, other: str = "") -> str:
+        """Why a text that is no entry is not taken, and where the entry may come from."""
+        return not_a_choice(name, [*self.data], other=other) + _of_a_plugin()
 
 
 def _of_a_plugin() -> str:
