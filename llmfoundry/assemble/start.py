@@ -384,21 +384,17 @@ def open_checkpoint(
                 " set the variable that the recipe names to that"
             )
     root = build_root(recipe)
-    fill = partial(_fill_loaded, root, written, recipe, folder, world, note)
-    return Loaded(folder, recipe, root.eval(), tokenizer, state), fill
+    loaded = Loaded(folder, recipe, root.eval(), tokenizer, state)
+    return loaded, partial(_fill_loaded, loaded, written, world, note)
 
 
 def _fill_loaded(
-    root: Root,
-    written: TrainRecipe,
-    recipe: TrainRecipe,
-    folder: Path,
-    world: World,
-    note: Callable[[str], None],
+    loaded: Loaded, written: TrainRecipe, world: World, note: Callable[[str], None]
 ) -> None:
     """Weights of a checkpoint, or of an adapter's base and the adapter."""
-    if has_adapter(recipe):
-        _fill_adapted(root, written, recipe, folder, world, note)
+    folder, root = loaded.folder, loaded.root
+    if has_adapter(loaded.recipe):
+        _fill_adapted(loaded, written, world, note)
     else:
         check_weights(folder, root.model, world=world)
         root.to_empty(device=world.device)
@@ -407,17 +403,13 @@ def _fill_loaded(
 
 
 def _fill_adapted(
-    root: Root,
-    written: TrainRecipe,
-    recipe: TrainRecipe,
-    folder: Path,
-    world: World,
-    note: Callable[[str], None],
+    loaded: Loaded, written: TrainRecipe, world: World, note: Callable[[str], None]
 ) -> None:
     assert isinstance(written, FinetuneRecipe)
-    choose_trained(root.model, recipe, lambda line: None, checkpoint=folder)
-    hold_frozen(root.model, recipe, written, lambda line: None)
-    root.to_empty(device=world.device)
-    open_pretrained(base_of(written, folder), world, note=note).fill(root.model)
-    check_base(root.model, folder / FOLDER, "model.pretrained")
-    load_adapter(folder, root.model, world=world)
+    folder, model = loaded.folder, loaded.root.model
+    choose_trained(model, loaded.recipe, lambda line: None, checkpoint=folder)
+    hold_frozen(model, loaded.recipe, written, lambda line: None)
+    loaded.root.to_empty(device=world.device)
+    open_pretrained(base_of(written, folder), world, note=note).fill(model)
+    check_base(model, folder / FOLDER, "model.pretrained")
+    load_adapter(folder, model, world=world)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
 from llmfoundry.assemble.adapters.adapter import (
     adapter_writer,
@@ -113,16 +115,12 @@ def build_trainer(
     data = _open_data(recipe, tokenizer, world, tracker.note)
     settle_vocabulary(recipe, written, tokenizer)
     chosen = _fitted(recipe, fit, start, world, tracker.note)
-    for line in spanning(recipe, world.size, chosen.microbatch, node_size()):
-        tracker.note(line)
+    spans = spanning(recipe, world.size, chosen.microbatch, node_size())
     root = build_model(
         recipe, world, meshes, tracker.note, written=written, checkpoint=start.checkpoint
     )
     job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, tracker.note)
-    ratio, dtype = lora_plus_ratio(recipe), product_dtype(recipe.precision)
-    optimizer = build_optimizer(
-        root.model, recipe.optimizer, lora_plus_ratio=ratio, product_dtype=dtype
-    )
+    optimizer = _optimizer(recipe, root)
     identity = run_identity(job)
     clock = build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
@@ -131,7 +129,7 @@ def build_trainer(
     reference = open_reference(job, data, start, fill)
     state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
     identity |= reference.begin()
-    for line in mixture_lines(loader, clock.total):
+    for line in chain(spans, mixture_lines(loader, clock.total)):
         tracker.note(line)
     trainer = Trainer(
         recipe=recipe,
@@ -157,6 +155,15 @@ def build_trainer(
     )
     _open_record(trainer, job, tracker)
     return trainer, job
+
+
+def _optimizer(recipe: TrainRecipe, root: Root) -> Optimizer:
+    return build_optimizer(
+        root.model,
+        recipe.optimizer,
+        lora_plus_ratio=lora_plus_ratio(recipe),
+        product_dtype=product_dtype(recipe.precision),
+    )
 
 
 def _join_mesh(
