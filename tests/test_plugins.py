@@ -5,44 +5,26 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from llmfoundry.data.preparation.engines import local_engine
 from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.read.readers import FILE_TYPES, is_readable
+from llmfoundry.data.preparation.read.readers import is_readable
 from llmfoundry.errors import UserError
 from llmfoundry.estimate.fit import with_guessed_vocabulary
 from llmfoundry.estimate.memory import estimate
-from llmfoundry.gauntlet.task_types import TASK_TYPES
-from llmfoundry.recipe.architecture.attention import NORMS
-from llmfoundry.recipe.front import plugins
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.logger import CALLBACKS, LOGGERS
-from llmfoundry.recipe.optimizer import OPTIMIZERS
-from llmfoundry.recipe.schedule import SCHEDULES
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values import choices
-from llmfoundry.recipe.values.choices import ChoiceTable
+from tests.plugin_tables import tables_as_before
 from tests.tiny import ROOT, write_recipe
 
-TABLES: list[ChoiceTable[Any]] = [
-    OPTIMIZERS,
-    SCHEDULES,
-    CALLBACKS,
-    LOGGERS,
-    NORMS,
-    FILE_TYPES,
-    TASK_TYPES,
-]
 PLUGIN = """
 import csv
 from dataclasses import replace
@@ -149,18 +131,8 @@ CHOSEN = (
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """As in a new process: what plugins have added is gone."""
-    before = [({**table.data}, {**table.origins}) for table in TABLES]
-
-    def undo() -> None:
-        for table, (entries, origins) in zip(TABLES, before, strict=True):
-            table.data, table.origins = {**entries}, {**origins}
-        for name in plugins._imported:
-            sys.modules.pop(name, None)
-        plugins._imported.clear()
-        choices.not_imported.clear()
-
-    yield undo
-    undo()
+    with tables_as_before() as undo:
+        yield undo
 
 
 @pytest.fixture(scope="module")

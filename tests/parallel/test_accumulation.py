@@ -33,8 +33,8 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.optimizers.optim import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.models.test_decoder import make_config
-from tests.parallel.test_matrix import MICROBATCH, global_batch, share
-from tests.parallel.test_matrix import ROWS as ALL_ROWS
+from tests.parallel.matrix import MICROBATCH, global_batch, share
+from tests.parallel.matrix import ROWS as ALL_ROWS
 from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")

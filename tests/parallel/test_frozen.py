@@ -36,7 +36,7 @@ from llmfoundry.train.optimizers.optim import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.models.test_decoder import make_config
 from tests.models.test_quantized import GLU, MIXTURE
-from tests.parallel.test_matrix import (
+from tests.parallel.matrix import (
     CLIP,
     CPU,
     EPS,

@@ -144,9 +144,10 @@ def test_who_has_lost_another_does_not_wait_for_a_save_that_needs_it(error: Exce
             raise ValueError("in the step") from first
 
     parts = SimpleNamespace(
-        checkpointer=SimpleNamespace(tidy=list, wait=lambda: waited.append("save")),
+        checkpointer=SimpleNamespace(tidy=list, wait=lambda: waited.append("save"), saved=None),
         recipe=SimpleNamespace(eval_first=False),
         callbacks=[],
+        _calling=lambda hook: (),
         batch=3,
         _fit=fail,
     )

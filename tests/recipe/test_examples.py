@@ -24,6 +24,7 @@ from llmfoundry.recipe.front.paths import ROOT, YAMLS
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from tests.plugin_tables import tables_as_before
 
 COMMAND = re.compile(
     r"(?:(?:srun|sbatch|torchrun|python) [^\n`]*?(?<![\w/])scripts/(\w+)\.(?:py|sbatch)"
@@ -88,7 +89,7 @@ for found in BY_PLACE.values():  # each is tried where it is first shown
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A newcomer's folder: the repository's, a copy of a recipe, and a run."""
     for name in ("scripts", "yamls", "eval", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -102,7 +103,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run.write_text(to_yaml(read(TrainRecipe, YAMLS / "quickstart.yaml")[0]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path
+    with tables_as_before():
+        yield tmp_path
 
 
 def answer(

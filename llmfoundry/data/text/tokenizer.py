@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from llmfoundry.data.text.chat_template import (
     NAMED,
     ChatTemplate,
     chosen_templates,
+    own_sources,
     template_of,
     with_variables,
 )
@@ -78,10 +80,10 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled backend forgets settings that its file does not hold, special tokens' for one.
-        kept = (self.eos, self._config, self.split_special_tokens, *self._template_origin)
         backend = self._backend
-        bounded = isinstance(backend, BoundedBackend)
-        return _unpickled, (backend if bounded else backend.to_str(), *kept)
+        saved = backend if isinstance(backend, BoundedBackend) else backend.to_str()
+        kept = (saved, self.eos, self._config, self.split_special_tokens)
+        return _unpickled, (*kept, self.template_file, self._is_own_template())
 
     @property
     def split_special_tokens(self) -> bool:
@@ -150,14 +152,20 @@ class Tokenizer:
                 " tokenizer, chatml, llama3 or mpt, or a Jinja file"
             )
         text, tools = chosen_templates(template)
-        file, is_trusted = self._template_origin
         return ChatTemplate(
-            text, self._special_tokens(), tools=tools, file=file, is_trusted=is_trusted
+            text,
+            self._special_tokens(),
+            tools=tools,
+            file=self.template_file,
+            is_trusted=self.trusts_template,
         )
 
-    @property
-    def _template_origin(self) -> tuple[str, bool | None]:
-        return self.template_file, self.trusts_template
+    def _is_own_template(self) -> bool | None:
+        """`trusts_template` for copies in other processes, which then read none of our files."""
+        if self.trusts_template is None and self.has_chat:
+            with suppress(UserError):  # who asks for it says so
+                return {*chosen_templates(self._config["chat_template"])} - {""} <= own_sources()
+        return self.trusts_template
 
     def chat_by(self, choice: str, *, key: str = "tokenizer.chat_template") -> ChatTemplate:
         """A named template or a file's, with this tokenizer's special tokens and none added.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.source import CORPORA, TEXT
+from llmfoundry.recipe.source import AUTO, CORPORA, TEXT
 from llmfoundry.recipe.values.bounds import PATH, TOKENS, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import fill, inert, one_of
 
@@ -102,6 +102,12 @@ class PrepareRecipe(TrainRecipe):
 
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     """What to make of the text."""
+
+    def settle(self) -> None:
+        """Take rows of a format that is left open for documents, or for columns to be kept."""
+        for source in (self.data, *self.data.streams.values()):
+            source.format = TEXT if source.format == AUTO else source.format
+        super().settle()
 
     def check(self) -> Iterator[str]:
         """Every problem of the recipe, a line each."""

@@ -1,0 +1,47 @@
+"""What plugins add to the tables of choices is taken out again, for the tests that follow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llmfoundry.data.preparation.read.readers import FILE_TYPES
+from llmfoundry.gauntlet.task_types import TASK_TYPES
+from llmfoundry.recipe.architecture.attention import NORMS
+from llmfoundry.recipe.front import plugins
+from llmfoundry.recipe.logger import CALLBACKS, LOGGERS
+from llmfoundry.recipe.optimizer import OPTIMIZERS
+from llmfoundry.recipe.schedule import SCHEDULES
+from llmfoundry.recipe.values import choices
+from llmfoundry.recipe.values.choices import ChoiceTable
+
+TABLES: list[ChoiceTable[Any]] = [
+    OPTIMIZERS,
+    SCHEDULES,
+    CALLBACKS,
+    LOGGERS,
+    NORMS,
+    FILE_TYPES,
+    TASK_TYPES,
+]
+
+
+@contextmanager
+def tables_as_before() -> Iterator[Callable[[], None]]:
+    """Gives a function after which all is as in a new process; called at the end, too."""
+    before = [({**table.data}, {**table.origins}) for table in TABLES]
+
+    def undo() -> None:
+        for table, (entries, origins) in zip(TABLES, before, strict=True):
+            table.data, table.origins = {**entries}, {**origins}
+        for name in plugins._imported:
+            sys.modules.pop(name, None)
+        plugins._imported.clear()
+        choices.not_imported.clear()
+
+    try:
+        yield undo
+    finally:
+        undo()
