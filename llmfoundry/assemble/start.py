@@ -396,9 +396,9 @@ def _fill_loaded(
     if has_adapter(loaded.recipe):
         _fill_adapted(loaded, written, world, note)
     else:
-        check_weights(folder, root.model, world=world)
+        table = check_weights(folder, root.model, world=world)
         root.to_empty(device=world.device)
-        load_weights(folder, root.model, world=world)
+        load_weights(folder, root.model, world=world, table=table)
     unpin(folder)
 
 

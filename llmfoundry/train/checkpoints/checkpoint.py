@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -98,23 +99,31 @@ _PARTS = StateDictOptions(strict=False)  # names are the model's own; load_tenso
 
 
 def load_weights(
-    folder: Path, model: Decoder, *, world: World = ALONE, left: Collection[str] = ()
+    folder: Path,
+    model: Decoder,
+    *,
+    world: World = ALONE,
+    left: Collection[str] = (),
+    table: Metadata | None = None,
 ) -> None:
-    """Fill `model`, which processes of `world` read together.
+    """Fill `model`, which processes of `world` read together; `table`: of `check_weights`.
 
     Left alone are an adapter, what is kept in 4 bits, which checkpoints never are, and `left`.
     """
-    _load_into(model, folder, _own_weights(model, left), world)
+    _load_into(model, folder, _own_weights(model, left), world, table)
 
 
-def check_weights(folder: Path, model: Decoder, *, world: World = ALONE) -> None:
+def check_weights(folder: Path, model: Decoder, *, world: World = ALONE) -> Metadata | None:
     """Compare what `load_weights` would fill with the checkpoint's shapes; `model` may be meta.
+
+    Returns:
+        The checkpoint's table, on rank 0.
 
     Raises:
         UserError: they are not the same, so that memory for the model is not to be asked for.
     """
     shapes = {f"model.{plain_name(n)}": t.shape for n, t in _own_weights(model).items()}
-    check_shapes(shapes, folder, world=world)
+    return check_shapes(shapes, folder, world=world)
 
 
 def _own_weights(model: Decoder, left: Collection[str] = ()) -> dict[str, Any]:
@@ -129,10 +138,16 @@ def load_adapter(folder: Path, model: Decoder, *, world: World = ALONE) -> None:
     _load_into(model, folder, saved_state(model), world)
 
 
-def _load_into(model: Decoder, folder: Path, tensors: dict[str, Any], world: World) -> None:
+def _load_into(
+    model: Decoder,
+    folder: Path,
+    tensors: dict[str, Any],
+    world: World,
+    table: Metadata | None = None,
+) -> None:
     names = {plain_name(name): name for name in tensors}
     state = {"model": {plain: tensors[name] for plain, name in names.items()}}
-    load_tensors(state, folder, world=world, stacked=all_stacked_rows(model))
+    load_tensors(state, folder, world=world, stacked=all_stacked_rows(model), table=table)
     loaded = {name: state["model"][plain] for plain, name in names.items()}
     set_model_state_dict(model, loaded, options=_PARTS)
 

@@ -48,7 +48,12 @@ _DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")  # PyTorch's 
 
 
 def load_tensors(
-    state: dict[str, Any], folder: Path, *, world: World = ALONE, stacked: Stacked | None = None
+    state: dict[str, Any],
+    folder: Path,
+    *,
+    world: World = ALONE,
+    stacked: Stacked | None = None,
+    table: Metadata | None = None,
 ) -> None:
     """Fill the tensors of `state` from a checkpoint.
 
@@ -60,13 +65,15 @@ def load_tensors(
         folder: the checkpoint's.
         world: the processes that fill theirs together, each of which calls; ALONE: this one alone.
         stacked: of its parameters, as in `models.spread.held`; None: none is.
+        table: what `check_shapes` has read of it already.
 
     Raises:
         UserError: the files hold something else; on every process.
     """
     planner, held, problem = _Planner(), dict[str, Any](), None
     try:
-        table = parse_metadata(on_rank0(world, (folder / TABLE).read_bytes))
+        content = on_rank0(world, (folder / TABLE).read_bytes)
+        table = table or parse_metadata(content)
         planner.set_up_planner(state, table, is_coordinator=world.is_main)
         held = planner.state_dict
         planner.state_dict = as_blocks(held, stacked or {})
@@ -87,7 +94,9 @@ def _unreadable(folder: Path, *reasons: str) -> UserError:
     )
 
 
-def check_shapes(shapes: Mapping[str, Sequence[int]], folder: Path, *, world: World) -> None:
+def check_shapes(
+    shapes: Mapping[str, Sequence[int]], folder: Path, *, world: World
+) -> Metadata | None:
     """Compare a model with a checkpoint's table, before there is memory for any of it.
 
     Args:
@@ -95,15 +104,20 @@ def check_shapes(shapes: Mapping[str, Sequence[int]], folder: Path, *, world: Wo
         folder: the checkpoint's.
         world: this process; every one calls, and rank 0 reads.
 
+    Returns:
+        The table, on rank 0.
+
     Raises:
         UserError: the checkpoint lacks a tensor, or has another shape of it; on every process.
     """
+    read: list[Metadata] = []
 
     def compare() -> None:
         try:
-            saved = parse_metadata((folder / TABLE).read_bytes()).state_dict_metadata
+            read.append(parse_metadata((folder / TABLE).read_bytes()))
         except (OSError, ValueError) as error:
             raise _unreadable(folder, one_line(error)) from error
+        saved = read[0].state_dict_metadata
         for name, shape in shapes.items():
             found = saved.get(name)
             there = "missing" if found is None else "not a tensor"
@@ -117,6 +131,7 @@ def check_shapes(shapes: Mapping[str, Sequence[int]], folder: Path, *, world: Wo
                 )
 
     on_rank0(world, compare)
+    return read[0] if read else None
 
 
 class _Files(FileSystem):
