@@ -74,7 +74,7 @@ test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evalu
 test-slurm: $(VENV)/.dev ## jobs of a real Slurm on this machine that are drained, killed, requeued: ten minutes
 	@PATH="$$PATH:/usr/sbin:/sbin"; for name in slurmctld slurmd sbatch; do command -v $$name >/dev/null \
 		|| { echo "$$name is not there: apt install slurmctld slurmd slurm-client"; exit 2; }; done
-	$(BIN)/python -m pytest -m slurm -n 0 tests/operate/slurm
+	$(BIN)/python -m pytest -m slurm -n 0 tests/resilience/slurm
 
 ui: $(VENV)/.ui ## open MLflow on the runs of this folder
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from llmfoundry.files import write_whole
+from llmfoundry.loggers.environment import environment
 from llmfoundry.terminal import columns
-from llmfoundry.track.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")

@@ -1,6 +1,6 @@
 """`python -m llmfoundry` is the console command `llmfoundry`."""
 
-from llmfoundry.console import main
+from llmfoundry.cli import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """What each attention backend cannot serve, whatever the GPU: one table for checks and for `auto`.
 
-`recipe/` refuses a backend that a recipe names by it, `ops/attention/backends.py` refuses and
+`recipe/` refuses a backend that a recipe names by it, `ops/attention/select.py` refuses and
 chooses by it. An option is known by its key of `model.attn_config`; what depends on the device, its
 dtypes or what is installed is in the `refusal` of each backend.
 """

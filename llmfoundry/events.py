@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.files import parse_json
-from llmfoundry.masking import public_texts
+from llmfoundry.redaction import public_texts
 
 NAME = "events.jsonl"
 _LAST = 253_402_300_799  # seconds: the year 9999 ends

@@ -1,6 +1,6 @@
 """Where a process of a run is: step, phase, and since when; for a monitor beside it.
 
-The training loop calls `beat` as it enters a phase; `operate/hang` reads the files. The idea: a
+The training loop calls `beat` as it enters a phase; `resilience/hang` reads the files. The idea: a
 beat is one write of a short line to a file in memory (/dev/shm), a few microseconds, and whatever
 then blocks this process, the file can still be read. Times are CLOCK_MONOTONIC's, the same in every
 process of a machine, which no correction of the clock moves.

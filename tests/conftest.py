@@ -21,8 +21,8 @@ skip_fsync()
 
 LONG = (  # by the seconds of CPU that they take, from 45 to 10
     "tests/train/test_layouts.py",
-    "tests/train/watch/test_runs.py",
-    "tests/parallel/test_matrix.py",
+    "tests/train/spikes/test_runs.py",
+    "tests/distributed/test_matrix.py",
     "tests/commands/test_evaluate.py",
     "tests/test_whole_path.py",
     "tests/test_recipes.py",
@@ -30,13 +30,13 @@ LONG = (  # by the seconds of CPU that they take, from 45 to 10
     "tests/test_processes.py",
     "tests/gauntlet/test_harness.py",
     "tests/train/test_saving.py",
-    "tests/track/test_secrets.py",
+    "tests/loggers/test_secrets.py",
     "tests/recipe/test_front.py",
-    "tests/parallel/test_frozen.py",
-    "tests/parallel/test_blocks.py",
+    "tests/distributed/test_frozen.py",
+    "tests/distributed/test_blocks.py",
     "tests/benchmarks/test_gpu_check.py",
-    "tests/parallel/test_ranks.py",
-    "tests/operate/test_sweep.py",
+    "tests/distributed/test_ranks.py",
+    "tests/resilience/test_sweep.py",
     "tests/train/test_finetune_class.py",
     "tests/commands/test_finetune.py",
     "tests/train/test_adapter_runs.py",
@@ -45,11 +45,11 @@ LONG = (  # by the seconds of CPU that they take, from 45 to 10
     "tests/test_console.py",
     "tests/gauntlet/test_generation.py",
     "tests/train/test_callbacks.py",
-    "tests/export/test_hf_settings.py",
+    "tests/hf/test_hf_settings.py",
     "tests/gauntlet/test_endpoint_scores.py",
-    "tests/operate/test_supervised_runs.py",
-    "tests/operate/test_supervisor.py",  # waits
-    "tests/operate/test_hang_monitor.py",
+    "tests/resilience/test_supervised_runs.py",
+    "tests/resilience/test_supervisor.py",  # waits
+    "tests/resilience/test_hang_monitor.py",
 )
 
 

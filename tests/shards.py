@@ -10,7 +10,7 @@ from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.tokens import StreamIndex
+from llmfoundry.data.token_rows import StreamIndex
 from llmfoundry.files import write_json
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

@@ -17,12 +17,12 @@ from benchmarks.memory import fake_ranks, layouts
 from benchmarks.memory.communication import formula
 from benchmarks.memory.fake_ranks import count, read
 from benchmarks.memory.sent_bytes import SentBytes
-from llmfoundry.assemble.job import build_root
-from llmfoundry.estimate.communication import Messages, between_nodes, communication, spanning
-from llmfoundry.parallel.apply import parallelize
-from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh
-from llmfoundry.parallel.sharding import replicate
+from llmfoundry.builders.job import build_root
+from llmfoundry.distributed.apply import parallelize
+from llmfoundry.distributed.fsdp import replicate
+from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.plan.communication import Messages, between_nodes, communication, spanning
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.selection import slow_but
 from tests.warm_scripts import on_ranks

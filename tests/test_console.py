@@ -229,7 +229,7 @@ def test_the_wheel_carries_licence_recipes_and_gauntlets(wheel: Path) -> None:
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     for name in ("LICENSE", "NOTICE"):
         assert (facts / "licenses" / name).read_bytes() == (ROOT / name).read_bytes()
-    assert "llmfoundry = llmfoundry.console:main" in (facts / "entry_points.txt").read_text()
+    assert "llmfoundry = llmfoundry.cli:main" in (facts / "entry_points.txt").read_text()
     shipped = wheel / "llmfoundry" / "shipped"
     for folder in ("yamls", "eval", "scripts"):
         for file in (ROOT / folder).rglob("*.*"):

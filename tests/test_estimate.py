@@ -12,23 +12,23 @@ import psutil
 import pytest
 import torch
 
+from llmfoundry.distributed.launch import World, relaunch
 from llmfoundry.errors import UserError
-from llmfoundry.estimate.activations import row_bytes
-from llmfoundry.estimate.fit import (
+from llmfoundry.models.adapters.adapt import add_adapter, init_adapter
+from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import narrow_frozen, place, quantize_frozen, quantized_shapes
+from llmfoundry.ops.cross_entropy import linear_cross_entropy
+from llmfoundry.plan.activations import row_bytes
+from llmfoundry.plan.fit import (
     check_workers,
     checkpointing_line,
     choose_fit,
     choose_microbatch,
     load_line,
 )
-from llmfoundry.estimate.memory import estimate
-from llmfoundry.estimate.trained import kept_by_blocks
-from llmfoundry.models.adapters.adapt import add_adapter, init_adapter
-from llmfoundry.models.adapters.plan import plan_adapter
-from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.quantized import narrow_frozen, place, quantize_frozen, quantized_shapes
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
-from llmfoundry.parallel.launch import World, relaunch
+from llmfoundry.plan.memory import estimate
+from llmfoundry.plan.trained import kept_by_blocks
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.data import DataConfig

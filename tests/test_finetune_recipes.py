@@ -107,7 +107,7 @@ def test_a_recipe_takes_two_steps_with_a_tiny_model(path: Path, tmp_path: Path) 
     assert written.model.pretrained is not None
     tiny_model(written.model.pretrained, tmp_path / "model")
     words = ["eval=off", "logger=none", "max_duration=2ba", "global_train_batch_size=2"]
-    words += ["parallel.context_parallel_degree=1"]  # more are in tests/parallel
+    words += ["parallel.context_parallel_degree=1"]  # more are in tests/distributed
     words += ["max_seq_len=128", f"save_folder={tmp_path / 'run'}", "log_interval=1ba"]
     words += [f"model.pretrained={tmp_path / 'model'}", f"data.cache_folder={tmp_path / 'cache'}"]
     if written.data.is_supervised:

@@ -16,8 +16,8 @@ from llmfoundry.data.preparation.engines import local_engine
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.read.readers import is_readable
 from llmfoundry.errors import UserError
-from llmfoundry.estimate.fit import with_guessed_vocabulary
-from llmfoundry.estimate.memory import estimate
+from llmfoundry.plan.fit import with_guessed_vocabulary
+from llmfoundry.plan.memory import estimate
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
@@ -40,7 +40,7 @@ from llmfoundry.recipe.architecture.attention import NORMS, NormType
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS, CallbackType, LoggerType
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerType
 from llmfoundry.recipe.schedule import SCHEDULES, ScheduleType
-from llmfoundry.track.log_target import LogTarget
+from llmfoundry.loggers.log_target import LogTarget
 from llmfoundry.train.trainer import Callback
 
 Path("imported").touch()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.assemble.job import build_root, with_defaults
+from llmfoundry.builders.job import build_root, with_defaults
 from llmfoundry.commands.train import train
-from llmfoundry.estimate.fit import guess_vocab_size
 from llmfoundry.models.counts import parameter_count
+from llmfoundry.plan.fit import guess_vocab_size
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -56,7 +56,7 @@ def shrunk(recipe: Path, folder: Path) -> TrainRecipe:
         f"data.cache_folder={folder / 'cache'}",
         "eval=validation",
         "logger=none",
-        "parallel.context_parallel_degree=1",  # more are in tests/parallel
+        "parallel.context_parallel_degree=1",  # more are in tests/distributed
     ]
     model = checked(TrainRecipe, recipe).model
     if model.ffn_config.ffn_hidden_size is not None:

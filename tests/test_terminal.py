@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from llmfoundry.parallel.sharding import _OWN_BUFFERS
+from llmfoundry.distributed.fsdp import _OWN_BUFFERS
 from llmfoundry.recipe.front.called import command_line
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.terminal import columns, progress, quiet_libraries

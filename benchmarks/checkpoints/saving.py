@@ -23,10 +23,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from benchmarks.record import over_rounds, table, write
+from llmfoundry.checkpoint.load import training_state
+from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.distributed.launch import World
 from llmfoundry.files import write_whole
-from llmfoundry.parallel.launch import World
-from llmfoundry.train.checkpoints.checkpoint import training_state
-from llmfoundry.train.checkpoints.checkpointer import Checkpointer
 
 WIDTH = 4096
 BYTES = 12  # of a parameter: fp32, and both moments of Adam

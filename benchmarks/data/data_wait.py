@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import over_rounds, table, write
-from llmfoundry.assemble.job import with_defaults
-from llmfoundry.assemble.trainer import build_trainer
+from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
+from llmfoundry.distributed.launch import join
+from llmfoundry.loggers.loggers import Tracker
 from llmfoundry.ops.batch import Batch
-from llmfoundry.parallel.launch import join
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.track.loggers import Tracker
 from llmfoundry.train.step import train_step
 from llmfoundry.train.trainer import Trainer
 

@@ -33,7 +33,7 @@ from benchmarks.data import loader_contenders
 from benchmarks.data.loader_contenders import EOS, SAMPLES, SEQ, samples
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.preparation.write.token_writer import TokenWriter
-from llmfoundry.data.tokens import StreamIndex
+from llmfoundry.data.token_rows import StreamIndex
 from llmfoundry.files import write_json
 
 NAMES = {

@@ -25,12 +25,12 @@ from torch import nn
 
 from benchmarks import record
 from benchmarks.evaluation.requests import EOS, SHAPES, VOCAB, requests
-from llmfoundry.export.config.settings import write_settings
-from llmfoundry.export.hf_maps import MAPS
-from llmfoundry.export.weight_map import to_theirs
 from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.models.tree import grow
 from llmfoundry.gauntlet.questions import Request
+from llmfoundry.hf.config.settings import write_settings
+from llmfoundry.hf.tensor_names import MAPS
+from llmfoundry.hf.weight_map import to_theirs
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from benchmarks.faults.noise import reading_noise
-from llmfoundry.assemble.job import Job
+from llmfoundry.builders.job import Job
+from llmfoundry.checkpoint.run_folder import run_folder
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
-from llmfoundry.train.stores.run_place import run_folder
 from llmfoundry.train.trainer import Callback, Trainer
 
 STEPS, STRUCK = "steps.txt", "struck.txt"

@@ -1,13 +1,13 @@
 """A plugin for runs whose ranks are to have GPUs: `GpuReader` reads the library that stands in.
 
 What watches a GPU starts where PyTorch trains on one. Here each rank trains on a CPU, and its GPU
-is the one of its rank among those of tests/operate/fake_nvml.cpp.
+is the one of its rank among those of tests/resilience/fake_nvml.cpp.
 """
 
 from __future__ import annotations
 
-from llmfoundry.operate.watch.gpu_reader import GpuReader
-from llmfoundry.operate.watch.watch import Watch
+from llmfoundry.resilience.watch.gpu_reader import GpuReader
+from llmfoundry.resilience.watch.watch import Watch
 from llmfoundry.train.trainer import Trainer
 
 _start = Watch.on_start

@@ -1,7 +1,7 @@
 """Faults of machines: full disks, GPUs, the kernel's log, clocks.
 
 Disks are small file systems in memory, which takes root (`mount`); GPUs are those of the library
-that stands in for NVIDIA's in tests/operate; the clock is that of jumping_clock.cpp there.
+that stands in for NVIDIA's in tests/resilience; the clock is that of jumping_clock.cpp there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from benchmarks.faults.outcome import ENDED, NONE, Expected, Seen, need
 from benchmarks.faults.runs import Place, Run
 from benchmarks.faults.table import fault
 from llmfoundry.events import read_events
+from llmfoundry.loggers.metrics import read_metrics
 from llmfoundry.recipe.front.paths import ROOT
-from llmfoundry.track.metrics import read_metrics
-from tests.operate.fake_nvml import environment as fake_gpus
+from tests.resilience.fake_nvml import environment as fake_gpus
 
 LOST = 10  # steps at most: two saves
 WARNED = "console"

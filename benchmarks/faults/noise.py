@@ -6,7 +6,7 @@ from collections.abc import Callable, Container
 
 import numpy as np
 
-from llmfoundry.data.rows import Row
+from llmfoundry.data.make_batch import Row
 from llmfoundry.data.sources import OrderedStream
 
 

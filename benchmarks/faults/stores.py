@@ -189,7 +189,7 @@ def _working_copy(above: Path, run: Run) -> Path:
 @fault("MLflow's server killed, and later there again", Expected(WARNED, "", detect_seconds=60))
 def mlflow_gone(place: Place) -> Seen:
     """Training does not wait for it; what it lacks is told, and sent by scripts/track.py."""
-    from tests.track.test_mlflow_server import Server
+    from tests.loggers.test_mlflow_server import Server
 
     whole = place.undisturbed()
     folder = place.folder / "mlflow"

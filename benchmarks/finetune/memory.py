@@ -103,9 +103,9 @@ def run(file: str) -> None:
 
     import psutil
 
-    from llmfoundry.assemble import trainer
-    from llmfoundry.estimate.fit import Fit, choose_fit
-    from llmfoundry.estimate.memory import FRAMEWORK
+    from llmfoundry.builders import trainer
+    from llmfoundry.plan.fit import Fit, choose_fit
+    from llmfoundry.plan.memory import FRAMEWORK
 
     found: list[tuple[int, int]] = []
 

@@ -4,7 +4,7 @@
 
 A recipe at its own width, with fewer blocks, takes a step of two microbatches of a row on fake
 tensors as the first of so many ranks (`fake_ranks.py`). What it sends is counted by `sent_bytes.py`
-and computed by `llmfoundry/estimate/communication.py`. The last column is of the kind of message,
+and computed by `llmfoundry/plan/communication.py`. The last column is of the kind of message,
 among as many processes, that differs most.
 """
 
@@ -18,8 +18,8 @@ from benchmarks.memory.fake_ranks import count, spread
 from benchmarks.memory.layouts import LAYOUTS, words
 from benchmarks.record import table
 from llmfoundry.errors import UserError
-from llmfoundry.estimate.communication import communication
-from llmfoundry.estimate.memory import GIB
+from llmfoundry.plan.communication import communication
+from llmfoundry.plan.memory import GIB
 from llmfoundry.recipe.parallel import LEVELS
 from llmfoundry.recipe.parallel_limits import limits
 from llmfoundry.recipe.scripts.train import TrainRecipe

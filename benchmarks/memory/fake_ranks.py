@@ -36,27 +36,27 @@ from torch.utils._python_dispatch import _disable_current_modes
 from benchmarks.memory.live_bytes import LiveBytes
 from benchmarks.memory.sent_bytes import SentBytes
 from benchmarks.record import table
-from llmfoundry.assemble.job import build_autocast, build_root, product_dtype, with_defaults
-from llmfoundry.estimate.activations import expert_rows, tokens_of_row
-from llmfoundry.estimate.fit import choose_fit, with_guessed_vocabulary
-from llmfoundry.estimate.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
+from llmfoundry.builders.job import build_autocast, build_root, product_dtype, with_defaults
+from llmfoundry.distributed.apply import parallelize
+from llmfoundry.distributed.context import token_cut
+from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mesh import Meshes, build_mesh
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops import cross_entropy
 from llmfoundry.ops.batch import Batch
-from llmfoundry.ops.moe import device as moe_device
-from llmfoundry.ops.moe import exchange, grouped
+from llmfoundry.ops.moe import dispatch, grouped
+from llmfoundry.ops.moe import gpu as moe_device
 from llmfoundry.ops.torch_private import scale
-from llmfoundry.parallel.apply import parallelize
-from llmfoundry.parallel.context import token_cut
-from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import Meshes, build_mesh
+from llmfoundry.plan.activations import expert_rows, tokens_of_row
+from llmfoundry.plan.fit import choose_fit, with_guessed_vocabulary
+from llmfoundry.plan.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train import step
 from llmfoundry.train.objective import CrossEntropy
-from llmfoundry.train.optimizers.optim import build_optimizer
+from llmfoundry.train.optim.build import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 
 RECIPES = ("mpt-7b", "mpt-70b", "dbrx")
@@ -216,7 +216,7 @@ def _as_on_a_gpu(recipe: TrainRecipe, degrees: Degrees) -> Iterator[None]:
     whole = getattr(ShardingPropagator, _WHOLE)
     clip = {"norm": lambda *given: scale(step._gradients(given[0]), torch.ones(()))}
     with (
-        mock.patch.object(exchange, "_lengths", _even(recipe, degrees)),
+        mock.patch.object(dispatch, "_lengths", _even(recipe, degrees)),
         mock.patch.object(grouped, "_path", lambda device: moe_device),
         mock.patch.object(cross_entropy, "labelled_places", lambda labels: None),
         mock.patch.dict(step.CLIPPINGS, clip),

@@ -5,7 +5,7 @@
 One process is in turn the first, one in the middle and the last of a group whose other ranks do not
 exist (`fake_ranks.py`). The whole model is spread as a run does it, and its optimizer makes the
 moments. Of each layout: whether it fits a GPU of 80 GB and with what, bytes of parameters and
-moments beside the estimate, what a step sends by the formulas of `estimate/communication.py`, how
+moments beside the estimate, what a step sends by the formulas of `plan/communication.py`, how
 much of it between nodes of 8, how long nothing is computed meanwhile and which MFU that leaves at
 most, which ranks work together, and which rows of a block's matrices each holds.
 """
@@ -23,17 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.memory.fake_ranks import CPU, GPU, MEMORY, built, held_bytes, spread
 from benchmarks.record import table
-from llmfoundry.assemble.job import product_dtype
+from llmfoundry.builders.job import product_dtype
+from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
-from llmfoundry.estimate.communication import Messages, communication, waited_for
-from llmfoundry.estimate.fit import choose_fit
-from llmfoundry.estimate.memory import GIB, estimate
 from llmfoundry.models.counts import PEAK_FLOPS, flops_per_token
 from llmfoundry.models.decoder import Root
-from llmfoundry.models.spread.held import all_stacked_rows, held_blocks
-from llmfoundry.parallel.mesh import Meshes
+from llmfoundry.models.shard_layout import all_stacked_rows, held_blocks
+from llmfoundry.plan.communication import Messages, communication, waited_for
+from llmfoundry.plan.fit import choose_fit
+from llmfoundry.plan.memory import GIB, estimate
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.optimizers.optim import build_optimizer
+from llmfoundry.train.optim.build import build_optimizer
 from llmfoundry.train.step import Guard
 
 LAYOUTS = {  # by name: the degrees that are not 1; replicas are what is left

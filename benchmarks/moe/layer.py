@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.record import over_rounds, table, write
-from llmfoundry.ops.moe.backends import mixture, refusal
 from llmfoundry.ops.moe.experts import Experts, route
+from llmfoundry.ops.moe.select import mixture, refusal
 
 DENSE = "dense"
 ZIPF = 1.0  # exponent of the skewed load: expert e is wanted in proportion to 1 / (e + 1)

@@ -117,10 +117,10 @@ class Inside:
 
 def inside() -> None:
     """Be scripts/train.py with these arguments, and tell the share of rank 0's steps."""
-    from llmfoundry.operate.watch.watch import Watch
+    from llmfoundry.resilience.watch.watch import Watch
     from llmfoundry.train import trainer
-    from llmfoundry.train.watch.guard import Guard
-    from llmfoundry.train.watch.steps import StepWatch
+    from llmfoundry.train.spikes.guard import Guard
+    from llmfoundry.train.spikes.step_watch import StepWatch
 
     measured = Inside()
     for owner, name in (

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.export.card import CardScore
-from llmfoundry.track.metrics import BATCH, read_metrics
-from llmfoundry.track.pages.report import read_json
-from llmfoundry.track.pages.score_charts import Estimate, in_parts, percents, written
-from llmfoundry.track.pages.titles import LOSS, title
+from llmfoundry.hf.card import CardScore
+from llmfoundry.loggers.metrics import BATCH, read_metrics
+from llmfoundry.loggers.pages.report import read_json
+from llmfoundry.loggers.pages.score_charts import Estimate, in_parts, percents, written
+from llmfoundry.loggers.pages.titles import LOSS, title
 
 
 def card_scores(checkpoint: Path, batch: int) -> list[CardScore]:

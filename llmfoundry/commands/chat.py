@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 
 from llmfoundry.commands.generate import open_conversation, open_model
+from llmfoundry.distributed.launch import join
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import join
+from llmfoundry.inference.chat import Conversation
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.after_training import ChatRecipe
 from llmfoundry.recipe.values.checks import nearest
-from llmfoundry.serve.chat import Conversation
 from llmfoundry.terminal import shown_on
 
 HELP = """/reset        start over, with the same system message

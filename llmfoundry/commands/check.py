@@ -17,19 +17,19 @@ from typing import NoReturn
 
 import psutil
 
+from llmfoundry.distributed.launch import World, join, on_rank0, slurm_environment, wanted_processes
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.files import read_json
-from llmfoundry.operate.check.findings import BAD, STATUS_BAD, Report
-from llmfoundry.operate.check.host import NamedPath
-from llmfoundry.operate.check.paths import recipe_paths
-from llmfoundry.operate.check.probes.machine import write_and_read
-from llmfoundry.operate.check.report import JSON, lines, write
-from llmfoundry.operate.check.sweep import sweep
-from llmfoundry.parallel.launch import World, join, on_rank0, slurm_environment, wanted_processes
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.resilience.check.findings import BAD, STATUS_BAD, Report
+from llmfoundry.resilience.check.host import NamedPath
+from llmfoundry.resilience.check.paths import recipe_paths
+from llmfoundry.resilience.check.probes.machine import write_and_read
+from llmfoundry.resilience.check.report import JSON, lines, write
+from llmfoundry.resilience.check.run_check import sweep
 
 _OURS = "LLMFOUNDRY_CHECK_STARTED"  # in the environment of processes that `check` has started
 _GRACE = 5.0  # seconds from the report until a process that has not ended hangs

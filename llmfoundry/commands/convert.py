@@ -7,22 +7,24 @@ from pathlib import Path
 
 import torch
 
-from llmfoundry.assemble.adapters.adapter import export_adapter
-from llmfoundry.assemble.job import build_root, with_defaults
-from llmfoundry.assemble.start import Loaded, load_checkpoint, model_identity
-from llmfoundry.assemble.weights.fill import fill_model
+from llmfoundry.builders.adapters.adapter import export_adapter
+from llmfoundry.builders.job import build_root, with_defaults
+from llmfoundry.builders.start import Loaded, load_checkpoint, model_identity
+from llmfoundry.builders.weights.fill import fill_model
+from llmfoundry.checkpoint.remote_run import named
+from llmfoundry.checkpoint.run_folder import read_record
+from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.export.card import CardInfo
-from llmfoundry.export.hf import to_hf, whole_or_nothing
-from llmfoundry.export.read import HFFolder, hf_folder, open_hf
 from llmfoundry.files import write_whole
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
-from llmfoundry.masking import public
+from llmfoundry.hf.card import CardInfo
+from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
+from llmfoundry.hf.write import to_hf, whole_or_nothing
 from llmfoundry.models.quantized import is_quantized
 from llmfoundry.models.virtual_tokens import virtual_of
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.typed import as_written, flat, to_yaml
@@ -31,9 +33,7 @@ from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import TEXT
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.train.checkpoints.checkpointer import Checkpointer
-from llmfoundry.train.stores.run_place import read_record
-from llmfoundry.train.stores.stored_run import named
+from llmfoundry.redaction import public
 
 # What tells one training from another, where the recipe has it.
 _TOLD = (
@@ -100,9 +100,9 @@ def _export_adapter(recipe: ConvertRecipe) -> None:
 
 def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
     """A model of transformers' own class, which is what it stays."""
-    from llmfoundry.export.hf_class import save_class
-    from llmfoundry.hf_models.adapters import merge_peft
-    from llmfoundry.hf_models.causal_lm import HFCausalLM
+    from llmfoundry.hf.any_class import save_class
+    from llmfoundry.hf.transformers_models.adapters import merge_peft
+    from llmfoundry.hf.transformers_models.causal_lm import HFCausalLM
 
     if recipe.architecture is not None:
         raise UserError("architecture: has no effect on a model of transformers' class; remove it")

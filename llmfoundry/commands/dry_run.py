@@ -15,22 +15,28 @@ from typing import Any
 
 import torch
 
-from llmfoundry.assemble.job import attention_refusal, served_precision, with_defaults
-from llmfoundry.assemble.start import find_start
-from llmfoundry.assemble.trainer import (
-    check_kernels,
-    check_layout,
-    memory_of_process,
-    sketch,
-)
-from llmfoundry.assemble.weights.pretrained import resolve
+from llmfoundry.builders.job import attention_refusal, served_precision, with_defaults
+from llmfoundry.builders.start import find_start
+from llmfoundry.builders.trainer import check_kernels, check_layout, memory_of_process, sketch
+from llmfoundry.builders.weights.pretrained import resolve
+from llmfoundry.checkpoint.commit import has_commit
+from llmfoundry.checkpoint.load import list_checkpoints
+from llmfoundry.checkpoint.remote_run import find_run, is_url, named
+from llmfoundry.checkpoint.run_folder import find_place
+from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.commands.evaluate import check_models
 from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.inputs import find_files
+from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
-from llmfoundry.estimate.communication import Messages, communication, spanning
-from llmfoundry.estimate.fit import (
+from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
+from llmfoundry.loggers.console import Console
+from llmfoundry.loggers.format import count, size
+from llmfoundry.models.counts import active_parameter_count
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.plan.communication import Messages, communication, spanning
+from llmfoundry.plan.fit import (
     Fit,
     check_workers,
     checkpointing_line,
@@ -40,13 +46,7 @@ from llmfoundry.estimate.fit import (
     with_guessed_vocabulary,
     with_level,
 )
-from llmfoundry.estimate.memory import GIB, MemoryEstimate
-from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
-from llmfoundry.masking import public
-from llmfoundry.models.counts import active_parameter_count
-from llmfoundry.models.decoder import Decoder
-from llmfoundry.operate.check.paths import recipe_paths
-from llmfoundry.parallel.launch import Machine, World, slurm_environment, wanted_processes
+from llmfoundry.plan.memory import GIB, MemoryEstimate
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.argv import Hardware
 from llmfoundry.recipe.front.paths import find_file, show
@@ -61,13 +61,8 @@ from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import SourceConfig
 from llmfoundry.recipe.values.duration import Clock, Duration
-from llmfoundry.track.console import Console
-from llmfoundry.track.format import count, size
-from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
-from llmfoundry.train.checkpoints.commit import has_commit
-from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
-from llmfoundry.train.stores.run_place import find_place
-from llmfoundry.train.stores.stored_run import find_run, is_url, named
+from llmfoundry.redaction import public
+from llmfoundry.resilience.check.paths import recipe_paths
 
 Rows = Iterator[tuple[str, str]]
 CPU = torch.device("cpu")

@@ -19,20 +19,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmfoundry.assemble.data import Data, no_held_out, open_held_out
-from llmfoundry.assemble.evaluate import build_evaluate, eval_rows, read_tasks
-from llmfoundry.assemble.external_models import check_outside, is_outside, open_outside
-from llmfoundry.assemble.job import Job
-from llmfoundry.assemble.start import Loaded, open_checkpoint
-from llmfoundry.assemble.trainer import memory_of_process
+from llmfoundry.builders.data import Data, no_held_out, open_held_out
+from llmfoundry.builders.evaluate import build_evaluate, eval_rows, read_tasks
+from llmfoundry.builders.external_models import check_outside, is_outside, open_outside
+from llmfoundry.builders.job import Job
+from llmfoundry.builders.start import Loaded, open_checkpoint
+from llmfoundry.builders.trainer import memory_of_process
+from llmfoundry.checkpoint.load import list_checkpoints
+from llmfoundry.checkpoint.remote_run import is_url, named
+from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.distributed.launch import ALONE, World, join, relaunch
 from llmfoundry.errors import UserError
-from llmfoundry.estimate.fit import choose_microbatch
 from llmfoundry.files import whole_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
-from llmfoundry.masking import OPTIONS, public, public_texts
-from llmfoundry.parallel.launch import ALONE, World, join, relaunch
+from llmfoundry.loggers.console import Console
+from llmfoundry.loggers.eval_session import log_evaluation
+from llmfoundry.loggers.pages.eval_page import write_eval_page
+from llmfoundry.plan.fit import choose_microbatch
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import show
@@ -42,12 +47,7 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.track.console import Console
-from llmfoundry.track.eval_session import log_evaluation
-from llmfoundry.track.pages.eval_page import write_eval_page
-from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
-from llmfoundry.train.stores.run_place import find_place, read_record, send_files
-from llmfoundry.train.stores.stored_run import is_url, named
+from llmfoundry.redaction import OPTIONS, public, public_texts
 
 PAGE, REPORT = "gauntlet.html", "report.html"
 Found = TypeVar("Found")

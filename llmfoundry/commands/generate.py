@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from llmfoundry.assemble.job import build_autocast
-from llmfoundry.assemble.start import Loaded, load_checkpoint
-from llmfoundry.parallel.launch import World, join
+from llmfoundry.builders.job import build_autocast
+from llmfoundry.builders.start import Loaded, load_checkpoint
+from llmfoundry.distributed.launch import World, join
+from llmfoundry.inference.chat import Conversation, Draw
+from llmfoundry.inference.generate import stream_text, stream_tokens
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.after_training import ChatRecipe, DrawRecipe, GenerateRecipe
-from llmfoundry.serve.chat import Conversation, Draw
-from llmfoundry.serve.generate import stream_text, stream_tokens
 from llmfoundry.terminal import shown_on
 
 

@@ -19,25 +19,25 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmfoundry.assemble.data import Data, build_loader, build_phases, open_data
-from llmfoundry.assemble.job import with_defaults
-from llmfoundry.assemble.trainer import build_clock, make_tokenizer
-from llmfoundry.assemble.weights.pretrained import resolve
+from llmfoundry.builders.data import Data, build_loader, build_phases, open_data
+from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.trainer import build_clock, make_tokenizer
+from llmfoundry.builders.weights.pretrained import resolve
+from llmfoundry.checkpoint.load import read_state
+from llmfoundry.checkpoint.remote_run import find_run, is_url, named
+from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.loader import Loader
-from llmfoundry.data.rows import Row
+from llmfoundry.data.make_batch import Row
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.masking import public
-from llmfoundry.parallel.launch import World
+from llmfoundry.loggers.console import printable
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.inspect import InspectRecipe
 from llmfoundry.recipe.values.duration import Clock
+from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
-from llmfoundry.track.console import printable
-from llmfoundry.train.checkpoints.checkpoint import read_state
-from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
-from llmfoundry.train.stores.stored_run import find_run, is_url, named
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 _SHOWN = 80  # characters of a row's text

@@ -12,10 +12,10 @@ from llmfoundry.data.preparation.write.manifest import summary
 from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import Output, token_output
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.masking import public
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.scripts.prepare import PrepareConfig, PrepareRecipe
 from llmfoundry.recipe.source import CORPORA
+from llmfoundry.redaction import public
 
 
 def prepare_data(written: PrepareRecipe) -> None:
@@ -62,7 +62,7 @@ def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
 def _fill_cache(recipe: PrepareRecipe) -> None:
     data = recipe.data
     if data.streams and recipe.tokenizer.name == "train":
-        from llmfoundry.assemble.data import learning_corpus  # with torch, and for this alone
+        from llmfoundry.builders.data import learning_corpus  # with torch, and for this alone
 
         data = learning_corpus(data)
     tokenizer = build_tokenizer(recipe.tokenizer, data, progress=True)

@@ -13,13 +13,6 @@ from pathlib import Path
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
-from llmfoundry.masking import public
-from llmfoundry.operate.supervise import slurm
-from llmfoundry.operate.supervise.attempt import SUPERVISED
-from llmfoundry.operate.supervise.checkpoints import Look, look_in_store
-from llmfoundry.operate.supervise.exporter import export_to
-from llmfoundry.operate.supervise.last_words import tell_mlflow, tell_store
-from llmfoundry.operate.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.paths import ROOT
@@ -27,6 +20,13 @@ from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.operate.supervise import NODES
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.redaction import public
+from llmfoundry.resilience.supervise import slurm
+from llmfoundry.resilience.supervise.attempt import SUPERVISED
+from llmfoundry.resilience.supervise.checkpoints import Look, look_in_store
+from llmfoundry.resilience.supervise.exporter import export_to
+from llmfoundry.resilience.supervise.final_event import tell_mlflow, tell_store
+from llmfoundry.resilience.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.terminal import outlast_full_disks
 
 
@@ -109,7 +109,7 @@ def _folder(recipe: TrainRecipe) -> Path:
     """Where the run works on this machine."""
     if "://" not in recipe.save_folder:
         return Path(recipe.save_folder)
-    from llmfoundry.train.stores.run_place import run_folder  # imports PyTorch
+    from llmfoundry.checkpoint.run_folder import run_folder  # imports PyTorch
 
     return run_folder(recipe)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmfoundry.assemble.job import with_defaults
+from llmfoundry.builders.job import with_defaults
+from llmfoundry.checkpoint.remote_run import named
+from llmfoundry.checkpoint.run_folder import find_place, hold_run, read_record
+from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import ALONE
+from llmfoundry.loggers.console import Console
+from llmfoundry.loggers.loggers import send_record
 from llmfoundry.recipe.front.typed import require
 from llmfoundry.recipe.scripts.finetune import load_run
 from llmfoundry.recipe.scripts.track import TrackRecipe
-from llmfoundry.track.console import Console
-from llmfoundry.track.loggers import send_record
-from llmfoundry.train.stores.run_place import find_place, hold_run, read_record
-from llmfoundry.train.stores.stored_run import named
 
 
 def track(recipe: TrackRecipe) -> None:

@@ -6,29 +6,29 @@ import gzip
 import sys
 from pathlib import Path
 
-from llmfoundry.assemble.job import Job, with_defaults
-from llmfoundry.assemble.trainer import build_trainer
-from llmfoundry.assemble.weights.pretrained import resolve
+from llmfoundry.builders.job import Job, with_defaults
+from llmfoundry.builders.trainer import build_trainer
+from llmfoundry.builders.weights.pretrained import resolve
+from llmfoundry.checkpoint.load import list_checkpoints
+from llmfoundry.checkpoint.remote_run import named, stored_run
+from llmfoundry.checkpoint.run_folder import hold_run, run_folder
 from llmfoundry.commands.check import before_run
 from llmfoundry.commands.supervise import is_supervised, supervise
-from llmfoundry.ends import DONE, SAVED, record_end
+from llmfoundry.distributed.fsdp import set_deterministic
+from llmfoundry.distributed.launch import World, join, on_rank0, relaunch
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.exit_status import DONE, SAVED, record_end
 from llmfoundry.files import write_whole
-from llmfoundry.operate.hang.beside import keep_recorder, monitored
-from llmfoundry.parallel.launch import World, join, on_rank0, relaunch
-from llmfoundry.parallel.sharding import set_deterministic
+from llmfoundry.loggers.loggers import Tracker
+from llmfoundry.loggers.pages.before_after import changes, console_lines
+from llmfoundry.loggers.pages.report import metric_rows, read_evaluations
 from llmfoundry.recipe.front.called import command_line
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import TEXT
+from llmfoundry.resilience.hang.start_monitor import keep_recorder, monitored
 from llmfoundry.terminal import outlast_full_disks
-from llmfoundry.track.loggers import Tracker
-from llmfoundry.track.pages.before_after import changes, console_lines
-from llmfoundry.track.pages.report import metric_rows, read_evaluations
-from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
-from llmfoundry.train.stores.run_place import hold_run, run_folder
-from llmfoundry.train.stores.stored_run import named, stored_run
 from llmfoundry.train.trainer import Trainer
 
 GZIP_LIMIT = 50_000_000  # bytes of held-out text up to which gzip is tried: a few seconds

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from llmfoundry.data.loader import Loader
-from llmfoundry.data.rows import Rows
+from llmfoundry.data.make_batch import Rows
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.device_threads import device_thread

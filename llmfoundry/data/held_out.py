@@ -1,6 +1,6 @@
 """Held-out text: its kinds, read in order, each token predicted once over all ranks.
 
-`assemble/data.py` opens it, the loop's evaluation reads its batches, the gauntlet its texts. The
+`builders/data.py` opens it, the loop's evaluation reads its batches, the gauntlet its texts. The
 `TokenDataset` of a prepared corpus is a kind of it, as it is.
 """
 
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llmfoundry.data.make_batch import Row, Rows
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
-from llmfoundry.data.packing import pack
-from llmfoundry.data.rows import Row, Rows
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.tokens import TokenDataset
+from llmfoundry.data.text_packing import pack
+from llmfoundry.data.token_rows import TokenDataset
 from llmfoundry.ops.batch import Batch
 
 

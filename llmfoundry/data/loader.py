@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from llmfoundry.data.make_batch import Rows
 from llmfoundry.data.mixture import Mixture
-from llmfoundry.data.rows import Rows
 from llmfoundry.data.sources import OrderedStream, Stream, stream_key
 from llmfoundry.data.token_source import TokenSource
 from llmfoundry.errors import UserError

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from llmfoundry.data.fetch.shard_files import ShardFolder
+from llmfoundry.data.make_batch import Row
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSShard
-from llmfoundry.data.rows import Row
 from llmfoundry.errors import UserError
 
 _OPEN_SHARDS = 64  # of a process; a block of 2**18 rows of 2,048 tokens is in 33 shards of 64 MiB

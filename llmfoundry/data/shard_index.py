@@ -1,6 +1,6 @@
 """The index of a folder of shards, whichever format they are of.
 
-`assemble/data.py` reads it once per run, the preparation where shards are its input. One idea: an
+`builders/data.py` reads it once per run, the preparation where shards are its input. One idea: an
 index is all that tells one data set from another, so reading it also asks whose copies are here,
 and what it leaves open, the content of shards without hashes, is sampled.
 """
@@ -19,7 +19,7 @@ from llmfoundry.data.fetch.copies import some_of
 from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
-from llmfoundry.data.tokens import FORMAT, StreamIndex
+from llmfoundry.data.token_rows import FORMAT, StreamIndex
 from llmfoundry.errors import UserError
 from llmfoundry.files import whole_file
 

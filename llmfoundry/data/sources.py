@@ -1,6 +1,6 @@
 """`RowSource`: rows of training from somewhere; here are its kinds opened, and put in order.
 
-`assemble/data.py` opens the sources of a recipe, the loader reads them. A source knows rows by
+`builders/data.py` opens the sources of a recipe, the loader reads them. A source knows rows by
 their number in it; a `Stream` knows them by the number of the sample in a run: it is a source in
 its order, or texts that are packed on the way (`packing.py`).
 """
@@ -15,13 +15,13 @@ import numpy as np
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.file_spec import INDEX
+from llmfoundry.data.make_batch import Row
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds_source import MDSColumn, MDSTexts, MDSTokens
 from llmfoundry.data.order import Order
-from llmfoundry.data.rows import Row
 from llmfoundry.data.shard_index import Index
+from llmfoundry.data.token_rows import StreamIndex, TokenDataset
 from llmfoundry.data.token_source import TokenSource
-from llmfoundry.data.tokens import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.source import SourceConfig
 

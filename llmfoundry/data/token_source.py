@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmfoundry.data.fetch.shard_files import ShardFolder
-from llmfoundry.data.rows import Row
-from llmfoundry.data.tokens import TokenDataset
+from llmfoundry.data.make_batch import Row
+from llmfoundry.data.token_rows import TokenDataset
 
 
 class TokenSource:

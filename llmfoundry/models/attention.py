@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llmfoundry.models.linear import Linear
 from llmfoundry.models.positions import Table, rotate
-from llmfoundry.ops.attention.backends import AttentionPlan, AttentionSpec, alibi_slopes, attend
+from llmfoundry.ops.attention.select import AttentionPlan, AttentionSpec, alibi_slopes, attend
 from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.architecture.blocks import LayerConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -102,7 +102,7 @@ class KVCache:
 class HeadExchange(Protocol):
     """How attention sees whole rows of which this process has a part of the tokens alone.
 
-    One of those in `parallel/context.py`, which has the shapes.
+    One of those in `distributed/context.py`, which has the shapes.
     """
 
     @property

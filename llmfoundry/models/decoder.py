@@ -25,6 +25,7 @@ from llmfoundry.models.attention import (
 )
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.models.linear import Embedding, Linear
+from llmfoundry.models.load_balance import Routed, Routing, over_layers
 from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.positions import (
@@ -34,14 +35,13 @@ from llmfoundry.models.positions import (
     rotary_frequencies,
     rotary_table,
 )
-from llmfoundry.models.routing import Routed, Routing, over_layers
-from llmfoundry.models.spread.tensor_ranks import TensorRanks
+from llmfoundry.models.tensor_ranks import TensorRanks
 from llmfoundry.models.virtual_tokens import VirtualTokens
-from llmfoundry.ops.attention.backends import AttentionSpec, plan
+from llmfoundry.ops.attention.select import AttentionSpec, plan
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
-from llmfoundry.ops.layout import Layout
 from llmfoundry.ops.log_probs import linear_log_probs
 from llmfoundry.ops.logits import VocabularyShard, cap
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.ops.virtual import Widened, in_front
 from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.architecture.blocks import LayerConfig

@@ -2,7 +2,7 @@
 
 `decoder.py` puts it where a feed-forward layer stands; the products are `ops.moe.mixture`'s, what
 the router did is told as `routing.py` has it. Where processes share the experts, tokens travel to
-them and back (`ops/moe/exchange.py`).
+them and back (`ops/moe/dispatch.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor, Partial
 
 from llmfoundry.models.ffn import FFN
 from llmfoundry.models.linear import Linear, whole
+from llmfoundry.models.load_balance import OtherTokens, Places, Routed, Statistics
 from llmfoundry.models.low_rank import LowRank, adapted
-from llmfoundry.models.routing import OtherTokens, Places, Routed, Statistics
 from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.autocast import has_autocast, without_autocast
-from llmfoundry.ops.moe.backends import mixture
-from llmfoundry.ops.moe.exchange import TokenExchange
+from llmfoundry.ops.moe.dispatch import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
+from llmfoundry.ops.moe.select import mixture
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 from llmfoundry.recipe.architecture.model import ModelConfig
 
@@ -102,8 +102,8 @@ class ExpertWeights(nn.Module):
     Adapters stand beside them, stacked alike: `w1_lora_A` (E * r, in), `w1_lora_B` (E * out, r); a
     pair that all experts share has no E; PiSSA's start is `w1_lora_A_init` and `w1_lora_B_init`.
 
-    Under expert parallelism (`parallel/experts.py`) parameters are DTensors cut into whole experts,
-    those without E the same on every process; what computes takes this process's part.
+    Under expert parallelism (`distributed/experts.py`) parameters are DTensors cut into whole
+    experts, those without E the same on every process; what computes takes this process's part.
 
     Attributes:
         n: E, of all processes together.
@@ -205,7 +205,7 @@ class MoE(nn.Module):
 
     Attributes:
         group: the processes that share the experts; None: all are here.
-        others: whose tokens count in `Routed`, as `parallel/experts.py` sets it.
+        others: whose tokens count in `Routed`, as `distributed/experts.py` sets it.
     """
 
     group: dist.ProcessGroup | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.ops.layout import Layout, at
+from llmfoundry.ops.packed_layout import Layout, at
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 Table = tuple[Tensor, Tensor]  # cosine and sine, (..., T, 1, head_dim) in fp32

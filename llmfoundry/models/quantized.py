@@ -1,6 +1,6 @@
 """Frozen weights of a decoder in fewer bits, and how they get there, one tensor at a time.
 
-`assemble/trainer.py` calls `narrow_frozen` and `quantize_frozen` on the meta device, once it is
+`builders/trainer.py` calls `narrow_frozen` and `quantize_frozen` on the meta device, once it is
 known what trains and before FSDP cuts parameters into shards. A quantised weight then is a
 parameter of bytes (`ops.nf4`), under its own name. Whoever fills weights calls `place` for each
 tensor as it is read, so that no more than one is held in full precision.
@@ -19,7 +19,7 @@ from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.linear import Linear
 from llmfoundry.models.moe import ExpertWeights, Router
-from llmfoundry.models.spread.held import at, held_blocks, runs, stacked_rows
+from llmfoundry.models.shard_layout import at, held_blocks, runs, stacked_rows
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize, quantize
 from llmfoundry.recipe.architecture.model import ModelConfig
 

@@ -5,7 +5,8 @@
                                 (Li and Liang, 2021), as peft flattens them: L layers, H heads
 
 A model holds them as its parameter `prompt_embeddings`, and a `VirtualTokens` says which of both
-they are. The decoder serves the first, a class of transformers (`hf_models/causal_lm.py`) both.
+they are. The decoder serves the first, a class of transformers
+(`hf/transformers_models/causal_lm.py`) both.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from llmfoundry.models.init import Distribution, draw
 from llmfoundry.models.linear import whole
-from llmfoundry.models.spread.held import assign
+from llmfoundry.models.shard_layout import assign
 from llmfoundry.recipe.architecture.adapter import PREFIX_TUNING
 
 NAME = "prompt_embeddings"  # also of the tensor in peft's file

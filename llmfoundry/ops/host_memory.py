@@ -1,6 +1,7 @@
 """Memory of the host, kept by the process that frees it.
 
-`parallel.launch` asks for it where a run computes on a CPU, the data room in its worker processes.
+`distributed.launch` asks for it where a run computes on a CPU, the data room in its worker
+processes.
 """
 
 from __future__ import annotations

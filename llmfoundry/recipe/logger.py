@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from llmfoundry.masking import public
 from llmfoundry.recipe.operate.watch import WatchConfig
 from llmfoundry.recipe.values.bounds import (
     NEW_TOKENS,
@@ -19,6 +18,7 @@ from llmfoundry.recipe.values.bounds import (
 from llmfoundry.recipe.values.checks import fill, inert
 from llmfoundry.recipe.values.choices import ChoiceTable, Entry, check_plugins, settings_of
 from llmfoundry.recipe.values.duration import check_duration
+from llmfoundry.redaction import public
 
 WANDB_MODES = ("online", "offline")
 STOP_MODES = ("min", "max")
@@ -40,16 +40,16 @@ LOGGERS = ChoiceTable(
     LoggerType,
     {
         "mlflow": LoggerType(
-            "llmfoundry.track.mlflow_session:mlflow_target",
+            "llmfoundry.loggers.mlflow_logger:mlflow_target",
             keys={"tracking_uri": "sqlite:///runs/mlflow.db", "experiment_name": "llmfoundry"},
         ),
-        "tensorboard": LoggerType("llmfoundry.track.tensorboard_session:tensorboard_target"),
+        "tensorboard": LoggerType("llmfoundry.loggers.tensorboard_logger:tensorboard_target"),
         "wandb": LoggerType(
-            "llmfoundry.track.wandb_session:wandb_target",
+            "llmfoundry.loggers.wandb_logger:wandb_target",
             keys={"wandb_mode": "online", "wandb_project": "llmfoundry", "wandb_entity": None},
         ),
         "prometheus": LoggerType(
-            "llmfoundry.track.prometheus_session:prometheus_target",
+            "llmfoundry.loggers.prometheus_logger:prometheus_target",
             keys={
                 "prometheus_port": 9464,  # of OpenTelemetry's exporter
                 "prometheus_host": "127.0.0.1",
@@ -207,7 +207,7 @@ class CallbackType(Entry):
 
 
 def _callback(name: str, is_on: Callable[[CallbacksConfig], bool]) -> CallbackType:
-    return CallbackType(f"llmfoundry.assemble.callbacks:{name}", is_on=is_on)
+    return CallbackType(f"llmfoundry.builders.callbacks:{name}", is_on=is_on)
 
 
 CALLBACKS = ChoiceTable(
@@ -215,7 +215,7 @@ CALLBACKS = ChoiceTable(
     CallbackType,
     {  # in the order in which they are called; the early stopper after all that measure something
         "watch": CallbackType(
-            "llmfoundry.operate.watch.watch:watch", is_on=lambda config: config.watch.tells_times
+            "llmfoundry.resilience.watch.watch:watch", is_on=lambda config: config.watch.tells_times
         ),
         "speed_monitor": _callback("speed_monitor", lambda config: config.speed_monitor),
         "lr_monitor": _callback("lr_monitor", lambda config: config.lr_monitor),

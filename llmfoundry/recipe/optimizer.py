@@ -42,7 +42,7 @@ def _by_first_lr(config: OptimizerConfig) -> dict[str, Any]:
     return {"weight_decay": config.weight_decay / config.lr}
 
 
-_BUILT = "llmfoundry.train.optimizers"
+_BUILT = "llmfoundry.train.optim"
 _ADAM = {"betas": [0.9, 0.95], "eps": 1e-8}
 OPTIMIZERS = ChoiceTable(
     "optimizer.name",

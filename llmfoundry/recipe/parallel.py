@@ -37,7 +37,7 @@ NODE = 8
 
 
 def node_size() -> int:
-    """Processes of this node: LOCAL_WORLD_SIZE, from torchrun or `parallel/launch.py`, or NODE."""
+    """Processes of this node: LOCAL_WORLD_SIZE from torchrun or `distributed.launch`, or NODE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or NODE
 
 

@@ -17,7 +17,7 @@ class ScheduleType(Entry):
     """A kind of schedule: `make(config, clock, since)` is the factor, `since` the warm-up's end."""
 
 
-_BUILT = "llmfoundry.train.optimizers.schedule"
+_BUILT = "llmfoundry.train.optim.schedule"
 SCHEDULES = ChoiceTable(
     "schedule.name",
     ScheduleType,

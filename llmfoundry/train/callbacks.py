@@ -1,4 +1,4 @@
-"""Small observers of the training loop; `assemble/trainer.py` makes those that the recipe asks for.
+"""Small observers of the training loop; `builders/trainer.py` makes those that the recipe asks for.
 
 Every process has them, and calls each hook at the same batch, in the order of `Trainer.callbacks`.
 """

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.logger import EarlyStopperConfig
 from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.train.trainer import Callback, Trainer

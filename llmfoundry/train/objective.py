@@ -1,6 +1,6 @@
 """What a step minimises: a sum over a batch, and what it is divided by over all processes.
 
-`train_step` asks an objective, `assemble/trainer.py` chooses it; those of preference tuning are in
+`train_step` asks an objective, `builders/trainer.py` chooses it; those of preference tuning are in
 `preference/losses.py`. All are sums over rows, so that microbatches, accumulation and processes
 change nothing.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmfoundry.train.checkpoints.shards import l2_norms
+from llmfoundry.distributed.local_shards import l2_norms
 from llmfoundry.train.trainer import Callback, Trainer
 
 MOMENTS = ("exp_avg", "momentum_buffer")  # what optimizers call the running mean of gradients

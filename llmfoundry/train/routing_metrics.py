@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmfoundry.models.routing import Routing
+from llmfoundry.models.load_balance import Routing
 
 
 def routing_metrics(routing: Routing, *, choices: int) -> dict[str, float]:

@@ -16,9 +16,9 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from llmfoundry.ends import on_stops
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
+from llmfoundry.exit_status import on_stops
 
 _SAME_REQUEST = 5.0
 """Seconds in which further signals are the same request: Slurm sends SIGTERM to torchrun and to its

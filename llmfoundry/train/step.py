@@ -1,7 +1,7 @@
 """One optimizer step: microbatches, exact global mean loss, clipping, guard, update.
 
-Nothing here asks the device for a value: loss, norm and what the guard (`watch/guard.py`) sees stay
-tensors until the trainer logs.
+Nothing here asks the device for a value: loss, norm and what the guard (`spikes/guard.py`) sees
+stay tensors until the trainer logs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from llmfoundry.distributed.fsdp import gradient_sync, sum_factor
+from llmfoundry.distributed.local_shards import Shards, l2_norms, local, total_norm
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.load_balance import Routing
 from llmfoundry.models.moe import move_biases
-from llmfoundry.models.routing import Routing
 from llmfoundry.ops import torch_private
 from llmfoundry.ops.batch import Batch
-from llmfoundry.parallel.sharding import gradient_sync, sum_factor
 from llmfoundry.recipe.optimizer import GradientClippingConfig
-from llmfoundry.train.checkpoints.shards import Shards, l2_norms, local, total_norm
 from llmfoundry.train.objective import CrossEntropy, Look, Objective, sum_over_processes
-from llmfoundry.train.watch.guard import Guard
+from llmfoundry.train.spikes.guard import Guard
 
 CROSS_ENTROPY = CrossEntropy()
 

@@ -1,4 +1,4 @@
-"""The training loop. `assemble/trainer.py` makes its parts, `commands/train.py` starts it.
+"""The training loop. `builders/trainer.py` makes its parts, `commands/train.py` starts it.
 
 Step number b (from 0) is a pure function of the weights before it, of (seed, b) and of the data:
 its rows, its learning rate and its random draws. So a checkpoint needs to hold little more than
@@ -18,27 +18,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.loader import Loader
+from llmfoundry.distributed.failures import failed_collective
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import enough_memory
 from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.lost_ranks import failed_collective
 from llmfoundry.recipe.parallel import recomputation
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock
-from llmfoundry.train.checkpoints.checkpointer import Checkpointer
-from llmfoundry.train.logged_step import LoggedStep, ReadStep
 from llmfoundry.train.loss_window import LossWindow
+from llmfoundry.train.metrics import LoggedStep, ReadStep
 from llmfoundry.train.objective import Objective
-from llmfoundry.train.optimizers.schedule import lr_factor
+from llmfoundry.train.optim.schedule import lr_factor
 from llmfoundry.train.routing_metrics import routing_metrics
 from llmfoundry.train.signals import StopSignal
+from llmfoundry.train.spikes.roll_back import go_back
+from llmfoundry.train.spikes.step_watch import RollBack, StepWatch, TrainingLog
 from llmfoundry.train.step import CROSS_ENTROPY, StepResult, not_a_step, train_step
-from llmfoundry.train.watch.roll_back import go_back
-from llmfoundry.train.watch.steps import RollBack, StepWatch, TrainingLog
 
 
 class Callback:

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.memory import fake_ranks
 from benchmarks.memory.fake_ranks import GPU, count, read, said
 from benchmarks.memory.layouts import LAYOUTS, build, words
-from llmfoundry.estimate.activations import expert_rows, tokens_of_row
-from llmfoundry.estimate.memory import estimate
+from llmfoundry.plan.activations import expert_rows, tokens_of_row
+from llmfoundry.plan.memory import estimate
 from tests.selection import slow_but
 
 

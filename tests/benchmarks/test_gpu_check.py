@@ -32,7 +32,7 @@ from benchmarks.gpu_check.runner import Runner, differs, time_of
 from benchmarks.gpu_check.wheels import unpack
 from llmfoundry.errors import UserError
 from llmfoundry.ops import logits
-from llmfoundry.ops.attention.backends import IMPLS
+from llmfoundry.ops.attention.select import IMPLS
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 

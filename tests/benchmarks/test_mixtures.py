@@ -12,7 +12,7 @@ from transformers import DbrxForCausalLM
 from benchmarks.moe.hf_dbrx import dbrx
 from benchmarks.moe.mixtures import SIZES
 from benchmarks.turns import RECIPE
-from llmfoundry.export.config.settings import write_settings
+from llmfoundry.hf.config.settings import write_settings
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.load import load

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from llmfoundry.commands.card_scores import card_scores
-from llmfoundry.export.card import CardScore
+from llmfoundry.hf.card import CardScore
 
 
 def test_scores_of_a_checkpoint_stand_with_their_errors_and_chance(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.operate.fake_nvml import environment
+from tests.resilience.fake_nvml import environment
 from tests.tiny import ENV, command, run, write_recipe
 
 XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, name=python, GPU has fallen off the bus.\n"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmfoundry.commands import dry_run as plans
+from llmfoundry.loggers.format import count, size
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import ROOT, YAMLS
@@ -19,7 +20,6 @@ from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.track.format import count, size
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 
@@ -111,7 +111,7 @@ def test_under_slurm_the_plan_is_of_the_steps_tasks_and_printed_once(
 def test_the_plan_names_the_precision_that_is_computed_in(
     has_bf16: bool, served: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("llmfoundry.ops.processor.HAS_BF16", has_bf16)
+    monkeypatch.setattr("llmfoundry.ops.cpu_features.HAS_BF16", has_bf16)
     assert dry(TrainRecipe, "train:train", QUICKSTART) == 0
     assert f"x CPU, {served}, microbatch" in capsys.readouterr().out
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import yaml
 
+from llmfoundry.checkpoint.run_lock import only_run
 from llmfoundry.commands import track as command
 from llmfoundry.commands.track import run_with_record, track
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.track import TrackRecipe
-from llmfoundry.train.stores.run_lock import only_run
 from tests.tiny import RECIPE
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
@@ -73,7 +73,7 @@ def test_the_runs_own_stores_are_asked_or_those_that_are_named(
 def test_a_run_under_way_is_left_to_itself(
     run: Path, sent: list[tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmfoundry.train.stores.run_lock._PATIENCE", 0.1)
+    monkeypatch.setattr("llmfoundry.checkpoint.run_lock._PATIENCE", 0.1)
     with only_run(run, ALONE, note=print), pytest.raises(UserError, match="is in use"):
         track(asked(run))
     assert sent == []

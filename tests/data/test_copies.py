@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.fetch import copies, remote, remote_errors
+from llmfoundry.data.fetch import copies, download, remote_errors
 from llmfoundry.data.fetch.copies import COPIES, some_of
 from llmfoundry.data.fetch.remote_backends import without_secrets
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
@@ -181,7 +181,7 @@ def s3(server: tuple[FaultyS3, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: 
     faulty.reset()
     for path in write(tmp_path / "far", 1).iterdir():
         put(f"data/{path.name}", path.read_bytes())
-    monkeypatch.setattr(remote, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
     monkeypatch.setenv("S3_ENDPOINT_URL", faulty.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")

@@ -28,11 +28,11 @@ from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import OrderedStream, RowOptions, open_source
+from llmfoundry.data.token_rows import TokenDataset
 from llmfoundry.data.token_source import TokenSource
-from llmfoundry.data.tokens import TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 from tests.shards import bytes_tokenizer, write_mds, write_tokens
 
 T = 32

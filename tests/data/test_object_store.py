@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.fetch import object_store, remote
+from llmfoundry.data.fetch import download, object_store
 from llmfoundry.data.fetch.object_store import ExistsError, ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
@@ -26,7 +26,7 @@ def server() -> Iterator[FaultyS3]:
 @pytest.fixture
 def s3(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
     server.reset()
-    monkeypatch.setattr(remote, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
     monkeypatch.setattr(object_store, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")

@@ -18,9 +18,9 @@ from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
-from llmfoundry.data.packing import PackedStream, PackingRatio, group_rows, pack, probe
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import RowOptions, open_source
+from llmfoundry.data.text_packing import PackedStream, PackingRatio, group_rows, pack, probe
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
 from tests.shards import bytes_tokenizer

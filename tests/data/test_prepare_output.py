@@ -28,7 +28,7 @@ from llmfoundry.data.preparation import tasks
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.write import parts
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.tokens import StreamIndex, TokenDataset
+from llmfoundry.data.token_rows import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe

@@ -15,7 +15,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from llmfoundry.data.fetch import remote, remote_backends, remote_errors
+from llmfoundry.data.fetch import download, remote_backends, remote_errors
 from llmfoundry.data.fetch.remote_backends import resolve
 from llmfoundry.data.fetch.request_rate import take_turn
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
@@ -38,7 +38,7 @@ def server() -> Iterator[FaultyS3]:
 @pytest.fixture
 def s3(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
     server.reset()
-    monkeypatch.setattr(remote, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
     monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -63,7 +63,7 @@ def test_an_index_is_read_whole_in_parts_of_any_size(
     assert folder.read("a") == DATA and s3.requests["data/a"] == 1
     assert folder.read("empty") == b""
     for size in (20_000, len(DATA), len(DATA) - 1):
-        monkeypatch.setattr(remote, "_PART", size)
+        monkeypatch.setattr(download, "_PART", size)
         folder.close()
         assert folder.read("a") == DATA
         assert folder.get(FileSpec("empty", 0)).read_bytes() == b""
@@ -197,7 +197,7 @@ def test_a_web_server_without_ranges_will_do(
         options = FetchOptions(cache_folder=str(tmp_path / "cache"), retry=0)
         url = f"http://127.0.0.1:{web.server_port}"
         assert ShardFolder.open(url, None, options).get(SPEC).read_bytes() == DATA
-        monkeypatch.setattr(remote, "_PART", 30_000)
+        monkeypatch.setattr(download, "_PART", 30_000)
         assert ShardFolder.open(url, None, options).read("a") == DATA
         with pytest.raises(UserError, match=f"^{url}/b: is not there"):
             ShardFolder.open(url, None, options).read("b")
@@ -315,9 +315,9 @@ def test_a_file_system_that_hangs_is_left_after_the_timeout() -> None:
         return b""
 
     with pytest.raises(TimeoutError):
-        remote._within(0.01, hang)
+        download._within(0.01, hang)
     release.set()
-    assert remote._within(10, lambda: b"a") == b"a"
+    assert download._within(10, lambda: b"a") == b"a"
 
 
 def test_turns_are_a_share_of_a_second_apart_for_all_who_share_the_file(tmp_path: Path) -> None:

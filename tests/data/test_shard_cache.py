@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.fetch import remote, shard_fetch
+from llmfoundry.data.fetch import download, shard_fetch
 from llmfoundry.data.fetch.shard_cache import PART, ShardCache
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
@@ -43,7 +43,7 @@ def server() -> Iterator[FaultyS3]:
 @pytest.fixture
 def s3(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
     server.reset()
-    monkeypatch.setattr(remote, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
     monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.data.fetch import remote
-from llmfoundry.data.fetch.remote import DamagedError, Remote
+from llmfoundry.data.fetch import download
+from llmfoundry.data.fetch.download import DamagedError, Remote
 from llmfoundry.errors import UserError
 
 pytest.importorskip("aiohttp")
@@ -88,8 +88,8 @@ def line() -> Iterator[Line]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_SMALLEST_PART", STEP)
-    monkeypatch.setattr(remote, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(download, "_SMALLEST_PART", STEP)
+    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
 
 
 def fetch(line: Line, *, retry: int = 0, n_bytes: int | None = len(DATA), **how: Any) -> bytes:
@@ -120,7 +120,7 @@ def test_a_trickle_is_ended(line: Line, ranges: bool) -> None:
 def test_a_server_without_ranges_sends_a_file_once(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_PART", STEP)
+    monkeypatch.setattr(download, "_PART", STEP)
     line.ranges = False
     assert fetch(line) == DATA and len(line.asked) == 1
     assert fetch(line, n_bytes=None) == DATA and len(line.asked) == 2

@@ -16,10 +16,10 @@ import torch
 from llmfoundry.data import shard_index
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.held_out import Chain, MDSDocuments, MDSRows, TokenShards
+from llmfoundry.data.make_batch import Rows
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTokens
-from llmfoundry.data.rows import Rows
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import RowOptions, open_source
 from llmfoundry.data.token_source import TokenSource

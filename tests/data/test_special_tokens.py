@@ -192,7 +192,7 @@ def test_the_gauntlet_asks_a_run_as_it_was_trained(
 ) -> None:
     from transformers import AutoTokenizer
 
-    from llmfoundry.assemble import evaluate
+    from llmfoundry.builders import evaluate
     from llmfoundry.gauntlet.models.hugging_face import HuggingFaceTokenizer
 
     asked = []

@@ -20,18 +20,18 @@ import pytest
 import torch
 
 from llmfoundry import bounded
-from llmfoundry.assemble.data import Data, build_loader, open_data
+from llmfoundry.builders.data import Data, build_loader, open_data
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import Loader
+from llmfoundry.data.make_batch import Row
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-from llmfoundry.data.rows import Row
 from llmfoundry.data.supervised.pack import best_fit, cut_lengths, pack_examples
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import StreamConfig

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmfoundry.data import tokens as tokens_module
+from llmfoundry.data import token_rows as tokens_module
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.preparation.write.token_writer import TokenWriter
-from llmfoundry.data.tokens import StreamIndex, TokenDataset
+from llmfoundry.data.token_rows import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 

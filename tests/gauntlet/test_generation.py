@@ -16,20 +16,20 @@ from transformers import AutoModelForCausalLM
 
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.fsdp import materialize, replicate
+from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.errors import UserError
-from llmfoundry.export.hf import to_hf
 from llmfoundry.gauntlet.models import generation
 from llmfoundry.gauntlet.models.generation import generate_texts
 from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.hf.write import to_hf
+from llmfoundry.inference.generate import stream_tokens
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh
-from llmfoundry.parallel.sharding import materialize, replicate
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.serve.generate import stream_tokens
-from tests.export import random_models
+from tests.hf import random_models
 from tests.models.test_decoder import SETTINGS, make_config, make_model
 from tests.selection import slow_but
 from tests.warm_scripts import on_ranks

@@ -10,7 +10,7 @@ import pytest
 from llmfoundry.gauntlet.models import tree
 from llmfoundry.gauntlet.models.tree import Forest, cut, grow, widths, write_row
 from llmfoundry.gauntlet.questions import Request
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 
 
 def request(*tokens: int, n: int = 1) -> Request:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapters.adapt import (
     adapted_layers,
@@ -25,7 +26,6 @@ from llmfoundry.models.adapters.plan import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.linear import Linear
 from llmfoundry.models.low_rank import LowRank, merged
-from llmfoundry.parallel.blocks import wrap_blocks
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from tests.models.test_decoder import make_config
 

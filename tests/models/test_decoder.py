@@ -13,8 +13,8 @@ from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.ffn import FFNS
 from llmfoundry.ops.activations import ACTIVATIONS
-from llmfoundry.ops.attention.backends import alibi_slopes
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.attention.select import alibi_slopes
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.architecture import ffn
 from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmfoundry.assemble.weights.hf_model import check_class, class_config, fill_class
+from llmfoundry.builders.weights.hf_model import check_class, class_config, fill_class
+from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.errors import UserError
-from llmfoundry.hf_models.causal_lm import HFCausalLM
-from llmfoundry.hf_models.layouts import visible
+from llmfoundry.hf.transformers_models.causal_lm import HFCausalLM
+from llmfoundry.hf.transformers_models.layouts import visible
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops.layout import Layout
-from llmfoundry.parallel.blocks import wrap_blocks
+from llmfoundry.ops.packed_layout import Layout
 
 ROWS = 128
 PLAIN = {

@@ -14,7 +14,7 @@ from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import MoE, move_biases
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.architecture.model import ModelConfig
 from tests.models.plain_decoder import activation
 from tests.models.plain_moe import balancing_loss, choice, mixture

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmfoundry.estimate.activations import expert_bytes
 from llmfoundry.models.counts import (
     active_parameter_count,
     expert_parameter_count,
@@ -19,6 +18,7 @@ from llmfoundry.models.counts import (
 )
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import MoE
+from llmfoundry.plan.activations import expert_bytes
 from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import YAMLS

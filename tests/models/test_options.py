@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.models.decoder import Block, Decoder
-from llmfoundry.ops.layout import Layout
 from llmfoundry.ops.logits import labelled_places
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.architecture.attention import NORMS
 from tests.models.test_decoder import SETTINGS, make_config, make_model, random_tokens
 

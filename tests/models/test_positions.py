@@ -17,7 +17,7 @@ from llmfoundry.models.positions import (
     rotary_frequencies,
     rotary_table,
 )
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.architecture.model import ModelConfig
 from tests.models.test_decoder import make_config
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.errors import UserError
-from llmfoundry.export.hf import to_hf
-from llmfoundry.export.peft.virtual import write_virtual
-from llmfoundry.hf_models.layouts import visible
-from llmfoundry.hf_models.prefix import check_prefix
+from llmfoundry.hf.peft.virtual import write_virtual
+from llmfoundry.hf.transformers_models.layouts import visible
+from llmfoundry.hf.transformers_models.prefix import check_prefix
+from llmfoundry.hf.write import to_hf
 from llmfoundry.models.adapters.adapt import switched_off
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.virtual_tokens import VirtualTokens, add_virtual
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.ops.virtual import in_front
-from llmfoundry.parallel.blocks import wrap_blocks
-from tests.export.random_models import CARD, CASES, decoder, rows, settings, write_tokenizer
+from tests.hf.random_models import CARD, CASES, decoder, rows, settings, write_tokenizer
 from tests.models.test_hf_causal_lm import LAYOUT, ROWS, held, save_class, tokens
 
 peft = pytest.importorskip("peft")

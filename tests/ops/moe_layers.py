@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.moe.backends import mixture
 from llmfoundry.ops.moe.experts import Experts
+from llmfoundry.ops.moe.select import mixture
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.attention.backends import (
+from llmfoundry.ops.attention.select import (
     IMPLS,
     AttentionSpec,
     alibi_slopes,
@@ -22,7 +22,7 @@ from llmfoundry.ops.attention.backends import (
     plan,
     refusal,
 )
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 
 CPU = torch.device("cpu")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}

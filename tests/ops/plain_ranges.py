@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.attention.backends import AttentionPlan, attend, plan, range_plan
-from llmfoundry.ops.layout import Ranges, at
+from llmfoundry.ops.attention.select import AttentionPlan, attend, plan, range_plan
+from llmfoundry.ops.packed_layout import Ranges, at
 from tests.ops.plain_attention import (
     CPU,
     DTYPES,

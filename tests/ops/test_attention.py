@@ -21,7 +21,8 @@ from llmfoundry.ops.attention import flash as attention_flash
 from llmfoundry.ops.attention import flash3
 from llmfoundry.ops.attention import flex as attention_flex
 from llmfoundry.ops.attention import varlen as attention_varlen
-from llmfoundry.ops.attention.backends import (
+from llmfoundry.ops.attention.plan import dense_bias
+from llmfoundry.ops.attention.select import (
     PLANS,
     AttentionPlan,
     AttentionSpec,
@@ -31,8 +32,7 @@ from llmfoundry.ops.attention.backends import (
     range_plan,
     refusal,
 )
-from llmfoundry.ops.attention.plan import dense_bias
-from llmfoundry.ops.layout import Layout, Ranges
+from llmfoundry.ops.packed_layout import Layout, Ranges
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.ops.plain_attention import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.attention.backends import attend, plan
+from llmfoundry.ops.attention.select import attend, plan
 from tests.ops.plain_attention import CPU, TOLERANCE, Case, distance
 
 CASES = {

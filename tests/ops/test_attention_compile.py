@@ -11,8 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import varlen
 
 from llmfoundry.ops.attention import varlen as attention_varlen
-from llmfoundry.ops.attention.backends import PLANS, AttentionPlan, AttentionSpec, attend, plan
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.attention.select import PLANS, AttentionPlan, AttentionSpec, attend, plan
+from llmfoundry.ops.packed_layout import Layout
 from tests.ops.plain_attention import CPU
 
 BATCHES = [((13, 51), (64,)), ((1, 63), (64,)), ((20, 20, 24), (30, 34)), ((64,), (8,) * 8)]

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from llmfoundry.ops.attention import varlen as attention_varlen
-from llmfoundry.ops.attention.backends import PLANS, attend, plan
 from llmfoundry.ops.attention.flash3 import is_hopper
-from llmfoundry.ops.layout import Ranges
+from llmfoundry.ops.attention.select import PLANS, attend, plan
+from llmfoundry.ops.packed_layout import Ranges
 from tests.ops.plain_attention import (
     CPU,
     DTYPES,

@@ -20,9 +20,9 @@ from torch.nn import attention as torch_attention
 
 from llmfoundry.attention_limits import LIMITS
 from llmfoundry.ops.attention import flash3
-from llmfoundry.ops.attention.backends import PLANS, attend, choose, refusal
 from llmfoundry.ops.attention.plan import AttentionSpec
-from llmfoundry.ops.layout import Ranges
+from llmfoundry.ops.attention.select import PLANS, attend, choose, refusal
+from llmfoundry.ops.packed_layout import Ranges
 from tests.ops.plain_attention import CPU, DTYPES, GRID, Case, distance, expected
 from tests.ops.plain_ranges import PAIRS, range_errors
 from tests.ops.test_attention_kernels import SHORT, agrees, by_border, document

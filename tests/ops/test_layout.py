@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 from tests.ops.plain_tree import random_forest, visible
 
 

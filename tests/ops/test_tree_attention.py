@@ -14,15 +14,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.attention import flex as attention_flex
 from llmfoundry.ops.attention import tree as attention_tree
-from llmfoundry.ops.attention.backends import (
-    PLANS,
-    AttentionSpec,
-    alibi_slopes,
-    attend,
-    choose,
-    plan,
-)
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.attention.select import PLANS, AttentionSpec, alibi_slopes, attend, choose, plan
+from llmfoundry.ops.packed_layout import Layout
 from tests.models.test_decoder import make_config
 from tests.ops.plain_attention import distance
 from tests.ops.plain_tree import Forest, plain_tree_attention, random_forest, visible

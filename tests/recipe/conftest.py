@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from recipe_front import Front, Outcome
 
-from llmfoundry import masking
+from llmfoundry import redaction
 from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -17,7 +17,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 @pytest.fixture(autouse=True)
 def no_known_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test calls a secret is an ordinary text of the next."""
-    monkeypatch.setattr(masking, "_known", [])
+    monkeypatch.setattr(redaction, "_known", [])
 
 
 @pytest.fixture

@@ -25,11 +25,11 @@ import pytest
 import torch
 from mutations import SCRIPTS, Case, case, prepare_folder
 
-from llmfoundry.assemble.job import attention_refusal, build_root, experts_refusal, with_defaults
+from llmfoundry.builders.job import attention_refusal, build_root, experts_refusal, with_defaults
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
-from llmfoundry.estimate import fit
-from llmfoundry.estimate.fit import choose_microbatch, with_guessed_vocabulary
-from llmfoundry.estimate.memory import GIB
+from llmfoundry.plan import fit
+from llmfoundry.plan.fit import choose_microbatch, with_guessed_vocabulary
+from llmfoundry.plan.memory import GIB
 from llmfoundry.recipe.front import sweep
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.front.script import run

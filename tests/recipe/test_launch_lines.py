@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from llmfoundry.assemble.job import with_defaults
-from llmfoundry.assemble.trainer import sketch
-from llmfoundry.estimate import fit
-from llmfoundry.estimate.fit import Fit, choose_fit, with_guessed_vocabulary
+from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.trainer import sketch
+from llmfoundry.plan import fit
+from llmfoundry.plan.fit import Fit, choose_fit, with_guessed_vocabulary
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import ROOT, YAMLS

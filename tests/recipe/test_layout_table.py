@@ -1,4 +1,4 @@
-"""The table of layouts in llmfoundry/parallel/README.md is the estimate's, number by number."""
+"""The table of layouts in llmfoundry/distributed/README.md is the estimate's, number by number."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from benchmarks.memory.fake_ranks import GPU, MEMORY, spread
-from llmfoundry.estimate.communication import communication
-from llmfoundry.estimate.fit import choose_fit
-from llmfoundry.estimate.memory import GIB
+from llmfoundry.plan.communication import communication
+from llmfoundry.plan.fit import choose_fit
+from llmfoundry.plan.memory import GIB
 from llmfoundry.recipe.parallel_limits import limits
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.selection import slow_but

@@ -261,9 +261,9 @@ def strike(folder: Path, name: str, mode: Mode, blow: Blow, whole: dict[str, Any
 
 def damaged(run_folder: Path) -> str:
     """What is wrong with a checkpoint that counts; empty: all of them are whole."""
-    from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
-    from llmfoundry.train.checkpoints.commit import has_commit
-    from llmfoundry.train.checkpoints.verify import find_damage
+    from llmfoundry.checkpoint.commit import has_commit
+    from llmfoundry.checkpoint.load import list_checkpoints
+    from llmfoundry.checkpoint.verify import find_damage
 
     counting = filter(has_commit, list_checkpoints(run_folder))
     problems = ((place.name, find_damage(place)) for place in counting)

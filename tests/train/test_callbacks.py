@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry.assemble import callbacks as builders
-from llmfoundry.assemble import trainer as build
+from llmfoundry.builders import callbacks as builders
+from llmfoundry.builders import trainer as build
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.logger import EarlyStopperConfig
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.train.callbacks import GarbageCollection, LRMonitor, RuntimeEstimator

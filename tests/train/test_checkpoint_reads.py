@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry.assemble.start import find_start, load_checkpoint
-from llmfoundry.assemble.weights.pretrained import open_pretrained
+from llmfoundry.builders.start import find_start, load_checkpoint
+from llmfoundry.builders.weights.pretrained import open_pretrained
+from llmfoundry.checkpoint.crc import Piece, joined, share
+from llmfoundry.checkpoint.verify import Sums, find_damage
+from llmfoundry.distributed.launch import World, bound_waiting
 from llmfoundry.errors import RunFailure
-from llmfoundry.parallel.launch import World, bound_waiting
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
-from llmfoundry.train.checkpoints.verify import Sums, find_damage
-from llmfoundry.train.stores.crc import Piece, joined, share
 from tests.tiny import write_recipe
 from tests.train.here import train_here
 from tests.warm_scripts import on_ranks

@@ -1,6 +1,7 @@
 """compile: true through inductor: the losses of the run without it, and checkpoints of either.
 
-What is compiled, and when, is in tests/parallel/test_blocks.py, with a backend that takes no time.
+What is compiled, and when, is in tests/distributed/test_blocks.py, with a backend that takes no
+time.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from llmfoundry.assemble import trainer
-from llmfoundry.assemble.job import with_defaults
-from llmfoundry.estimate.fit import USABLE
-from llmfoundry.estimate.memory import estimate
+from llmfoundry.builders import trainer
+from llmfoundry.builders.job import with_defaults
+from llmfoundry.plan.fit import USABLE
+from llmfoundry.plan.memory import estimate
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import losses, write_recipe

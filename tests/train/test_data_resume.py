@@ -11,12 +11,12 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry.assemble.data import Data, build_loader, learning_corpus, mixture_lines, open_data
-from llmfoundry.assemble.job import with_defaults
-from llmfoundry.assemble.trainer import build_clock
+from llmfoundry.builders.data import Data, build_loader, learning_corpus, mixture_lines, open_data
+from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.trainer import build_clock
 from llmfoundry.data.loader import Loader
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.scripts.train import TrainRecipe

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import llmfoundry
+from llmfoundry.checkpoint import save
 from llmfoundry.data.batch_prefetcher import BatchPrefetcher
+from llmfoundry.distributed.launch import World
 from llmfoundry.ops.device_threads import device_thread
-from llmfoundry.parallel.launch import World
-from llmfoundry.train.checkpoints import checkpointer
 
 ROOT = Path(llmfoundry.__file__).parent
 # Threads of modules that import PyTorch and compute nothing: they wait for files or for others.
-COMPUTE_NOTHING = {"gauntlet/models/endpoint.py", "parallel/lost_ranks.py"}
+COMPUTE_NOTHING = {"gauntlet/models/endpoint.py", "distributed/failures.py"}
 
 
 @pytest.fixture
@@ -59,13 +59,13 @@ def test_the_checkpoints_thread_has_the_device(
     set_devices: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
-    monkeypatch.setattr(checkpointer, "training_state", lambda model, optimizer: {})
+    monkeypatch.setattr(save, "training_state", lambda model, optimizer: {})
     monkeypatch.setattr(
-        checkpointer.Checkpointer,
+        save.Checkpointer,
         "_write",
         lambda self, batch, *_: written.append(f"{threading.current_thread().name} {batch}"),
     )
-    saving = checkpointer.Checkpointer(
+    saving = save.Checkpointer(
         tmp_path,
         World(0, 1, 0, torch.device("cpu")),
         extras=lambda folder: None,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmfoundry.assemble.job import build_root
-from llmfoundry.assemble.weights.pretrained import open_pretrained
+from llmfoundry.builders.job import build_root
+from llmfoundry.builders.weights.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry.assemble import trainer as build
+from llmfoundry.builders import trainer as build
 from llmfoundry.errors import UserError
 from llmfoundry.train import trainer as loop
-from llmfoundry.train.logged_step import HostCopy
+from llmfoundry.train.metrics import HostCopy
 from llmfoundry.train.trainer import Callback
 from tests.fake_cuda import run_on_fake_cuda
 from tests.selection import slow_but
@@ -184,15 +184,15 @@ from types import SimpleNamespace
 from torch.utils._python_dispatch import TorchDispatchMode
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import Batch
-from llmfoundry.parallel.launch import World
+from llmfoundry.distributed.launch import World
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.callbacks import LRMonitor, RuntimeEstimator, SpeedMonitor
 from llmfoundry.train.early_stopper import EarlyStopper
-from llmfoundry.train.logged_step import LoggedStep
+from llmfoundry.train.metrics import LoggedStep
 from llmfoundry.train.optimizer_monitor import OptimizerMonitor
-from llmfoundry.train.optimizers.optim import build_optimizer
+from llmfoundry.train.optim.build import build_optimizer
 from llmfoundry.train.trainer import Trainer
 
 class Waits(TorchDispatchMode):

@@ -27,20 +27,20 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from llmfoundry.checkpoint.load import load_training_state, load_weights
+from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.distributed.apply import parallelize
+from llmfoundry.distributed.context import token_cut
+from llmfoundry.distributed.fsdp import replicate
+from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mesh import build_mesh, on_mesh
 from llmfoundry.files import write_whole
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.layout import Layout as Rows
-from llmfoundry.parallel.apply import parallelize
-from llmfoundry.parallel.context import token_cut
-from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh, on_mesh
-from llmfoundry.parallel.sharding import replicate
+from llmfoundry.ops.packed_layout import Layout as Rows
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.checkpoints.checkpoint import load_training_state, load_weights
-from llmfoundry.train.checkpoints.checkpointer import Checkpointer
-from llmfoundry.train.optimizers.optim import build_optimizer
+from llmfoundry.train.optim.build import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.models.test_decoder import make_config
 from tests.tiny import run, write_recipe

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmfoundry.distributed.activation_checkpoint import wrap_blocks
+from llmfoundry.distributed.fsdp import materialize, replicate
+from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.routing import Routing
+from llmfoundry.models.load_balance import Routing
 from llmfoundry.ops.batch import Batch
-from llmfoundry.ops.layout import Layout
-from llmfoundry.parallel.blocks import wrap_blocks
-from llmfoundry.parallel.launch import World
-from llmfoundry.parallel.mesh import build_mesh
-from llmfoundry.parallel.sharding import materialize, replicate
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.optimizers.optim import build_optimizer
+from llmfoundry.train.optim.build import build_optimizer
 from llmfoundry.train.routing_metrics import routing_metrics
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.models.plain_moe import balancing_loss

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
-from llmfoundry.assemble.job import product_dtype
+from llmfoundry.builders.job import product_dtype
+from llmfoundry.checkpoint.load import load_training_state
+from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import Batch
-from llmfoundry.ops.layout import Layout
-from llmfoundry.parallel.launch import World
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.optimizer import (
     OPTIMIZERS,
     GradientClippingConfig,
     OptimizerConfig,
     ParamGroupConfig,
 )
-from llmfoundry.train.checkpoints.checkpoint import load_training_state
-from llmfoundry.train.checkpoints.checkpointer import Checkpointer
-from llmfoundry.train.optimizers.muon import orthogonal
-from llmfoundry.train.optimizers.optim import build_optimizer, freeze
+from llmfoundry.train.optim.build import build_optimizer, freeze
+from llmfoundry.train.optim.muon import orthogonal
 from llmfoundry.train.step import Guard, clip_adaptive, train_step
 from tests.models.test_decoder import CHAIN, make_config
 from tests.selection import slow_but
@@ -252,7 +252,7 @@ def test_muon_multiplies_in_the_recipes_precision(
         computed.add(matrix.dtype)
         return orthogonal(matrix)
 
-    monkeypatch.setattr("llmfoundry.train.optimizers.muon.orthogonal", spy)
+    monkeypatch.setattr("llmfoundry.train.optim.muon.orthogonal", spy)
     model, config = make_model(), make_optimizer_config("muon")
     optimizer = build_optimizer(model, config, product_dtype=product_dtype(precision))
     run(model, optimizer, make_gradients(model, 1))

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.data.rows import Row, Rows
-from llmfoundry.export.read import from_hf
+from llmfoundry.data.make_batch import Row, Rows
+from llmfoundry.hf.read import from_hf
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.preference import PreferenceConfig
-from llmfoundry.train.optimizers.optim import new_optimizer
+from llmfoundry.train.optim.build import new_optimizer
 from llmfoundry.train.preference.losses import (
     ALMOST_CERTAIN,
     Compared,
@@ -28,7 +28,7 @@ from llmfoundry.train.preference.losses import (
     answer_log_probs,
     build_preference,
 )
-from llmfoundry.train.preference.mismatched import mismatched
+from llmfoundry.train.preference.mismatched_pairs import mismatched
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.train.preference_goldens import (
     CASES,

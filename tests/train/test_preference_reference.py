@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.assemble import reference
-from llmfoundry.assemble.data import Data
-from llmfoundry.assemble.job import Job
-from llmfoundry.assemble.reference import WEIGHTS, identity_of, open_reference, with_places
-from llmfoundry.assemble.start import Start
+from llmfoundry.builders import reference
+from llmfoundry.builders.data import Data
+from llmfoundry.builders.job import Job
+from llmfoundry.builders.reference import WEIGHTS, identity_of, open_reference, with_places
+from llmfoundry.builders.start import Start
 from llmfoundry.data.held_out import validation_batches
+from llmfoundry.data.make_batch import Row, Rows
 from llmfoundry.data.order import Order
-from llmfoundry.data.rows import Row, Rows
 from llmfoundry.data.sources import OrderedStream
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.train.preference.accuracy import validate_answers
 from llmfoundry.train.preference.losses import Pairs
-from llmfoundry.train.preference.mismatched import mismatched
+from llmfoundry.train.preference.mismatched_pairs import mismatched
 from tests.models.test_decoder import make_config, make_model
 from tests.shards import bytes_tokenizer
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry.assemble.data import open_data
-from llmfoundry.assemble.reference import with_places
+from llmfoundry.builders.data import open_data
+from llmfoundry.builders.reference import with_places
 from llmfoundry.data.instructions.instruction_rows import instruction_rows
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.typed import Problem, build
 from llmfoundry.recipe.preference import FORMATS
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe

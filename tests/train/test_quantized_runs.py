@@ -11,15 +11,15 @@ import torch
 import yaml
 from torch import Tensor
 
-from llmfoundry.assemble.start import load_checkpoint
-from llmfoundry.assemble.weights.fill import fill_model
-from llmfoundry.assemble.weights.pretrained import open_pretrained
+from llmfoundry.builders.start import load_checkpoint
+from llmfoundry.builders.weights.fill import fill_model
+from llmfoundry.builders.weights.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE, convert
 from llmfoundry.commands.train import train
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantize_frozen
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe

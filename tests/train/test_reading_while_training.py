@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.assemble.start import load_checkpoint
+from llmfoundry.builders.start import load_checkpoint
+from llmfoundry.checkpoint import verify
+from llmfoundry.checkpoint.commit import pin, remove_unpinned, unpin
+from llmfoundry.checkpoint.load import list_checkpoints
+from llmfoundry.checkpoint.storage import FolderHome
+from llmfoundry.checkpoint.synced_steps import Together
+from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.locks import try_lock
-from llmfoundry.parallel.launch import ALONE, World
-from llmfoundry.train.checkpoints import verify
-from llmfoundry.train.checkpoints.checkpoint import list_checkpoints
-from llmfoundry.train.checkpoints.commit import pin, remove_unpinned, unpin
-from llmfoundry.train.checkpoints.homes import FolderHome
-from llmfoundry.train.checkpoints.together import Together
-from llmfoundry.train.checkpoints.verify import Sums, find_checkpoint
 from tests.tiny import ENV, command, run, write_recipe
 from tests.train.here import train_here
 
@@ -78,7 +78,7 @@ def test_pruning_leaves_what_another_process_reads_until_it_has_read_it(
             *command("train.py")[:1],
             "-c",
             "import sys; from pathlib import Path;"
-            "from llmfoundry.train.checkpoints.commit import pin;"
+            "from llmfoundry.checkpoint.commit import pin;"
             f"print(pin(Path({str(read)!r})), flush=True); sys.stdin.read()",
         ],
         env=ENV,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.checkpoints.verify import find_checkpoint
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 
@@ -210,7 +210,7 @@ OF_NO_EFFECT = (
 def test_what_a_resume_changes_is_told_line_by_line(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmfoundry.ops.processor.HAS_BF16", True)  # or precision would be fp32
+    monkeypatch.setattr("llmfoundry.ops.cpu_features.HAS_BF16", True)  # or precision would be fp32
     run = copy("changed")
     capsys.readouterr()
     train_here(run.name, *BRIEF, *OF_NO_EFFECT, *CHANGES)

@@ -1,4 +1,4 @@
-"""One run at a time in a folder; what two ranks say of it is in ../parallel/test_lost_ranks.py."""
+"""One run at a time in a folder; two ranks: ../distributed/test_lost_ranks.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmfoundry.checkpoint import run_lock
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import whole
-from llmfoundry.parallel.launch import World
-from llmfoundry.train.stores import run_lock
 from tests.tiny import ENV, write_recipe
 from tests.train.here import train_here
 
@@ -26,8 +26,8 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 HOLDER = """
 import os, sys, time, torch
 from pathlib import Path
-from llmfoundry.train.stores.run_lock import only_run
-from llmfoundry.parallel.launch import World
+from llmfoundry.checkpoint.run_lock import only_run
+from llmfoundry.distributed.launch import World
 with only_run(Path(sys.argv[1]), World(0, 1, 0, torch.device("cpu")), note=print):
     if os.fork() == 0:
         print("held", flush=True)

@@ -21,19 +21,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from llmfoundry.assemble.start import load_checkpoint
+from llmfoundry.builders.start import load_checkpoint
+from llmfoundry.checkpoint.safe_load import parse_metadata
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.export.read import from_hf
 from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
 from llmfoundry.gauntlet.prompts.cache import load_questions
 from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
 from llmfoundry.gauntlet.tasks.rows import read_source
-from llmfoundry.parallel.launch import World
+from llmfoundry.hf.read import from_hf
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.train.checkpoints.safe_load import parse_metadata
 from tests.gauntlet.hugging_face_models import save_model
 from tests.tiny import write_recipe
 from tests.train.here import train_here

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from llmfoundry.checkpoint.dcp import TensorFiles
+from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.distributed.launch import World
 from llmfoundry.files import write_whole
-from llmfoundry.parallel.launch import World
-from llmfoundry.train.checkpoints.checkpointer import Checkpointer
-from llmfoundry.train.checkpoints.tensor_files import TensorFiles
 from tests.warm_scripts import on_ranks
 
 RANKS = 2

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.verify import find_checkpoint, find_damage
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.front.script import run as run_script
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.checkpoints.checkpointer import Checkpointer
-from llmfoundry.train.checkpoints.verify import find_checkpoint, find_damage
 from tests.disk import Disk
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here

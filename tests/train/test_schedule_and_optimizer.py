@@ -11,8 +11,8 @@ from torch import nn
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.values.duration import Clock, Duration
-from llmfoundry.train.optimizers.optim import new_optimizer
-from llmfoundry.train.optimizers.schedule import lr_factor
+from llmfoundry.train.optim.build import new_optimizer
+from llmfoundry.train.optim.schedule import lr_factor
 
 CLOCK = Clock(
     samples_per_batch=4,

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmfoundry.checkpoint import storage
+from llmfoundry.checkpoint.dcp import TensorFiles
+from llmfoundry.checkpoint.staging import Staging
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.ops import pinned
-from llmfoundry.parallel.launch import World
+from llmfoundry.ops import pinned_memory
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.checkpoints import homes
-from llmfoundry.train.checkpoints.staging import Staging
-from llmfoundry.train.checkpoints.tensor_files import TensorFiles
 from tests.tiny import write_recipe
 from tests.train.here import rows, train_here
 from tests.train.test_saving import make_saver, names, parts
@@ -80,10 +80,10 @@ def test_memory_is_pinned_where_there_is_a_gpu_and_released_before_it_is_freed(
     monkeypatch: pytest.MonkeyPatch, refuses: bool
 ) -> None:
     runtime = Runtime(refuses=refuses)
-    assert pinned.host_buffer(64).nbytes == 64 and not runtime.calls
+    assert pinned_memory.host_buffer(64).nbytes == 64 and not runtime.calls
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    buffer = pinned.host_buffer(4096)
+    buffer = pinned_memory.host_buffer(4096)
     copy = torch.frombuffer(buffer[:8], dtype=torch.uint8)
     address = copy.data_ptr()
     assert runtime.calls == [("pin", address, 4096)]
@@ -256,10 +256,10 @@ def test_a_bound_without_saves_in_the_background_is_refused(
 def test_machines_that_do_not_share_the_folder_are_found_before_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(homes, "_LATE_S", 0.1)
+    monkeypatch.setattr(storage, "_LATE_S", 0.1)
     (tmp_path / "__0_0.distcp").touch()
     told = [{"__0_0.distcp": {"bytes": 0, "crc32": 0}}, {"__1_0.distcp": {"bytes": 9, "crc32": 1}}]
     with pytest.raises(OSError, match=r"__1_0.distcp, which rank 1 wrote, is not in .* rank 0;"):
-        homes._await_files(tmp_path, told)
+        storage._await_files(tmp_path, told)
     (tmp_path / "__1_0.distcp").touch()
-    homes._await_files(tmp_path, told)
+    storage._await_files(tmp_path, told)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llmfoundry.distributed.local_shards import total_norm
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.optimizer import OPTIMIZERS, GradientClippingConfig, OptimizerConfig
-from llmfoundry.train.checkpoints.shards import total_norm
-from llmfoundry.train.optimizers.optim import new_optimizer
+from llmfoundry.train.optim.build import new_optimizer
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.models.test_decoder import make_config
 

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.fetch.object_store import ObjectStore
-from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.train.stores.neighbours import (
+from llmfoundry.checkpoint.peer_copies import (
     Address,
     CopiedPart,
     CopyDoor,
@@ -23,6 +21,8 @@ from llmfoundry.train.stores.neighbours import (
     parts_given_back,
     send,
 )
+from llmfoundry.data.fetch.object_store import ObjectStore
+from llmfoundry.data.file_spec import FetchOptions
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here

@@ -14,6 +14,8 @@ from typing import Any
 import fsspec
 import pytest
 
+from llmfoundry.checkpoint import lease, remote_run
+from llmfoundry.checkpoint.run_folder import run_folder
 from llmfoundry.commands.convert import convert
 from llmfoundry.commands.evaluate import evaluate
 from llmfoundry.commands.generate import generate
@@ -28,8 +30,6 @@ from llmfoundry.recipe.scripts.after_training import ConvertRecipe, EvalRecipe, 
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.stores import lease, stored_run
-from llmfoundry.train.stores.run_place import run_folder
 from tests.tiny import finetune_recipe, losses, write_recipe
 from tests.train.here import train_here
 
@@ -69,7 +69,7 @@ def forget(place: Path) -> None:
     """Another machine, on which nothing is left."""
     for name in ("runs", "runs-read"):
         shutil.rmtree(place / "cache" / name, ignore_errors=True)
-    stored_run._opened.clear()
+    remote_run._opened.clear()
 
 
 @pytest.mark.parametrize("kind", ["memory://bucket", pytest.param("file", marks=pytest.mark.slow)])
@@ -232,7 +232,7 @@ def test_two_runs_at_one_url_the_second_is_refused(place: Path, tmp_path: Path) 
 
     def live() -> None:
         while not ended.is_set():
-            store.write("run.lock", stored_run.record({**facts, "beat": time.monotonic()}))
+            store.write("run.lock", remote_run.record({**facts, "beat": time.monotonic()}))
             time.sleep(0.05)
 
     holder = threading.Thread(target=live)
@@ -257,7 +257,7 @@ def test_one_that_was_taken_over_saves_nothing_more(place: Path, tmp_path: Path)
     def upload(self: ObjectStore, name: str, path: Path) -> None:
         real(self, name, path)
         if name.endswith("ba0000004/__0_0.distcp"):
-            store.write("run.lock", stored_run.record(other))
+            store.write("run.lock", remote_run.record(other))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ObjectStore, "upload", upload)

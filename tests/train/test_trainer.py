@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.parallel.launch import World
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.trainer import Trainer
 from tests.tiny import losses, write_recipe
@@ -118,11 +118,11 @@ def test_seeding_leaves_nothing_behind_for_a_gpu_that_never_comes(place: Path) -
             r" parallel.activation_checkpointing=true \(tried to allocate \d+ bytes\)$",
         ),
         (
-            "llmfoundry.assemble.evaluate.validate",
+            "llmfoundry.builders.evaluate.validate",
             r"^device_eval_batch_size: the evaluation ran out of memory at 4; write 2 \(tried",
         ),
         (
-            "llmfoundry.assemble.trainer.parallelize",
+            "llmfoundry.builders.trainer.parallelize",
             r"^model: its weights ran out of memory; .* \(",
         ),
     ],

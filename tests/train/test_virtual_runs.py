@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmfoundry.assemble.start import load_checkpoint
+from llmfoundry.builders.start import load_checkpoint
 from llmfoundry.commands.convert import ALONE
 from llmfoundry.commands.generate import generate
 from llmfoundry.errors import UserError

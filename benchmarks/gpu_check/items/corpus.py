@@ -13,7 +13,7 @@ import numpy as np
 
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.write.token_writer import TokenWriter
-from llmfoundry.data.tokens import StreamIndex
+from llmfoundry.data.token_rows import StreamIndex
 from llmfoundry.files import whole, write_json
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

@@ -18,9 +18,9 @@ from benchmarks.gpu_check.items.measure import Here, Row, tried
 from benchmarks.gpu_check.items.watch import mark, seconds_between, wait_for
 from benchmarks.moe.layer import DENSE, LayerShape, contenders, saved_bytes, seconds
 from benchmarks.training.bare import Sizes, train
-from llmfoundry.estimate.fit import USABLE, available_memory
 from llmfoundry.ops import logits
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
+from llmfoundry.plan.fit import USABLE, available_memory
 
 LOW = torch.bfloat16
 CHUNKS = (256, 1024, 2048, 4096, 8192, 16384, 32768)

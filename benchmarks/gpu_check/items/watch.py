@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_check.items.kernel_times import kernel_rows
 from benchmarks.gpu_check.items.rows import append
-from llmfoundry.assemble.job import Job, product_dtype
-from llmfoundry.estimate.memory import FRAMEWORK, estimate
+from llmfoundry.builders.job import Job, product_dtype
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.counts import trained_flops_per_token
-from llmfoundry.ops.attention.backends import choose
+from llmfoundry.ops.attention.select import choose
+from llmfoundry.plan.memory import FRAMEWORK, estimate
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
 from llmfoundry.recipe.values.choices import REQUIRED
 from llmfoundry.train.callbacks import peak_memory

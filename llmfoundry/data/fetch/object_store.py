@@ -1,6 +1,6 @@
 """A folder at a URL that is written, too: a run's, with its checkpoints.
 
-`train.stores` keeps runs in one. The ideas: what is asked is asked again as long as it may pass, as
+`checkpoint` keeps runs in one. The ideas: what is asked is asked again as long as it may pass, as
 `Remote` does for shards; a large file goes up in parts, each of which is tried again by itself; a
 file counts as written once the store says that it has as many bytes. No store renames atomically
 but all of them put one object whole or not at all, so a marker that is written last is a commit.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmfoundry.data.fetch import remote_errors
-from llmfoundry.data.fetch.remote import DamagedError, Remote
+from llmfoundry.data.fetch.download import DamagedError, Remote
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.files import whole

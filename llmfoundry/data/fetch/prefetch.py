@@ -12,7 +12,7 @@ import heapq
 import threading
 from collections.abc import Callable, Iterator
 
-from llmfoundry.data.fetch.remote import CancelledError
+from llmfoundry.data.fetch.download import CancelledError
 from llmfoundry.data.file_spec import FileSpec
 
 N_THREADS = 4  # one connection rarely fills a link; more would take turns on one interpreter

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from llmfoundry.data.fetch.remote import DamagedError, Remote
+from llmfoundry.data.fetch.download import DamagedError, Remote
 from llmfoundry.data.fetch.shard_cache import ShardCache, Shortage, reports_cache_folder
 from llmfoundry.data.file_spec import (
     PACKED,

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.copies import AnyIndex, Copies, Index
+from llmfoundry.data.fetch.download import Remote
 from llmfoundry.data.fetch.prefetch import Prefetcher
-from llmfoundry.data.fetch.remote import Remote
 from llmfoundry.data.fetch.request_rate import take_turn
 from llmfoundry.data.fetch.shard_cache import ShardCache, reports_cache_folder
 from llmfoundry.data.fetch.shard_fetch import ShardFetcher, damage

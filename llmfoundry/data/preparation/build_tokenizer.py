@@ -1,6 +1,6 @@
 """`build_tokenizer`: the tokenizer a recipe asks for, trained, downloaded or read from a folder.
 
-`assemble/` and `prepare_data` call it. What takes long is kept in the cache folder.
+`builders/` and `prepare_data` call it. What takes long is kept in the cache folder.
 """
 
 from __future__ import annotations

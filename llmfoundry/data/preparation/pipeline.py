@@ -36,7 +36,7 @@ from llmfoundry.data.preparation.write.parts import (
     signature_file,
 )
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.tokens import Shard, StreamIndex
+from llmfoundry.data.token_rows import Shard, StreamIndex
 from llmfoundry.errors import UserError
 from llmfoundry.processes import cores
 from llmfoundry.terminal import progress

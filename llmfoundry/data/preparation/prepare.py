@@ -24,7 +24,7 @@ from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import STREAMS, Output, token_output
 from llmfoundry.data.preparation.write.parts import WORK
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.tokens import StreamIndex, TokenDataset
+from llmfoundry.data.token_rows import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.locks import try_lock
 from llmfoundry.recipe.data import DataConfig

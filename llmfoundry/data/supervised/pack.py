@@ -1,6 +1,6 @@
 """Rows of supervised examples: cut to max_seq_len, left out, packed; decided once per run.
 
-`open_rows` is called by `assemble/data.py` on every process; what it decides lies in the cache, so
+`open_rows` is called by `builders/data.py` on every process; what it decides lies in the cache, so
 one process works it out. Examples are taken in a seeded order, in windows, and within a window the
 longest first, each into the fullest row that still holds it (best fit, decreasing). So which row
 holds what is a pure function of the rows and the seed, and a run's rows are fixed: their order,

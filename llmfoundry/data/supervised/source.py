@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmfoundry.data.rows import Row
+from llmfoundry.data.make_batch import Row
 from llmfoundry.data.supervised.pack import PackedExamples, cut_lengths, lengths_of, pack_examples
 from llmfoundry.data.supervised.store import Store
 from llmfoundry.data.text.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 from llmfoundry.gauntlet.metrics import NOT_GENERATED, UNITS, Answer, Interval, answers_of
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.task_types import judge
-from llmfoundry.masking import public
+from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
 
 GAUNTLET = "icl/metrics/eval_gauntlet/"

@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.models.generation import Autocast, generate_texts
 from llmfoundry.gauntlet.models.tree import Forest, TreeRow, grow, write_row
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer

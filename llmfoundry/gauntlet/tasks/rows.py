@@ -22,7 +22,7 @@ from typing import Any
 
 import fsspec
 
-from llmfoundry.data.fetch.remote import MissingError, Remote
+from llmfoundry.data.fetch.download import MissingError, Remote
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.remote_input import list_url
 from llmfoundry.errors import UserError, import_optional

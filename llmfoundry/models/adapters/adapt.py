@@ -1,6 +1,6 @@
 """Adapters on a decoder: added on the meta device, filled once the base has its weights.
 
-`assemble/trainer.py` calls `add_adapter` before blocks are wrapped and sharded, and `init_adapter`
+`builders/trainer.py` calls `add_adapter` before blocks are wrapped and sharded, and `init_adapter`
 after the base was loaded. All but the adapter is frozen. What is trained, saved and switched off is
 told apart here, by name and by `requires_grad`.
 """
@@ -30,7 +30,7 @@ from llmfoundry.models.low_rank import (
     row_norms,
 )
 from llmfoundry.models.moe import ExpertWeights
-from llmfoundry.models.spread.held import assign
+from llmfoundry.models.shard_layout import assign
 from llmfoundry.models.virtual_tokens import NAME as PROMPT
 from llmfoundry.models.virtual_tokens import switched_off as without_virtual
 from llmfoundry.models.virtual_tokens import virtual_of

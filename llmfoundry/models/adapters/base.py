@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.spread.held import all_stacked_rows, held_blocks
+from llmfoundry.models.shard_layout import all_stacked_rows, held_blocks
 
 NUMBERS = 8  # of each tensor
 ROUNDING = 2.0**-7  # relative: what bfloat16 may change

@@ -1,6 +1,6 @@
 """A decoder's adapter added into its weights: tensor by tensor, never all of them at once.
 
-`export/hf.py` writes a `MergedState`; `assemble/weights/pretrained.py` begins a run with a merged
+`hf/write.py` writes a `MergedState`; `builders/weights/pretrained.py` begins a run with a merged
 adapter by `merge_into`. Sums are made in fp32.
 """
 
@@ -17,7 +17,7 @@ from llmfoundry.models.init import grown
 from llmfoundry.models.linear import Linear, whole
 from llmfoundry.models.low_rank import LowRank, merged
 from llmfoundry.models.moe import ExpertWeights
-from llmfoundry.models.spread.held import assign
+from llmfoundry.models.shard_layout import assign
 
 
 class MergedState(Mapping[str, Tensor]):

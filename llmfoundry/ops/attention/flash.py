@@ -19,7 +19,7 @@ from llmfoundry.ops.attention.plan import (
     packed_plan,
     working_dtype,
 )
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 
 OLDEST = (2, 6, 2)
 """ALiBi came with 2.4.2, the softcap with 2.6.2."""

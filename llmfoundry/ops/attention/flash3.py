@@ -23,7 +23,7 @@ from llmfoundry.ops.attention.plan import (
     packed_plan,
     working_dtype,
 )
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.ops.torch_private import activate_fa3
 
 INSTALL = "install it from hopper/ of Dao-AILab/flash-attention, or write auto"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.attention.plan import AttentionPlan, AttentionSpec, repeat_heads, working_dtype
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

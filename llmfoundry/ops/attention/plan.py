@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.attention_limits import ALIBI, DROPOUT, SOFTCAP
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

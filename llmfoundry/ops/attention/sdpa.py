@@ -25,7 +25,7 @@ from llmfoundry.ops.attention.plan import (
     working_dtype,
 )
 from llmfoundry.ops.attention.tree import cut
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 
 Serve = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
 

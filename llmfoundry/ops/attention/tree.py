@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.ops.attention.plan import AttentionSpec, TreePiece
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 
 PIECE = 128
 """Queries a piece."""

@@ -24,7 +24,7 @@ from llmfoundry.ops.attention.plan import (
     packed_plan,
     working_dtype,
 )
-from llmfoundry.ops.layout import Layout
+from llmfoundry.ops.packed_layout import Layout
 
 
 def refusal(

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.activations import Activation
+from llmfoundry.ops.moe.elementwise import pack, packed_width, unpack
 from llmfoundry.ops.moe.experts import (
     Experts,
     Gradients,
@@ -27,7 +28,6 @@ from llmfoundry.ops.moe.experts import (
     SavedActivations,
     SortedRows,
 )
-from llmfoundry.ops.moe.steps import pack, packed_width, unpack
 
 PADDING = 64  # a segment is padded by less than this, and by less than a sixteenth of its rows
 

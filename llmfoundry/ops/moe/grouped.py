@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from llmfoundry.ops.moe import cpu as moe_cpu
-from llmfoundry.ops.moe import device as moe_device
+from llmfoundry.ops.moe import gpu as moe_device
+from llmfoundry.ops.moe.elementwise import packed_width
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts, SavedActivations, SortedRows, route
-from llmfoundry.ops.moe.steps import packed_width
 from llmfoundry.ops.nf4 import Nf4Layout
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -17,13 +17,13 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
-from llmfoundry.masking import MASK, hide, masked_keys, public_values
 from llmfoundry.recipe.front.defaults import YamlSource, parts
 from llmfoundry.recipe.front.grammar import DEFAULT, split
 from llmfoundry.recipe.front.paths import group_options, search_folders, show
 from llmfoundry.recipe.front.typed import flat, to_dict
 from llmfoundry.recipe.front.yamlfile import line_of, read
 from llmfoundry.recipe.schema import Schema
+from llmfoundry.redaction import MASK, hide, masked_keys, public_values
 
 _MOST_TEXT = 1 << 20  # characters, as of a recipe's file
 _MOST_GONE = 6  # values that a note lists

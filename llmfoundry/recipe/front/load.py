@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmfoundry.errors import MOST_LINES, UserError
-from llmfoundry.masking import hide, hide_override
 from llmfoundry.recipe.front.help.hints import unknown_key
 from llmfoundry.recipe.front.paths import find_recipe
 from llmfoundry.recipe.front.plugins import import_plugins, leave_out
 from llmfoundry.recipe.front.typed import Problem, build, remember, require
 from llmfoundry.recipe.schema import Schema
+from llmfoundry.redaction import hide, hide_override
 
 T = TypeVar("T")
 

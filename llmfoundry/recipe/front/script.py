@@ -19,9 +19,8 @@ from typing import Any, NoReturn
 
 from llmfoundry import __version__
 from llmfoundry.allocator import allocator_settings
-from llmfoundry.ends import FAILED, GIVE_UP, MISTAKE, record_end
 from llmfoundry.errors import RunFailure, UserError, one_line
-from llmfoundry.masking import mask_tracebacks, public
+from llmfoundry.exit_status import FAILED, GIVE_UP, MISTAKE, record_end
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine, parse
 from llmfoundry.recipe.front.called import as_called
@@ -33,6 +32,7 @@ from llmfoundry.recipe.front.paths import recipe_name, shipped
 from llmfoundry.recipe.front.sweep import sweep, sweep_points
 from llmfoundry.recipe.front.typed import is_named, notes, placed, require, to_yaml
 from llmfoundry.recipe.schema import Schema
+from llmfoundry.redaction import mask_tracebacks, public
 from llmfoundry.terminal import outlast_readers, quiet_libraries, tell_loading
 
 DISTRIBUTION = "llmfoundry-recipes"

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.masking import public_override
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.grammar import choices, key_and_text
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import find_recipe, group_options, search_folders
 from llmfoundry.recipe.schema import Schema
+from llmfoundry.redaction import public_override
 
 # Fields that name where a run writes: each point's gets its own last part.
 _PLACES = ("run_name", "save_folder", "output")

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from llmfoundry.errors import MOST_LINES, UserError
-from llmfoundry.masking import MASK, hide, public_values
 from llmfoundry.recipe.schema import Schema, options, section_of
 from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.redaction import MASK, hide, public_values
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from llmfoundry.masking import public
 from llmfoundry.recipe.values.bounds import Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import inert, nearest
+from llmfoundry.redaction import public
 
 LEVELS = ("off", "quick", "full")
 WEBHOOK_FORMS = ("slack", "discord", "teams", "json")

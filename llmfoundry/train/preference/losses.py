@@ -1,6 +1,6 @@
 """What preference tuning minimises: dpo (sigmoid, ipo, hinge), kto, orpo and simpo.
 
-`assemble/trainer.py` makes an objective by `build_preference`, `train_step` minimises it, the
+`builders/trainer.py` makes an objective by `build_preference`, `train_step` minimises it, the
 evaluation measures by it. The idea: every method is a sum over pairs, or over single answers, of a
 function of log-probabilities (`Compared`), divided by their number in the global batch. So nothing
 depends on microbatches, accumulation or processes, and two numbers for each document are all that
@@ -24,7 +24,7 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.preference import PreferenceConfig
 from llmfoundry.train.objective import Finish, Look, sum_over_processes
-from llmfoundry.train.preference.mismatched import mismatched
+from llmfoundry.train.preference.mismatched_pairs import mismatched
 
 Context = Callable[[], AbstractContextManager[None]]
 ALMOST_CERTAIN = -1e-6  # largest mean log-probability that odds are taken of; beyond they overflow

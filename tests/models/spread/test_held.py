@@ -14,11 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llmfoundry.models.spread.held import TENSOR, assign, at, held_blocks, runs
-from llmfoundry.parallel.launch import ALONE
-from llmfoundry.train.checkpoints.safe_load import load_tensors
-from llmfoundry.train.checkpoints.tensor_files import TensorFiles
-from llmfoundry.train.checkpoints.together import Together
+from llmfoundry.checkpoint.dcp import TensorFiles
+from llmfoundry.checkpoint.safe_load import load_tensors
+from llmfoundry.checkpoint.synced_steps import Together
+from llmfoundry.distributed.launch import ALONE
+from llmfoundry.models.shard_layout import TENSOR, assign, at, held_blocks, runs
 
 HEIGHTS = (8, 4, 4)  # queries of 4 heads, keys and values of 2
 

@@ -14,7 +14,7 @@ from llmfoundry.data.preparation.read.open_files import InputFile
 from llmfoundry.data.preparation.read.readers import ROW, as_text, no_column, row_text
 from llmfoundry.data.preparation.read.spans import Span
 from llmfoundry.data.shard_index import read_index, with_sample
-from llmfoundry.data.tokens import StreamIndex
+from llmfoundry.data.token_rows import StreamIndex
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 

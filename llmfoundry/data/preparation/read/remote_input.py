@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmfoundry.data.fetch import remote_errors
-from llmfoundry.data.fetch.remote import MissingError, Remote
+from llmfoundry.data.fetch.download import MissingError, Remote
 from llmfoundry.data.fetch.remote_backends import Backend, resolve
 from llmfoundry.data.fetch.remote_file import open_parts
 from llmfoundry.data.file_spec import FetchOptions

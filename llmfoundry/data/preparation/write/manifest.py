@@ -19,7 +19,7 @@ from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import STREAMS, StreamCounts
 from llmfoundry.data.preparation.write.parts import REPEAT, Part
 from llmfoundry.errors import UserError
-from llmfoundry.masking import public
+from llmfoundry.redaction import public
 
 MANIFEST = "manifest.json"
 _LIBRARIES = ("llmfoundry-recipes", "tokenizers", "numpy")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry.data.mds.checksums import digest
-from llmfoundry.data.tokens import Shard
+from llmfoundry.data.token_rows import Shard
 
 
 @dataclass

@@ -1,0 +1,321 @@
+"""What trains in a fine-tuned run: an adapter, or all but what `freeze` names.
+
+`build_trainer` calls `choose_trained` on the meta device and `begin_adapter` once the base has its
+weights; the rest of the house asks `models.adapters.adapt` what is an adapter's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from llmfoundry.builders.adapters.virtual_adapter import add_virtual_tokens, begin_virtual
+from llmfoundry.builders.job import Job, weight_dtype
+from llmfoundry.checkpoint.safe_load import load_tensors
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.files import write_json
+from llmfoundry.hf.peft.modules import OWN_TYPE, read_config, splits_qkv
+from llmfoundry.hf.peft.read import read_adapter
+from llmfoundry.hf.peft.virtual import write_virtual
+from llmfoundry.hf.peft.write import matrices, write_adapter
+from llmfoundry.loggers.format import size as memory_text
+from llmfoundry.models.adapters.adapt import (
+    adapted_layers,
+    adapter_table,
+    add_adapter,
+    fill_adapter_from,
+    freeze_parts,
+    init_adapter,
+    is_added,
+    saved_names,
+)
+from llmfoundry.models.adapters.base import base_difference, base_sample
+from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
+from llmfoundry.models.virtual_tokens import NAME as PROMPT
+from llmfoundry.models.virtual_tokens import virtual_of
+from llmfoundry.recipe.architecture.adapter import VIRTUAL
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+from llmfoundry.recipe.front.paths import find_file
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+
+FOLDER = "adapter"
+"""In a checkpoint: the adapter as peft's own folder."""
+BASE = "base.json"
+"""In that folder: numbers of the base model, to know it again."""
+
+
+def has_adapter(recipe: TrainRecipe) -> bool:
+    """Whether a run trains an adapter."""
+    return isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none"
+
+
+def choose_trained(
+    model: Decoder,
+    recipe: TrainRecipe,
+    note: Callable[[str], None],
+    *,
+    checkpoint: Path | None = None,
+) -> None:
+    """Add the recipe's adapter, or freeze what it names; on the meta device.
+
+    Args:
+        model: the base.
+        recipe: filled.
+        note: reports what was wrapped, or frozen.
+        checkpoint: of the same run, which goes on from it; None: it begins.
+
+    Raises:
+        UserError: a name matches nothing, or an adapter does not fit.
+    """
+    if not isinstance(recipe, FinetuneRecipe):
+        return
+    if recipe.adapter.name in VIRTUAL:
+        add_virtual_tokens(model, recipe, _folder(recipe, checkpoint), note)
+    elif recipe.adapter.name == "lora" and isinstance(recipe.model, HFModelConfig):
+        _add_to_class(model, recipe, note, checkpoint)
+    elif recipe.adapter.name == "lora":
+        _check_experts(recipe)
+        _add(model, recipe, checkpoint)
+        for line in adapter_table(model):
+            note(line)
+    elif recipe.freeze:
+        frozen = freeze_parts(model, recipe.freeze)
+        names = dict(model.named_parameters())
+        size = sum(names[name].numel() for name in frozen)
+        total = sum(p.numel() for p in names.values())
+        note(f"freeze: {len(frozen)} of {len(names)} tensors, {size:,} of {total:,} parameters")
+
+
+def hold_frozen(
+    model: Decoder, recipe: TrainRecipe, written: TrainRecipe, note: Callable[[str], None]
+) -> None:
+    """Keep what an adapter stands on in as few bits as the recipe says; on the meta device.
+
+    Matrices in the dtype that products compute in, or in 4 bits. What `freeze` names stays as it
+    is: it is a part of the model that is saved.
+
+    Args:
+        model: with its adapter.
+        recipe: filled.
+        written: the same as written, whose model section says what was asked.
+        note: reports what was quantised.
+    """
+    if not has_adapter(recipe):
+        return
+    assert isinstance(written, FinetuneRecipe)
+    if recipe.precision == "amp_bf16":
+        narrow_frozen(model, torch.bfloat16)
+    if written.model.quantize == "nf4":
+        if isinstance(recipe.model, HFModelConfig):
+            raise UserError(
+                "model.quantize: nf4 is for models that the decoder holds, and transformers' class"
+                f" holds {written.model.pretrained}; write none"
+            )
+        before = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        count = quantize_frozen(model, double=written.model.double_quantize is not False)
+        after = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        note(
+            f"model.quantize: {count} matrices in 4 bits; frozen weights take"
+            f" {memory_text(after / 2**30)} in place of {memory_text(before / 2**30)}"
+        )
+
+
+def _add_to_class(
+    model: Decoder, recipe: FinetuneRecipe, note: Callable[[str], None], checkpoint: Path | None
+) -> None:
+    from llmfoundry.builders.adapters.hf_adapter import add_to_class  # transformers takes seconds
+
+    folder = _folder(recipe, checkpoint)
+    add_to_class(model, recipe, folder, dtype=weight_dtype(recipe.precision), note=note)
+
+
+def _folder(recipe: FinetuneRecipe, checkpoint: Path | None) -> Path | None:
+    """Where adapter.pretrained is, or what a checkpoint has of it; None: the run has none."""
+    if recipe.adapter.pretrained is None:
+        return None
+    own = None if checkpoint is None else checkpoint / FOLDER
+    return own or find_file(recipe.adapter.pretrained, "adapter.pretrained")
+
+
+def _add(model: Decoder, recipe: FinetuneRecipe, checkpoint: Path | None) -> None:
+    config, folder = recipe.adapter, _folder(recipe, checkpoint)
+    if folder is None:
+        plan = plan_adapter(model, config, split_qkv=splits_qkv(model.config))
+        whole = config.modules_to_save
+    else:
+        read = read_adapter(folder, model, dropout=config.lora_dropout or 0.0)
+        plan, whole = read.plan, read.modules_to_save
+    add_adapter(model, plan, modules_to_save=whole, dtype=weight_dtype(recipe.precision))
+
+
+def _check_experts(recipe: FinetuneRecipe) -> None:
+    impl = recipe.model.ffn_config.moe_impl  # type: ignore[attr-defined]
+    if impl == "megablocks":
+        raise UserError(
+            "model.config_overrides.ffn_config.moe_impl: megablocks has no adapters; write"
+            " grouped_mm"
+        )
+
+
+def begin_adapter(model: Decoder, recipe: TrainRecipe, tokenizer: Tokenizer) -> None:
+    """Fill the adapter, of a base that has its weights: anew, or from adapter.pretrained.
+
+    Every process calls it, as it may gather shards; `tokenizer` reads prompt_tuning_init_text.
+
+    Raises:
+        UserError: the adapter was made for another base.
+    """
+    if not has_adapter(recipe):
+        return
+    assert isinstance(recipe, FinetuneRecipe)
+    folder = _folder(recipe, None)
+    if folder is not None:
+        check_base(model, folder, "adapter.pretrained")
+    if recipe.adapter.name in VIRTUAL:
+        begin_virtual(model, recipe, folder, tokenizer)
+    elif isinstance(recipe.model, HFModelConfig):
+        from llmfoundry.builders.adapters.hf_adapter import begin_in_class
+
+        begin_in_class(model, recipe, folder)
+    else:
+        init_adapter(model, recipe.seed)
+        if folder is not None:
+            fill_adapter_from(model, read_adapter(folder, model, dropout=0.0).tensors)
+
+
+def check_base(model: Decoder, folder: Path, key: str, *, rows: int | None = None) -> None:
+    """Every process calls it, as it may read shards.
+
+    Args:
+        model: with its weights.
+        folder: the adapter's.
+        key: of the recipe, for errors.
+        rows: of embedding and head that are the base's; None: all of them.
+
+    Raises:
+        UserError: an adapter's folder has numbers of a base, and they are not this model's.
+    """
+    if not (folder / BASE).is_file():
+        return  # another library's; names and shapes have to do
+    try:
+        then = json.loads((folder / BASE).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / BASE}: cannot be read: {error}") from error
+    different = base_difference(then, base_sample(model, frozen=False, rows=rows))
+    if different is not None:
+        raise UserError(
+            f"{key}: {folder} was made for another base model ({different}); write the one that it"
+            " was made for as model.pretrained"
+        )
+
+
+def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None]:
+    """A function of a checkpoint's folder that adds the adapter in peft's format.
+
+    It reads the tensors back from the checkpoint, which was just written there: by then the model
+    has trained on, and none of its processes has all of it. Every process calls `adapter_writer`,
+    the main one what it gives.
+    """
+    recipe, model = job.recipe, job.root.model
+    if not has_adapter(recipe):
+        return lambda folder: None
+    assert isinstance(written, FinetuneRecipe)
+    sample = base_sample(model, frozen=True)
+    plan = {name: lora for name, _, _, lora in adapted_layers(model)}
+    kept = set(saved_names(model))
+    like = {n: (p.shape, p.dtype) for n, p in model.named_parameters() if n in kept}
+    experts = model.config.ffn_config.moe_num_experts or 1
+    base = written.model.pretrained
+
+    def write(folder: Path) -> None:
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
+        load_tensors({"model": tensors}, folder)
+        (folder / FOLDER).mkdir()
+        write_json(folder / FOLDER / BASE, sample)
+        virtual = virtual_of(model)
+        if virtual is not None:
+            write_virtual(folder / FOLDER, model.config, virtual, tensors[PROMPT], base)
+            return
+        if isinstance(recipe.model, HFModelConfig):
+            from llmfoundry.builders.adapters.hf_adapter import write_class_adapter
+
+            config = model.peft_config
+            write_class_adapter(folder / FOLDER, config, tensors, base)
+            return
+        write_adapter(
+            folder / FOLDER,
+            model.config,
+            matrices(plan, tensors, experts),
+            whole={name: t for name, t in tensors.items() if not is_added(name)},
+            base=base,
+        )
+
+    return write
+
+
+def export_adapter(loaded: Adapted, folder: Path, *, architecture: str | None, experts: str) -> str:
+    """Write a loaded run's adapter in peft's format; the architecture whose names it has.
+
+    Raises:
+        UserError: the run has no adapter, or peft cannot serve it.
+    """
+    model, parameters = loaded.root.model, dict(loaded.root.model.named_parameters())
+    own = loaded.folder / FOLDER
+    is_class = isinstance(loaded.recipe.model, HFModelConfig)
+    if own.is_dir() and (is_class or virtual_of(model) is not None):
+        if architecture is not None or experts != "stacked":
+            what = "a model of transformers' class" if is_class else "virtual tokens"
+            raise UserError(f"architecture, adapter_experts: have no effect on {what}; remove them")
+        shutil.copytree(own, folder, dirs_exist_ok=True)
+        return str(model.config.name)
+    plan = {name: lora for name, _, _, lora in adapted_layers(model)}
+    if not plan:
+        raise UserError(f"checkpoint: {loaded.folder} has no adapter; write to=hf")
+    name = write_adapter(
+        folder,
+        model.config,
+        matrices(plan, parameters, model.config.ffn_config.moe_num_experts or 1),
+        whole={n: p for n, p in parameters.items() if p.requires_grad and not is_added(n)},
+        base=read_config(loaded.folder / FOLDER).get("base_model_name_or_path"),
+        architecture=architecture,
+        experts=experts,
+    )
+    if read_config(folder)["peft_type"] == OWN_TYPE:
+        raise UserError(
+            f"to: peft cannot apply all of this adapter to {name} (weights are read past the"
+            " modules that it wraps); merge it by to=hf"
+        )
+    shutil.copyfile(loaded.folder / FOLDER / BASE, folder / BASE)
+    return name
+
+
+class Adapted(Protocol):
+    """What `export_adapter` asks of a loaded checkpoint."""
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's."""
+
+    @property
+    def root(self) -> Root:
+        """The model."""
+
+    @property
+    def recipe(self) -> TrainRecipe:
+        """Filled."""
+
+
+def lora_plus_ratio(recipe: TrainRecipe) -> float:
+    """Learning rate of an adapter's B over that of all else."""
+    if not isinstance(recipe, FinetuneRecipe):
+        return 1.0
+    return recipe.adapter.lora_plus_ratio or 1.0

@@ -1,0 +1,428 @@
+"""The recipe's `data` section opened: streams to train on, held-out text, and their mixture.
+
+Read `open_data` first. Process 0 alone reads the indices of shards, and what must be measured on
+their samples, and hands them to the others: thousands of processes would ask a store for the same
+file. Corpora are prepared, and found in its own cache, by the first process of each machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from llmfoundry.builders.supervised import open_supervised, open_validation_rows
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.mds_source import MDSTexts, MDSTokens
+from llmfoundry.data.mixture import Mixture, Phase, stream_weights
+from llmfoundry.data.order import Order
+from llmfoundry.data.preparation.prepare import prepare
+from llmfoundry.data.shard_index import Index, read_index, with_sample
+from llmfoundry.data.sources import (
+    ONLY,
+    OrderedStream,
+    RowOptions,
+    Stream,
+    open_folder,
+    open_source,
+    stream_key,
+    too_short,
+)
+from llmfoundry.data.supervised.bad_rows import BadRowsError
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, probe
+from llmfoundry.data.token_source import TokenSource
+from llmfoundry.distributed.launch import World, on_each_machine, on_rank0
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.filter import FilterConfig
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig
+from llmfoundry.recipe.values.duration import Clock
+
+_DECODED = 256  # rows of a shard that say how many bytes a token stands for
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run reads.
+
+    Attributes:
+        streams: to train on, in the recipe's order.
+        weights: each stream's part of the mixture at the start.
+        epoch_rows: rows of an epoch.
+        validation: held-out text; no rows where there is none.
+        bytes_per_token: of the training text; an estimate for MDS shards.
+        summary: lines for the user: counts, sizes, and what was dropped.
+        bad_rows: those of its lines about rows that cannot be used and are left out.
+    """
+
+    streams: tuple[Stream, ...]
+    weights: tuple[float, ...]
+    epoch_rows: int
+    validation: HeldOut
+    bytes_per_token: float
+    summary: str
+    bad_rows: tuple[str, ...] = ()
+
+    def validation_texts(self) -> list[str]:
+        """The held-out documents."""
+        return self.validation.texts()
+
+
+@dataclass
+class _Opened:
+    """One stream."""
+
+    stream: Stream
+    bytes_per_token: float
+    notes: list[str]
+    validation: list[HeldOut] = field(default_factory=list)
+    bad_rows: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What process 0 found out about a folder of shards."""
+
+    index: Index
+    probe: Probe | None = None
+    bytes_per_token: float | None = None
+
+
+def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
+    """Open all that the recipe's `data` section names; every process calls it.
+
+    Raises:
+        UserError: something of it cannot be read, or is not for this recipe; on every process.
+    """
+    config = recipe.data
+    streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
+    if all(source.name == "shards" and not source.is_supervised for source in streams.values()):
+        _refuse_filters(config)
+    opening = _Opening(recipe, tokenizer, world)
+    opened, validation = _open_all(opening, streams, config)
+    n_rows = [found.stream.n_rows for found in opened]
+    if config.streams:
+        weights, epoch_rows = stream_weights(config.streams, n_rows)
+    else:
+        weights, epoch_rows = (1.0,), n_rows[0]
+    parts = np.array(weights) / sum(weights)
+    lines = [line for found in opened for line in found.notes]
+    return Data(
+        streams=tuple(found.stream for found in opened),
+        weights=weights,
+        epoch_rows=epoch_rows,
+        validation=validation,
+        bytes_per_token=float(parts @ [found.bytes_per_token for found in opened]),
+        summary="\n".join(lines + opening.silent),
+        bad_rows=tuple([line for found in opened for line in found.bad_rows] + opening.bad_rows),
+    )
+
+
+def _refuse_filters(config: DataConfig) -> None:
+    """Shards hold what they hold."""
+    given = {"filter": config.filter != FilterConfig(), "deduplicate": config.deduplicate != "none"}
+    for key in (key for key, is_given in given.items() if is_given):
+        raise UserError(
+            f"data.{key}: has no effect on shards while training; remove it, or prepare the shards"
+            " with it (scripts/prepare_data.py)"
+        )
+
+
+def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
+    """The held-out text alone, to measure a run: its training shards are left alone.
+
+    Raises:
+        UserError: something of it cannot be read.
+    """
+    config = recipe.data
+    streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
+    opening = _Opening(recipe, tokenizer, world)
+    corpora = {name: source for name, source in streams.items() if source.is_read_whole}
+    _, held_out = _open_all(opening, corpora, config)
+    return Data((), (), 0, held_out, math.nan, "")
+
+
+def no_held_out() -> Data:
+    """No text at all, where none is measured."""
+    return Data((), (), 0, Chain([]), math.nan, "")
+
+
+def _open_all(
+    opening: _Opening, streams: Mapping[str, SourceConfig], config: DataConfig
+) -> tuple[list[_Opened], HeldOut]:
+    """What to train and to measure on; bad rows of all of them are reported together."""
+    opened, problems = list[_Opened](), list[str]()
+    for name, source in streams.items():
+        try:
+            opened.append(opening.stream(name, source))
+        except BadRowsError as error:
+            problems += error.problems
+    held_out = [part for found in opened for part in found.validation]
+    if config.validation is not None:
+        try:
+            held_out.append(opening.held_out(config.validation))
+        except BadRowsError as error:
+            problems += error.problems
+    if problems:
+        raise BadRowsError(*problems)
+    return opened, held_out[0] if len(held_out) == 1 else Chain(held_out)
+
+
+def build_mixture(recipe: TrainRecipe, data: Data, clock: Clock) -> Mixture:
+    """Which stream gives which row of a step, from the recipe's proportions and phases.
+
+    Raises:
+        UserError: the phases are not in their order.
+    """
+    return Mixture(
+        [stream.name for stream in data.streams],
+        build_phases(recipe, data, clock),
+        batch_size=recipe.global_train_batch_size,
+        per_stream=recipe.data.batching_method == "per_stream",
+    )
+
+
+def build_phases(recipe: TrainRecipe, data: Data, clock: Clock) -> list[Phase]:
+    """The proportions at the run's start, and each of the recipe's phases by its first step.
+
+    Raises:
+        UserError: the phases are not in their order.
+    """
+    phases, before = [Phase(0, data.weights)], 0.0
+    for n, phase in enumerate(recipe.data.phases):
+        at = clock.batches(phase.at)
+        if at < before:
+            raise UserError(
+                f"data.phases[{n}].at: {phase.at} lies before the phase above it; write the phases"
+                " in the order in which they begin"
+            )
+        weights = tuple(float(phase.proportions.get(s.name, 0)) for s in data.streams)
+        phases.append(Phase(math.ceil(at - 1e-9), weights))
+        before = at
+    return phases
+
+
+def build_loader(
+    recipe: TrainRecipe, data: Data, clock: Clock, tokenizer: Tokenizer, world: World
+) -> Loader:
+    """This process's share of every global batch."""
+    return Loader(
+        data.streams,
+        build_mixture(recipe, data, clock),
+        seq_len=recipe.max_seq_len,
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.vocab_size,
+        data_rank=world.data_rank,
+        data_size=world.data_size,
+        attend_across_documents=recipe.data.attend_across_documents,
+        workers=recipe.data.loader_workers,
+        prefetch_factor=recipe.data.prefetch_factor,
+        allow_changed=recipe.data.allow_changed,
+    )
+
+
+def mixture_lines(loader: Loader, total: int) -> list[str]:
+    """A line for each of several streams: its part of a run of `total` batches, and its epochs."""
+    streams, given = loader.streams, loader.mixture.consumed(total)
+    if len(streams) == 1:
+        return []
+    return [
+        f"data.streams.{stream.name}: {stream.n_rows:,} rows; {n / sum(given):.1%} of the run,"
+        f" {n / stream.n_rows:.2f} epochs"
+        for stream, n in zip(streams, given, strict=True)
+    ]
+
+
+def learning_corpus(config: DataConfig) -> DataConfig:
+    """The part of the data that a tokenizer is learned from: the corpora, never shards.
+
+    Raises:
+        UserError: there is none, or they cannot be read as one.
+    """
+    sources = [config.alone(s) for s in config.streams.values()] or [config]
+    corpora = [s for s in sources if s.name in CORPORA and not s.is_supervised]
+    if not corpora:
+        raise UserError(
+            "tokenizer.name: train learns from documents, and data has none; write"
+            " tokenizer=huggingface tokenizer.path=FOLDER"
+        )
+    first = corpora[0]
+    files = [c for c in corpora if c.name == "files" and c.text_column == first.text_column]
+    if len(corpora) == 1:
+        return first
+    if len(files) == len(corpora):
+        return dataclasses.replace(first, paths=[path for c in files for path in c.paths])
+    raise UserError(
+        "tokenizer.name: train learns from one corpus, or from several of files; train one on"
+        " either, and write tokenizer=huggingface tokenizer.path=RUN/tokenizer"
+    )
+
+
+class _Opening:
+    """Opens one source after another, for the same recipe and tokenizer."""
+
+    def __init__(self, recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> None:
+        self._recipe, self._config = recipe, recipe.data
+        self._tokenizer, self._world = tokenizer, world
+        self._options = FetchOptions.from_config(recipe.data)
+        self.silent: list[str] = []  # lines: each store that gave no index, held-out rows
+        self.bad_rows: list[str] = []  # lines of held-out rows
+
+    def stream(self, name: str, source: SourceConfig) -> _Opened:
+        """One to train on."""
+        if source.is_supervised:
+            return self._supervised(name, source)
+        return self._corpus(name, source) if source.name in CORPORA else self._shards(name, source)
+
+    def held_out(self, config: StreamConfig) -> HeldOut:
+        """Shards, or supervised rows, to measure on."""
+        if config.is_supervised:
+            opened = partial(open_validation_rows, config, self._recipe, self._tokenizer)
+            rows, lines, bad_rows = on_each_machine(self._world, opened, patient=True)
+            self.silent += lines
+            self.bad_rows += bad_rows
+            return rows
+        key, folder = "data.validation", open_folder(config, self._options)
+        index = on_rank0(self._world, lambda: self._read_index(key, folder))
+        source = open_source("validation", key, folder, index, self._reading(config))
+        kinds: dict[type, Callable[[Any], HeldOut]] = {
+            TokenSource: lambda s: TokenShards(s.dataset, self._tokenizer),
+            MDSTokens: lambda s: MDSRows(s, self._tokenizer),
+            MDSTexts: lambda s: MDSDocuments(s, self._tokenizer),
+        }
+        return kinds[type(source)](source)
+
+    def _read_index(self, key: str, folder: ShardFolder) -> Index:
+        index = read_index(folder, self._config.cache_folder)
+        if folder.silence:
+            self.silent.append(f"{key}: {folder.silence}")
+        return index
+
+    def _supervised(self, name: str, source: SourceConfig) -> _Opened:
+        opened = partial(open_supervised, name, source, self._recipe, self._tokenizer)
+        found = on_each_machine(self._world, opened, patient=True)
+        stream = OrderedStream(found.source, self._order(found.source.sizes))
+        validation: list[HeldOut] = [] if found.validation is None else [found.validation]
+        return _Opened(stream, found.bytes_per_token, found.notes, validation, found.bad_rows)
+
+    def _corpus(self, name: str, source: SourceConfig) -> _Opened:
+        config = self._config if name == ONLY else self._config.alone(source)
+        opened = partial(prepare, config, self._tokenizer, progress=self._world.is_main)
+        prepared = on_each_machine(self._world, opened, patient=True)
+        dataset = prepared.train
+        found = TokenSource(name, dataset, self._recipe.max_seq_len)
+        if not found.n_rows:
+            raise too_short(dataset.n_tokens, self._recipe.max_seq_len)
+        lines = prepared.summary.splitlines()
+        if name != ONLY:
+            lines = [f"{stream_key(name)}{line.removeprefix('data')}" for line in lines]
+        ratio = dataset.n_bytes / dataset.n_tokens
+        return _Opened(
+            OrderedStream(found, self._order(found.sizes)), ratio, lines, [prepared.validation]
+        )
+
+    def _shards(self, name: str, config: SourceConfig) -> _Opened:
+        folder = open_folder(config, self._options)
+        reading = self._reading(config)
+
+        def opened(index: Index) -> TokenSource | MDSTokens | MDSTexts:
+            return open_source(name, stream_key(name), folder, index, reading)
+
+        def find() -> _Found:
+            index = with_sample(folder, self._read_index(stream_key(name), folder))
+            source = opened(index)
+            if isinstance(source, MDSTexts):
+                return _Found(index, probe=self._probe(source))
+            return _Found(index, bytes_per_token=self._ratio(source))
+
+        found = on_rank0(self._world, find)
+        source = opened(found.index)
+        if isinstance(source, MDSTexts):
+            assert found.probe is not None
+            return self._packed(source, found.probe)
+        assert found.bytes_per_token is not None
+        line = f"{stream_key(name)}: {source.n_rows:,} rows in {len(source.sizes):,} shards"
+        if isinstance(source, MDSTokens):
+            line += f"; about {found.bytes_per_token:.2f} bytes each token (an estimate)"
+        else:
+            line += (
+                f", {source.dataset.n_documents:,} documents, {source.dataset.n_tokens:,} tokens"
+            )
+        return _Opened(
+            OrderedStream(source, self._order(source.sizes)), found.bytes_per_token, [line]
+        )
+
+    def _packed(self, texts: MDSTexts, found: Probe) -> _Opened:
+        ratio = self._config.packing_ratio
+        exact = not isinstance(ratio, str)
+        packing = found.packing
+        if not isinstance(ratio, str):
+            packing = PackingRatio.of_ratio(ratio, self._recipe.global_train_batch_size)
+        stream = PackedStream(
+            texts,
+            self._tokenizer,
+            self._order(texts.sizes),
+            packing,
+            seq_len=self._recipe.max_seq_len,
+            exact=exact,
+        )
+        line = (
+            f"{stream_key(texts.name)}: {texts.n_rows:,} documents in {len(texts.sizes):,} shards;"
+            f" {packing.documents / packing.rows:.2f} are packed into a row on average"
+        )
+        return _Opened(stream, found.bytes_per_token, [line])
+
+    def _order(self, sizes: np.ndarray) -> Order:
+        config = self._config
+        return Order(
+            sizes,
+            seed=self._recipe.seed,
+            shuffle=config.shuffle,
+            block_size=config.shuffle_block_size,
+        )
+
+    def _probe(self, texts: MDSTexts) -> Probe:
+        found = probe(
+            texts,
+            self._order(texts.sizes),
+            self._tokenizer,
+            seq_len=self._recipe.max_seq_len,
+            batch_size=self._recipe.global_train_batch_size,
+        )
+        texts.close()
+        return found
+
+    def _ratio(self, source: TokenSource | MDSTokens) -> float:
+        """Bytes of text that a token stands for."""
+        if isinstance(source, TokenSource):
+            return source.dataset.n_bytes / source.dataset.n_tokens
+        shard = next(self._order(source.sizes).shards(0))  # it is needed first anyway
+        begin, size = int(source.sizes[:shard].sum()), int(source.sizes[shard])
+        rows = np.unique(np.linspace(begin, begin + size - 1, min(size, _DECODED)).astype(np.int64))
+        ids = np.concatenate([source.ids(row) for row in rows.tolist()])
+        token_bytes = self._tokenizer.token_bytes()
+        known = ids[(ids >= 0) & (ids < len(token_bytes))]  # the loader refuses others, with place
+        source.close()
+        return max(1, int(token_bytes[known].sum())) / max(1, len(ids))
+
+    def _reading(self, source: SourceConfig) -> RowOptions:
+        config = self._config
+        eos_id = self._tokenizer.eos_id if config.eos_token_id is None else config.eos_token_id
+        return RowOptions(
+            seq_len=self._recipe.max_seq_len,
+            tokenizer=self._tokenizer.fingerprint,
+            text_column=source.text_column,
+            eos_id=eos_id if config.bos_token_id is None else None,
+            bos_id=config.bos_token_id,
+            apart=not config.attend_across_documents,
+            dtype=config.token_encoding_type,
+        )

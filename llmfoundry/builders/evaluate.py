@@ -1,0 +1,253 @@
+"""What measures a model in a run's loop and in `scripts/eval.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmfoundry.builders.eval_budget import EvalBudget
+from llmfoundry.builders.job import Job
+from llmfoundry.builders.objective import build_objective
+from llmfoundry.checkpoint.run_folder import run_folder
+from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.held_out import validation_batches
+from llmfoundry.data.text.chat_template import ChatTemplate
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.errors import UserError, enough_memory
+from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
+from llmfoundry.gauntlet.grading.results import GauntletResult
+from llmfoundry.gauntlet.models.own import OwnModel
+from llmfoundry.gauntlet.prompts.settings import Chat, PromptSettings
+from llmfoundry.models.virtual_tokens import longest_document
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.front.paths import find_file
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train.preference.accuracy import validate_answers
+from llmfoundry.train.validation import validate
+
+Record = Callable[[int, GauntletResult, list[Answered]], None]
+
+
+def eval_rows(recipe: TrainRecipe, microbatch: int) -> int:
+    """Rows evaluated at a time; without gradients a microbatch always fits."""
+    rows = recipe.device_eval_batch_size
+    return rows if isinstance(rows, int) else microbatch
+
+
+def build_evaluate(
+    job: Job,
+    config: EvalConfig,
+    *,
+    rows: int,
+    record: Record,
+    generate: bool = False,
+    resumed: bool = False,
+    is_trained: bool = True,
+) -> Callable[[int], dict[str, float]]:
+    """A function of the batch number that measures the model and returns metrics.
+
+    Gauntlet files are read here, so that their mistakes show before the first step. Every process
+    must call the function.
+
+    Args:
+        job: the run.
+        config: what is measured.
+        rows: rows of max_seq_len evaluated at a time.
+        record: given the gauntlet's whole result, and what was asked and answered.
+        generate: what an unset `icl_generate` means.
+        resumed: the run goes on after an earlier one, and asks the same rows.
+        is_trained: the model was trained here, or is about to be.
+    """
+    _check_positions(job, config)
+    gauntlet = build_gauntlet(job, config, generate=generate, is_trained=is_trained)
+    evaluated, budget = build_evaluated(job, config, rows), None
+    if gauntlet is not None and config.icl_max_fraction is not None:
+        folder = run_folder(job.recipe)
+        budget = EvalBudget(config.icl_max_fraction, folder, job.world, job.note, resumed=resumed)
+    measure_text = build_validation(job, config, rows) if config.validation else dict
+
+    @enough_memory(
+        f"device_eval_batch_size: the evaluation ran out of memory at {rows};"
+        f" write {rows // 2 or 'a smaller model'}"
+    )
+    def evaluate(batch: int) -> dict[str, float]:
+        metrics: dict[str, float] = measure_text()
+        if gauntlet is not None:
+            share = 1.0 if budget is None else budget.share(gauntlet, evaluated)
+            result, answers = gauntlet.run(evaluated, share=share)
+            metrics |= result.metrics()
+            record(batch, result, answers)
+        if budget is not None:
+            budget.restart()
+        return metrics
+
+    return torch.no_grad()(evaluate)
+
+
+def _check_positions(job: Job, config: EvalConfig) -> None:
+    """ALiBi and rotary positions continue beyond max_seq_len, learned ones do not."""
+    longest = longest_document(job.root.model)
+    if longest is not None and (config.icl_seq_len or 0) > longest:
+        raise UserError(
+            f"eval.icl_seq_len: {config.icl_seq_len}, but the model's learned positions end at"
+            f" {longest} (model.max_seq_len); write {longest} or less, or remove it"
+        )
+
+
+def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], dict[str, float]]:
+    """A function that measures the loss on the held-out documents."""
+    token_bytes = torch.from_numpy(job.tokenizer.token_bytes()).to(job.world.device)
+    padding = job.recipe.model.vocab_size or 0
+    token_bytes = torch.nn.functional.pad(token_bytes, (0, padding - len(token_bytes)))
+
+    objective, world = build_objective(job), job.world.in_evaluation()
+
+    def measure() -> dict[str, float]:
+        batches = validation_batches(
+            job.prepared.validation,
+            seq_len=job.recipe.max_seq_len,
+            eos_id=job.tokenizer.eos_id,
+            batch_size=rows,
+            data_rank=world.data_rank,
+            data_size=world.data_size,
+            max_rows=config.validation_rows,
+            attend_across_documents=job.recipe.data.attend_across_documents,
+        )
+        how: dict[str, Any] = {
+            "device": job.world.device,
+            "autocast": job.autocast,
+            "data_group": world.data_group,
+        }
+        if objective is not None:
+            return validate_answers(job.root, batches, token_bytes, objective, **how)
+        return validate(job.root, batches, token_bytes, **how)
+
+    return measure
+
+
+def build_evaluated(job: Job, config: EvalConfig, rows: int) -> OwnModel:
+    """The run's model, to be asked."""
+    world = job.world.in_evaluation()
+    return OwnModel(
+        job.root,
+        job.tokenizer,
+        seq_len=config.icl_seq_len or job.recipe.max_seq_len,
+        device=job.world.device,
+        batch_tokens=rows * job.recipe.max_seq_len,
+        autocast=job.autocast,
+        data_rank=world.data_rank,
+        data_size=world.data_size,
+        data_group=world.data_group,
+    )
+
+
+def build_gauntlet(
+    job: Job, config: EvalConfig, *, generate: bool, is_trained: bool
+) -> Gauntlet | None:
+    """The in-context tasks, read and tokenised; None where the recipe names none."""
+    start = job.tokenizer.document_start if is_trained else None
+    settings = PromptSettings.by_training(job.tokenizer, job.recipe.max_seq_len, start)
+    return read_tasks(
+        config,
+        settings,
+        generate=generate,
+        validation_texts=job.prepared.validation_texts,
+        cache_folder=job.recipe.data.cache_folder,
+        note=job.note,
+        fetching=FetchOptions.from_config(job.recipe.data),
+        world=job.world,
+    )
+
+
+def read_tasks(
+    config: EvalConfig,
+    settings: PromptSettings,
+    *,
+    generate: bool,
+    validation_texts: Callable[[], list[str]] | None,
+    cache_folder: str,
+    note: Callable[[str], None],
+    world: World,
+    fetching: FetchOptions | None = None,
+) -> Gauntlet | None:
+    """The recipe's gauntlet, with what the recipe says of how to ask; None where it names none.
+
+    Args:
+        config: what is measured.
+        settings: the model's side of it: tokenizer, longest input, special tokens.
+        generate: what an unset `icl_generate` means.
+        validation_texts: the run's held-out documents; None: there is no run.
+        cache_folder: the recipe's.
+        note: reports what a reader must know.
+        world: this process; rank 0 reads.
+        fetching: how rows at an address are asked for; unset: with the environment's rights.
+    """
+    if config.gauntlet is None:
+        return None
+    gauntlet = Gauntlet(
+        find_file(config.gauntlet, "eval.gauntlet"),
+        dataclasses.replace(
+            settings,
+            seq_len=config.icl_seq_len or settings.seq_len,
+            prompts=config.icl_prompts or settings.prompts,
+            rows=config.icl_rows,
+            generate=generate if config.icl_generate is None else config.icl_generate,
+            allow_missing=bool(config.icl_allow_missing),
+            chat=choose_chat(config, settings.tokenizer, settings.chat),
+        ),
+        validation_texts=validation_texts,
+        cache_folder=Path(cache_folder).expanduser() / "prompts",
+        say=note,
+        fetching=fetching,
+        once=partial(on_rank0, world),
+    )
+    for problem in gauntlet.problems:
+        note(problem)
+    return gauntlet
+
+
+def choose_chat(config: EvalConfig, tokenizer: Tokenizer, given: Chat | None) -> Chat | None:
+    """How questions become conversations; None where none does.
+
+    Args:
+        config: what is measured.
+        tokenizer: the model's, which may have a template.
+        given: a model's own way, of which the recipe changes parts.
+
+    Raises:
+        UserError: the recipe asks for a template that there is not.
+    """
+    choice = config.icl_chat_template
+    if choice == "none":
+        return None
+    if given is not None and (choice not in (None, "tokenizer") or config.icl_gen_prefix):
+        key = "icl_gen_prefix" if config.icl_gen_prefix else "icl_chat_template"
+        raise UserError(
+            f"eval.{key}: the model's server has a template of its own, and begins answers as it"
+            " likes; write icl_chat_template: tokenizer for every question, and no icl_gen_prefix"
+        )
+    chat = given or _own_chat(choice, tokenizer)
+    if chat is None:
+        return None
+    return dataclasses.replace(
+        chat,
+        every_task=choice is not None,
+        multiturn=config.icl_fewshot_as_multiturn is not False,
+        system=config.icl_system_instruction or "",
+        prefix=config.icl_gen_prefix or "",
+    )
+
+
+def _own_chat(choice: str | None, tokenizer: Tokenizer) -> Chat | None:
+    if choice is not None and choice != "tokenizer":
+        return Chat(tokenizer.chat_by(choice, key="eval.icl_chat_template"))
+    if choice is None and not tokenizer.has_chat:
+        return None
+    template: ChatTemplate = tokenizer.chat
+    return Chat(template)

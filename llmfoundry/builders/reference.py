@@ -1,0 +1,386 @@
+"""What the model said before training: the reference of dpo and kto, computed once into the cache.
+
+`build_trainer` calls it. The idea: a row's documents never change, so that the reference model is
+asked once for each, before the first step, by all processes together; then it is not needed any
+more, neither its memory nor its time. Parts of 256 rows are written whole, one after another: what
+was killed goes on where it was, and a resumed run reads what is there. Nothing is ever computed
+from a model that was trained already: where the cache was emptied, a resumed run first loads
+model.pretrained again, and compares it with what the run began with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from llmfoundry.builders.adapters.adapter import begin_adapter
+from llmfoundry.builders.data import Data
+from llmfoundry.builders.evaluate import eval_rows
+from llmfoundry.builders.job import Job
+from llmfoundry.builders.objective import check_sides
+from llmfoundry.builders.start import Start, model_identity
+from llmfoundry.checkpoint.load import read_state
+from llmfoundry.data.held_out import HeldOut
+from llmfoundry.data.make_batch import Row, Rows
+from llmfoundry.data.preparation.cache import cache_key
+from llmfoundry.data.sources import OrderedStream, RowSource
+from llmfoundry.distributed.launch import on_rank0
+from llmfoundry.errors import UserError
+from llmfoundry.files import write_whole
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.terminal import progress
+from llmfoundry.train.preference.losses import answer_log_probs
+from llmfoundry.train.preference.mismatched_pairs import mismatched
+
+PART = 256  # rows of a file: a minute or two of a large model
+WEIGHTS = "preference.weights"  # in a run's identity: the weights that its reference had
+Fill = Callable[[Decoder], None]
+
+
+class ReferencedSource:
+    """A source whose rows bring the reference's log-probabilities, once they are known.
+
+    Attributes:
+        values: (rows, k, D) fp32.
+    """
+
+    def __init__(self, source: RowSource) -> None:
+        """Of `source`."""
+        self.source, self.values = source, np.zeros((0, 1, 1), np.float32)
+        self.name, self.n_rows, self.sizes = source.name, source.n_rows, source.sizes
+        self.fingerprint = source.fingerprint
+        self.where, self.prefetch, self.close = source.where, source.prefetch, source.close
+
+    def row(self, row: int) -> Row:
+        """Row number `row`, with what the reference says of it."""
+        return _with(self.source.row(row), self.values[row])
+
+
+class ReferencedHeldOut:
+    """Held-out rows that bring the reference's log-probabilities, once they are known.
+
+    Attributes:
+        values: (rows, k, D) fp32, of the first rows.
+    """
+
+    def __init__(self, held_out: HeldOut) -> None:
+        """Of `held_out`."""
+        self.held_out, self.values = held_out, np.zeros((0, 1, 1), np.float32)
+        self.n_rows, self.texts = held_out.n_rows, held_out.texts
+
+    @property
+    def n_bytes(self) -> int:
+        """As without them."""
+        return self.held_out.n_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        """What its kind has beside."""
+        return getattr(self.held_out, name)
+
+    def row(self, row: int, seq_len: int) -> Row:
+        """A row, with what the reference says of it."""
+        return _with(Row(*self.held_out.row(row, seq_len)), self.values[row])
+
+
+def _with(row: Row, values: np.ndarray) -> Row:
+    return row._replace(references=values[:, : len(row.lengths)])
+
+
+def needs_reference(recipe: TrainRecipe) -> bool:
+    """Whether a filled recipe's rows bring what the reference says."""
+    if not isinstance(recipe, FinetuneRecipe):
+        return False
+    return recipe.preference.reference in ("auto", "precompute")
+
+
+def with_places(data: Data, recipe: TrainRecipe) -> Data:
+    """The same data, whose rows have a place for what the reference says, where one is needed.
+
+    Raises:
+        UserError: the method cannot learn from the rows.
+    """
+    check_sides(data, recipe)
+    if not needs_reference(recipe):
+        return data
+    streams = tuple(
+        OrderedStream(ReferencedSource(stream.source), stream.order)
+        if isinstance(stream, OrderedStream)
+        else stream
+        for stream in data.streams
+    )
+    return replace(data, streams=streams, validation=ReferencedHeldOut(data.validation))
+
+
+def open_reference(job: Job, data: Data, start: Start, fill: Fill | None) -> Reference:
+    """A run's reference; before the run's own weights are loaded.
+
+    Where the run goes on after a checkpoint, all rows get their values here.
+
+    Args:
+        job: the run.
+        data: with places.
+        start: where it begins.
+        fill: writes the weights that the run began with.
+
+    Raises:
+        UserError: model.pretrained is not what the run began with, and the cache is empty.
+    """
+    reference = Reference(job, data, eval_rows(job.recipe, job.microbatch))
+    if needs_reference(job.recipe) and start.checkpoint is not None and not start.weights_only:
+        assert fill is not None, "fine-tuning begins with someone's weights"
+        reference.resume(start.checkpoint, fill)
+    return reference
+
+
+@dataclass
+class Reference:
+    """Computes, keeps and hands out the reference's log-probabilities of a run's rows."""
+
+    job: Job
+    data: Data
+    """With places."""
+    rows: int
+    """Computed at a time."""
+    weights: str = ""
+    """Identity of the reference's weights, once they are known."""
+
+    def begin(self) -> dict[str, Any]:
+        """The model is as the run begins, or goes on: what the run's identity tells of it."""
+        if not needs_reference(self.job.recipe):
+            return {}
+        if not self.weights:
+            self.weights = identity_of(self.job.root.model)
+            self._attach()
+        return {WEIGHTS: self.weights}
+
+    def resume(self, checkpoint: Path, fill: Fill) -> None:
+        """Have all rows' values for a run that goes on after a checkpoint."""
+        state = on_rank0(self.job.world, lambda: read_state(checkpoint))
+        self.weights = state["identity"].get(WEIGHTS, "")
+        if not self.weights or self._missing():
+            model = self.job.root.model
+            fill(model)
+            begin_adapter(model, self.job.recipe, self.job.tokenizer)
+            found = identity_of(model)
+            if self.weights and found != self.weights:
+                raise UserError(
+                    f"model.pretrained: is not what the run of {checkpoint} began with, whose"
+                    " log-probabilities are no longer in data.cache_folder; restore either, or"
+                    " write another run_name"
+                )
+            self.weights = found
+        self._attach()
+
+    def _missing(self) -> bool:
+        """Whether something has to be computed; the same on every process."""
+        tables = [table for _, table in self._tables()]
+        return on_rank0(self.job.world, lambda: any(table.missing() for table in tables))
+
+    def _tables(self) -> Iterator[tuple[ReferencedSource | ReferencedHeldOut, _Table]]:
+        """Whose values each are."""
+        for stream in self.data.streams:
+            assert isinstance(stream, OrderedStream) and isinstance(stream.source, ReferencedSource)
+            source = stream.source.source
+            yield stream.source, self._table(source.fingerprint, source.n_rows, source.row)
+        if isinstance(self.data.validation, ReferencedHeldOut):
+            yield self.data.validation, self._held_out_table(self.data.validation.held_out)
+
+    def _held_out_table(self, held_out: HeldOut) -> _Table:
+        seq_len, most = self.job.recipe.max_seq_len, self.job.recipe.eval.validation_rows
+        n_rows = held_out.n_rows(seq_len, partial=True)
+        n_rows = n_rows if most is None else min(n_rows, most)
+        digest = hashlib.blake2b(digest_size=12)
+        for n in range(n_rows):
+            row = Row(*held_out.row(n, seq_len))
+            digest.update(np.asarray(row.ids, np.int64).tobytes() + repr(row.lengths).encode())
+            digest.update(b"" if row.weights is None else row.weights.tobytes())
+        return self._table(digest.hexdigest(), n_rows, lambda n: Row(*held_out.row(n, seq_len)))
+
+    def _table(self, rows: str, n_rows: int, read: Callable[[int], Row]) -> _Table:
+        recipe = self.job.recipe
+        assert isinstance(recipe, FinetuneRecipe)
+        with_others = recipe.preference.name == "kto"
+        key = cache_key(
+            version=1,
+            weights=self.weights,
+            rows=rows,
+            precision=recipe.precision,
+            with_others=with_others,
+            seq_len=recipe.max_seq_len,
+            model=model_identity(self.job.root.model.config),
+        )
+        folder = Path(recipe.data.cache_folder).expanduser() / "reference" / key
+        return _Table(folder, n_rows, read, 2 if with_others else 1)
+
+    def _attach(self) -> None:
+        """Compute what is missing, and give every row its values."""
+        for place, table in self._tables():
+            place.values = self._values(table)
+
+    def _values(self, table: _Table) -> np.ndarray:
+        """(rows, k, D) fp32, of all rows, on every process."""
+        world, note = self.job.world, self.job.note
+        missing = on_rank0(world, table.missing)
+        if missing:
+            note(f"preference.reference: asking the model about {table.n_rows:,} rows")
+            root = self.job.root
+            root.eval()
+            with progress(len(missing), "reference", " parts", shown=world.is_main) as bar:
+                for part in missing:
+                    values = self._compute(table, part)
+                    on_rank0(world, partial(table.write, part, values))
+                    bar.update()
+            root.train()
+        elif table.n_rows:
+            note(f"preference.reference: {table.n_rows:,} rows in {table.folder}")
+        return on_rank0(world, table.read_all)
+
+    @torch.no_grad()
+    def _compute(self, table: _Table, part: int) -> np.ndarray:
+        """(rows, k, D) of a part; every process computes its share and has all."""
+        world, span = self.job.world, table.span(part)
+        own = list(range(span.start + world.data_rank, span.stop, world.data_size))
+        share = -(-len(span) // world.data_size)
+        size = min(self.rows, share)
+        chunks = [own[n : n + size] for n in range(0, share, size)]
+        found = [(chunk, self._ask(table, chunk, size)) for chunk in chunks]
+        width = torch.tensor(max(values.shape[2] for _, values in found), device=world.device)
+        if world.data_size > 1:
+            dist.all_reduce(width, dist.ReduceOp.MAX, group=world.data_group)
+        total = torch.zeros(len(span), table.kinds, int(width), device=world.device)
+        for chunk, values in found:
+            if chunk:
+                places = torch.tensor(chunk, device=world.device) - span.start
+                total[places, :, : values.shape[2]] = values[: len(chunk)]
+        if world.data_size > 1:
+            dist.all_reduce(total, group=world.data_group)
+        return total.cpu().numpy()
+
+    def _ask(self, table: _Table, numbers: Sequence[int], size: int) -> Tensor:
+        """(size, k, D) of some rows; missing ones are empty, for all processes ask alike."""
+        rows = [table.read(n) for n in numbers]
+        assert all(row.sides is not None for row in rows), "the recipe asks for preference rows"
+        rows += [_EMPTY] * (size - len(rows))
+        filled = Rows.fill(rows, self.job.recipe.max_seq_len, self.job.tokenizer.eos_id)
+        batch = filled.batch(with_layout=True).to(self.job.world.device)
+        found = []
+        for one in [batch, mismatched(batch)[0]][: table.kinds]:
+            with self.job.autocast():
+                found.append(self.job.root(one.tokens, one.layout, answer_log_probs(one)))
+        return torch.stack(found, 1).float()
+
+
+_EMPTY = Row(np.zeros(0, np.int64), [], sides=[])
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The values of some rows in the cache, in parts.
+
+    Attributes:
+        folder: of the parts.
+        n_rows: their number.
+        read: gives a row.
+        kinds: k, values of each document.
+    """
+
+    folder: Path
+    n_rows: int
+    read: Callable[[int], Row]
+    kinds: int
+
+    def span(self, part: int) -> range:
+        """The rows of a part."""
+        return range(part * PART, min(self.n_rows, (part + 1) * PART))
+
+    def missing(self) -> list[int]:
+        """Parts that are not there, or damaged."""
+        return [part for part in self._parts() if self._read_part(part) is None]
+
+    def write(self, part: int, values: np.ndarray) -> None:
+        """Keep a part.
+
+        Raises:
+            UserError: the cache folder cannot be written.
+        """
+        content = io.BytesIO()
+        np.save(content, values, allow_pickle=False)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path(part), content.getvalue())
+        except OSError as error:
+            raise UserError(
+                f"data.cache_folder: cannot write {self.folder}: {error.strerror or error}; free"
+                " space there or choose another folder"
+            ) from error
+
+    def read_all(self) -> np.ndarray:
+        """(rows, k, D) of all parts."""
+        parts = [self._read_part(part) for part in self._parts()]
+        whole = [part for part in parts if part is not None]
+        assert len(whole) == len(parts), "written before"
+        width = max((part.shape[2] for part in whole), default=1)
+        values = np.zeros((self.n_rows, self.kinds, width), np.float32)
+        for number, part in enumerate(whole):
+            values[number * PART : number * PART + len(part), :, : part.shape[2]] = part
+        return values
+
+    def _parts(self) -> range:
+        return range(-(-self.n_rows // PART))
+
+    def _path(self, part: int) -> Path:
+        return self.folder / f"{part:06}.npy"
+
+    def _read_part(self, part: int) -> np.ndarray | None:
+        """A part; None where it is not there, or not whole."""
+        try:
+            values = np.load(self._path(part), allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        fits = values.dtype == np.float32 and values.ndim == 3
+        return values if fits and values.shape[:2] == (len(self.span(part)), self.kinds) else None
+
+
+@torch.no_grad()
+def identity_of(model: nn.Module) -> str:
+    """What tells weights from others, by their bits: the same on any number of processes."""
+    facts: dict[str, Any] = {}
+    for name, tensor in get_model_state_dict(model).items():
+        assert isinstance(tensor, Tensor), name
+        facts[name] = [list(tensor.shape), str(tensor.dtype), _sums(tensor).tolist()]
+    return cache_key(**facts)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_A_TIME = 1 << 22
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """(2,) int64, over all shards: sums, modulo 2**64, that no order of additions changes."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    sums = torch.zeros(2, dtype=torch.int64, device=local.device)
+    if local.numel():
+        rows = local.reshape(len(local), -1) if local.ndim else local.reshape(1, 1)
+        factors = torch.arange(1, 2 * rows.shape[1], 2, device=local.device)
+        for part in rows.split(max(1, _AT_A_TIME // rows.shape[1])):
+            bits = part.contiguous().view(_BITS[part.element_size()]).long()
+            of_rows = (bits * factors).sum(1)
+            sums += torch.stack([of_rows.sum(), (of_rows * of_rows).sum()])
+    if isinstance(tensor, DTensor):
+        kinds = [Replicate() if p.is_replicate() else Partial() for p in tensor.placements]
+        return DTensor.from_local(sums, tensor.device_mesh, kinds).full_tensor()
+    return sums

@@ -1,0 +1,415 @@
+"""Where a run begins: anew, from its own newest checkpoint, or from another's.
+
+And, before it does, whether all its processes have read the same recipe and the same rows, each
+from its own machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmfoundry.builders.adapters.adapter import (
+    FOLDER,
+    begin_adapter,
+    check_base,
+    choose_trained,
+    has_adapter,
+    hold_frozen,
+)
+from llmfoundry.builders.job import (
+    Job,
+    attention_refusal,
+    build_root,
+    served_precision,
+    with_defaults,
+)
+from llmfoundry.builders.weights.pretrained import base_of, open_pretrained, read_model
+from llmfoundry.checkpoint.commit import has_commit, unpin
+from llmfoundry.checkpoint.load import (
+    batch_of,
+    check_weights,
+    list_checkpoints,
+    load_adapter,
+    load_training_state,
+    load_weights,
+    read_state,
+)
+from llmfoundry.checkpoint.remote_run import named
+from llmfoundry.checkpoint.run_folder import find_place, run_folder
+from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.held_out import HeldOut
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.collectives import check_alike
+from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.errors import GivenUp, UserError
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import quantization
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.typed import flat, know_secrets, require
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.values.bounds import out_of_bounds
+from llmfoundry.resume_limits import ResumeLimits, resume_limits
+
+OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
+    r"(logger|plugins|parallel\.nproc_per_node|data\.(.*\.)?(paths|remote|local|storage_options"
+    r"|cache_\w+|prefetch|prefetch_factor|download_\w+|requests_per_second|num_workers"
+    r"|loader_workers))(\..*)?"
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    checkpoint: Path | None = None
+    weights_only: bool = False
+
+
+def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -> Start:
+    """The run's own newest checkpoint, else load_path's, else nothing; the same on every process.
+
+    Raises:
+        UserError: the folder holds a run that the recipe does not allow to resume.
+        GivenUp: it lacks the checkpoints that this run's supervisor knows to be saved.
+    """
+    folder, limits = run_folder(recipe), on_rank0(world, resume_limits)
+    existing = on_rank0(world, lambda: list_checkpoints(folder))
+    _refuse_vanished(folder, existing, limits)
+    if existing and not (recipe.autoresume or recipe.save_overwrite):
+        raise UserError(
+            f"save_folder: {named(folder)} holds checkpoints of an earlier run; write"
+            " autoresume=true to resume it, save_overwrite=true to delete it, or another run_name"
+        )
+    if existing and not recipe.save_overwrite:
+        refused: list[str] = []
+        found = find_checkpoint(folder, note=refused.append, world=world, until=limits.until)
+        for line in refused:
+            note(line)
+        if found is not None:
+            return Start(found)
+        if limits.before is not None:
+            raise GivenUp(
+                f"save_folder: {named(folder)} holds no whole checkpoint from before batch"
+                f" {limits.before}, after which the run was not finite; write another run_name"
+            )
+        on_rank0(world, lambda: _refuse_to_begin(folder, existing, refused))
+        if world.is_main:
+            note("its first save was cut short: there is nothing to resume from")
+    if recipe.load_path is None:
+        return Start()
+    weights_only, written = bool(recipe.load_weights_only), recipe.load_path
+    options = FetchOptions.from_config(recipe.data)
+    path = find_place(written, "load_path", world, options=options)
+    sums = Sums.WEIGHTS if weights_only else Sums.ALL
+    found = find_checkpoint(path, note=note, sums=sums, world=world)
+    if found is None:
+        raise UserError(f"load_path: {named(path)} holds no whole checkpoint; write one that does")
+    return Start(found, weights_only=weights_only)
+
+
+def _refuse_vanished(folder: Path, existing: list[Path], limits: ResumeLimits) -> None:
+    """Raise where a run would silently do again what its supervisor knows to be saved.
+
+    Raises:
+        GivenUp: the newest checkpoint is older than that, or there is none.
+    """
+    newest = batch_of(existing[0]) if existing else -1
+    if newest < limits.saved:
+        there = f"its newest is {existing[0].name}" if existing else "there is none"
+        raise GivenUp(
+            f"save_folder: checkpoint ba{limits.saved:07d} of this run has vanished from"
+            f" {named(folder)} as this machine sees it: {there}; mount or bring back the folder,"
+            " and run the same command"
+        )
+
+
+def _refuse_to_begin(folder: Path, existing: list[Path], refused: list[str]) -> None:
+    """Raise where there once was a checkpoint in a run's folder, though none can be used now."""
+    if len(existing) > 1 or has_commit(existing[0]):
+        raise UserError(
+            f"save_folder: no checkpoint in {named(folder)} can be used ({refused[0]}); write"
+            " save_overwrite=true to delete them and begin anew, or another run_name"
+        )
+
+
+ANEW: dict[str, Any] = {"batch": 0, "window": (0.0, 0), "callbacks": {}}
+
+
+def fill_weights(
+    job: Job,
+    start: Start,
+    optimizer: torch.optim.Optimizer,
+    identity: dict[str, Any],
+    loader: Loader,
+    *,
+    total: int,
+    fill: Callable[[Decoder], None] | None = None,
+) -> dict[str, Any]:
+    """Initialise, or load a checkpoint; the state that the run goes on with (Trainer._save's).
+
+    `total` is the run's length in batches; `fill` writes pretrained weights, where a run has some.
+
+    Raises:
+        UserError: the checkpoint belongs to another model, to another order of samples, or to a
+            longer run.
+    """
+    folder, model, world = start.checkpoint, job.root.model, job.world
+    if folder is None:
+        if fill is None:
+            model.init_weights(job.recipe.seed)
+        else:
+            fill(model)
+            begin_adapter(model, job.recipe, job.tokenizer)
+        return dict(ANEW)
+    state = on_rank0(world, lambda: read_state(folder))
+    if "order" not in state and not start.weights_only:
+        raise UserError(
+            f"load_weights_only: {named(folder)} holds weights alone; write load_weights_only=true"
+        )
+    then = state["identity"]
+    kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
+    changed = [k for k in kept if then.get(k) != identity[k]]
+    if "adapter.name" in changed:  # all other keys of an adapter came or went with it
+        changed = ["adapter.name"]
+    if changed:
+        raise UserError(
+            *(
+                f"{key}: {identity[key]}, but checkpoint {named(folder)} was trained with"
+                f" {then.get(key)}; write that, or another run_name"
+                for key in changed
+            )
+        )
+    if start.weights_only:
+        load_weights(folder, model, world=world)
+        unpin(folder)
+        job.note(f"weights of {named(folder)} (batch {state['batch']})")
+        return dict(ANEW)
+    if state["batch"] > total:
+        raise UserError(
+            f"max_duration: {job.recipe.max_duration} is {total} batches, but {named(folder)} has"
+            f" done {state['batch']} already; write a longer one, or another run_name"
+        )
+    if has_adapter(job.recipe):  # whose checkpoints do not hold the base
+        assert fill is not None
+        fill(model)
+        check_base(model, folder / FOLDER, "model.pretrained")
+    loader.resume(state["order"], state["batch"])
+    load_training_state(folder, model, optimizer, world=world)
+    unpin(folder)
+    for line in _changes(job.recipe, folder, state):
+        job.note(line)
+    job.note(f"resuming from {named(folder)}")
+    return state
+
+
+def _changes(recipe: TrainRecipe, folder: Path, state: dict[str, Any]) -> Iterator[str]:
+    """A line for every setting of the training that is no longer the checkpoint's."""
+    then = state["settings"]  # not recipe.yaml's: its values may come from outside
+    defaults = type(recipe)().training_settings()  # of keys that are newer than the checkpoint
+    for key, value in recipe.training_settings().items():
+        if then.get(key, defaults.get(key)) != value:
+            yield f"{key}: {then.get(key)} until {folder.name}, {value} from here on"
+
+
+WIDE = "fp32 or amp_bf16"  # which keep the same weights, and may follow each other
+
+
+def run_identity(job: Job) -> dict[str, Any]:
+    """What may not change between a checkpoint and its continuation, beside the data's order.
+
+    Weights and moments of another dtype would be rounded on loading, without a word.
+    """
+    recipe = job.recipe
+    return {
+        "precision": "bf16" if recipe.precision == "bf16" else WIDE,
+        "global_train_batch_size": recipe.global_train_batch_size,
+        "data.attend_across_documents": recipe.data.attend_across_documents,
+        "tokenizer": job.tokenizer.fingerprint,
+        "optimizer.name": recipe.optimizer.name,
+        "optimizer.disable_grad": recipe.optimizer.disable_grad,
+        **model_identity(recipe.model),
+        **_finetuning_identity(recipe),
+        **(quantization(job.root.model) if has_adapter(recipe) else {}),
+    }
+
+
+def _finetuning_identity(recipe: TrainRecipe) -> dict[str, Any]:
+    """What a fine-tuned run may not change beside: which parameters there are, and which train."""
+    if not isinstance(recipe, FinetuneRecipe):
+        return {}
+    adapter = flat(dataclasses.asdict(recipe.adapter), "adapter")
+    return {**dict(adapter), "freeze": recipe.freeze, "preference.name": recipe.preference.name}
+
+
+def model_identity(config: ModelConfig) -> dict[str, Any]:
+    """Every setting of a model by its dotted key, but for how its layers are computed."""
+    settings = dict(flat(dataclasses.asdict(config), "model"))
+    how = (".attn_impl", ".moe_impl", ".moe_compress_activations")
+    return {key: value for key, value in settings.items() if not key.endswith(how)}
+
+
+def check_same_recipe(recipe: TrainRecipe, world: World) -> None:
+    """Compare the settings of all processes, but for paths and what concerns a machine alone.
+
+    Raises:
+        UserError: on every process; names the keys.
+    """
+    settings = flat(dataclasses.asdict(recipe))
+    found = {
+        key: _digest(v) for key, v in settings if not (OF_MACHINE.fullmatch(key) or _is_path(v))
+    }
+    check_alike(world, found, advice="start every process with the same recipe and overrides")
+
+
+def check_same_rows(
+    loader: Loader, validation: HeldOut, tokenizer: Tokenizer, world: World
+) -> None:
+    """Compare the rows that all processes have opened, and their tokenizers.
+
+    Raises:
+        UserError: on every process; names what differs.
+    """
+    found = {
+        "tokenizer": tokenizer.fingerprint,
+        "data": _digest([loader.n_rows, loader.state(0)]),
+        "data.validation": _digest(validation.n_bytes),
+    }
+    check_alike(world, found, advice="every machine must read the same files")
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _is_path(value: Any) -> bool:
+    """A text, or a list of texts, of which one names a place of this machine."""
+    texts = value if isinstance(value, list) else [value]
+    return any(isinstance(text, str) and "/" in text for text in texts)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint ready to use on this process alone."""
+
+    folder: Path
+    recipe: TrainRecipe
+    """Filled."""
+    root: Root
+    tokenizer: Tokenizer
+    state: dict[str, Any]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it was trained here, rather than imported as another's."""
+        return "order" in self.state or bool(self.state.get("is_trained"))
+
+
+def load_checkpoint(
+    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
+) -> Loaded:
+    """What `open_checkpoint` opens, with its weights."""
+    loaded, fill = open_checkpoint(path, world, note=note, precision=precision)
+    fill()
+    return loaded
+
+
+def open_checkpoint(
+    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
+) -> tuple[Loaded, Callable[[], None]]:
+    """The model, tokenizer and recipe at `path`: a run's folder or one checkpoint's.
+
+    Attention that was trained with a backend that this device lacks is served by another here.
+
+    Returns:
+        The model without its weights, and a function that loads them.
+
+    Args:
+        path: where to look.
+        world: this process.
+        note: reports checkpoints that are passed over.
+        precision: of the recipe in place of its own; decides the weights' dtype.
+
+    Raises:
+        UserError: there is no whole checkpoint at `path`, or its recipe takes a setting of the
+            model from a variable that is not set here.
+    """
+    at = find_place(path, "checkpoint", world)
+    folder = find_checkpoint(at, note=note, sums=Sums.WEIGHTS, world=world)
+    if folder is None:
+        raise UserError(f"checkpoint: {named(at)} holds no whole checkpoint; write a run's folder")
+
+    def read_files() -> tuple[TrainRecipe, Tokenizer, ModelConfig | None]:
+        written = load_run(folder / "recipe.yaml")
+        require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
+        model = read_model(folder) if isinstance(written, FinetuneRecipe) else None
+        return written, Tokenizer.load(folder / "tokenizer"), model
+
+    written, tokenizer, model = on_rank0(world, read_files)
+    problems = [*out_of_bounds("model.", written.model)]
+    if problems:
+        raise UserError(*(f"{named(folder)}/recipe.yaml: {line}" for line in problems))
+    know_secrets(written)
+    recipe = with_defaults(written)
+    recipe.parallel = ParallelConfig()  # each process has all of the model
+    recipe.parallel.fill()
+    recipe.model = model or recipe.model
+    recipe.precision = served_precision(precision or recipe.precision, world, note)
+    reason = attention_refusal(recipe, world.device)
+    if reason is not None:
+        recipe.model.attn_config.attn_impl = "auto"
+        note(f"model.attn_config.attn_impl: auto here; {reason}")
+    tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
+    recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    state = on_rank0(world, lambda: read_state(folder))
+    for key, value in model_identity(recipe.model).items():
+        then = state["identity"].get(key, value)
+        if value != then:
+            raise UserError(
+                f"{key}: {value} by {named(folder)}/recipe.yaml, but it was trained with {then};"
+                " set the variable that the recipe names to that"
+            )
+    root = build_root(recipe)
+    loaded = Loaded(folder, recipe, root.eval(), tokenizer, state)
+    return loaded, partial(_fill_loaded, loaded, written, world, note)
+
+
+def _fill_loaded(
+    loaded: Loaded, written: TrainRecipe, world: World, note: Callable[[str], None]
+) -> None:
+    """Weights of a checkpoint, or of an adapter's base and the adapter."""
+    folder, root = loaded.folder, loaded.root
+    if has_adapter(loaded.recipe):
+        _fill_adapted(loaded, written, world, note)
+    else:
+        table = check_weights(folder, root.model, world=world)
+        root.to_empty(device=world.device)
+        load_weights(folder, root.model, world=world, table=table)
+    unpin(folder)
+
+
+def _fill_adapted(
+    loaded: Loaded, written: TrainRecipe, world: World, note: Callable[[str], None]
+) -> None:
+    assert isinstance(written, FinetuneRecipe)
+    folder, model = loaded.folder, loaded.root.model
+    choose_trained(model, loaded.recipe, lambda line: None, checkpoint=folder)
+    hold_frozen(model, loaded.recipe, written, lambda line: None)
+    loaded.root.to_empty(device=world.device)
+    open_pretrained(base_of(written, folder), world, note=note).fill(model)
+    check_base(model, folder / FOLDER, "model.pretrained")
+    load_adapter(folder, model, world=world)

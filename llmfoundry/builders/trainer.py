@@ -1,0 +1,477 @@
+"""From a recipe to a `Trainer`, one short function a part; read `build_trainer` first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from llmfoundry.builders.adapters.adapter import (
+    adapter_writer,
+    choose_trained,
+    hold_frozen,
+    lora_plus_ratio,
+)
+from llmfoundry.builders.callbacks import build_callbacks
+from llmfoundry.builders.data import Data, build_loader, learning_corpus, mixture_lines, open_data
+from llmfoundry.builders.evaluate import build_evaluate, eval_rows
+from llmfoundry.builders.job import (
+    Job,
+    attention_refusal,
+    build_root,
+    experts_refusal,
+    product_dtype,
+    served_precision,
+    with_defaults,
+)
+from llmfoundry.builders.objective import build_objective
+from llmfoundry.builders.reference import open_reference, with_places
+from llmfoundry.builders.start import (
+    Start,
+    check_same_recipe,
+    check_same_rows,
+    fill_weights,
+    find_start,
+    run_identity,
+)
+from llmfoundry.builders.weights.pretrained import Pretrained, fit_vocabulary, write_model
+from llmfoundry.checkpoint.load import batch_of, read_state
+from llmfoundry.checkpoint.remote_run import named
+from llmfoundry.checkpoint.run_folder import run_folder
+from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.storage import remove_checkpoints
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.activation_checkpoint import check_compiler
+from llmfoundry.distributed.apply import parallelize
+from llmfoundry.distributed.collectives import check_alike, least, together
+from llmfoundry.distributed.context import token_cut
+from llmfoundry.distributed.fsdp import replicate
+from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.distributed.mesh import Meshes, build_mesh, on_mesh
+from llmfoundry.errors import UserError, enough_memory
+from llmfoundry.events import NAME as EVENTS
+from llmfoundry.events import read_events
+from llmfoundry.files import write_whole
+from llmfoundry.gauntlet.gauntlet import Answered
+from llmfoundry.gauntlet.grading.results import GauntletResult
+from llmfoundry.loggers.loggers import Tracker
+from llmfoundry.models.counts import active_parameter_count
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import value_count
+from llmfoundry.plan.communication import spanning
+from llmfoundry.plan.fit import (
+    Fit,
+    available_memory,
+    check_workers,
+    checkpointing_line,
+    choose_fit,
+    load_line,
+    with_guessed_vocabulary,
+)
+from llmfoundry.recipe.front.typed import to_yaml
+from llmfoundry.recipe.parallel import EXPERT, node_size, recomputation
+from llmfoundry.recipe.parallel_limits import limits
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.tokenizer import PRETRAINED
+from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.train.optim.build import build_optimizer, freeze
+from llmfoundry.train.step import CROSS_ENTROPY
+from llmfoundry.train.trainer import Trainer
+
+
+def build_trainer(
+    written: TrainRecipe,
+    world: World,
+    tracker: Tracker,
+    *,
+    recipe: TrainRecipe | None = None,
+    pretrained: Pretrained | None = None,
+) -> tuple[Trainer, Job]:
+    """All parts of a run: a trainer ready to `fit`, and what its parts share.
+
+    Args:
+        written: the recipe as it was written.
+        world: this process.
+        tracker: what tells the user.
+        recipe: of fine-tuning: filled, with the pretrained model's shape; None: `written`, filled.
+        pretrained: the model that fine-tuning begins with.
+
+    Raises:
+        UserError: the recipe asks for what cannot be had; nothing has been trained.
+    """
+    recipe = with_defaults(written) if recipe is None else recipe
+    world, meshes = _join_mesh(recipe, world, tracker.note)
+    fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
+    together(world, partial(_check_machine, recipe, world, fit))
+    start = find_start(recipe, world, tracker.note)
+    tokenizer = make_tokenizer(recipe, world, pretrained)
+    data = _open_data(recipe, tokenizer, world, tracker.note)
+    settle_vocabulary(recipe, written, tokenizer)
+    chosen = _fitted(recipe, fit, start, world, tracker.note)
+    spans = spanning(recipe, world.size, chosen.microbatch, node_size())
+    root = build_model(
+        recipe, world, meshes, tracker.note, written=written, checkpoint=start.checkpoint
+    )
+    job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, tracker.note)
+    optimizer = _optimizer(recipe, root)
+    identity = run_identity(job)
+    clock = build_clock(recipe, data)
+    loader = build_loader(recipe, data, clock, tokenizer, world)
+    check_same_rows(loader, data.validation, tokenizer, world)
+    fill = None if pretrained is None else pretrained.fill
+    reference = open_reference(job, data, start, fill)
+    state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
+    identity |= reference.begin()
+    for line in chain(spans, mixture_lines(loader, clock.total)):
+        tracker.note(line)
+    trainer = Trainer(
+        recipe=recipe,
+        world=world,
+        root=root,
+        module=replicate(root, meshes),
+        optimizer=optimizer,
+        loader=loader,
+        clock=clock,
+        microbatch=chosen.microbatch,
+        autocast=job.autocast,
+        bytes_per_token=data.bytes_per_token,
+        tracker=tracker,
+        checkpointer=build_checkpointer(written, job, tracker, start),
+        evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
+        identity=identity,
+        objective=build_objective(job) or CROSS_ENTROPY,
+        cut=token_cut(root),
+        callbacks=build_callbacks(job, state.get("callbacks", {})),
+        first_batch=state["batch"],
+        window=tuple(state["window"]),
+        spikes=state.get("spikes", {}),
+    )
+    _open_record(trainer, job, tracker)
+    return trainer, job
+
+
+def _optimizer(recipe: TrainRecipe, root: Root) -> Optimizer:
+    return build_optimizer(
+        root.model,
+        recipe.optimizer,
+        lora_plus_ratio=lora_plus_ratio(recipe),
+        product_dtype=product_dtype(recipe.precision),
+    )
+
+
+def _join_mesh(
+    recipe: TrainRecipe, world: World, note: Callable[[str], None]
+) -> tuple[World, Meshes | None]:
+    """This process's place in the layout, which all have agreed upon."""
+    check_same_recipe(recipe, world)  # first: what is asked of all depends on it
+    recipe.precision = served_precision(recipe.precision, world, note)
+    if recipe.parallel.expert_parallel_degree == -1:
+        found = {f"parallel.{EXPERT}": str(node_size())}
+        check_alike(world, found, advice="nodes have other numbers of processes; write a number")
+    check_layout(recipe, world)
+    meshes = build_mesh(recipe.parallel, world)
+    return on_mesh(world, meshes), meshes
+
+
+def _memory_fit(
+    recipe: TrainRecipe, world: World, trained: Decoder | None
+) -> Callable[[TrainRecipe, str | None], Fit]:
+    """`choose_fit` of a recipe, and what `auto` stood for in the run that goes on.
+
+    `trained` is the model of fine-tuning on the meta device.
+    """
+    available = memory_of_process(world)
+
+    def fit(filled: TrainRecipe, begun_with: str | None) -> Fit:
+        return choose_fit(
+            filled,
+            world_size=world.size,
+            available=available,
+            device=world.device,
+            sketch=trained,
+            begun_with=begun_with,
+        )
+
+    return fit
+
+
+def _fitted(
+    recipe: TrainRecipe,
+    fit: Callable[[TrainRecipe, str | None], Fit],
+    start: Start,
+    world: World,
+    note: Callable[[str], None],
+) -> Fit:
+    """The fit of a recipe, in which `auto` becomes what was chosen, and `note` tells why."""
+    asked = recomputation(recipe.parallel.activation_checkpointing)
+    begun_with = None
+    saved = start.checkpoint
+    if saved is not None and not start.weights_only:
+        begun_with = on_rank0(world, lambda: read_state(saved)).get("activation_checkpointing")
+    chosen = fit(recipe, begun_with)
+    if asked == "auto":
+        note(checkpointing_line(recipe, chosen, begun_with))
+    if line := load_line(recipe, chosen, world.size):
+        note(line)
+    recipe.parallel.activation_checkpointing = chosen.checkpointing
+    return chosen
+
+
+def _check_machine(
+    recipe: TrainRecipe, world: World, fit: Callable[[TrainRecipe, str | None], Fit]
+) -> None:
+    """Before any text is read: what may be missing on this machine alone."""
+    fit(with_guessed_vocabulary(recipe), None)
+    check_workers(recipe.data, world)
+    check_kernels(recipe, world.device)
+
+
+def _open_data(
+    recipe: TrainRecipe, tokenizer: Tokenizer, world: World, note: Callable[[str], None]
+) -> Data:
+    """The recipe's rows, of which `note` reports it."""
+    data = with_places(open_data(recipe, tokenizer, world), recipe)
+    for line in data.summary.splitlines():
+        note(line)
+    return data
+
+
+def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
+    """Begin to record, now that nothing can be refused any more."""
+    if job.recipe.save_overwrite and job.world.is_main:
+        folder = run_folder(job.recipe)
+        remove_checkpoints(folder)
+        (folder / EVENTS).unlink(missing_ok=True)
+    first, clock = trainer.first_batch, trainer.clock
+    tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))
+    bad_rows = job.prepared.bad_rows
+    if bad_rows and job.world.is_main:
+        known = {event["what"] for event in read_events(run_folder(job.recipe))}
+        for line in bad_rows:
+            if line not in known:  # written by an attempt before this one
+                tracker.keep_event("bad_rows", line, "left out", step=None, action="drop")
+
+
+def make_tokenizer(
+    recipe: TrainRecipe, world: World, pretrained: Pretrained | None = None
+) -> Tokenizer:
+    """The recipe's tokenizer; `train` learns from the recipe's corpora."""
+    if recipe.tokenizer.name == PRETRAINED:
+        assert pretrained is not None, "checked by the recipe"
+        tokenizer, rows = pretrained.tokenizer, pretrained.config.vocab_size
+        tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
+        if recipe.tokenizer.chat_template is not None:
+            assert rows is not None, "the model is there"
+            room = rows - tokenizer.vocab_size
+            choice, trusted = recipe.tokenizer.chat_template, recipe.tokenizer.trust_chat_template
+            tokenizer.use_chat_template(choice, room=room, is_trusted=trusted)
+        if variables := recipe.data.chat_template_kwargs:
+            tokenizer.set_chat_variables(variables, key="data.chat_template_kwargs")
+        return tokenizer
+    learns = recipe.tokenizer.name == "train"
+    data = learning_corpus(recipe.data) if learns else recipe.data
+    build = partial(build_tokenizer, recipe.tokenizer, data, progress=True)
+    return on_rank0(world, build, patient=True)
+
+
+@enough_memory(
+    "model: its weights ran out of memory; write a smaller one, or spread it with"
+    " parallel.data_parallel_shard_degree"
+)
+def build_model(
+    recipe: TrainRecipe,
+    world: World,
+    meshes: Meshes | None,
+    note: Callable[[str], None],
+    *,
+    written: TrainRecipe,
+    checkpoint: Path | None = None,
+) -> Root:
+    """The model in its shards, with memory and without weights. The order matters.
+
+    `checkpoint` is what the run goes on from; `written` the recipe as it was written.
+    """
+    root = build_root(recipe)
+    choose_trained(root.model, recipe, note, checkpoint=checkpoint)  # first: it adds parameters
+    hold_frozen(root.model, recipe, written, note)
+    freeze(root.model, recipe.optimizer)
+    parallelize(
+        root,
+        world,
+        meshes,
+        recipe.parallel,
+        precision=recipe.precision,
+        compile_mode=recipe.compile_mode,
+    )
+    return root
+
+
+def sketch(recipe: TrainRecipe, written: TrainRecipe) -> Decoder:
+    """The model that is to be fine-tuned on the meta device, to count what it takes."""
+    root = build_root(recipe)
+    choose_trained(root.model, recipe, lambda line: None)
+    hold_frozen(root.model, recipe, written, lambda line: None)
+    freeze(root.model, recipe.optimizer)
+    return root.model
+
+
+def build_measure(
+    job: Job, tracker: Tracker, *, resumed: bool
+) -> Callable[[int], dict[str, float]]:
+    """`build_evaluate` for a run: the gauntlet's results are shown, and kept with the record."""
+
+    def record(batch: int, result: GauntletResult, _: list[Answered]) -> None:
+        tracker.gauntlet(batch, result.to_json())
+        tracker.console.table(result.table())
+
+    rows = eval_rows(job.recipe, job.microbatch)
+    return build_evaluate(job, job.recipe.eval, rows=rows, record=record, resumed=resumed)
+
+
+def check_layout(recipe: TrainRecipe, world: World) -> None:
+    """The degrees must suit the processes and the model.
+
+    Raises:
+        UserError: they do not; names the nearest that do.
+    """
+    degrees = recipe.parallel.degrees(world.size)
+    problems = list(limits(recipe.model, recipe.parallel, degrees))
+    if problems:
+        raise UserError(*problems)
+
+
+def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
+    """Before any text is read: attention, experts and compilation must work on this device.
+
+    Raises:
+        UserError: one of them does not.
+    """
+    reason = attention_refusal(recipe, device)
+    if reason is not None:
+        raise UserError(f"model.attn_config.attn_impl: {reason}")
+    reason = experts_refusal(recipe, device)
+    if reason is not None:
+        raise UserError(f"model.ffn_config.moe_impl: {reason}")
+    if recipe.compile_mode is not None:
+        if device.type == "cpu" and recipe.parallel.activation_checkpointing == "selective":
+            raise UserError(
+                "parallel.activation_checkpointing: selective with compile: true is for GPUs, a"
+                " CPU's attention over packed rows is not compiled under it; write whole or none"
+            )
+        check_compiler(recipe.compile_mode, device)
+
+
+def memory_of_process(world: World) -> int:
+    """Bytes that every process may use: those of the one that has least; all processes ask.
+
+    On a CPU all share one memory, and so do processes on one GPU.
+    """
+    free, sharing = available_memory(world.device), world.size
+    if world.device.type == "cuda":
+        sharing = 1 if world.machine is None else world.machine.sharing
+    return least(world, free // sharing)
+
+
+def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer) -> None:
+    """The embedding has a row for every token: as many as the tokenizer says, or as written."""
+    if isinstance(written, FinetuneRecipe):
+        fit_vocabulary(recipe.model, tokenizer, written.model)
+    recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    check_vocabulary(recipe, tokenizer)
+
+
+def check_vocabulary(recipe: TrainRecipe, tokenizer: Tokenizer) -> None:
+    """The embedding must have a row for every token."""
+    size = recipe.model.vocab_size
+    assert size is not None
+    if size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size: {size} is less than the tokenizer's {tokenizer.vocab_size};"
+            " write at least that, or remove it"
+        )
+
+
+def build_clock(recipe: TrainRecipe, data: Data) -> Clock:
+    """Batches in each unit of time."""
+    size = recipe.global_train_batch_size
+    return Clock(
+        samples_per_batch=size,
+        tokens_per_batch=size * recipe.max_seq_len,
+        batches_per_epoch=data.epoch_rows / size,
+        max_duration=Duration.parse(recipe.max_duration),
+    )
+
+
+def build_checkpointer(
+    written: TrainRecipe, job: Job, tracker: Tracker, start: Start
+) -> Checkpointer:
+    """The writer of checkpoints, each with the recipe as written and the tokenizer."""
+    folder = run_folder(job.recipe)
+    found = None if job.recipe.save_overwrite else start.checkpoint
+    own = found is not None and found.parent == folder / "checkpoints"
+
+    write_adapter = adapter_writer(written, job)
+
+    def extras(folder: Path) -> None:
+        write_whole(folder / "recipe.yaml", to_yaml(written))
+        job.tokenizer.save(folder / "tokenizer")
+        if isinstance(written, FinetuneRecipe):
+            write_model(folder, job.recipe.model)
+            write_adapter(folder)
+
+    def failed(batch: int, seen: str, done: str) -> None:
+        tracker.event("save_failed", seen, done, step=batch, action="log")
+
+    return Checkpointer(
+        folder,
+        job.world,
+        extras=extras,
+        keep=job.recipe.save_num_checkpoints_to_keep,
+        background=job.recipe.save_async,
+        max_failures=job.recipe.save_max_failures,
+        max_wait=job.recipe.save_max_wait,
+        warn=tracker.console.warn,
+        note=tracker.note,
+        failed=failed,
+        saved=batch_of(found) if found is not None and own else None,
+    )
+
+
+def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tuple[str, str]]:
+    """What a run is, for the top of its console."""
+    recipe, world = job.recipe, job.world
+    parameters = value_count(job.root)
+    size = f"{parameters:,} parameters"
+    if recipe.model.ffn_config.ffn_type == "dmoe":
+        size += f", of which a token meets {active_parameter_count(recipe.model):,}"
+    how = f"{recipe.precision}, microbatch {job.microbatch}"
+    again = recomputation(recipe.parallel.activation_checkpointing)
+    if again != "none":
+        how += f", activation checkpointing: {again}"
+    if recipe.compile:
+        how += f", blocks compiled ({recipe.compile_mode}): the first step takes a minute for it"
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    return [
+        ("run", named(run_folder(recipe))),
+        ("model", f"{recipe.model.name}, {size}"),
+        ("tokenizer", tokenizer_summary(job.tokenizer, recipe.tokenizer)),
+        (
+            "data",
+            f"{loader.n_rows:,} rows of {recipe.max_seq_len:,} tokens;"
+            f" {loader.tokens_left_out:,} after the last whole row are left out",
+        ),
+        (
+            "length",
+            f"{clock.total:,} batches of {clock.tokens_per_batch:,} tokens"
+            f" ({clock.total / clock.batches_per_epoch:.2f} epochs)"
+            + (f", {first_batch:,} done" if first_batch else ""),
+        ),
+        ("device", f"{world.size} x {device}, {how}"),
+    ]

@@ -1,0 +1,145 @@
+"""COMMIT: the names, sizes and checksums of a checkpoint's files, which makes it count.
+
+`checkpointer.py` writes it last, `verify.py` compares the files with it. It is also what readers
+lock: while a process reads a checkpoint it holds a shared lock on COMMIT (`pin`), and a run that
+removes old checkpoints leaves those that are locked for the next time (`remove_unpinned`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from llmfoundry.checkpoint.crc import checksum, writer_of
+from llmfoundry.checkpoint.remote_run import stored_run
+from llmfoundry.files import sync, write_json
+from llmfoundry.locks import LockedFile, try_lock
+
+Written = dict[str, dict[str, int]]
+"""Bytes and checksum (crc32) of files, by name."""
+COMMIT = "COMMIT"
+_LONGEST = 1 << 28  # bytes; about a hundred for each file
+_pinned: dict[Path, LockedFile] = {}  # what this process reads
+
+
+def has_commit(folder: Path) -> bool:
+    """Whether something is called COMMIT there; without it the folder never was a checkpoint."""
+    run = stored_run(folder)
+    if run is not None:
+        return run.store.size(run.name(folder / COMMIT)) is not None
+    try:
+        (folder / COMMIT).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def read_commit(folder: Path) -> dict[str, tuple[int, int]]:
+    """Bytes and checksum of every file of a checkpoint.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a list of a whole checkpoint's files, all inside of its folder.
+    """
+    path = folder / COMMIT
+    if not path.is_file():
+        raise ValueError("it is not a file")
+    if path.stat().st_size > _LONGEST:
+        raise ValueError("it is too long")
+    try:
+        listed = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is not a list of files") from None
+    if not isinstance(listed, dict) or not isinstance(listed.get("files"), dict):
+        raise ValueError("it is not a list of files")
+    files: dict[str, tuple[int, int]] = {}
+    for name, entry in listed["files"].items():
+        inside = PurePosixPath(name)
+        if inside.is_absolute() or ".." in inside.parts or not name.isprintable():
+            raise ValueError(f"{name!r} is not the name of a file in this folder")
+        size, crc = (entry.get(k) if isinstance(entry, dict) else None for k in ("bytes", "crc32"))
+        if type(size) is not int or type(crc) is not int:
+            raise ValueError(f"{name!r} has no size and checksum")
+        files[name] = (size, crc)
+    for name in (".metadata", "state.json", "recipe.yaml"):
+        if name not in files:
+            raise ValueError(f"it lacks {name}")
+    return files
+
+
+def record_of(folder: Path) -> Written:
+    """All files of a checkpoint but its tensors: the main process wrote them."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != COMMIT)
+    return {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "crc32": checksum(file)}
+        for file in files
+        if writer_of(file.name) < 0
+    }
+
+
+def listing(files: Written) -> dict[str, Any]:
+    """The content of COMMIT."""
+    return {"version": 1, "files": files}
+
+
+def write_commit(folder: Path, files: Written) -> None:
+    """Write COMMIT, last: with this name on the disk the checkpoint counts.
+
+    Who wrote tensors has waited until they were on the disk.
+    """
+    record = [folder / name for name in files if writer_of(name) < 0]
+    folders = {above for file in record for above in file.parents if folder in above.parents}
+    for path in [*record, *folders, folder, folder.parent, folder.parent.parent]:
+        sync(path)  # what libraries wrote, too
+    write_json(folder / COMMIT, listing(files))
+
+
+def pin(folder: Path) -> bool:
+    """Keep a checkpoint from being pruned until `unpin`, or until this process ends.
+
+    Returns:
+        Whether it is still there. In an object store, and on a file system without locks, nothing
+        can be kept: there a reader chooses again where a checkpoint has vanished.
+    """
+    if stored_run(folder) is not None or folder in _pinned:
+        return True
+    try:
+        locked = try_lock(folder / COMMIT, shared=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    if locked is None:  # it is being removed
+        return False
+    _pinned[folder] = locked
+    return True
+
+
+def unpin(folder: Path) -> None:
+    """All is read that is needed of a checkpoint."""
+    locked = _pinned.pop(folder, None)
+    if locked is not None:
+        locked.release()
+
+
+def remove_unpinned(folder: Path) -> bool:
+    """Remove a checkpoint, or what there is of one, unless a process reads it; whether it went."""
+    try:
+        locked = try_lock(folder / COMMIT)
+    except OSError:  # there is none, or the file system has no locks
+        locked = None
+    else:
+        if locked is None:
+            return False
+    with locked or nullcontext():
+        remove_folder(folder)
+    return True
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a checkpoint: its marker first, so that a half-deleted folder never counts."""
+    (folder / COMMIT).unlink(missing_ok=True)
+    shutil.rmtree(folder)

@@ -1,0 +1,315 @@
+"""Writes a run's checkpoints, in the background where asked.
+
+The idea: a save is a row of steps that all processes end before one of them begins the next, so
+that what goes wrong on one is known to all, at the same step. A save that fails is reported at
+once, and tried again when the next is due; a full disk may be emptied meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim import Optimizer
+
+from llmfoundry.checkpoint.dcp import Staged, TensorFiles
+from llmfoundry.checkpoint.load import training_state
+from llmfoundry.checkpoint.remote_run import named
+from llmfoundry.checkpoint.storage import home_of
+from llmfoundry.checkpoint.synced_steps import Together
+from llmfoundry.checkpoint.verify import find_checkpoint
+from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.errors import UserError, one_line
+from llmfoundry.files import write_json
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.shard_layout import all_stacked_rows
+from llmfoundry.ops.device_threads import device_thread
+
+
+@dataclass
+class Waits:
+    """Seconds that training waited for a save.
+
+    Attributes:
+        before: for the save before to be written.
+        copies: for what is written in the background to be copied, or for a GPU to begin to.
+        whole: for all of it.
+    """
+
+    before: float = 0.0
+    copies: float = 0.0
+    whole: float = 0.0
+
+
+class Checkpointer:
+    """Writes a run's checkpoints, one at a time, in a background thread where asked."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        world: World,
+        *,
+        extras: Callable[[Path], None],
+        keep: int,
+        background: bool,
+        max_failures: int,
+        max_wait: float | None = None,
+        warn: Callable[[str], None],
+        note: Callable[[str], None] = lambda line: None,
+        failed: Callable[[int, str, str], None] | None = None,
+        saved: int | None = None,
+    ) -> None:
+        """Prepare to write.
+
+        Args:
+            run_folder: the run's folder.
+            world: this process; every one takes part in each save.
+            extras: writes recipe and tokenizer into a checkpoint's folder; called on rank 0.
+            keep: how many newest checkpoints stay; -1: all.
+            background: return from `save` once weights are copied, not once they are written.
+            max_failures: this many failed saves in a row end the run.
+            max_wait: seconds that a save in the background waits for the one before to be written;
+                then it is left out. None: as long as it takes.
+            warn: reports what does not end the run, at once.
+            note: reports each save that is whole.
+            failed: reports one that failed or was left out: after which batch, what happened, what
+                is done; None: as `warn` does.
+            saved: the batch whose checkpoint in this folder the run resumes from; None: none.
+        """
+        self._folder, self._world, self._extras = run_folder, world, extras
+        self._keep, self._background = keep, background
+        self._max_failures, self._warn, self._note = max_failures, warn, note
+        self._tell_failed = failed or (lambda batch, seen, done: warn(f"{seen}; {done}"))
+        # the others hear of it by a collective, which has its own limit
+        self._max_wait = max_wait and min(max_wait, world.timeout.total_seconds() / 2)
+        self.waits = Waits()  # of the latest save
+        self._together = Together(world)
+        self._home = home_of(run_folder, world, self._together, warn)
+        self._tensor_files = TensorFiles(world, self._together)
+        self._staged: Staged | Exception | None = None  # whose copies may be under way
+        self._thread: threading.Thread | None = None
+        self._saved = saved  # the newest batch that this process knows to be saved
+        self._failures = 0  # in a row
+        self._problem = ""  # the last one's
+
+    def save(
+        self,
+        batch: int,
+        model: Decoder,
+        optimizer: Optimizer,
+        state: dict[str, Any],
+        *,
+        last: bool = False,
+    ) -> Path:
+        """Save after `batch` steps; before the next update, `before_update` has to be called.
+
+        Args:
+            batch: steps done.
+            model: what to save.
+            optimizer: what to save.
+            state: what to save as state.json.
+            last: no other save follows: return once it is written.
+
+        Raises:
+            UserError: the last save failed, or too many in a row did; on every process.
+        """
+        began = time.perf_counter()
+        folder = self._folder / "checkpoints" / f"ba{batch:07d}"
+        in_time = self._wait_for_the_one_before(None if last else self._max_wait)
+        self.waits = Waits(before=time.perf_counter() - began)
+        if not last:
+            self.check()
+        if not in_time:
+            self._leave_out(batch)
+        elif batch != self._saved:  # by its interval, and now once more by a signal or at the end
+            stage = partial(self._stage, model, optimizer)
+            self._begin(batch, folder, stage, state, last=last)
+        self.waits.whole = time.perf_counter() - began
+        return folder
+
+    def _begin(
+        self,
+        batch: int,
+        folder: Path,
+        stage: Callable[[bool], Staged | Exception],
+        state: dict[str, Any],
+        *,
+        last: bool,
+    ) -> None:
+        """Write in the background, where asked, or now."""
+        self._together.begin()
+        if last or not self._background:
+            self._write(batch, folder, stage(False), state, last)
+            self.check()
+            return
+        began = time.perf_counter()
+        staged = self._staged = stage(True)
+        self.waits.copies = time.perf_counter() - began
+        self._thread = device_thread(self._write, batch, folder, staged, state, name="checkpoint")
+        self._thread.start()
+
+    def _stage(self, model: Decoder, optimizer: Optimizer | None, copy: bool) -> Staged | Exception:
+        """What to write; or why there is none, which the other processes have to be told."""
+        try:
+            if optimizer is None:
+                tensors = {"model": get_model_state_dict(model)}
+            else:
+                tensors = training_state(model, optimizer)
+            return self._tensor_files.stage(tensors, all_stacked_rows(model), copy=copy)
+        except Exception as error:  # no memory
+            return error
+
+    def before_update(self) -> None:
+        """Before weights change: a GPU that still copies them finishes that first."""
+        if isinstance(self._staged, Staged):
+            self._staged.before_update()
+            self._staged = None
+
+    def _wait_for_the_one_before(self, seconds: float | None) -> bool:
+        """Whether the save under way ended in that time; the same on every process."""
+        thread = self._thread
+        if thread is not None and seconds is not None:
+
+            def ended() -> bool:
+                thread.join(seconds)
+                return not thread.is_alive()
+
+            if not on_rank0(self._world, ended):
+                return False
+        self.wait()
+        return True
+
+    def _leave_out(self, batch: int) -> None:
+        if self._world.is_main:
+            self._tell_failed(
+                batch,
+                f"save_max_wait: the checkpoint of batch {batch} is left out: the one before is"
+                f" still being written after {self._max_wait:g} s more",
+                "write a longer save_interval or save_max_wait, or a faster disk's save_folder",
+            )
+
+    def save_weights(self, model: Decoder, state: dict[str, Any]) -> Path:
+        """Save a model that has not been trained here, as the checkpoint of batch 0."""
+        folder = self._folder / "checkpoints" / f"ba{0:07d}"
+        self._write(0, folder, self._stage(model, None, False), state, True)
+        return folder
+
+    def tidy(self) -> None:
+        """Remove what the newest checkpoint makes needless; a start may find it half done."""
+        if self._saved is None or not self._world.is_main:
+            return
+        try:
+            self._home.prune(self._saved, self._keep)
+        except (OSError, UserError) as error:
+            self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
+
+    def find(self, until: int) -> Path | None:
+        """The newest whole checkpoint of this run saved after at most so many steps; all call."""
+        self.wait()
+        return find_checkpoint(self._folder, note=self._warn, world=self._world, until=until)
+
+    def forget_after(self, batch: int) -> None:
+        """Remove what was saved after more steps, as the run goes on from there; all call."""
+        self.wait()
+        self._together.begin()
+        self._together.run(lambda: self._home.forget_after(batch))
+        self._saved = None
+
+    @property
+    def saved(self) -> int:
+        """The batch of the newest checkpoint that this process knows to be there; -1: of none."""
+        return -1 if self._saved is None else self._saved
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way beside training."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for a save under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def check(self) -> None:
+        """Say that the run cannot continue, if so; until every process has, they must still step.
+
+        Raises:
+            UserError: too many saves in a row failed.
+        """
+        if self._failures >= self._max_failures:
+            many = f" ({self._failures} saves in a row)" if self._failures > 1 else ""
+            raise UserError(f"{self._problem}{many}{self._advice()}")
+
+    def _write(
+        self,
+        batch: int,
+        folder: Path,
+        staged: Staged | Exception,
+        state: dict[str, Any],
+        last: bool = False,
+    ) -> None:
+        """Write a checkpoint; if that fails, count it, tell it, and remove what there is of it.
+
+        Raises:
+            UserError: it was the last.
+        """
+        try:
+            began = time.perf_counter()
+            size = self._write_files(folder, staged, state)
+        except Exception as error:  # SaveError, or the other processes cannot be reached
+            self._fail(batch, error, last=last)
+            self._home.discard(folder)
+            if last:
+                raise UserError(f"{self._problem}{self._advice()}") from error
+            return
+        self._saved, self._failures = batch, 0
+        if self._world.is_main:
+            copied = isinstance(staged, Staged) and staged.copies is not None
+            seconds = time.perf_counter() - began
+            waited = self.waits.before + (self.waits.copies if copied else seconds)
+            how = f"{size / 1e6:,.1f} MB in {seconds:.1f} s; training waited {waited:.2f} s"
+            self._note(f"saved {named(folder)} ({how})")
+        self.tidy()
+
+    def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
+        self._failures += 1
+        why = one_line(error).removeprefix("save_folder: ")
+        self._problem = f"save_folder: the checkpoint of batch {batch} was not saved: {why}"
+        if not last and self._failures < self._max_failures:
+            done = "training continues, and the next save tries again"
+            self._tell_failed(batch, self._problem, done)
+
+    def _advice(self) -> str:
+        newest = self._home.newest()
+        if newest is None:
+            return "; nothing is saved; make room there, or write another save_folder"
+        return f"; the newest is {newest}; make room there, and run the same command"
+
+    def _write_files(self, folder: Path, staged: Staged | Exception, state: dict[str, Any]) -> int:
+        """Every step on every process before the next one begins; the bytes of all files.
+
+        Raises:
+            SaveError: a step failed on one of them; on all.
+        """
+        sound = self._together.run(lambda: _sound(staged))
+        self._home.prepare(folder)
+        written = self._tensor_files.write(folder, sound)
+        self._together.run(lambda: self._write_extras(folder, state), only_main=True)
+        return self._home.commit(folder, written)
+
+    def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:
+        write_json(folder / "state.json", state, indent=2)
+        self._extras(folder)
+
+
+def _sound(staged: Staged | Exception) -> Staged:
+    if isinstance(staged, Exception):
+        raise staged
+    return staged

@@ -1,0 +1,218 @@
+"""What goes around each block's forward pass: compilation, and around that checkpointing.
+
+`builders/trainer.py` calls `wrap_blocks` on the meta device, before FSDP: a block's own `forward`
+is replaced in place, so names of parameters stay what they are, and FSDP's hooks, which wait for
+other processes, stay outside of what is compiled and of what is computed again.
+
+Only training goes through the wraps. Evaluation and generation call the plain forward pass: their
+rows have every length, and each would be compiled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from llmfoundry.errors import UserError
+from llmfoundry.models.decoder import Root
+from llmfoundry.models.moe import MoE
+from llmfoundry.ops.torch_private import (
+    compiler_errors,
+    keep_graphs_whole_under_ddp,
+    selective_contexts,
+)
+from llmfoundry.recipe.parallel import LEVELS, recomputation
+from llmfoundry.recipe.scripts.train import GRAPH_ADVICE, GRAPH_MODES
+
+Forward = Callable[..., Any]  # of a block and its inputs
+BUILDERS = {"cpu": "g++ and Python's headers", "cuda": "triton and gcc"}  # what inductor runs
+
+
+KEPT = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::_scaled_dot_product_flash_attention",  # each with its suffixes: _for_cpu, ...
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention",
+    "aten::_flash_attention_forward",
+    "torch_attn::_varlen_attn",
+    "flash_attn::_flash_attn",  # _forward and _varlen_forward
+    "flash_attn_3::",
+    "flex_attention",
+    "llmfoundry::moe_forward",
+    "aten::topk",  # a router's choice
+    "_c10d_functional::all_to_all_single",
+    "_c10d_functional::all_reduce",
+    "_c10d_functional::reduce_scatter_tensor",
+)
+"""Operators, by how their names begin, whose results selective checkpointing keeps: matrix
+products, attention, experts, and what other processes would have to take part in. All else is
+bound by memory traffic, and computed again (as torchtitan has it, which keeps every second product
+alone)."""
+
+
+def wrap_blocks(root: Root, *, checkpointing: bool | str, compile_mode: str | None) -> None:
+    """Replace the training forward pass of every block, in place.
+
+    Checkpointing of whole blocks goes around the compiled function, not into it: a graph break
+    inside a compiled checkpoint (attention of documents one by one, on a CPU) turns compilation off
+    altogether. Selective checkpointing goes into it, for it must see operators: on a CPU packed
+    rows are not compiled then.
+
+    Args:
+        root: the model, before FSDP or DDP wrap it.
+        checkpointing: what is computed again in the backward pass: `none`; `selective`, all but
+            what KEPT names; `whole` or True, everything, from a block's input.
+        compile_mode: torch.compile's mode; None: not compiled.
+    """
+    level = recomputation(checkpointing)
+    assert level in LEVELS, "auto was not decided"
+    if compile_mode is None and level == "none":
+        return
+    forward: Forward = _plain
+    if level == "selective":
+        forward = _checkpointed(forward, _selection(root))
+    if compile_mode is not None:
+        for layer in _shared_mixtures(root):
+            # no graph has the host's waiting for how many rows come, nor FSDP's hooks of experts
+            layer.mixed = torch.compiler.disable(layer.mixed)  # type: ignore[method-assign]
+        forward = _compiled(forward, compile_mode, len(root.model.blocks))
+    if level == "whole":
+        forward = _checkpointed(forward)
+    for block in root.model.blocks:
+        block.forward = _while_training(block, forward)
+
+
+def _plain(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+    return type(block).forward(block, *inputs, **named)
+
+
+def _while_training(block: nn.Module, wrapped: Forward) -> Forward:
+    def forward(*inputs: Any, **named: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return wrapped(block, *inputs, **named)
+        return _plain(block, *inputs, **named)
+
+    return forward
+
+
+def _checkpointed(forward: Forward, contexts: Callable[[], Any] | None = None) -> Forward:
+    """Keep the inputs; the random state is kept too, so that dropout falls on the same elements.
+
+    Args:
+        forward: what is computed again.
+        contexts: of its first and its second time, which keep results; None: nothing is kept.
+    """
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+
+    def wrapped(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+        return checkpoint(
+            forward,
+            block,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            **options,
+            **named,
+        )
+
+    return wrapped
+
+
+def _selection(root: Root) -> Callable[[], Any]:
+    """Contexts that keep the results of the operators that KEPT names.
+
+    Not of a feed-forward layer's last product: nothing in the block asks for it again.
+    """
+    model = root.model.config
+    last = (model.ffn_config.ffn_hidden_size, model.d_model)
+
+    def is_kept(op: Any, *args: Any) -> bool:
+        name = op.name() if callable(getattr(op, "name", None)) else str(op)
+        if not name.startswith(KEPT):
+            return False
+        if name.startswith(("aten::mm", "aten::addmm")):
+            left, right = args[-2:]
+            return (left.shape[-1], right.shape[-1]) != last
+        return True
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = is_kept(op, *args)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    if _shared_mixtures(root):
+        return partial(selective_contexts, is_kept)  # FSDP's hooks of the experts are inside
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+def _shared_mixtures(root: Root) -> list[MoE]:
+    """The layers in which FSDP has units of their own: experts, or all of a layer."""
+    mixtures = (m for m in root.modules() if isinstance(m, MoE))
+    return [m for m in mixtures if m.group is not None or m.others.tensor is not None]
+
+
+def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:
+    """One function for all blocks: those that are alike share its graphs, compiled once."""
+    # Blocks of other windows, or with others' keys, are other graphs; beyond the limit (8) PyTorch
+    # would run them uncompiled and only warn.
+    limits = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, 8 * n_blocks)
+    keep_graphs_whole_under_ddp()  # blocks are smaller than its buckets
+    return torch.compile(forward, mode=mode)
+
+
+def check_graphs(mode: str | None, *, rows: int, microbatch: int) -> None:
+    """A mode that records CUDA graphs takes steps of one microbatch.
+
+    A graph writes gradients to the same place each time it is replayed, so that those of one
+    microbatch are gone in the next; PyTorch raises in the middle of the second.
+
+    Args:
+        mode: torch.compile's; None: not compiled.
+        rows: of a step, on this process.
+        microbatch: rows computed at a time.
+
+    Raises:
+        UserError: there are several.
+    """
+    if mode in GRAPH_MODES and rows > microbatch:
+        raise UserError(
+            f"compile_mode: {mode} records CUDA graphs, which overwrite the gradients of one"
+            f" microbatch with the next's, and a step has {-(-rows // microbatch)}"
+            f" ({rows} rows, {microbatch} at a time); {GRAPH_ADVICE}"
+        )
+
+
+def check_compiler(mode: str, device: torch.device) -> None:
+    """Compile one addition: seconds now in place of a traceback in the first step.
+
+    Raises:
+        UserError: kernels cannot be built here, or not as the mode asks.
+    """
+    if mode in GRAPH_MODES and device.type != "cuda":
+        raise UserError(
+            f"compile_mode: {mode} records CUDA graphs, and this run computes on a"
+            f" {device.type.upper()}; {GRAPH_ADVICE}"
+        )
+
+    def add_one(x: Tensor) -> Tensor:
+        return x + 1
+
+    try:
+        torch.compile(add_one)(torch.ones(8, device=device))
+    except compiler_errors() as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"compile: torch.compile cannot build kernels here ({reason}); install"
+            f" {BUILDERS[device.type]}, or write compile: false"
+        ) from error

@@ -1,0 +1,53 @@
+"""How a model is spread over processes: everything that is done to it, in order.
+
+`builders/trainer.py` calls `parallelize` on the meta device. Each part is a file of its own; what
+they share is the mesh (`mesh.py`).
+"""
+
+from __future__ import annotations
+
+from llmfoundry.distributed.activation_checkpoint import wrap_blocks
+from llmfoundry.distributed.context import share_rows
+from llmfoundry.distributed.experts import share_experts, share_statistics
+from llmfoundry.distributed.fsdp import materialize
+from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mesh import Meshes
+from llmfoundry.distributed.tensor import share_matrices
+from llmfoundry.models.decoder import Root
+from llmfoundry.recipe.parallel import ParallelConfig
+
+
+def parallelize(
+    root: Root,
+    world: World,
+    meshes: Meshes | None,
+    config: ParallelConfig,
+    *,
+    precision: str,
+    compile_mode: str | None = None,
+) -> None:
+    """Spread a model built on the meta device, and give this process's part of it memory.
+
+    Its weights are not filled: that is `init_weights` or a checkpoint, on every process.
+
+    Args:
+        root: the model, its adapters added and its frozen weights frozen.
+        world: this process.
+        meshes: None: it is alone.
+        config: filled; activation checkpointing is decided.
+        precision: the recipe's.
+        compile_mode: torch.compile's; None: not compiled.
+    """
+    # 1. Tensor: matrices of the dense layers are cut, and each process has its own tokens between.
+    share_matrices(root, meshes)
+    # 2. Experts: each process holds some of them whole, and tokens travel to them.
+    share_experts(root, meshes)
+    # 3. Context: attention asks the processes that share this one's rows for what it needs. What
+    # routers' losses count are the tokens of all that share a row.
+    share_rows(root, meshes, config)
+    share_statistics(root, world, meshes)
+    # 4. Activation memory, and compilation inside of it: each block's forward pass is replaced.
+    wrap_blocks(root, checkpointing=config.activation_checkpointing, compile_mode=compile_mode)
+    # 5. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
+    # computed again. Then memory for what is this process's own.
+    materialize(root, world, meshes, config, precision=precision)

@@ -1,0 +1,123 @@
+"""Who did not come, when a collective has failed: told in one line by all who did.
+
+`distributed.launch` asks here as an error leaves the run. The error itself names nobody, and nobody
+else knows: so every process in which a collective failed leaves a mark in the store by which all
+have met, waits a little for the marks of the others, and names those who left none.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from llmfoundry.errors import RunFailure
+
+# Seconds for the marks of others: they wait for the lost one too, but have not begun when we did.
+_AFTER_TIMEOUT, _AFTER_LOSS = 10.0, 3.0
+_NAMED = 8  # ranks at most
+_TIMEOUT, _LOSS, _MARKS = "timeout", "loss", "llmfoundry/failed"
+# In what PyTorch raises of them where it is not a DistError. The last is said of what waits in the
+# same group behind a collective that has timed out.
+_SIGNS = ("gloo", "nccl", "pair closure")
+
+
+def explain(
+    error: BaseException, store: dist.Store, *, rank: int, size: int, timeout: timedelta
+) -> RunFailure | None:
+    """A line about the processes that never came; None: that was not the error.
+
+    Args:
+        error: what ends this process.
+        store: by which all processes met.
+        rank: this process.
+        size: number of processes.
+        timeout: how long a collective waits.
+    """
+    failure = failed_collective(error)
+    if failure is None:
+        return None
+    # The launcher ends all as soon as one has ended: each says first what it has found out.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    timed_out = "timed out" in str(failure).lower() or "timeout" in str(failure).lower()
+    missing, timed_out = _missing(store, rank, size, timed_out)
+    where = _place(failure)
+    if timed_out:
+        who = names(missing) or "though all are there, a collective"
+        return RunFailure(
+            f"parallel.dist_timeout: {who} did not come within {timeout.total_seconds():.0f} s"
+            f" (waited for in {where}): it hangs, was stopped or is slow; look at that process, or"
+            " write a larger parallel.dist_timeout"
+        )
+    if not missing:
+        return None
+    return RunFailure(f"{names(missing)} ended before the others (seen in {where})")
+
+
+def failed_collective(error: BaseException) -> BaseException | None:
+    """What was raised where processes wait for each other, if that has led to this error."""
+    return next(filter(_is_of_collective, _causes(error)), None)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and all that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+
+
+def _missing(store: dist.Store, rank: int, size: int, timed_out: bool) -> tuple[list[int], bool]:
+    """Ranks without a mark, and whether any process waited to the end of its time.
+
+    All marks are one text: a request for each mark, by every process, would be n x n of them.
+    """
+    patience = _AFTER_TIMEOUT if timed_out else _AFTER_LOSS
+    deadline = time.monotonic() + patience
+    found: list[tuple[list[int], bool]] = []
+
+    def ask() -> None:
+        marks, pause = dict[int, str](), 0.1
+        with suppress(RuntimeError):  # that the store is gone
+            mark = f"{rank} {_TIMEOUT if timed_out else _LOSS}\n"
+            store.append(_MARKS, mark)  # type: ignore[attr-defined]  # of every kind but a file's
+            while len(marks) < size and time.monotonic() < deadline:
+                time.sleep(pause)
+                lines = store.get(_MARKS).decode().splitlines()
+                marks = {int(who): why for who, why in map(str.split, lines)}
+                pause = min(2 * pause, 1.0)
+            missing = [other for other in range(size) if other not in marks]
+            found.append((missing, _TIMEOUT in marks.values()))
+
+    asking = threading.Thread(target=ask, daemon=True)  # a store that hangs keeps it for ever
+    asking.start()
+    asking.join(patience + 2)
+    return found[0] if found else ([0], timed_out)  # it is rank 0's, or its launcher's
+
+
+def names(ranks: list[int]) -> str:
+    """Processes in a message: `rank 3`, `ranks 3, 4`, or the first of many and their number."""
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    listed = ", ".join(map(str, ranks[:_NAMED])) + more
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else ""
+
+
+def _place(error: BaseException) -> str:
+    """The line of ours that called the collective."""
+    ours = Path(__file__).parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if ours in Path(frame.filename).parents:
+            return f"{Path(frame.filename).relative_to(ours.parent)}:{frame.lineno}"
+    return "a thread"

@@ -1,0 +1,380 @@
+"""How a process joins a run: alone, started again under torchrun, under torchrun, or by Slurm.
+
+`commands` call `relaunch` before anything heavy and `join` afterwards. The environment variables
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are PyTorch's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from llmfoundry.distributed.broadcast_files import hand_on
+from llmfoundry.distributed.failures import explain
+from llmfoundry.distributed.rendezvous import meet
+from llmfoundry.distributed.rlimit import raise_limit
+from llmfoundry.errors import UserError
+from llmfoundry.exit_status import own_node
+from llmfoundry.ops.host_memory import keep_memory
+from llmfoundry.ops.torch_private import default_store, set_timeouts
+from llmfoundry.processes import keep_children
+from llmfoundry.recipe.parallel import GLOO, NCCL, ParallelConfig
+from llmfoundry.terminal import is_watched
+
+Made = TypeVar("Made")
+
+SHARE = "parallel.dist_backend: gloo for processes that share a GPU"
+FULL_MESH = 128
+"""Processes up to which each connects to every other as it joins; of more only to those that it has
+something for. To connect all takes n gets of n + 19 words each from the one store by each of n
+processes: counted, and at 3,072 19 million requests and 233 GB."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The processes of the run that share a machine, its files and its page cache.
+
+    Attributes:
+        first: the least of their ranks among all.
+        group: of the host; None: they are all processes.
+        sharing: how many of them compute on this one's GPU; 1 on a CPU.
+    """
+
+    first: int
+    group: dist.ProcessGroup | None = None
+    sharing: int = 1
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int
+    """Among all: for what is printed, and for who writes; never for a share of rows."""
+    size: int
+    local_rank: int
+    device: torch.device
+    timeout: timedelta = timedelta(minutes=10)
+    """How long a collective waits for the others."""
+    data_mesh: DeviceMesh | None = None
+    """The processes that read other rows than this one, as `mesh.on_mesh` finds them; None: all."""
+    token_mesh: DeviceMesh | None = None
+    """Those that hold other tokens: other rows, or another part of the same rows; None: all."""
+    machine: Machine | None = None
+    """Those on the same machine; None: this one alone."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints, logs and writes shared files."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of every batch of rows is this process's own."""
+        return self.rank if self.data_mesh is None else self.data_mesh.get_local_rank()
+
+    @property
+    def data_size(self) -> int:
+        """How many shares a batch of rows has."""
+        return self.size if self.data_mesh is None else self.data_mesh.size()
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The processes with the other shares, for sums over rows; None: all processes."""
+        return None if self.data_mesh is None else self.data_mesh.get_group()
+
+    @property
+    def token_group(self) -> dist.ProcessGroup | None:
+        """The processes with other tokens, for sums over a batch of training; None: all."""
+        return None if self.token_mesh is None else self.token_mesh.get_group()
+
+    def in_evaluation(self) -> World:
+        """As it is where whole rows are shared by all that would share their tokens in training."""
+        return replace(self, data_mesh=self.token_mesh)
+
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+"""A process that is all of its run, for work that needs no GPU."""
+
+
+def relaunch(config: ParallelConfig) -> None:
+    """Start the same command under torchrun where more than one local process is wanted.
+
+    Does nothing under torchrun or Slurm. Never returns where it does start one.
+
+    Raises:
+        UserError: the recipe's degrees do not fit so many.
+    """
+    if "RANK" in os.environ or slurm_environment():
+        return
+    wanted = wanted_processes(config)
+    if wanted == 1:
+        return
+    config.degrees(wanted)  # one line here, before each process says it
+    if is_watched():
+        print(f"starting {wanted} processes ...", file=sys.stderr, flush=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
+    keep_children()
+    os.execv(sys.executable, [*torchrun, f"--nproc-per-node={wanted}", *sys.argv])
+
+
+def wanted_processes(config: ParallelConfig) -> int:
+    """How many processes of this machine a run has that no launcher has started.
+
+    Raises:
+        UserError: more than the machine can have, or nccl without a GPU.
+    """
+    _check_backend(config.dist_backend)
+    wanted = config.nproc_per_node or max(1, torch.cuda.device_count())
+    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    own_gpus = gpus if config.dist_backend != GLOO else 0
+    most = own_gpus or max(16, 4 * cores)
+    if wanted > most and wanted > 1:
+        there = f"{gpus} GPU{'s' * (gpus > 1)}" if own_gpus else f"{cores} cores"
+        share = f", or {SHARE}" if own_gpus else ""
+        raise UserError(
+            f"parallel.nproc_per_node: {wanted} processes, but this machine has {there};"
+            f" write at most {most}{share}"
+        )
+    return wanted
+
+
+def slurm_environment() -> dict[str, str]:
+    """PyTorch's variables as `srun` implies them; empty outside a Slurm step of several tasks."""
+    env = os.environ
+    # srun's own variables: in a batch script outside srun, SLURM_NTASKS counts tasks not started
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return {}
+    tasks = _tasks_of_node(env)
+    return ({} if tasks is None else {"LOCAL_WORLD_SIZE": str(tasks)}) | {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
+        "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": env.get("MASTER_PORT") or str(20000 + int(env["SLURM_JOB_ID"]) % 20000),
+    }
+
+
+def _tasks_of_node(env: Mapping[str, str]) -> int | None:
+    """The step's tasks on this node; `8(x2),4` is of three nodes. None where Slurm does not say."""
+    each = list[int]()
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        tasks, _, nodes = part.partition("(x")
+        each += [int(tasks)] * int(nodes.rstrip(")") or 1) if tasks else []
+    node = int(env.get("SLURM_NODEID", 0))
+    return each[node] if node < len(each) else None
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a Slurm node list: `rack[1-2]n[03-05,9],x` gives `rack1n03`."""
+    entry = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)  # to the first comma outside brackets
+    assert entry, nodelist
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", entry[0])
+
+
+@contextmanager
+def join(config: ParallelConfig) -> Iterator[World]:
+    """Join the run's process group, if it has one, and leave it at the end."""
+    os.environ.update(slurm_environment())
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = choose_device(local_rank, config.dist_backend)
+    if device.type == "cpu":
+        keep_memory()  # a GPU's PyTorch keeps itself
+    world = World(rank, size, local_rank, device, timedelta(seconds=config.dist_timeout))
+    if size == 1:
+        yield world
+        return
+    limit = timedelta(seconds=config.rendezvous_timeout)
+    _meet(world, default_backend(device, config.dist_backend), limit)
+    try:
+        yield replace(world, machine=find_machine(world))
+    except Exception as error:
+        # The groups stay as they are: to leave them is to wait for the others.
+        lost = explain(error, default_store(), rank=rank, size=size, timeout=world.timeout)
+        if lost is None:
+            raise
+        raise lost from error
+    _leave(world)
+
+
+def _leave(world: World) -> None:
+    """Leave the group; rank 0 last, as the store may be its own, and others still read there."""
+    store, deadline = default_store(), time.monotonic() + world.timeout.total_seconds()
+    left = store.add("llmfoundry/left", 0 if world.is_main else 1)
+    while world.is_main and left < world.size - 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left = store.add("llmfoundry/left", 0)
+    dist.destroy_process_group()
+
+
+def choose_device(local_rank: int, backend: str | None) -> torch.device:
+    """The GPU of a process, made current; a CPU where there is none.
+
+    A launcher may show each process its own GPU alone, as Slurm does with --gpus-per-task=1: that
+    is device 0 of every one of them. `check_devices` finds those that share one by mistake. Under
+    gloo, which processes on one GPU may have, they take turns.
+
+    Args:
+        local_rank: among the processes of this machine.
+        backend: `parallel.dist_backend`.
+
+    Raises:
+        UserError: the process has no GPU, though the machine has some, or nccl was written.
+    """
+    if not torch.cuda.is_available():
+        _check_backend(backend)
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if local_rank >= visible > 1 and backend != GLOO:
+        raise UserError(
+            f"parallel.nproc_per_node: local rank {local_rank} has no GPU; this machine has"
+            f" {visible}; start at most as many processes, or write {SHARE}"
+        )
+    device = torch.device("cuda", local_rank % visible)
+    torch.cuda.set_device(device)
+    torch.cuda.init()  # or a device mesh would set the device once more, to LOCAL_RANK
+    return device
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend == NCCL and not torch.cuda.is_available():
+        raise UserError(
+            "parallel.dist_backend: nccl is for GPUs, and this process has none; remove it"
+        )
+
+
+def find_machine(world: World) -> Machine | None:
+    """The processes that share this one's machine; every process calls it.
+
+    Raises:
+        UserError: two of a machine have the same GPU under NCCL; on every process.
+    """
+    found: list[tuple[str, str]] = [("", "")] * world.size
+    dist.all_gather_object(found, (_machine_name(), _gpu_name(world.device)))
+    if NCCL in dist.get_backend_config():
+        check_devices(found)
+    own = [rank for rank, (name, _) in enumerate(found) if name == found[world.rank][0]]
+    sharing = found.count(found[world.rank]) if world.device.type == "cuda" else 1
+    if len(own) == 1:
+        return None
+    if len(own) == world.size:
+        return Machine(0, sharing=sharing)
+    group = dist.new_group(
+        own, timeout=world.timeout, backend="gloo", use_local_synchronization=True
+    )
+    bound_waiting(group, world)
+    return Machine(own[0], group, sharing)
+
+
+def check_devices(found: Sequence[tuple[str, str]]) -> None:
+    """Every process must have a GPU of its own; NCCL says no more than that one is a duplicate.
+
+    Args:
+        found: the machine and the GPU of each process, by rank; a CPU has no name.
+
+    Raises:
+        UserError: two of a machine have the same.
+    """
+    first: dict[tuple[str, str], int] = {}
+    for rank, own in enumerate(found):
+        if own[1] and first.setdefault(own, rank) != rank:
+            raise UserError(
+                f"parallel.nproc_per_node: ranks {first[own]} and {rank} have the same GPU of"
+                f" {own[0].split()[0]}; start at most as many processes as GPUs, show each"
+                f" process another (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES), or write {SHARE}"
+            )
+
+
+def _machine_name() -> str:
+    """The host's name, and what tells apart two that have the same; not so two of a container.
+
+    Two of a scheduler's machines on one host are two: each is started, lost and drained alone.
+    """
+    boot = ""
+    with suppress(OSError):  # not Linux
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {own_node()}"
+
+
+def _gpu_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def own_host() -> str:
+    """This machine's address on the network by which it reaches the one where all meet."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family = socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, int(os.environ.get("MASTER_PORT", 1)) or 1))  # nothing is sent
+        found: str = probe.getsockname()[0]
+        return found
+    return socket.gethostbyname(socket.gethostname())
+
+
+def on_rank0(world: World, make: Callable[[], Made], *, patient: bool = False) -> Made:
+    """What rank 0 makes, on every process; so is what it raises. See `hand_on`."""
+    if world.size == 1:
+        return make()
+    return hand_on(make, source=0, patient=patient)
+
+
+def on_each_machine(world: World, make: Callable[[], Made], *, patient: bool = False) -> Made:
+    """What the first process of each machine makes, on all of that machine; so is what it raises.
+
+    For files that each machine may have of its own. Every process calls it. See `hand_on`.
+    """
+    if world.machine is None:
+        return make()
+    return hand_on(make, source=world.machine.first, group=world.machine.group, patient=patient)
+
+
+def bound_waiting(group: dist.ProcessGroup, world: World) -> None:
+    """Let every collective of a group wait for `parallel.dist_timeout`; each group is given here.
+
+    NCCL ends a process without a word that helps; the host's messages are to notice before it.
+    """
+    device = world.timeout + timedelta(seconds=30 if world.device.type == "cuda" else 0)
+    set_timeouts(group, host=world.timeout, device=device)
+
+
+def _meet(world: World, backend: str, limit: timedelta) -> None:
+    """Make the default group, within a limit: the only one of gloo among all processes.
+
+    What the main threads tell each other goes through it, and so do, on a CPU, sums over gradients:
+    every process calls them in the same order. Another thread has `host_messages`.
+    """
+    raise_limit(world.size, holds_store=world.is_main)
+    if world.size > FULL_MESH:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # of PyTorch 2.8
+    store = meet(world.rank, world.size, limit=limit, timeout=world.timeout)
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=world.timeout
+    )
+    assert dist.group.WORLD is not None
+    bound_waiting(dist.group.WORLD, world)
+
+
+def default_backend(device: torch.device, backend: str | None) -> str:
+    """Of the default group, as `init_process_group` takes it.
+
+    gloo alone serves GPUs too: it copies to pinned memory of the host and back for broadcast,
+    all_reduce, reduce, all_gather, reduce_scatter, all_to_all_single, gather and scatter. What it
+    has for CPUs alone (send and recv, coalesced collectives, lists of all_to_all and
+    reduce_scatter) no layout calls: `tests/distributed/test_matrix.py` watches.
+    """
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != GLOO else GLOO

@@ -1,1 +1,0 @@
-"""Out of the house: formats that others read."""

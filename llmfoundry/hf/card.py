@@ -1,0 +1,155 @@
+"""The model card, README.md of an exported folder: what the model is and how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmfoundry.files import write_whole
+from llmfoundry.hf.config.settings import OWN
+from llmfoundry.models.counts import active_parameter_count, parameter_count
+from llmfoundry.models.decoder import Decoder
+
+_LOAD = """\
+import torch
+{first}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+{ask}"""
+_TEXT = """\
+text = tokenizer("{prompt}", return_tensors="pt", add_special_tokens=False)
+document_start = torch.tensor([[model.config.bos_token_id]])  # as in training
+tokens = torch.cat([document_start, text.input_ids], dim=1)
+print(tokenizer.decode(model.generate(tokens, max_new_tokens=64)[0]))
+"""
+_CHAT = """\
+chat = [{{"role": "user", "content": "{prompt}"}}]
+asked = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+answer = model.generate(**asked, max_new_tokens=64)[0, asked.input_ids.shape[1]:]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+"""
+
+
+@dataclass(frozen=True)
+class CardScore:
+    """A measured result.
+
+    Attributes:
+        name: in words.
+        value: as it is read.
+        within: its 95 % interval or standard error, as it is read; empty: not known.
+        chance: what guessing gets, as it is read; empty: nobody knows, or it has no meaning.
+    """
+
+    name: str
+    value: str
+    within: str = ""
+    chance: str = ""
+
+
+@dataclass(frozen=True)
+class CardInfo:
+    """What the card says beyond what the model itself shows.
+
+    Attributes:
+        name: the model's name, its title.
+        data: what text it was trained on, a line.
+        settings: of the training that tell it from others, by recipe key.
+        trained: how long, a line such as `20000 batches, 2.6e9 tokens`.
+        scores: measured results.
+        prompt: an example to continue, or to answer.
+        base: the model that it was fine-tuned from; empty: it began with none.
+        is_chat: it was trained on conversations, by its tokenizer's template.
+    """
+
+    name: str
+    data: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    trained: str = ""
+    scores: Sequence[CardScore] = ()
+    prompt: str = "Once upon a time"
+    base: str = ""
+    is_chat: bool = False
+
+
+def write_card(
+    path: Path,
+    card: CardInfo,
+    model: Decoder,
+    *,
+    architecture: str,
+    dtype: str,
+    unkept: Sequence[str] = (),
+    remarks: Sequence[str] = (),
+) -> None:
+    """Write the card to `path`.
+
+    Args:
+        path: README.md.
+        card: what the model itself does not show.
+        model: with its weights.
+        architecture: transformers' class.
+        dtype: of the written weights.
+        unkept: lines about settings that config.json leaves out.
+        remarks: lines about what is different in transformers.
+    """
+    lines = [*_lines(card, model, architecture, dtype), *_list("In transformers", remarks)]
+    lines += [*_training(card), *_list("Settings that config.json does not keep", unkept)]
+    write_whole(path, "\n".join(lines) + "\n")
+
+
+def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Iterator[str]:
+    yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
+    yield "license: unknown # yours to choose, as the texts it was trained on allow"
+    yield from ("tags:", "- llmfoundry", "---", "", f"# {_cell(card.name)}", "")
+    config = model.config
+    parameters = parameter_count(config)
+    active = active_parameter_count(config)
+    share = "" if active == parameters else f", of which a token visits {active:,}"
+    wide = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads"
+    rows = {
+        "Parameters": f"{parameters:,}{share} ({wide})",
+        "Architecture": "our own, `llmfoundry.hf`" if architecture == OWN else architecture,
+        "Weights": dtype,
+        "Vocabulary": f"{config.vocab_size:,} rows",
+        "Context": f"{config.max_seq_len:,} tokens",
+        "Fine-tuned from": card.base,
+        "Data": card.data,
+        "Trained": card.trained,
+        "Licence": "not chosen; write it here and above (`license:`)",
+    }
+    yield from ("| property | value |", "|---|---|")
+    yield from (f"| {name} | {_cell(value)} |" for name, value in rows.items() if value)
+    yield from ("", "## How to load", "", "```python")
+    first = "import llmfoundry.hf  # registers the model's class\n" if architecture == OWN else ""
+    prompt = card.prompt.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    ask = (_CHAT if card.is_chat else _TEXT).format(prompt=prompt)
+    program = _LOAD.format(first=first, name=card.name, ask=ask)
+    yield program.removeprefix("import torch\n" * card.is_chat) + "```"
+    if card.scores:
+        yield from ("", "## Scores", "", "| measured | score | 95 % interval | chance |")
+        yield "|---|---:|---:|---:|"
+        for score in card.scores:
+            yield f"| {_cell(score.name)} | {score.value} | {score.within} | {score.chance} |"
+
+
+def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        yield from ("", f"## {title}", "")
+        yield from (f"- {line}" for line in lines)
+
+
+def _training(card: CardInfo) -> Iterator[str]:
+    if card.settings:
+        yield from ("", "## Training", "", "| recipe key | value |", "|---|---|")
+        yield from (f"| `{key}` | {_cell(value)} |" for key, value in card.settings.items())
+
+
+def _cell(text: str) -> str:
+    """Text that is one cell, or one heading, whatever it says."""
+    line = " ".join(text.split())
+    return line.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,212 @@
+"""MPT as LLM Foundry saved it, which has more settings than transformers' class of the name.
+
+Read only, from the folder that LLM Foundry's `scripts/inference/convert_composer_to_hf.py` writes:
+config.json with model_type `mpt` and Foundry's class or a section `ffn_config`, weights
+`transformer.blocks.{i}...`. Most keys are the recipe's own; what differs is what they are by
+default, and what they leave unsaid: the norm of queries and keys is not the model's. A mixture is
+`torch_dmoe`, or `mb_dmoe` of megablocks, which stores experts as `models.moe.ExpertWeights` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmfoundry.hf import experts
+from llmfoundry.hf.weight_map import Rule, WeightMap
+from llmfoundry.recipe.architecture.attention import LLAMA3_KEYS
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.front.typed import Problem, build
+from llmfoundry.recipe.schema import Schema
+
+FOUNDRY = "MPTForCausalLM"  # transformers' class is called MptForCausalLM
+MIXTURES = ("torch_dmoe", "mb_dmoe")  # the first without a balancing loss
+IGNORED = {  # of attn_config and ffn_config: how to compute, not what
+    "attn_impl",
+    "attn_uses_sequence_id",
+    "rope_impl",
+    "fused_qkv",  # one matrix or three: `foundry_map`
+    "moe_world_size",
+    "moe_expert_model_parallelism",
+    "moe_weight_parallelism",
+    "moe_lbl_in_fp32",
+    "moe_capacity_factor",
+    "memory_optimized_mlp",
+    "mlp_impl",
+    "fc_type",
+    "bf16",
+    "fp16",
+    "bias",  # megablocks' own, one for all experts: refused by its name where a file has it
+    "num_layers",
+    "remat_act_fn",
+    "moe_zloss_in_fp32",
+    "device_mesh",
+    "lbl_process_group",
+}
+DEFAULTS = {"max_seq_len": 2048, "vocab_size": 50368, "norm_type": "low_precision_layernorm"}
+QK_NORM = {"norm_type": "low_precision_layernorm", "norm_eps": 1e-5}  # the model's never reach it
+OFF = {  # of the same sections: what the decoder has nothing for, and its value where it is off
+    "prefix_lm": False,
+    "kv_dim": None,
+    "seq_parallel_world_size": 1,
+    "rope_dail_config": {"type": "original"},
+    "shared_expert_weighted_sum": False,
+    "return_bias": False,
+}
+ELSEWHERE = ("init_config", "name")  # sections that logits do not feel
+
+
+def is_foundry(written: Mapping[str, Any]) -> bool:
+    """Whether config.json is LLM Foundry's; transformers' own MPT has another class's name."""
+    ffn, classes = written.get("ffn_config"), written.get("architectures") or ()
+    has_ffn_type = isinstance(ffn, dict) and "ffn_type" in ffn  # the first MPTs have no ffn_config
+    return written.get("model_type") == "mpt" and (has_ffn_type or FOUNDRY in classes)
+
+
+def read_foundry(written: Mapping[str, Any], problems: list[str]) -> ModelConfig:
+    """The `model` section; a line to `problems` for each key that we have nothing for."""
+    keys = Schema.of(ModelConfig).keys
+    ours: dict[str, Any] = DEFAULTS | {k: written[k] for k in keys if k in written}
+    ours = {key: value for key, value in ours.items() if key not in ELSEWHERE}
+    ours["norm_type"] = str(ours["norm_type"]).lower()
+    for section in ("attn_config", "ffn_config"):
+        said = dict(written.get(section) or {})
+        for key, off in OFF.items():
+            if key in said and not _is_off(said.pop(key), off):
+                problems.append(f"config.json: {section}.{key}; the decoder has nothing like it")
+        ours[section] = {key: value for key, value in said.items() if key not in IGNORED}
+    _read_attention(ours["attn_config"])
+    _read_ffn(ours["ffn_config"], problems)
+    if any(ours["attn_config"].get(name) for name in ("alibi", "rope")):
+        ours["learned_pos_emb"] = False  # as LLM Foundry does, with a warning
+    elif not ours.get("learned_pos_emb", True):
+        ours["attn_config"]["nope"] = True
+    _read_overrides(ours)
+    _settle_scale(ours)
+    if "ffn_hidden_size" in ours["ffn_config"]:
+        ours.pop("expansion_ratio", None)
+    found: list[Problem] = []
+    config = build(ModelConfig, ours, found)
+    problems += [f"config.json: {problem.line}" for problem in found]
+    return config
+
+
+def _is_off(value: Any, off: Any) -> bool:
+    if isinstance(off, dict):
+        return not value or all(value.get(key, wanted) == wanted for key, wanted in off.items())
+    return value is None or value == off
+
+
+def _read_attention(attn: dict[str, Any]) -> None:
+    """Leave out, in place, what LLM Foundry writes although it is without effect."""
+    scaling, tuning = (attn.get(key) for key in ("rope_hf_config", "attn_temperature_tuning"))
+    if not attn.get("rope"):
+        scaling = None
+        attn.pop("rope_theta", None)
+    if not attn.get("alibi"):
+        attn.pop("alibi_bias_max", None)
+    if attn.get("attn_type") != "grouped_query_attention":
+        attn.pop("kv_n_heads", None)
+    if scaling is None or scaling.get("type", "no_scaling") == "no_scaling":
+        attn.pop("rope_hf_config", None)
+    elif scaling["type"] != "llama3":
+        attn["rope_hf_config"] = {k: v for k, v in scaling.items() if k not in LLAMA3_KEYS}
+    if tuning is not None and not tuning.get("attn_scale"):
+        attn.pop("attn_temperature_tuning")
+    if not attn.get("clip_qkv"):
+        attn.pop("clip_qkv", None)
+    if attn.get("qk_ln") or attn.get("qk_gn"):
+        norm = QK_NORM | {key: attn[key] for key in QK_NORM if key in attn}
+        attn |= norm | {"norm_type": str(norm["norm_type"]).lower()}
+    else:
+        for key in QK_NORM:
+            attn.pop(key, None)
+
+
+def _read_overrides(ours: dict[str, Any]) -> None:
+    """Write out, in place, that the whole order is repeated."""
+    overrides = ours.get("block_overrides")
+    if isinstance(overrides, dict) and "repeat" in overrides:
+        again = {"order": overrides.get("order"), "repeat": overrides["repeat"]}
+        rest = {key: value for key, value in overrides.items() if key != "repeat"}
+        ours["block_overrides"] = rest | {"order": [again]}
+
+
+def _settle_scale(ours: dict[str, Any]) -> None:
+    """Write out, in place, that attention is scaled as if heads were d_model / n_heads wide."""
+    width, default = ours.get("head_dim"), ModelConfig()
+    if width and ours["attn_config"].get("softmax_scale") is None:
+        derived = ours.get("d_model", default.d_model) / ours.get("n_heads", default.n_heads)
+        ours["attn_config"]["softmax_scale"] = None if width == derived else derived**-0.5
+
+
+def _read_ffn(ffn: dict[str, Any], problems: list[str]) -> None:
+    """Our keys of a mixture's, in place; those of a dense layer are ours."""
+    if ffn.get("ffn_hidden_size") is None:
+        ffn.pop("ffn_hidden_size", None)
+    if isinstance(ffn.get("ffn_act_fn"), dict):
+        ffn["ffn_act_fn"] = {k: v for k, v in ffn["ffn_act_fn"].items() if k != "inplace"}
+    kind = ffn.get("ffn_type")
+    if kind not in MIXTURES:
+        if ffn.get("ffn_act_fn") is None:
+            ffn.pop("ffn_act_fn", None)
+        return
+    ffn["ffn_type"] = "dmoe"
+    for key in ("ffn_act_fn", "moe_num_experts"):  # of which megablocks has defaults of its own
+        if ffn.get(key) is None:
+            problems.append(f"config.json: ffn_config.{key} is missing")
+    if not ffn.pop("shared_expert", False):
+        ffn["shared_expert_hidden_size"] = None
+    elif ffn.get("shared_expert_hidden_size") is None:
+        ffn["shared_expert_hidden_size"] = ffn.get("ffn_hidden_size")
+    for key in ("moe_normalize_expert_weights", "moe_zloss_weight", "moe_jitter_eps"):
+        ffn[key] = ffn.get(key) or None  # 0 is none there
+    weight = ffn.pop("moe_loss_weight", 0.1)  # megablocks' default
+    if kind == "mb_dmoe" and weight:
+        ffn |= {"moe_balancing": "loss", "moe_loss_weight": weight, "moe_lbl_scope": "microbatch"}
+    else:
+        ffn["moe_balancing"] = "none"
+
+
+def foundry_map(config: ModelConfig, written: Mapping[str, Any]) -> WeightMap:
+    """Names of the weights: ours after `transformer.`, but for routers and experts."""
+    block = "transformer.blocks.{i}."
+    inside = "norm_attn_norm." if written.get("fuse_norm_attn_norm") else ""
+    fused = (written.get("attn_config") or {}).get("fused_qkv", True)
+    norm, qk_norm = map(_norm_bias, (config.norm_type, config.attn_config.norm_type))
+    attention = {
+        "norm_1": norm,
+        "norm_2": norm,
+        "attn.Wqkv": "qkv",
+        "attn.Wq": "qkv",  # where keys and values are reused
+        "attn.q_ln": qk_norm,
+        "attn.k_ln": qk_norm,
+        "attn.out_proj": "other",
+    }
+    rules = (
+        *(Rule(name, (f"transformer.{name}.weight",)) for name in ("wte", "wpe")),
+        Rule("norm_f", ("transformer.norm_f.weight",), norm),
+        *(
+            Rule(f"blocks.{{i}}.{name}", _parts(f"{block}{inside}{name}.weight", fused), bias)
+            for name, bias in attention.items()
+        ),
+        *(
+            Rule(f"blocks.{{i}}.ffn.{ours}{name}", (f"{block}ffn.{theirs}{name}.weight",), "other")
+            for ours, theirs in {"": "", "shared.": "shared_expert."}.items()
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ),
+        Rule("lm_head", ("lm_head.weight",)),
+    )
+    return WeightMap(rules, (experts.DBRX,) if config.ffn_config.ffn_type == "dmoe" else ())
+
+
+def _parts(name: str, fused: bool) -> tuple[str, ...]:
+    """The names of one matrix; of queries, keys and values there may be three."""
+    if fused or "Wqkv" not in name:
+        return (name,)
+    return tuple(name.replace("Wqkv", part) for part in ("Wq", "Wk", "Wv"))
+
+
+def _norm_bias(norm_type: str | None) -> str:
+    """When norms have a bias; None: there are no such norms."""
+    return "other" if norm_type is not None and norm_type.endswith("layernorm") else "never"

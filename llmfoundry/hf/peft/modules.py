@@ -1,0 +1,212 @@
+"""The matrices of a Hugging Face architecture that can have an adapter, and what of ours they hold.
+
+`write.py` and `read.py` go through them, each in its direction. A `PeftModule` is one module or
+parameter of the folder that `convert.py to=hf` writes of the base, and what of ours ends up in its
+rows. What a folder is called and how it begins stands here too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from llmfoundry.errors import UserError
+from llmfoundry.hf.config.settings import OWN, choose
+from llmfoundry.hf.experts import ExpertNames, is_mixture
+from llmfoundry.hf.tensor_names import MAPS
+from llmfoundry.hf.weight_map import Rule, layers, swap_pairs
+from llmfoundry.recipe.architecture.model import ModelConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+DEFINED = ("weight", "gate_up_proj", "down_proj")  # as classes of experts and routers define them
+OWN_TYPE = "LLMFOUNDRY_LORA"  # in place of LORA, where peft would leave something out
+PLAIN_ROUTERS = ("DbrxForCausalLM",)  # nn.Linear; the others' are a parameter of their own class
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows of one of our matrices, and where they stand in theirs.
+
+    Attributes:
+        ours: our matrix: `blocks.0.attn.Wqkv`, `blocks.0.ffn.experts.w1`.
+        begin, end: its rows.
+        at: their first row.
+    """
+
+    ours: str
+    begin: int
+    end: int
+    at: int = 0
+
+
+@dataclass(frozen=True)
+class PeftModule:
+    """A matrix of the Hugging Face model.
+
+    Attributes:
+        module: its name there.
+        parameter: the parameter, where peft has to target it by `target_parameters`; else empty.
+        rows: its height.
+        sources: what of ours it holds.
+        experts: matrices stacked in it; 1: it is not a stack.
+        order: changes the order of rows from ours to theirs, and back.
+        factor: theirs is ours times this.
+        kind: `linear` or `embedding`.
+    """
+
+    module: str
+    parameter: str
+    rows: int
+    sources: tuple[RowRange, ...]
+    experts: int = 1
+    order: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
+    factor: float = 1.0
+    kind: str = "linear"
+
+
+def adapter_architecture(config: ModelConfig, architecture: str | None = None) -> str:
+    """The architecture whose names an adapter takes: what the model exports to, else our own."""
+    if architecture is not None:
+        return choose(config, architecture)
+    try:
+        return choose(config, None)
+    except UserError:
+        return OWN
+
+
+def splits_qkv(config: ModelConfig) -> bool:
+    """Whether that architecture keeps queries, keys and values apart: each has its adapter then."""
+    name = adapter_architecture(config)
+    if name == OWN:
+        return False
+    return any(len(rule.theirs) == 3 for rule in MAPS[name].rules if rule.ours.endswith("Wqkv"))
+
+
+def peft_modules(
+    config: ModelConfig, architecture: str, *, separate: bool = False
+) -> list[PeftModule]:
+    """Every matrix of the architecture that can have an adapter.
+
+    Args:
+        config: filled.
+        architecture: transformers' class, or `llmfoundry`.
+        separate: experts each with their own matrices, as files have them.
+    """
+    if architecture == OWN:
+        return []
+    weights = MAPS[architecture]
+    found = [p for rule, ours, theirs in layers(weights, config)
+             for p in _linear(rule, ours, theirs, config)]  # fmt: skip
+    if weights.experts and is_mixture(config):
+        names = weights.experts[0] if separate else weights.experts[-1]
+        for block in range(config.n_layers):
+            found += _experts(names.of(block), f"blocks.{block}.ffn.", config, architecture)
+    return found
+
+
+def _linear(
+    rule: Rule, ours: str, theirs: tuple[str, ...], config: ModelConfig
+) -> Iterator[PeftModule]:
+    if rule.ours in ("wte", "wpe"):
+        if rule.ours == "wte":
+            factor = config.d_model**-0.5 if rule.multiplied else 1.0
+            source = RowRange(ours, 0, config.d_model)
+            yield PeftModule(module_name(theirs[0]), "", config.d_model, (source,), factor=factor,
+                        kind="embedding")  # fmt: skip
+        return
+    if "norm" in rule.ours or rule.ours.endswith("_ln"):
+        return
+    heights = [_height(ours, config)]
+    if len(theirs) == 3:
+        assert config.head_dim and config.attn_config.kv_n_heads, "the recipe was not filled"
+        kv = config.attn_config.kv_n_heads * config.head_dim
+        heights = [config.n_heads * config.head_dim, kv, kv]
+    begin = 0
+    for index, (name, rows) in enumerate(zip(theirs, heights, strict=True)):
+        order = _pairs(config) if rule.interleaved and index < 2 else None
+        source = RowRange(ours, begin, begin + rows)
+        yield PeftModule(module_name(name), "", rows, (source,), order=order)
+        begin += rows
+
+
+def _pairs(config: ModelConfig) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    half = (config.head_dim or 0) // 2
+    return lambda rows: swap_pairs(rows, 2, half), lambda rows: swap_pairs(rows, half, 2)
+
+
+def module_name(weight: str) -> str:
+    """The module that has a weight."""
+    return weight.removesuffix(".weight")
+
+
+def _height(layer: str, config: ModelConfig) -> int:
+    """Output rows of one of our linear layers."""
+    assert config.head_dim and config.attn_config.kv_n_heads and config.vocab_size
+    if layer == "lm_head":
+        return config.vocab_size
+    if layer.endswith("Wqkv"):
+        return (config.n_heads + 2 * config.attn_config.kv_n_heads) * config.head_dim
+    if layer.endswith(("out_proj", "down_proj")):
+        return config.d_model
+    assert config.ffn_config.ffn_hidden_size is not None
+    return config.ffn_config.ffn_hidden_size
+
+
+def _experts(
+    names: ExpertNames, at: str, config: ModelConfig, architecture: str
+) -> Iterator[PeftModule]:
+    ffn, d = config.ffn_config, config.d_model
+    n, f = ffn.moe_num_experts or 0, ffn.ffn_hidden_size or 0
+    router = module_name(names.router)
+    is_linear = architecture in PLAIN_ROUTERS
+    yield PeftModule(router, "" if is_linear else "weight", n, (RowRange(f"{at}router", 0, n),))
+    w1, v1, w2 = (RowRange(f"{at}experts.{name}", 0, f) for name in ("w1", "v1", "w2"))
+    down = RowRange(w2.ours, 0, d)
+    if names.form == "joint":
+        both = (w1, RowRange(v1.ours, 0, f, at=f))
+        for name, rows, sources in ((names.gate, 2 * f, both), (names.down, d, (down,))):
+            module, _, parameter = name.rpartition(".")
+            yield PeftModule(module, parameter, rows, sources, experts=n)
+    elif names.form == "each":
+        for name, source, rows in ((names.gate, w1, f), (names.up, v1, f), (names.down, down, d)):
+            yield PeftModule(module_name(name), "", rows, (source,), experts=n)
+    if names.shared and ffn.shared_expert_hidden_size:
+        hidden = ffn.shared_expert_hidden_size
+        gate, up, out = (f"{at}shared.{name}_proj" for name in ("gate", "up", "down"))
+        both = (RowRange(gate, 0, hidden), RowRange(up, 0, hidden, at=hidden))
+        yield PeftModule(module_name(names.shared[0]), "", 2 * hidden, both)
+        yield PeftModule(module_name(names.shared[1]), "", d, (RowRange(out, 0, d),))
+
+
+def depth(parameter: str, parameters: Iterable[str]) -> int:
+    """How many wrappers stand around a parameter's in peft: those of what its class has later."""
+    return sum(DEFINED.index(parameter) < DEFINED.index(other) for other in parameters)
+
+
+_LARGEST = 1 << 25  # bytes; every name of a mixture of experts takes a few million
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json of a folder.
+
+    Raises:
+        UserError: it is missing, or is not one.
+    """
+    path = folder / CONFIG
+    if not path.is_file():  # nor a pipe, which would be waited for
+        raise UserError(f"{path}: is missing; write a folder that peft saved")
+    if path.stat().st_size > _LARGEST:
+        raise UserError(f"{path}: has {path.stat().st_size:,} bytes; peft writes far less")
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise UserError(f"{path}: is not a configuration; write a folder that peft saved")
+    return read

@@ -1,0 +1,375 @@
+"""Reads peft's adapter folders into the decoder's adapters; `write.py` writes them.
+
+Every tensor of the file must find its place, and every shape must fit: else the adapter was made
+for another model. Nothing is unpickled: adapter_model.bin is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmfoundry.errors import UserError
+from llmfoundry.hf.peft.modules import (
+    CONFIG,
+    DEFINED,
+    OWN_TYPE,
+    PREFIX,
+    WEIGHTS,
+    PeftModule,
+    RowRange,
+    adapter_architecture,
+    depth,
+    peft_modules,
+    read_config,
+)
+from llmfoundry.hf.peft.patterns import ends, first_matches
+from llmfoundry.hf.tensor_names import MAPS
+from llmfoundry.hf.weight_map import layers
+from llmfoundry.models.adapters.plan import find_targets
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.low_rank import LowRank
+
+REFUSED: dict[
+    str, tuple[Any, ...]
+] = {  # keys of adapter_config.json that change what is computed, and what they must be
+    "bias": ("none",),
+    "lora_bias": (False, None),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "velora_config": (None,),
+    "kasa_config": (None,),
+}
+
+
+@dataclass(frozen=True)
+class ReadAdapter:
+    """An adapter's folder in our terms.
+
+    Attributes:
+        plan: the adapter of each matrix, as `plan.plan_adapter` makes it.
+        tensors: values of our parameters, whole.
+        modules_to_save: our modules that were trained whole.
+        base: what the folder names as its base model.
+    """
+
+    plan: dict[str, LowRank]
+    tensors: dict[str, Tensor]
+    modules_to_save: list[str]
+    base: str | None
+
+
+@dataclass
+class _Part:
+    """What one of our matrices gets from one place: rows [begin, end), A, B, scale, magnitude."""
+
+    begin: int
+    end: int
+    a: Tensor
+    b: Tensor
+    scale: float
+    magnitude: Tensor | None
+
+
+@dataclass
+class _File:
+    """Tensors by name without peft's prefix, and which of them were read."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    read: set[str] = field(default_factory=set)
+    alpha_patterns: dict[str, str] = field(default_factory=dict)  # by name
+
+    @cached_property
+    def ranks(self) -> set[float]:
+        return {self.config.get("r", 8), *(self.config.get("rank_pattern") or {}).values()}
+
+    @cached_property
+    def targets(self) -> dict[str, list[tuple[int, str]]]:
+        """By module its targeted parameters with their order."""
+        found: dict[str, list[tuple[int, str]]] = {}
+        for n, target in enumerate(self.config.get("target_parameters") or []):
+            parent, _, parameter = target.rpartition(".")
+            if parameter in DEFINED:
+                found.setdefault(parent, []).append((n, parameter))
+        return found
+
+    def get(self, name: str) -> Tensor | None:
+        if name not in self.tensors:
+            return None
+        self.read.add(name)
+        return self.tensors[name]
+
+
+def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter:
+    """The adapter in `folder`, for a model that has none yet, on any device.
+
+    Args:
+        folder: adapter_config.json and adapter_model.safetensors.
+        model: the base.
+        dropout: of training on; the folder's own is the earlier training's.
+
+    Raises:
+        UserError: the folder is not such a one, or was made for another model.
+    """
+    file = _open(folder)
+    config = model.config
+    architecture = adapter_architecture(config)
+    parts: dict[str, list[_Part]] = {}
+    places = [*_all_places(model, architecture)]
+    file.alpha_patterns = first_matches(
+        [*(file.config.get("alpha_pattern") or {})],
+        [*map(_name, places)],
+        file=f"{folder / CONFIG}: alpha_pattern",
+    )
+    for place in places:
+        found = _read(place, file)
+        if found is not None:
+            for source, part in _ours(place, *found, file):
+                parts.setdefault(source, []).append(part)
+    if not parts:
+        raise _foreign(file, "none of its names is in this model")
+    whole, saved = _whole(file, architecture, model)
+    unread = sorted(file.tensors.keys() - file.read)
+    if unread:
+        raise _foreign(file, f"this model has no place for {unread[0]}")
+    plan, tensors = {}, dict(whole)
+    shapes = {name: target for name, target in find_targets(model, split_qkv=False).items()}
+    for name in (name for name in shapes if name in parts):
+        lora, values = _join(name, parts[name], file, shapes[name].shape, dropout)
+        plan[name] = lora
+        tensors |= values
+    return ReadAdapter(plan, tensors, saved, file.config.get("base_model_name_or_path"))
+
+
+def _open(folder: Path) -> _File:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config = read_config(folder)
+    kind = config.get("peft_type")
+    if kind not in ("LORA", OWN_TYPE):
+        raise UserError(f"{folder}: peft_type {kind}; the decoder reads LORA")
+    for key, values in REFUSED.items():
+        if key in config and config[key] not in values:
+            raise UserError(f"{folder}: {key} {config[key]}; the decoder reads {values[0]}")
+    _check_numbers(folder, config)
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise UserError(f"{folder / CONFIG}: target_parameters is not a list of names; correct it")
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{path}: is missing; save the adapter with safe_serialization=True")
+    try:
+        loaded = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if any("magnitude_vector" in name for name in loaded) != bool(config.get("use_dora")):
+        raise UserError(
+            f"{folder}: use_dora {config.get('use_dora')} in adapter_config.json, and {WEIGHTS} is"
+            " otherwise; the two belong to different adapters"
+        )
+    return _File(folder, config, {n.removeprefix(PREFIX): t for n, t in loaded.items()})
+
+
+def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
+    """Ranks and scales, of all matrices and of single ones."""
+    for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        single = config.get(pattern) or {}
+        if not isinstance(single, dict):
+            raise UserError(f"{folder}: {pattern} is not a section; correct adapter_config.json")
+        for value in (config.get(key, 8), *single.values()):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise UserError(f"{folder}: {key} {value!r}; write a number above 0")
+
+
+def _foreign(file: _File, why: str) -> UserError:
+    return UserError(f"adapter: {file.folder} was made for another base model: {why}")
+
+
+def _all_places(model: Decoder, architecture: str) -> Iterator[PeftModule]:
+    """The architecture's, experts each and stacked, and ours by our own names."""
+    yield from peft_modules(model.config, architecture)
+    for place in peft_modules(model.config, architecture, separate=True):
+        if "{e}" in place.module:
+            yield place
+    for name, target in find_targets(model, split_qkv=False).items():
+        rows = target.shape[0]
+        kind = "embedding" if target.kind == "embedding" else "linear"
+        source = (RowRange(name, 0, rows),)
+        yield PeftModule(f"model.{name}", "", rows, source, experts=target.experts, kind=kind)
+
+
+def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """A (E, R, in), B (E, rows, R) and magnitude of a place; None: it has no adapter."""
+    if "{e}" in place.module:
+        names = [place.module.format(e=e) for e in range(place.experts)]
+        pairs = [_pair(file, name) for name in names]
+        if all(pair is None for pair in pairs):
+            return None
+        if any(pair is None for pair in pairs):
+            raise UserError(f"adapter: {file.folder} has an adapter for some experts of"
+                            f" {place.module} alone")  # fmt: skip
+        both = [pair for pair in pairs if pair is not None]
+        return torch.stack([a for a, _ in both]), torch.stack([b for _, b in both]), None
+    key = place.module
+    if place.parameter:
+        wrapped = _wrapped(place, file)
+        if place.parameter not in wrapped:
+            return None
+        key += ".base_layer" * depth(place.parameter, wrapped)
+    pair = _pair(file, key, embedding=place.kind == "embedding")
+    if pair is None:
+        return None
+    a, b = pair
+    if place.parameter and place.experts > 1:
+        b = b.view(len(b), -1, place.experts).permute(2, 0, 1)
+    else:
+        b = b.view(place.experts, -1, b.shape[1])
+    a = a.view(place.experts, -1, a.shape[1])
+    return a, b, file.get(f"{key}.lora_magnitude_vector")
+
+
+def _wrapped(place: PeftModule, file: _File) -> list[str]:
+    """Parameters of the place's module that the folder targets."""
+    found = [target for end in (*ends(place.module), "") for target in file.targets.get(end, [])]
+    return [parameter for _, parameter in sorted(found)]
+
+
+def _pair(file: _File, key: str, *, embedding: bool = False) -> tuple[Tensor, Tensor] | None:
+    kind = "lora_embedding_{}" if embedding else "lora_{}.weight"
+    a, b = (file.get(f"{key}.{kind.format(side)}") for side in "AB")
+    if (a is None) != (b is None):
+        raise UserError(f"{file.folder / WEIGHTS}: {key} has one of lora_A and lora_B alone")
+    return None if a is None or b is None else (a.float(), b.float())
+
+
+def _ours(
+    place: PeftModule, a: Tensor, b: Tensor, magnitude: Tensor | None, file: _File
+) -> Iterator[tuple[str, _Part]]:
+    """What each of our matrices gets of a place."""
+    if b.shape[1] != place.rows or a.shape[1] != b.shape[2]:
+        raise _foreign(
+            file,
+            f"{place.module} has {place.rows} rows here, its lora_B {b.shape[1]}",
+        )
+    if a.shape[1] not in file.ranks:
+        raise UserError(
+            f"{file.folder}: {place.module} has rank {a.shape[1]}, which adapter_config.json does"
+            " not say; the two belong to different adapters"
+        )
+    scale = _scale(place, a.shape[1], file)
+    if place.order is not None:
+        b = torch.stack([place.order[1](one) for one in b])
+        magnitude = None if magnitude is None else place.order[1](magnitude)
+    halves = _halves(place, b)
+    for index, source in enumerate(place.sources):
+        height = source.end - source.begin
+        rows = slice(source.at, source.at + height)
+        columns = halves[index] if halves else slice(None)
+        yield (
+            source.ours,
+            _Part(
+                source.begin,
+                source.end,
+                a[:, columns],
+                b[:, rows, columns] / place.factor,
+                scale,
+                None if magnitude is None else magnitude[rows],
+            ),
+        )
+
+
+def _halves(place: PeftModule, b: Tensor) -> list[slice] | None:
+    """Columns of each source where a joint matrix is ours: each has its own half of the rank."""
+    rank = b.shape[2]
+    if len(place.sources) != 2 or rank % 2 or not b.any():
+        return None
+    halves = [slice(0, rank // 2), slice(rank // 2, rank)]
+    for source, other in zip(place.sources, reversed(halves), strict=True):
+        rows = slice(source.at, source.at + source.end - source.begin)
+        if b[:, rows, other].any():
+            return None
+    return halves
+
+
+def _scale(place: PeftModule, rank: int, file: _File) -> float:
+    """What peft multiplies B A by."""
+    config = file.config
+    own = file.alpha_patterns.get(_name(place))
+    alpha = config.get("lora_alpha", 8) if own is None else config["alpha_pattern"][own]
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _name(place: PeftModule) -> str:
+    return place.module.format(e=0) + (f".{place.parameter}" if place.parameter else "")
+
+
+def _join(
+    name: str, parts: list[_Part], file: _File, shape: tuple[int, int], dropout: float
+) -> tuple[LowRank, dict[str, Tensor]]:
+    """One matrix's adapter and the values of its parameters."""
+    parts = sorted(parts, key=lambda part: part.begin)
+    rank, scale = max(part.a.shape[1] for part in parts), parts[0].scale
+    if any(part.a.shape[2] != shape[1] for part in parts):
+        raise _foreign(file, f"{name} has {shape[1]} columns here, lora_A {parts[0].a.shape[2]}")
+    rslora = bool(file.config.get("use_rslora"))
+    dora = parts[0].magnitude is not None
+    lora = LowRank(
+        rank,
+        scale * (rank**0.5 if rslora else rank),
+        tuple((part.begin, part.end) for part in parts),
+        dropout=dropout,
+        rslora=rslora,
+        dora=dora,
+    )
+    pad: Callable[[Tensor, int, int], Tensor] = _padded
+    a = torch.cat([pad(part.a, 1, rank) for part in parts], 1).flatten(0, 1)
+    b = torch.cat([pad(part.b * (part.scale / scale), 2, rank) for part in parts], 1).flatten(0, 1)
+    key = f"{name}_lora_" if ".experts." in name else f"{name}.lora_"
+    values = {f"{key}A": a, f"{key}B": b}
+    if dora:
+        magnitudes = [part.magnitude for part in parts if part.magnitude is not None]
+        values[f"{key}magnitude"] = torch.cat(magnitudes)
+    return lora, values
+
+
+def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """`tensor` with zeros behind it in a dimension."""
+    missing = size - tensor.shape[dim]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def _whole(file: _File, architecture: str, model: Decoder) -> tuple[dict[str, Tensor], list[str]]:
+    """Modules that were trained whole: values by our parameters' names, and our modules."""
+    parameters = dict(model.named_parameters())
+    names = {f"model.{name}": name for name in parameters}
+    if architecture in MAPS:
+        for _, ours, theirs in layers(MAPS[architecture], model.config):
+            for kind in ("weight", "bias"):
+                if len(theirs) == 1 and f"{ours}.{kind}" in parameters:
+                    theirs_name = theirs[0].removesuffix("weight") + kind
+                    names[theirs_name] = f"{ours}.{kind}"
+    values = {}
+    for theirs_name, name in names.items():
+        tensor = file.get(theirs_name)
+        if tensor is None:
+            continue
+        if tensor.shape != parameters[name].shape:
+            raise _foreign(file, f"{theirs_name} has the shape {tuple(tensor.shape)}")
+        values[name] = tensor
+    return values, list(dict.fromkeys(name.rpartition(".")[0] for name in values))

@@ -1,0 +1,215 @@
+"""Adapters on a model that transformers' class holds, by peft itself (extra: peft).
+
+`builders/adapters/hf_adapter.py` calls it in place of `plan.py` and `adapt.add_adapter`. peft puts
+its layers around the class's: a wrapped layer's own parameters are then called
+`….base_layer.weight`, which `adapt.plain_name` takes back for whoever reads files. Experts that a
+class stacks in one parameter go through peft's `target_parameters`, which builds W + B A of all
+experts in every forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmfoundry.errors import UserError, import_optional, one_line
+from llmfoundry.hf.transformers_models.causal_lm import HFCausalLM
+from llmfoundry.models.adapters.names import select
+from llmfoundry.models.init import Distribution, draw
+from llmfoundry.models.linear import whole
+from llmfoundry.models.shard_layout import assign
+from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
+
+_KEY, _NAME = "adapter.target_modules", "default"
+
+
+@dataclass(frozen=True)
+class HFTargets:
+    """What of a class can have an adapter: names of layers, of routers, and of stacks."""
+
+    linear: list[str]
+    routers: list[str]
+    stacks: list[str]
+
+
+def find_hf_targets(model: HFCausalLM) -> HFTargets:
+    """Names in the class, in its order; embedding and head are left out."""
+    from transformers.pytorch_utils import Conv1D
+
+    experts = _expert_count(model)
+    found = HFTargets([], [], [])
+    inside = {id(m) for block in model.blocks for m in block.modules()}
+    for name, module in model.hf.named_modules():
+        if id(module) not in inside:
+            continue
+        if isinstance(module, nn.Linear | Conv1D):
+            outputs = module.weight.shape[1 if isinstance(module, Conv1D) else 0]
+            is_router = outputs == 1 or (outputs == experts and experts > 1)  # or a gate
+            (found.routers if is_router else found.linear).append(name)
+            continue
+        for parameter, value in module.named_parameters(recurse=False):
+            if value.ndim == 3:
+                found.stacks.append(f"{name}.{parameter}")
+    return found
+
+
+def _expert_count(model: HFCausalLM) -> int:
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    counts = (getattr(model.hf.config, name, None) for name in names)
+    return next((n for n in counts if isinstance(n, int)), 0)
+
+
+def peft_config(model: HFCausalLM, config: AdapterConfig) -> Any:
+    """Peft's configuration of a filled recipe's adapter.
+
+    Raises:
+        UserError: peft is not installed, a name matches nothing, or the class has no such adapter.
+    """
+    peft = import_peft()
+    targets = find_hf_targets(model)
+    every = [*targets.linear, *targets.routers, *targets.stacks]
+    if config.target_modules == ALL_LINEAR:
+        routers = targets.routers if config.train_router else []
+        taken = [*targets.linear, *routers, *targets.stacks]
+    else:
+        patterns = config.target_modules or []
+        taken = select([patterns] if isinstance(patterns, str) else patterns, every, _KEY)
+    left = set(select(config.exclude_modules, every, "adapter.exclude_modules"))
+    taken = [name for name in taken if name not in left]
+    if not taken:
+        raise UserError(f"{_KEY}: exclude_modules leaves nothing of it; remove some of its names")
+    stacks = [name for name in taken if name in targets.stacks]
+    _check(model, config, [n for n in taken if n not in stacks], stacks)
+    assert config.r and config.lora_alpha, "the recipe was not filled"
+    return peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,  # a fraction serves as well
+        lora_dropout=config.lora_dropout or 0.0,
+        target_modules=[name for name in taken if name not in stacks],
+        target_parameters=stacks or None,
+        use_rslora=bool(config.use_rslora),
+        use_dora=bool(config.use_dora),
+        task_type="CAUSAL_LM",
+    )
+
+
+def import_peft() -> Any:
+    """Peft itself; a UserError where it is not installed."""
+    where = "adapter.name: on a model of transformers' class it"
+    return import_optional("peft", where, extra="peft")
+
+
+def _check(
+    model: HFCausalLM, config: AdapterConfig, layers: Sequence[str], stacks: Sequence[str]
+) -> None:
+    """Raise a UserError for what peft would refuse by a traceback, or do otherwise."""
+    if config.init_lora_weights == "pissa":
+        raise UserError(
+            "adapter.init_lora_weights: pissa changes the base's weights in peft, before they are"
+            " there; write default, or gaussian"
+        )
+    if config.modules_to_save:
+        raise UserError("adapter.modules_to_save: is the decoder's alone; remove it")
+    if stacks and (config.use_dora or config.lora_dropout):
+        key = "use_dora" if config.use_dora else "lora_dropout"
+        raise UserError(
+            f"adapter.{key}: peft has none on stacked experts ({stacks[0]}); leave it out, or the"
+            " experts by adapter.exclude_modules: [experts]"
+        )
+    if stacks and config.experts == "shared":
+        raise UserError("adapter.experts: peft has independent alone; write that")
+    assert config.r is not None, "the recipe was not filled"
+    for name in layers:
+        smallest = min(model.hf.get_submodule(name).weight.shape)
+        if config.r > smallest:
+            raise UserError(
+                f"adapter.r: {config.r} is more than {name} has rows or columns ({smallest}); write"
+                f" {smallest} or less"
+            )
+
+
+def add_peft(model: HFCausalLM, config: Any, *, dtype: torch.dtype) -> None:
+    """Let peft put its layers into a class, on the meta device, and freeze all else.
+
+    Args:
+        model: without adapters.
+        config: `peft_config`'s, or a folder's.
+        dtype: of the new parameters.
+
+    Raises:
+        UserError: peft refuses.
+    """
+    from peft import inject_adapter_in_model
+
+    model.requires_grad_(False)
+    try:
+        with torch.device("meta"):
+            inject_adapter_in_model(config, model.hf, adapter_name=_NAME)
+    except Exception as error:
+        raise UserError(f"adapter: peft refuses it: {one_line(error)}") from error
+    for module in peft_layers(model):
+        for name in (*module.adapter_layer_names, "lora_magnitude_vector"):
+            held = getattr(module, name, None)
+            if isinstance(held, nn.ModuleDict | nn.ParameterDict) and _NAME in held:
+                held.to(dtype)
+                held.requires_grad_(True)
+
+
+def peft_layers(model: nn.Module) -> Iterator[Any]:
+    """The layers that peft put around others."""
+    for module in model.modules():
+        if hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names"):
+            yield module
+
+
+@torch.no_grad()
+def init_peft(model: nn.Module, seed: int, init: str) -> None:
+    """Fill them as `adapt.init_adapter` does, of a base that has its weights."""
+    for name, module in model.named_modules():
+        if not (hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")):
+            continue
+        a, b = module.lora_A[_NAME].weight, module.lora_B[_NAME].weight
+        std = 1 / module.r[_NAME] if init == "gaussian" else (3 * a.shape[1]) ** -0.5
+        draw(a, Distribution(std, uniform=init != "gaussian"), seed, f"{name}.lora_A")
+        assign(b, torch.zeros(b.shape, device=b.device))
+        if module.use_dora.get(_NAME):
+            weight = whole(module.get_base_layer().weight)
+            dim = 0 if module.fan_in_fan_out else 1
+            norm = torch.linalg.vector_norm(weight.float(), dim=dim)
+            magnitude = module.lora_magnitude_vector[_NAME].weight
+            assign(magnitude, norm.view(magnitude.shape))
+
+
+def peft_name(name: str) -> str:
+    """The name in peft's file of one of our parameters."""
+    return "base_model.model." + name.removeprefix("hf.").replace(f".{_NAME}.", ".").removesuffix(
+        f".{_NAME}"
+    ).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+def merge_peft(model: HFCausalLM) -> None:
+    """Add the adapters into the class's weights, and take peft's layers out again."""
+    for name, module in [*model.hf.named_modules()][::-1]:
+        if hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names"):
+            module.merge()
+            parent, _, last = name.rpartition(".")
+            setattr(model.hf.get_submodule(parent), last, module.base_layer)
+
+
+def values_from_peft(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values of our parameters from a file's; raises a UserError where they do not fit."""
+    ours = {peft_name(n): (n, p) for n, p in model.named_parameters() if p.requires_grad}
+    different = sorted(ours.keys() ^ tensors.keys())
+    if different:
+        raise UserError(f"adapter: {different[0]} is in one of adapter and model alone")
+    for name, tensor in tensors.items():
+        if ours[name][1].shape != tensor.shape:
+            raise UserError(
+                f"adapter: {name} is {tuple(tensor.shape)}, and would be"
+                f" {tuple(ours[name][1].shape)} here; it was made for another base model"
+            )
+    return {ours[name][0]: tensor for name, tensor in tensors.items()}

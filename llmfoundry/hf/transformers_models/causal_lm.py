@@ -1,0 +1,399 @@
+"""`HFCausalLM`: a causal language model of transformers, behind the decoder's contract.
+
+Hidden states and head are apart (the loss stays chunked), blocks are found (FSDP, checkpointing and
+compilation wrap them), and documents of a row never see each other. How a class is asked for that,
+and what its head is, is not believed but tried: the first forward pass compares each way, on a few
+tokens, with the class's own answers for the documents alone, and takes the first that agrees. The
+last way, a row for each document, is right for every causal class, state-space models included.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from llmfoundry.errors import UserError
+from llmfoundry.hf.transformers_models.build import build_class
+from llmfoundry.hf.transformers_models.cache import RowCache
+from llmfoundry.hf.transformers_models.layouts import WAYS, document_rows, mask_types
+from llmfoundry.hf.transformers_models.prefix import prefix_cache
+from llmfoundry.models.load_balance import Routing
+from llmfoundry.models.virtual_tokens import VirtualTokens, switched_off
+from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy
+from llmfoundry.ops.logits import chunk_tokens
+from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.virtual import in_front
+from llmfoundry.recipe.architecture.adapter import PREFIX_TUNING
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+
+PROBE = (6, 3, 8, 1, 6)  # lengths of the documents that ways are tried on
+
+
+class HFCausalLM(nn.Module):
+    """A class of transformers as the trainer, the gauntlet and the generator call models.
+
+    Args:
+        config: see `HFModelConfig`.
+
+    Attributes:
+        hf: the class itself.
+        ties: names of its parameters that are one: the first of each, and the others.
+        blocks: its layers.
+        peft_config: peft's, of its adapter; None: it has none.
+        virtual: what its adapter puts in front of every document; None: nothing.
+        loss_chunk: tokens whose logits the loss holds at a time; None: as many as suit the device.
+    """
+
+    virtual: VirtualTokens | None = None
+    loss_chunk: int | None = None
+    prompt_embeddings: nn.Parameter
+
+    def __init__(self, config: HFModelConfig) -> None:
+        super().__init__()
+        self.config, self.peft_config = config, None
+        self.hf = build_class(config)
+        self.hf.config.use_cache = False
+        self._buffers_made = {name: b.detach().clone() for name, b in self.hf.named_buffers()}
+        self.ties = _ties(self.hf)
+        self._blocks = [_find_blocks(self.base, config.n_layers)]  # in a list: not registered again
+        self._ways: dict[tuple[bool, int], str] = {}  # by whether layouts branch, and by `_front`
+        self._head: str | tuple[float, float | None] | None = None
+        self._takes = set(inspect.signature(self.base.forward).parameters)
+
+    def computed(self) -> set[str]:
+        """Names of buffers, which have their values without a file."""
+        return {f"hf.{name}" for name in self._buffers_made}
+
+    def vocabulary(self) -> set[str]:
+        """Names of what has a row for each token: embedding, head, head's bias."""
+        modules = (self.hf.get_input_embeddings(), self.hf.get_output_embeddings())
+        ids = {id(p) for module in modules if module is not None for p in module.parameters()}
+        every = self.named_parameters(remove_duplicate=False)
+        return {name for name, p in every if id(p) in ids}
+
+    @property
+    def base(self) -> nn.Module:
+        """The class without its head."""
+        return getattr(self.hf, self.hf.base_model_prefix)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """What is sharded, checkpointed and compiled one by one."""
+        return self._blocks[0]
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """(V, D): of tokens."""
+        return self.hf.get_input_embeddings().weight
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, D)."""
+        return self.hf.get_output_embeddings().weight
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HFCausalLM:
+        """As nn.Module's, which would lose ties, round tables of positions, and empty them."""
+        super()._apply(fn, recurse)
+        for first, others in self.ties.items():
+            shared = self.hf.get_parameter(first)
+            for name in others:
+                module, _, last = name.rpartition(".")
+                self.hf.get_submodule(module)._parameters[last] = shared
+        for name, made in self._buffers_made.items():
+            module, _, last = name.rpartition(".")
+            held = self.hf.get_submodule(module)._buffers
+            device = fn(torch.empty(0, device=held[last].device)).device
+            held[last] = made.to(device)
+        return self
+
+    def new_cache(
+        self, *, batch: int, max_len: int, device: torch.device, dtype: torch.dtype
+    ) -> RowCache:
+        """Earlier tokens of `batch` rows, which are computed anew with every token."""
+        return RowCache(batch, device)
+
+    def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
+        """Hidden states (B, T, D) of tokens (B, T), the final norm applied."""
+        return self.run(tokens, layout)[0]
+
+    def run(
+        self, tokens: Tensor, layout: Layout | None = None, cache: RowCache | None = None
+    ) -> tuple[Tensor, Routing | None]:
+        """As `forward`, and what the routers did, where config.json has output_router_logits."""
+        if (False, self._front) not in self._ways:
+            self._try(tokens.device)
+        if cache is not None:
+            assert layout is None, "cached rows are one document"
+            every = cache.append(tokens)
+            return self._compute(every, None)[0][:, -tokens.shape[1] :], None
+        return self._compute(tokens, layout)
+
+    def _compute(self, tokens: Tensor, layout: Layout | None) -> tuple[Tensor, Routing | None]:
+        virtual = self.virtual
+        if virtual is None or not virtual.on or virtual.kind == PREFIX_TUNING:
+            return self._over_documents(tokens, layout)
+        wide = in_front(layout, tokens.shape, virtual.count, tokens.device)
+        x = wide.spread(self.prompt_embeddings, self.hf.get_input_embeddings()(tokens))
+        hidden, routing = self._over_documents(x, wide.layout)
+        return wide.back(hidden), routing
+
+    def _over_documents(self, x: Tensor, layout: Layout | None) -> tuple[Tensor, Routing | None]:
+        """Of tokens (B, T), or of embeddings (B, T, D)."""
+        if layout is None or (layout.ends is None and all(len(n) == 1 for n in layout.lengths)):
+            return self._call(x, {}, layout)
+        way = self._ways[layout.ends is not None, self._front]
+        if way == "rows":
+            return self._by_rows(x, layout)
+        return self._call(x, WAYS[way](self, layout, self.embedding_dtype, self._front), layout)
+
+    @property
+    def _front(self) -> int:
+        """Keys that every document has before its own."""
+        virtual = self.virtual
+        is_on = virtual is not None and virtual.on and virtual.kind == PREFIX_TUNING
+        return virtual.count if virtual is not None and is_on else 0
+
+    @property
+    def embedding_dtype(self) -> torch.dtype:
+        """Of the weights, and so of additive masks."""
+        return self.embedding_weight.dtype
+
+    def _call(
+        self, x: Tensor, given: dict[str, Any], layout: Layout | None
+    ) -> tuple[Tensor, Routing | None]:
+        given = {"input_ids" if x.ndim == 2 else "inputs_embeds": x, **given}
+        if self._front:
+            cache = prefix_cache(self.prompt_embeddings, self.config, len(x))
+            given |= {"past_key_values": cache}
+        wants = self.training and bool(getattr(self.hf.config, "output_router_logits", False))
+        more = {"output_router_logits": True} if wants else {}
+        out = self.base(use_cache=False, return_dict=True, **given, **more)
+        logits = getattr(out, "router_logits", None) if wants else None
+        return out[0], self._routing(logits, x, layout) if logits else None
+
+    def _by_rows(self, x: Tensor, layout: Layout) -> tuple[Tensor, Routing | None]:
+        """A row for each document, or path of a tree; what is left of it is padding at its end."""
+        rows, sources = document_rows(layout)
+        sources, back = sources.to(x.device), rows.to(x.device)
+        apart = x.flatten(0, 1)[sources.clamp(min=0)]
+        lengths = [[int(n), int(sources.shape[1] - n)] for n in (sources >= 0).sum(1)]
+        padding = tuple(rest for _, rest in lengths)
+        one = [[sources.shape[1]]] * len(lengths)
+        hidden, routing = self._call(apart, {}, Layout.from_lengths(one, padding))
+        return hidden.flatten(0, 1)[back].view(*x.shape[:2], -1), routing
+
+    def _routing(self, logits: Any, tokens: Tensor, layout: Layout | None) -> Routing | None:
+        """The class's balancing loss, as it adds it; and what routers did."""
+        function = getattr(sys.modules[type(self.hf).__module__], "load_balancing_loss_func", None)
+        if function is None:
+            return None
+        layers = [layer.flatten(0, -2) for layer in logits if layer is not None]
+        count, chosen = layers[0].shape[-1], int(self.hf.config.num_experts_per_tok)
+        real = _real(tokens, layout)
+        loss = function(tuple(layers), count, chosen, real)
+        probability = torch.stack([layer.float().softmax(-1) for layer in layers])
+        picked = probability.topk(chosen, dim=-1).indices
+        load = torch.zeros_like(probability).scatter_(-1, picked, 1.0)
+        if real is not None:
+            kept = real.flatten().bool()
+            load, probability = load[:, kept], probability[:, kept]
+        losses = {"lbl": self.hf.config.router_aux_loss_coef * loss * len(tokens)}
+        met = load.new_full((len(layers),), load.shape[1])
+        return Routing(losses, load.sum(1).detach(), probability.sum(1).detach(), met)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., D)."""
+        assert self._head is not None, "hidden states come from `run`"
+        if self._head == "own":
+            return self._own_head(hidden)
+        scale, softcap = cast(tuple[float, float | None], self._head)
+        weight = self.head_weight
+        if not torch.is_autocast_enabled(hidden.device.type):
+            weight = weight.to(hidden.dtype)
+        return cap(nn.functional.linear(hidden, weight), scale, softcap)
+
+    def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum of the cross-entropy of hidden states (..., D) over labels (...), in nats.
+
+        `weights` (...) are what each label counts; None: 1.
+        """
+        if self._head != "own":
+            scale, softcap = cast(tuple[float, float | None], self._head)
+            return linear_cross_entropy(
+                hidden,
+                self.head_weight,
+                labels,
+                scale=scale,
+                softcap=softcap,
+                weights=weights,
+                chunk=self.loss_chunk,
+            )
+        flat, targets = hidden.flatten(0, -2), labels.flatten()
+        each = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights
+        size = chunk_tokens(self.config.vocab_size or 1, hidden.device, self.loss_chunk)
+        parts = zip(flat.split(size), targets.split(size), each.flatten().split(size), strict=True)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for part in parts:  # logits of a chunk are made again in the backward pass
+            total = total + checkpoint(self._chunk_loss, *part, use_reentrant=False)
+        return total
+
+    def _chunk_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        logits = self._own_head(hidden).float()
+        nats = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+        return (nats * weights).sum()
+
+    def _own_head(self, hidden: Tensor) -> Tensor:
+        """The class's forward pass around a base that only hands these hidden states on."""
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        given = MoeModelOutputWithPast(last_hidden_state=flat)
+        base: Any = self.base
+        before = base.__dict__.get("forward")
+        base.forward = lambda *_, **__: given
+        try:
+            tokens = torch.zeros(flat.shape[:2], dtype=torch.int64, device=hidden.device)
+            logits = self.hf(input_ids=tokens, use_cache=False, return_dict=True).logits
+        finally:
+            if before is None:
+                del base.forward
+            else:
+                base.forward = before
+        return logits.view(*hidden.shape[:-1], -1)
+
+    @torch.no_grad()
+    def _try(self, device: torch.device) -> None:
+        """Choose how documents are kept apart and how logits are made, by what the class gives.
+
+        Without autocast: in fp32 a leak is told from rounding.
+        """
+        was_training = self.training
+        self.eval()
+        try:
+            with torch.autocast(device.type, enabled=False):
+                self._choose(device)
+        finally:
+            self.train(was_training)
+
+    def _choose(self, device: torch.device) -> None:
+        tokens = _probe_tokens(len(PROBE), sum(PROBE), self.config, device)
+        layout = Layout.from_lengths([[*PROBE], [*PROBE[::-1]]])
+        tree = Layout.from_ends(_probe_tree(sum(PROBE)))
+        self._ways |= {
+            (False, self._front): self._choose_way(tokens, layout, ("positions", "mask")),
+            (True, self._front): self._choose_way(tokens, tree, ("mask",)),
+        }
+        if self._head is None:
+            with switched_off(self.virtual):
+                self._head = self._choose_head(tokens)
+
+    def _choose_way(self, tokens: Tensor, layout: Layout, ways: tuple[str, ...]) -> str:
+        layout = layout.to(tokens.device)
+        expected = self._by_rows(tokens, layout)[0]
+        other = tokens.clone()
+        other[:, 0] = (tokens[:, 0] + 1) % (self.config.vocab_size or 1)
+        for way in ways:
+            try:
+                given = WAYS[way](self, layout, self.embedding_dtype, self._front)
+                found = self._call(tokens, given, layout)[0]
+                apart = self._call(other, given, layout)[0]
+            except Exception:  # a class that does not take such a mask: the next way
+                continue
+            kept = layout.documents > 0
+            if _agree(found, expected) and _agree(apart[kept], found[kept]):
+                return way
+        return "rows"
+
+    def _choose_head(self, tokens: Tensor) -> str | tuple[float, float | None]:
+        expected = self.hf(input_ids=tokens, use_cache=False, return_dict=True).logits
+        hidden = self._call(tokens, {}, None)[0]
+        config, embeddings = self.hf.config, self.hf.get_output_embeddings()
+        scales = [1.0, getattr(config, "logit_scale", None), _inverse(config, "logits_scaling")]
+        caps = [None, getattr(config, "final_logit_softcapping", None)]
+        plain = embeddings is not None and getattr(embeddings, "bias", None) is None
+        for scale in scales if plain else []:
+            for softcap in caps:
+                if not isinstance(scale, int | float):
+                    continue
+                self._head = (float(scale), softcap)
+                if _agree(self.head(hidden), expected):
+                    return self._head
+        self._head = "own"
+        if not _agree(self._own_head(hidden), expected):
+            raise UserError(
+                f"model.pretrained: the logits of {type(self.hf).__name__} are no function of its"
+                " base model's hidden states; this class cannot be trained here"
+            )
+        return "own"
+
+    def takes(self, name: str) -> bool:
+        """Whether the class without its head has an argument of this name."""
+        return name in self._takes
+
+    def mask_types(self) -> dict[str, int | None] | int | None:
+        """Windows of its layers by the names that it has for them; see `layouts.py`."""
+        return mask_types(self.hf.config)
+
+
+def _find_blocks(base: nn.Module, n_layers: int) -> nn.ModuleList:
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
+            return module
+    raise UserError(
+        f"model.pretrained: {type(base).__name__} has no list of {n_layers} layers, which is what"
+        " is sharded and checkpointed here; this class cannot be trained here"
+    )
+
+
+def _ties(model: nn.Module) -> dict[str, list[str]]:
+    """Names of parameters that are one: the first of each, and the others."""
+    first: dict[int, str] = {}
+    ties: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            ties.setdefault(first[id(parameter)], []).append(name)
+        else:
+            first[id(parameter)] = name
+    return ties
+
+
+def _probe_tokens(rows: int, width: int, config: HFModelConfig, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    top = min(config.vocab_size or 1, 1000)
+    return torch.randint(0, top, (2, width), generator=generator).to(device)
+
+
+def _probe_tree(width: int) -> list[list[int]]:
+    """Where each token's part ends: a beginning that two texts share, and a third text."""
+    root, one, two = 5, 6, 4
+    shared = [root + one + two] * root
+    branches = [root + one] * one + [root + one + two] * two
+    ends = [*shared, *branches, *[width] * (width - root - one - two)]
+    return [ends, [width] * width]
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    """Whether they are equal but for rounding of the precision they were computed in."""
+    low = one.dtype != torch.float32 or torch.is_autocast_enabled(one.device.type)
+    scale = float(other.float().abs().mean()) or 1.0
+    worst = float((one.float() - other.float()).abs().max()) if one.numel() else 0.0
+    return worst <= (0.2 if low else 1e-3) * scale
+
+
+def _inverse(config: Any, name: str) -> float | None:
+    value = getattr(config, name, None)
+    return 1 / value if isinstance(value, int | float) and value else None
+
+
+def _real(tokens: Tensor, layout: Layout | None) -> Tensor | None:
+    """(B, T), 0 at padding; None: there is none."""
+    if layout is None or layout.padding is None or not any(layout.padding):
+        return None
+    ends = tokens.shape[1] - torch.tensor(layout.padding, device=tokens.device)
+    return (torch.arange(tokens.shape[1], device=tokens.device) < ends[:, None]).long()

@@ -1,1 +1,0 @@
-"""transformers' own classes under the model's contract: blocks, hidden states, head apart."""

@@ -1,0 +1,350 @@
+"""MLflow's side of a run: is the address one it knows, open the run, send, upload, end.
+
+The tracker calls `mlflow_target` when a run is set up; a `BackgroundWriter` calls the rest from its
+thread, because importing MLflow takes seconds. The idea: a folder's MLflow run is found again by
+the id kept in the folder, so a resumed run continues the same one.
+
+Steps up to the checkpoint that MLflow lacks come from metrics.jsonl (`steps`). A resume repeats the
+steps after its checkpoint, and MLflow cannot delete what it has. With the same
+recipe the repetition is exact, so values that MLflow has are not sent again, and it keeps the
+wall-clock ones of the first time. With another recipe they are sent, and it shows both;
+metrics.jsonl holds the steps once, always.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from llmfoundry.errors import UserError
+from llmfoundry.events import read_events
+from llmfoundry.files import write_whole
+from llmfoundry.loggers.event_tags import event_tags
+from llmfoundry.loggers.log_target import (
+    PATIENCE_WHILE_AWAY,
+    LogTarget,
+    MetricPoint,
+    RunFacts,
+    Samples,
+)
+from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.redaction import public
+
+SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+RUN_ID_FILE, ARTIFACTS = "mlflow_run_id", "mlartifacts"
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+# MLflow's limits (mlflow.utils.validation): metrics and parameters a request, characters of a name
+# and of a parameter's value.
+MAX_METRICS, MAX_PARAMS, MAX_NAME, MAX_VALUE = 1000, 100, 250, 6000
+_LOCK_SECONDS = 30.0  # after training, for a database file that another process has locked
+# Answers that a repetition would not change.
+_PERMANENT = {
+    "BAD_REQUEST",
+    "ENDPOINT_NOT_FOUND",
+    "INVALID_PARAMETER_VALUE",
+    "PERMISSION_DENIED",
+    "RESOURCE_DOES_NOT_EXIST",
+    "UNAUTHENTICATED",
+}
+
+
+@dataclass(frozen=True)
+class MlflowSession:
+    """An open MLflow run. `known`: of steps after `first_batch`, the last that it has already."""
+
+    client: Any
+    run_id: str
+    first_batch: int
+    known: Mapping[str, int]
+    max_points: int = MAX_METRICS
+
+    def steps(self, name: str) -> Container[int]:
+        """The batches for which the run has a value."""
+        return {m.step for m in self.client.get_metric_history(self.run_id, metric_name(name))}
+
+    def send(self, points: Sequence[MetricPoint]) -> None:
+        """Write at most MAX_METRICS points in one request."""
+        from mlflow.entities import Metric
+
+        rows = [Metric(metric_name(p.name), p.value, p.milliseconds, p.batch) for p in points]
+        rows = [
+            row
+            for row in rows
+            if row.step <= self.first_batch or row.step > self.known.get(row.key, -1)
+        ]
+        if rows:
+            self.client.log_batch(self.run_id, metrics=rows)
+
+    def samples(self, samples: Samples) -> None:
+        """Keep texts as an artifact."""
+        text = "\n\n".join(f"> {prompt}{text}" for prompt, text in samples.texts)
+        self.client.log_text(self.run_id, text, f"samples/ba{samples.batch:07d}.txt")
+
+    def upload(self, path: Path) -> None:
+        """Keep a text file with the run, passwords hidden."""
+        self.client.log_text(self.run_id, public(path.read_text(encoding="utf-8")), path.name)
+
+    def tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags in one request."""
+        _set_tags(self.client, self.run_id, tags)
+
+    def end(self, status: str) -> None:
+        """Mark the run."""
+        self.client.set_terminated(self.run_id, STATUS[status])
+
+
+def mlflow_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
+    """Where `logger.tracking_uri` points.
+
+    Raises:
+        UserError: it is of no kind that MLflow writes to.
+    """
+    assert config.tracking_uri is not None and config.experiment_name is not None
+    check_uri(config.tracking_uri)
+    return LogTarget(
+        f"MLflow ({public(config.tracking_uri)})",
+        partial(open_session, config.tracking_uri, config.experiment_name),
+        lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),
+        _is_permanent,
+        _LOCK_SECONDS if sqlite_path(config.tracking_uri) else PATIENCE_WHILE_AWAY,
+        tag=MlflowSession.tags,
+    )
+
+
+def check_uri(uri: str) -> None:
+    """Refuse what is not a store that MLflow writes to, without importing MLflow.
+
+    Raises:
+        UserError: an unknown kind of store, or an address without its file or host.
+    """
+    key, scheme = "logger.tracking_uri", urlsplit(uri).scheme.split("+")[0]
+    hint = "write sqlite:///runs/mlflow.db (a file) or http://HOST:PORT (a server)"
+    shown = public(uri)
+    if uri == "databricks":
+        return
+    if not scheme or scheme == "file":
+        raise UserError(
+            f"{key}: '{shown}' is a path, and MLflow no longer writes to folders; {hint}"
+        )
+    if scheme not in SCHEMES:
+        close = nearest(scheme, SCHEMES)
+        raise UserError(f"{key}: '{shown}': MLflow has no store of kind '{scheme}'{close}; {hint}")
+    if scheme == "sqlite" and sqlite_path(uri) is None:
+        raise UserError(f"{key}: '{shown}' names no file; {hint}, with three slashes")
+    if scheme in ("http", "https") and not urlsplit(uri).hostname:
+        raise UserError(f"{key}: '{shown}' names no host; {hint}")
+
+
+def open_session(
+    uri: str, experiment: str, facts: RunFacts, say: Callable[[str], None]
+) -> MlflowSession:
+    """Import MLflow quietly, find or create the experiment, and begin or continue the run."""
+    _silence()
+    from mlflow.tracking import MlflowClient
+
+    _silence()  # once more: the import sets levels of its own
+    database, location = sqlite_path(uri), None
+    if database is not None:
+        database.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the database and absolute, so that `mlflow ui` finds it from any folder.
+        location = (database.parent / ARTIFACTS).resolve().as_uri()
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment)
+    if database is not None and _move_artifacts(database, str(location)):
+        found = client.get_experiment_by_name(experiment)
+    if found is None:
+        number = client.create_experiment(experiment, artifact_location=location)
+        found = client.get_experiment(number)
+    if found.lifecycle_stage == "deleted":
+        raise RuntimeError(
+            f"experiment '{experiment}' was deleted; restore it (mlflow experiments restore"
+            f" --experiment-id {found.experiment_id}) or write another logger.experiment_name"
+        )
+    return _begin(client, found.experiment_id, facts, say)
+
+
+def _move_artifacts(database: Path, here: str) -> bool:
+    """Correct addresses of artifacts in a database that was moved with them; whether any was.
+
+    MLflow keeps absolute ones. Ours are beside the database, so after a copy, or under another
+    mount, they are `here`, whatever is still at the old place.
+    """
+    with closing(sqlite3.connect(database, timeout=20.0)) as connection, connection:
+        moved = [
+            (before, run_id)
+            for before, run_id in connection.execute(
+                "SELECT e.artifact_location, r.run_uuid FROM experiments e"
+                " LEFT JOIN runs r ON r.experiment_id = e.experiment_id"
+                " WHERE e.artifact_location LIKE 'file://%/' || ? AND e.artifact_location != ?",
+                (ARTIFACTS, here),
+            )
+            if (database.parent / ARTIFACTS / str(run_id)).is_dir() or not _is_folder(before)
+        ]
+        for before in {before for before, _ in moved}:
+            connection.execute(
+                "UPDATE experiments SET artifact_location = ? WHERE artifact_location = ?",
+                (here, before),
+            )
+            connection.execute(
+                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?)"
+                " WHERE substr(artifact_uri, 1, ?) = ?",
+                (here, len(before) + 1, len(before) + 1, f"{before}/"),
+            )
+    return bool(moved)
+
+
+def _is_folder(uri: str) -> bool:
+    return Path(unquote(urlsplit(uri).path)).is_dir()
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The database's file in `sqlite:///relative` or `sqlite:////absolute`; None elsewhere."""
+    match = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", uri)
+    return Path(match[1]) if match and match[1] != ":memory:" else None
+
+
+def metric_name(name: str) -> str:
+    """`name` with what MLflow forbids replaced by `_`, at most its 250 characters."""
+    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:MAX_NAME]
+
+
+def param_value(value: Any) -> str:
+    """A parameter's value as text within MLflow's limit, marked where it was cut."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= MAX_VALUE:
+        return text
+    mark = f" ... (cut; {len(text)} characters)"
+    return text[: MAX_VALUE - len(mark)] + mark
+
+
+def _begin(
+    client: Any, experiment_id: str, facts: RunFacts, say: Callable[[str], None]
+) -> MlflowSession:
+    """Continue the folder's MLflow run, or create one."""
+    file = facts.folder / RUN_ID_FILE
+    run_id = file.read_text().strip() if file.exists() else ""
+    run = _existing(client, run_id) if run_id else None
+    if run is None:
+        if run_id:
+            say(f"MLflow: run {run_id} is no longer in the store; a new one begins")
+        run = client.create_run(
+            experiment_id, start_time=facts.began, tags=dict(facts.tags), run_name=facts.name
+        )
+        # Before the parameters: if those fail, the next try continues this run.
+        write_whole(file, f"{run.info.run_id}\n")
+        _log_params(client, run.info.run_id, facts.params, say)
+        return MlflowSession(client, run.info.run_id, facts.first_batch, {})
+    client.update_run(run_id, status="RUNNING")
+    changed = _tag_changes(client, run, facts.params, say)
+    new = {key: v for key, v in facts.params.items() if key not in run.data.params}
+    _log_params(client, run_id, new, say)
+    # MLflow tells the last value of each metric together with its step.
+    known = {} if changed else {m.key: m.step for m in run.data.to_proto().metrics}
+    return MlflowSession(client, run_id, facts.first_batch, known)
+
+
+def tag_ended(uri: str, folder: Path, status: str) -> None:
+    """Bring the tags of a run whose processes have ended; and its end, if they could not tell it.
+
+    Raises:
+        Exception: whatever MLflow raises.
+    """
+    _silence()
+    from mlflow.tracking import MlflowClient
+
+    _silence()
+    client = MlflowClient(tracking_uri=uri)
+    run = _existing(client, (folder / RUN_ID_FILE).read_text().strip())
+    if run is None:
+        return
+    tags = event_tags(read_events(folder))
+    if tags:
+        _set_tags(client, run.info.run_id, tags)
+    if run.info.status == "RUNNING":
+        client.set_terminated(run.info.run_id, STATUS[status])
+
+
+def _existing(client: Any, run_id: str) -> Any:
+    """The run of that id, or None where it is unknown or was deleted."""
+    try:
+        run = client.get_run(run_id)
+    except Exception as error:
+        if _error_code(error) == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def _tag_changes(
+    client: Any, run: Any, params: Mapping[str, Any], say: Callable[[str], None]
+) -> bool:
+    """Whether parameters differ from the last process's; MLflow keeps the first, so tag them."""
+    last = run.data.params | {
+        tag.removeprefix("resumed."): value
+        for tag, value in run.data.tags.items()
+        if tag.startswith("resumed.")
+    }
+    changed = {k: v for k, v in params.items() if k in last and last[k] != param_value(v)}
+    for key, value in changed.items():
+        client.set_tag(run.info.run_id, f"resumed.{key}", param_value(value))
+    if changed:
+        names = ", ".join(sorted(changed))
+        say(f"MLflow keeps a run's first parameters; these changed and are tags: {names}")
+    return bool(changed)
+
+
+def _log_params(
+    client: Any, run_id: str, params: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    from mlflow.entities import Param
+
+    for key in [k for k, v in params.items() if isinstance(v, str) and len(v) > MAX_VALUE]:
+        say(
+            f"MLflow: {key} exceeds its {MAX_VALUE} characters and is cut there; recipe.yaml is not"
+        )
+    rows = [Param(metric_name(k), param_value(v)) for k, v in params.items()]
+    for i in range(0, len(rows), MAX_PARAMS):
+        client.log_batch(run_id, params=rows[i : i + MAX_PARAMS])
+
+
+def _set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
+    from mlflow.entities import RunTag
+
+    client.log_batch(run_id, tags=[RunTag(metric_name(k), v) for k, v in tags.items()])
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Whether trying again is useless: a driver that is not installed, or a refusal."""
+    return type(error).__name__ == "NoSuchModuleError" or _error_code(error) in _PERMANENT
+
+
+def _error_code(error: Exception) -> str | None:
+    """MLflow's name for the kind of error, where it has one."""
+    return getattr(error, "error_code", None)
+
+
+def _silence() -> None:
+    """No telemetry, no lines of MLflow's own, and our retries instead of its."""
+    for variable, value in {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_LOGGING_LEVEL": "CRITICAL",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # with its password
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+        "GIT_PYTHON_REFRESH": "quiet",
+    }.items():
+        os.environ.setdefault(variable, value)
+    for name in ("mlflow", "alembic"):
+        # its errors reach us; as lines of its own they are tracebacks, with the values of a request
+        logging.getLogger(name).setLevel(logging.CRITICAL)

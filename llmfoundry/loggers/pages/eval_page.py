@@ -1,0 +1,376 @@
+"""One page with the gauntlet's results of one model, or of several side by side.
+
+`scripts/eval.py` writes it from what GauntletResult.to_json gives, so that results.json of old runs
+can be put beside a new one's. The page needs nothing but itself. Its one rule: numbers of different
+questions are never shown as if they compared; where the rows, their count or the way of asking
+differ between models, the page says so once, and marks the tasks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from llmfoundry.files import write_whole
+from llmfoundry.loggers.format import count, duration, number
+from llmfoundry.loggers.pages.page import Tile, page, table
+from llmfoundry.loggers.pages.score_charts import (
+    Estimate,
+    TaskDots,
+    accuracy_bar,
+    bars,
+    dots,
+    in_parts,
+    percents,
+    swatch,
+    whiskers_of,
+    written,
+)
+
+Result = Mapping[str, Any]  # GauntletResult.to_json()
+Results = Sequence[tuple[str, Result]]  # the model's name, its result
+
+Links = Mapping[str, Path]  # what a page is, where it is
+
+_APART = "≠"
+_COMPARED = {
+    "rows_hash": "rows",
+    "n": "numbers of questions",
+    "mode": "prompts",
+    "metric": "ways of judging",
+}
+_SAME: dict[Any, str] = {"harness": "native"}  # the same texts
+_COUNTED = {
+    "ties": "tie",
+    "dropped": "dropped example",
+    "truncated": "truncated question",
+    "refused": "refused question",
+}
+
+
+def write_eval_page(
+    path: Path, results: Results, *, title: str = "Evaluation", links: Sequence[Links] = ()
+) -> None:
+    """Write the page, all at once: a reader never sees half of one.
+
+    Args:
+        path: where to.
+        results: see `eval_page`.
+        title: the page's.
+        links: of every model its pages, in words; unset: none.
+    """
+    relative = [
+        {words: quote(os.path.relpath(to, path.parent)) for words, to in of_model.items()}
+        for of_model in links
+    ]
+    write_whole(path, eval_page(results, title=title, links=relative))
+
+
+def eval_page(
+    results: Results, *, title: str = "Evaluation", links: Sequence[Mapping[str, str]] = ()
+) -> str:
+    """The page as HTML: models, averages, categories, tasks, problems, cost, and every metric.
+
+    Args:
+        results: at least one model; names may repeat.
+        title: the page's.
+        links: of every model addresses, by what they lead to; unset: none.
+    """
+    assert results
+    whole = all(value is not None for _, result in results for value in _all_scores(result))
+    whole = whole and all(t["accuracy"] is not None for _, r in results for t in r["tasks"])
+    names = [name for name, _ in results]
+    n, n_tasks = len(names), len(_tasks(results))
+    sections = [
+        ("Models" if n > 1 else "Run", models_table(results, links)),
+        ("Not comparable", not_comparable(results)),
+        (_scores_title(results), score_charts(results) + score_table(results)),
+        ("Tasks", task_table(results)),
+        ("Problems", problems(results)),
+        ("How they were asked", ways(results)),
+        ("Cost", cost_table(results)),
+        ("Every metric", metric_tables(results)),
+    ]
+    return page(
+        title=f"{title}: {names[0]}" if n == 1 else title,
+        status="finished" if whole else "not complete",
+        reached=f"{_count(n, 'model')}, {_count(n_tasks, 'task')}",
+        tiles=tiles(results) if n == 1 else [],
+        sections=[(name, body) for name, body in sections if body],
+    )
+
+
+def _scores_title(results: Results) -> str:
+    """The heading of what there is."""
+    words = [kind for kind in ("averages", "categories") if _names(results, kind)]
+    return " and ".join(words).capitalize() or "Accuracy"
+
+
+def tiles(results: Results) -> list[Tile]:
+    """The averages of one model."""
+    found = []
+    for _, result in results:
+        for average, value in (result.get("averages") or {}).items():
+            found.append(Tile(average, *in_parts(written(_estimate(result, average, value)))))
+    return found
+
+
+def models_table(results: Results, links: Sequence[Mapping[str, str]]) -> str:
+    """A row for each model: its number and colour in the pictures, averages, and its pages."""
+    averages = _names(results, "averages")
+    columns = _scores(results, "averages", averages)
+    rows = []
+    for i, (name, _) in enumerate(results):
+        to = links[i].items() if links else ()
+        pages = " · ".join(f'<a href="{escape(at)}">{escape(words)}</a>' for words, at in to)
+        label = f'{swatch(i)}<b>{i + 1}</b> {escape(name)} <span class="hint">{pages}</span>'
+        rows.append((label if len(results) > 1 else pages, *map(written, columns[i])))
+    if len(results) == 1:
+        return f"<p>{rows[0][0]}</p>" if rows[0][0] else ""
+    head = ("model", *averages)
+    return table(head, rows, right=range(1, len(head)), raw=(0,))
+
+
+def not_comparable(results: Results) -> str:
+    """Said once for each reason, with the tasks that it concerns."""
+    reasons: dict[str, list[str]] = {}
+    asked = _tasks(results)
+    for (label, shots), entries in asked.items():
+        if differing := " and ".join(_differing(entries)):
+            reasons.setdefault(differing, []).append(f"{label}/{shots}-shot")
+    lines = []
+    for words, tasks in reasons.items():
+        which = "all tasks" if len(tasks) == len(asked) else _count(len(tasks), "task")
+        listed = escape(", ".join(tasks))
+        lines.append(f"<li>{words} differ between the models in {which}: {listed}</li>")
+    if not lines:
+        return ""
+    return (
+        f"<p>Neither these tasks nor what is made of them compares; {_APART} marks them below.</p>"
+        f'<ul class="problems">{"".join(lines)}</ul>'
+    )
+
+
+def score_charts(results: Results) -> str:
+    """Averages and categories as bars, tasks as dots beside chance."""
+    models = [name for name, _ in results]
+    averages, categories = _names(results, "averages"), _names(results, "categories")
+    of_categories = _scores(results, "categories", categories)
+    of_averages = _scores(results, "averages", averages)
+    both = [[*a, *c] for a, c in zip(of_averages, of_categories, strict=True)]
+    tasks = []
+    for (label, shots), entries in _tasks(results).items():
+        first = next(entry for entry in entries if entry is not None)
+        accuracies = [_accuracy_of(e) if e else Estimate(None) for e in entries]
+        name = f"{label}, {shots}-shot"
+        tasks.append(TaskDots(name, first["chance"], first["majority"], accuracies))
+    parts = [
+        bars("Averages and categories", [*averages, *categories], models, both),
+        dots("Accuracy in each task", tasks, models),
+    ]
+    return f'<div class="charts apart">{"".join(parts)}</div>' if any(parts) else ""
+
+
+def score_table(results: Results) -> str:
+    """Averages, then categories: a row each, a column for each model."""
+    rows = []
+    asked = _tasks(results).items()
+    apart = {f"{task}/{shots}-shot" for (task, shots), e in asked if any(_differing(e))}
+    for key in ("averages", "categories"):
+        names = _names(results, key)
+        columns = _scores(results, key, names)
+        for i, name in enumerate(names):
+            members = {task for _, result in results for task in _members(result, name)}
+            marked = _marked(name, apart=bool(members & apart))
+            rows.append((marked, *(written(column[i]) for column in columns)))
+    head = ("", *_heads(results))
+    listed = table(head, rows, right=range(1, len(head)), raw=(0,), is_wide=True)
+    return f"<p></p>{listed}" if rows else ""
+
+
+def task_table(results: Results) -> str:
+    """A row for each task with its shots, a column for each model: first, as phones show few."""
+    head = ("task", "shots", *_heads(results), "n", "chance", "majority")
+    rows = []
+    for (label, shots), entries in _tasks(results).items():
+        first = next(entry for entry in entries if entry is not None)
+        cells = [_accuracy(entry, model) for model, entry in enumerate(entries)]
+        baselines = (f"{100 * first['chance']:.1f}%", f"{100 * first['majority']:.1f}%")
+        marked = _marked(label, apart=any(_differing(entries)))
+        rows.append((marked, str(shots), *cells, _asked(first), *baselines))
+    raw = (0, *range(2, 2 + len(results)))
+    estimates = [_accuracy_of(e) for found in _tasks(results).values() for e in found if e]
+    hint = f"Lines: chance (solid), majority class (dashed); whiskers: {whiskers_of(estimates)}."
+    listed = table(head, rows, right=(1, *range(len(head) - 3, len(head))), raw=raw, is_wide=True)
+    return f'{listed}<p class="hint">{hint}</p>' if rows else ""
+
+
+def problems(results: Results) -> str:
+    """What a reader must know, model by model."""
+    parts = []
+    for name, result in results:
+        lines = "".join(f"<li>{escape(str(p))}</li>" for p in result.get("problems", []))
+        if lines:
+            heading = f"<p>{escape(name)}</p>" if len(results) > 1 else ""
+            parts.append(f'{heading}<ul class="problems">{lines}</ul>')
+    return "".join(parts)
+
+
+def ways(results: Results) -> str:
+    """A row for each model that says how questions became its tokens."""
+    rows = [(name, result["asked"]) for name, result in results if result.get("asked")]
+    if len(results) == 1:  # which the title names
+        return f"<p>{escape(rows[0][1])}</p>" if rows else ""
+    return table(("", "prompts and special tokens"), rows) if rows else ""
+
+
+def cost_table(results: Results) -> str:
+    """Tokens and time of each model, where they were measured."""
+    rows = []
+    for name, result in results:
+        cost = result.get("cost")
+        if cost:
+            computed, unshared = cost["tokens_computed"], cost["tokens_unshared"]
+            unit = cost.get("unit", "tokens")
+            ratio = f"{unshared / computed:.2f}" if computed and unit == "tokens" else "n/a"
+            seconds = duration(cost["seconds"])
+            known = count(computed) if computed else "not told"
+            shown = count(unshared) + f" {unit}" * (unit != "tokens")
+            rows.append((name, known, shown, ratio, seconds))
+    head = ("model", "tokens computed", "tokens unshared", "unshared over computed", "time")
+    if len(results) == 1:  # which the title names
+        return table(head[1:], [row[1:] for row in rows], right=range(4))
+    return table(head, rows, right=range(1, 5))
+
+
+def metric_tables(results: Results) -> str:
+    """Every metric of every task, and of the categories of its rows, folded."""
+    parts = []
+    head = ("", "metric", *(name for name, _ in results))
+    for (label, shots), entries in _tasks(results).items():
+        groups = {"": [entry or {} for entry in entries]}
+        for part in dict.fromkeys(p for e in groups[""] for p in e.get("by_category", {})):
+            groups[part] = [(e or {}).get("by_category", {}).get(part, {}) for e in entries]
+        rows = []
+        for part, owners in groups.items():
+            for metric in dict.fromkeys(m for owner in owners for m in owner.get("metrics", {})):
+                rows.append((part, metric, *(_metric(owner, metric) for owner in owners)))
+        if rows:
+            body = table(head, rows, right=range(2, len(head)))
+            name = escape(f"{label}/{shots}-shot")
+            parts.append(f"<details><summary>{name}</summary>{body}</details>")
+    return "".join(parts)
+
+
+def _tasks(results: Results) -> dict[tuple[str, int], list[Result | None]]:
+    """For each task with its shots the entry of every model; None where it has none."""
+    found: dict[tuple[str, int], list[Result | None]] = {}
+    for model, (_, result) in enumerate(results):
+        for task in result["tasks"]:
+            entries = found.setdefault((task["label"], task["num_fewshot"]), [None] * len(results))
+            entries[model] = task
+    return found
+
+
+def _names(results: Results, key: str) -> list[str]:
+    return list(dict.fromkeys(name for _, result in results for name in result.get(key) or {}))
+
+
+def _scores(results: Results, key: str, names: Sequence[str]) -> list[list[Estimate]]:
+    """Of every model the score of every name; (None, None) where it has none."""
+    return [
+        [_estimate(result, name, (result.get(key) or {}).get(name)) for name in names]
+        for _, result in results
+    ]
+
+
+def _members(result: Result, name: str) -> list[str]:
+    """Names of the tasks behind a category or an average; none in results of older versions."""
+    return (result.get("members") or {}).get(name, [])
+
+
+def _estimate(result: Result, name: str, value: float | None) -> Estimate:
+    """A category's or an average's; results of older versions have no intervals."""
+    known = [(result.get(key) or {}).get(name) for key in ("stderrs", "intervals")]
+    return Estimate(value, *known)
+
+
+def _accuracy_of(entry: Result) -> Estimate:
+    """A task's."""
+    return Estimate(entry["accuracy"], entry["stderr"], entry.get("interval"))
+
+
+def _all_scores(result: Result) -> list[float | None]:
+    return [*(result.get("categories") or {}).values(), *(result.get("averages") or {}).values()]
+
+
+def _accuracy(entry: Result | None, model: int) -> str:
+    """HTML of a model's cell."""
+    if entry is None:
+        return "not asked"
+    notes = escape(", ".join(_notes(entry)))
+    hint = f'<span class="hint">{notes}</span>' if notes else ""
+    accuracy = _accuracy_of(entry)
+    if accuracy.value is None:
+        return f"n/a {hint}"
+    drawn = accuracy_bar(accuracy, chance=entry["chance"], majority=entry["majority"], model=model)
+    return f"{percents(accuracy)}{drawn}{hint}"
+
+
+def _asked(entry: Result) -> str:
+    total = entry.get("rows_total") or entry["n"]
+    return str(entry["n"]) if entry["n"] == total else f"{entry['n']} of {total}"
+
+
+def _differing(entries: Sequence[Result | None]) -> Iterator[str]:
+    """Why models' accuracies on a task do not compare."""
+    present = [entry for entry in entries if entry is not None]
+    for key, words in _COMPARED.items():
+        found = {entry.get(key) for entry in present} - {None, ""}
+        if len({_SAME.get(value, value) for value in found}) > 1:
+            yield words
+
+
+def _notes(entry: Result) -> Iterator[str]:
+    """What to know of one model's accuracy on a task."""
+    for key, words in _COUNTED.items():
+        if n := entry.get(key):
+            yield f"{n} {_plural(words, n)}"
+    if entry["metric"].startswith("TeacherForced"):
+        yield "not generated"
+    if entry.get("failure"):
+        yield f"failed: {entry['failure']}"
+
+
+def _metric(owner: Result, name: str) -> str:
+    value = owner.get("metrics", {}).get(name)
+    error, interval = (owner.get(key, {}).get(name) for key in ("stderrs", "intervals"))
+    if value is None:
+        return ""
+    if interval is not None:
+        return f"{number(value)} [{number(interval[0])}, {number(interval[1])}]"
+    return number(value) + (f" ± {number(error, digits=2)}" if error is not None else "")
+
+
+def _heads(results: Results) -> list[str]:
+    """Columns' names, with the models' numbers in the pictures."""
+    names = [name for name, _ in results]
+    return names if len(names) == 1 else [f"{i + 1} {name}" for i, name in enumerate(names)]
+
+
+def _marked(name: str, *, apart: bool) -> str:
+    """HTML of a name, with the mark of what does not compare."""
+    mark = f' <span title="not comparable between the models">{_APART}</span>' if apart else ""
+    return escape(name) + mark
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {_plural(word, n)}"
+
+
+def _plural(word: str, n: int) -> str:
+    return word if n == 1 else f"{word}s"

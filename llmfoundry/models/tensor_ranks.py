@@ -1,0 +1,111 @@
+"""The processes that share each matrix, and between the matrices the tokens of each row.
+
+`distributed/tensor.py` gives a decoder its `TensorRanks`; the decoder asks it for this process's
+tokens and heads. The idea (Korthikanti et al., 2022): what is not a matrix product, norms, dropout
+and the residual stream, is done once for each token, on the process that has it. A row whose length
+the processes do not divide has tokens behind it that nobody sees and that are cut off again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from llmfoundry.models.shard_layout import runs
+from llmfoundry.ops.logits import VocabularyShard
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The tensor-parallel processes of one copy of the model.
+
+    Attributes:
+        mesh: of one dimension.
+    """
+
+    mesh: DeviceMesh
+
+    @property
+    def n(self) -> int:
+        """How many there are."""
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This one's number among them."""
+        return self.mesh.get_local_rank()
+
+    def heads(self, count: int) -> slice:
+        """Those of `count` heads that this process computes."""
+        each = count // self.n
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def filled(self, x: Tensor) -> Tensor:
+        """X (B, T, ...) with zeros behind its rows, so that the processes divide their length."""
+        more = -x.shape[1] % self.n
+        return F.pad(x, [0, 0] * (x.ndim - 2) + [0, more]) if more else x
+
+    def own(self, x: Tensor) -> Tensor:
+        """(B, S, ...): this process's tokens of x (B, T, ...), S = T / n rounded up."""
+        x = self.filled(x)
+        each = x.shape[1] // self.n
+        return x.narrow(1, self.rank * each, each)
+
+    def own_places(self, rows: int, tokens: int, real: Tensor | None) -> Tensor | None:
+        """(N,) on the host: flat places b * S + s of this process's tokens that are no padding.
+
+        Args:
+            rows: B.
+            tokens: T, of a row.
+            real: (M,) on the host, flat places b * T + t that are no padding; None: all are.
+
+        Returns:
+            None: all are.
+        """
+        if real is None and tokens % self.n == 0:
+            return None
+        mask = torch.ones(rows, tokens, dtype=torch.bool)
+        if real is not None:
+            mask = torch.zeros(rows * tokens, dtype=torch.bool)
+            mask[real] = True
+        return self.own(mask.view(rows, tokens)).flatten().nonzero()[:, 0]
+
+    def embedded(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        """(B, S, D): embeddings of this process's tokens, of tokens (B, T) and a table (V, D).
+
+        Each process looks up the tokens of its own rows; their sum, of which one summand is not
+        zero, goes to who has the token. DTensor's own embedding does as much, but gives every
+        process the gradient of the whole table.
+        """
+        rows, shard = self.vocabulary(weight)
+        place = self.filled(tokens) - shard.first  # (B, n S)
+        mine = (place >= 0) & (place < len(rows))
+        found = F.embedding(torch.where(mine, place, 0), rows).masked_fill(~mine[..., None], 0)
+        whole = DTensor.from_local(found, self.mesh, [Partial()], run_check=False)
+        return whole.redistribute(placements=[Shard(1)]).to_local()
+
+    def gathered(self, x: Tensor, tokens: int) -> Tensor:
+        """(B, T, D) of every process's x (B, S, D); gradients of all of them are added up."""
+        whole = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False)
+        whole = whole.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])[:, :tokens]
+
+    def vocabulary(self, weight: Tensor) -> tuple[Tensor, VocabularyShard]:
+        """The rows (V', D) that this process has of an output head (V, D), and which they are."""
+        assert isinstance(weight, DTensor)
+        (rows,) = runs(weight, 0)
+        return weight.to_local(), VocabularyShard(self.mesh.get_group(), rows[0], weight.shape[0])
+
+    def all_logits(self, logits: Tensor, shard: VocabularyShard) -> Tensor:
+        """(..., V) of every process's logits (..., V')."""
+        shape = torch.Size((*logits.shape[:-1], shard.size))
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(
+            logits, self.mesh, [Shard(logits.ndim - 1)], run_check=False, shape=shape, stride=stride
+        )
+        return whole.redistribute(placements=[Replicate()]).to_local()

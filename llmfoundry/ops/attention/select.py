@@ -1,0 +1,238 @@
+"""Attention over packed rows: one function, its backends, and what picks among them.
+
+`models/decoder.py` makes an `AttentionPlan` once a forward pass for all layers with the same
+`AttentionSpec`, so that masks and document borders are worked out once; `models/attention.py` calls
+`attend` with it.
+
+Every backend computes the same: logits times scale, softcap, ALiBi's bias slope * (key - query),
+mask, softmax, dropout, times values. A token sees itself and earlier tokens of its own document, or
+of its path in a tree, no further back than the window; distances are those of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmfoundry.attention_limits import limit
+from llmfoundry.errors import UserError
+from llmfoundry.ops.attention import flash as attention_flash
+from llmfoundry.ops.attention import flash3 as attention_flash3
+from llmfoundry.ops.attention import flex as attention_flex
+from llmfoundry.ops.attention import sdpa as attention_sdpa
+from llmfoundry.ops.attention import varlen as attention_varlen
+from llmfoundry.ops.attention.plan import (
+    AttentionPlan,
+    AttentionSpec,
+    RangePlan,
+    alibi_slopes,
+    autocast_dtype,
+    dense_bias,
+    repeat_heads,
+    without_autocast,
+    working_dtype,
+)
+from llmfoundry.ops.packed_layout import Layout, Ranges
+
+__all__ = ["AttentionPlan", "AttentionSpec", "alibi_slopes", "attend", "plan", "refusal"]
+
+
+def plan(
+    layout: Layout | None,
+    spec: AttentionSpec,
+    *,
+    queries: int,
+    past: int,
+    device: torch.device,
+    impl: str,
+    dtype: torch.dtype | None = None,
+    head_dim: int | None = None,
+    ranges: Ranges | None = None,
+) -> AttentionPlan:
+    """Decide how one forward pass attends. Nothing here waits for the device.
+
+    Tokens after cached ones, and single ones, are served by sdpa (torch, where there is a softcap)
+    whatever was named: the kernels for training have no use there. Trees, which only evaluation
+    has, are served by what `auto` finds where the one that was named knows documents alone.
+
+    Args:
+        layout: documents of the rows; None: one document a row.
+        spec: what the layers ask.
+        queries: tokens in a row, T.
+        past: earlier tokens of each row, in a key-value cache.
+        device: where the tokens are.
+        impl: a name of the recipe's attn_impl.
+        dtype: of the weights; None: torch's default. Autocast's goes before it.
+        head_dim: width of a head; None: one that every kernel has.
+        ranges: places of the queries, where they are not all of the row's `queries` tokens, whose
+            keys are all there; None: they are.
+
+    Raises:
+        UserError: the backend was named, and cannot serve.
+    """
+    trees = layout is not None and layout.ends is not None
+    if layout is not None and not trees and all(len(row) == 1 for row in layout.lengths):
+        layout = None
+    assert layout is None or past == 0, "packed rows have no key-value cache"
+    if spec.window >= past + queries - 1:
+        spec = replace(spec, window=-1)
+    dtype = autocast_dtype(device.type, dtype or torch.get_default_dtype())
+    if (past or queries == 1) and impl != "torch":
+        impl = "sdpa" if spec.softcap is None else "torch"
+    elif impl == "auto" or (trees and impl not in SERVE_TREES):
+        masked = layout is not None or ranges is not None
+        impl = choose(spec, masked, device, dtype, head_dim, trees=trees)
+    elif reason := refusal(impl, spec, device, dtype, head_dim=head_dim):
+        raise UserError(f"model.attn_config.attn_impl: {reason}")
+    if ranges is None:
+        return PLANS[impl](layout, spec, queries=queries, past=past, device=device)
+    parts = (range_plan(impl, layout, spec, *places, device) for places in ranges)
+    return AttentionPlan(impl, spec, parts=tuple(parts))
+
+
+def range_plan(
+    impl: str,
+    layout: Layout | None,
+    spec: AttentionSpec,
+    first: int,
+    stop: int,
+    device: torch.device,
+) -> RangePlan:
+    """How the queries first..stop of a row see the keys up to the last of them."""
+    start = 0 if spec.window < 0 else max(0, first - spec.window)
+    seen = None if layout is None else layout.span(start, stop)
+    if seen is not None and all(len(row) == 1 for row in seen.lengths):
+        seen = None
+    if spec.window >= stop - start - 1:
+        spec = replace(spec, window=-1)
+    queries = stop - first
+    made = PLANS[impl](seen, spec, queries=queries, past=first - start, device=device)
+    return RangePlan(queries, start, stop, made)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, training: bool = False
+) -> Tensor:
+    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd), KV dividing H; (B, T, H, hd).
+
+    In and out of autocast's dtype where autocast is on, else of that of the values. Dropout only
+    where `training`.
+    """
+    if plan.parts:
+        queries = q.split([part.queries for part in plan.parts], dim=1)
+        mixed = []
+        for own, part in zip(queries, plan.parts, strict=True):
+            keys, values = k[:, part.start : part.stop], v[:, part.start : part.stop]
+            mixed.append(attend(own, keys, values, part.plan, training=training))
+        return torch.cat(mixed, dim=1)
+    if not plan.shared_heads:
+        k, v = repeat_heads(q, k, v)
+    return IMPLS[plan.impl](q, k, v, plan, plan.spec.dropout if training else 0.0)
+
+
+def choose(
+    spec: AttentionSpec,
+    packed: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int | None,
+    *,
+    trees: bool = False,
+) -> str:
+    """The backend that `auto` stands for: the first that can serve, the cheapest first.
+
+    On CUDA plain rows are SDPA's own case; then varlen (no mask, nothing to compile), flash3 (with
+    a softcap too, on Hopper, where it is installed), flex (every option but dropout), flash (every
+    option but dropout under a softcap, where it is installed). Where PyTorch cannot run varlen on
+    FlashAttention 3, flash3 goes before it. What is left is sdpa with a dense mask, and torch,
+    which has all.
+    """
+    order = ["sdpa", "torch"]
+    plain = spec.slopes is None and spec.softcap is None and spec.window < 0 and not packed
+    if device.type == "cuda" and not plain:
+        order = ["varlen", "flash3", "flex", "flash", *order]
+    if trees:
+        order = [name for name in order if name in SERVE_TREES]
+    able = [name for name in order if not refusal(name, spec, device, dtype, head_dim=head_dim)]
+    if able[:2] == ["varlen", "flash3"] and not attention_flash3.serves_varlen(device):
+        return "flash3"
+    return able[0]
+
+
+def refusal(
+    impl: str,
+    spec: AttentionSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int | None = None,
+) -> str | None:
+    """Why a backend cannot serve this specification here, and what to write; None: it can.
+
+    Args:
+        impl: a name of the recipe's attn_impl; auto always can.
+        spec: what the layers ask.
+        device: where the tokens will be.
+        dtype: what attention will compute in: autocast's dtype, or that of the weights.
+        head_dim: width of a head; None: one that every kernel has.
+    """
+    if impl == "auto":
+        return None
+    reason = limit(impl, spec.options, head_dim) or REFUSALS[impl](spec, device, dtype, head_dim)
+    return None if reason is None else f"{impl}: {reason}"
+
+
+def _prepare_torch(
+    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+) -> AttentionPlan:
+    bias = dense_bias(layout, spec, queries, past, device)
+    return AttentionPlan("torch", spec, shared_heads=False, bias=bias)
+
+
+def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+    """Plain matmul and softmax in fp32 (fp64 for fp64), all logits in memory: the reference."""
+    spec, bias, dtype = plan.spec, plan.bias, working_dtype(v)
+    assert bias is not None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    with without_autocast(q.device.type):
+        logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide))  # (B, H, T, S)
+        logits = logits * spec.scale
+        if spec.softcap is not None:
+            logits = spec.softcap * torch.tanh(logits / spec.softcap)
+        is_mask = bias.dtype == torch.bool
+        logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias
+        weights = F.dropout(logits.softmax(-1), dropout)
+        return torch.einsum("bhts,bshd->bthd", weights, v.to(wide)).to(dtype)  # (B, T, H, hd)
+
+
+SERVE_TREES = ("torch", "sdpa", "flex")  # FlashAttention's borders know documents alone
+REFUSALS: dict[
+    str, Callable[[AttentionSpec, torch.device, torch.dtype, int | None], str | None]
+] = {
+    "torch": lambda *_: None,
+    "sdpa": attention_sdpa.refusal,
+    "flex": attention_flex.refusal,
+    "varlen": attention_varlen.refusal,
+    "flash": attention_flash.refusal,
+    "flash3": attention_flash3.refusal,
+}
+PLANS: dict[str, Callable[..., AttentionPlan]] = {
+    "torch": _prepare_torch,
+    "sdpa": attention_sdpa.prepare,
+    "flex": attention_flex.prepare,
+    "varlen": attention_varlen.prepare,
+    "flash": attention_flash.prepare,
+    "flash3": attention_flash3.prepare,
+}
+IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]] = {
+    "torch": _attend_torch,
+    "sdpa": attention_sdpa.attend,
+    "flex": attention_flex.attend,
+    "varlen": attention_varlen.attend,
+    "flash": attention_flash.attend,
+    "flash3": attention_flash3.attend,
+}

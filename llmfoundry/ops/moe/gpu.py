@@ -1,0 +1,197 @@
+"""The mixture of experts on an accelerator: grouped matrix products over all experts at once.
+
+`grouped.py` calls it. Nothing waits for the device: row counts stay there, as grouped_mm's
+offsets. Between the products stand four memory-bound steps, kernels of `triton_steps.py` on CUDA.
+
+grouped_mm's traps, all met here: offsets in int32; no rows behind the last offset (their results
+would be uninitialised); contiguous operands; no fp64; rows of a multiple of 16 bytes
+(`backends.refusal` names the sizes).
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmfoundry.ops.moe import elementwise as moe_steps
+from llmfoundry.ops.moe.experts import (
+    Experts,
+    Gradients,
+    LowRankExperts,
+    SavedActivations,
+    SortedRows,
+)
+
+ONES = 8  # columns of ones that sum rows by expert; fewer are not a multiple of 16 bytes
+
+
+def forward(
+    x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool, compress: bool
+) -> tuple[Tensor, SavedActivations]:
+    """Output (T, d), and the pre-activations where they are to be kept; as `cpu.forward`."""
+    steps, top_k, ends = steps_of(x.device.type), weights.shape[1], routing.ends
+    rows = steps.gather(x, routing.order, top_k)  # (N, d), sorted by expert
+    # Two products, not one over concatenated weights: copying w1 and v1 each step moves more bytes
+    # than reading the rows twice where experts are large, and checkpoints know two names.
+    whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)  # of a quantised one, while it is used
+    a = _linear(rows, whole(w.w1), w.b1, ends)  # (N, f), as b and h
+    b = None if w.v1 is None else _linear(rows, whole(w.v1), w.bv, ends)
+    low = w.low
+    _add_product(a, rows, low.w1_a, low.w1_b, ends)
+    _add_product(b, rows, low.v1_a, low.v1_b, ends)
+    del rows
+    h = steps.glu(a, b, w.activation)
+    y_rows = F.grouped_mm(h, whole(w.w2), offs=ends)  # (N, d)
+    _add_product(y_rows, h, low.w2_a, low.w2_b, ends)
+    del h
+    if w.b2 is not None:
+        y_rows += w.b2[_experts(ends, y_rows)]
+    y = steps.combine(y_rows, routing.inverse, weights, top_k)  # (T, d)
+    up = a.new_empty(0, a.shape[1]) if b is None else b
+    if not keep:
+        return y, SavedActivations(a.new_empty(a.shape[0], 0), up.new_empty(up.shape[0], 0))
+    return y, SavedActivations(pack(a), pack(up)) if compress else SavedActivations(a, up)
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    kept: SavedActivations,
+    routing: SortedRows,
+    w: Experts,
+    *,
+    frozen: bool,
+) -> Gradients:
+    """All gradients from that of the output, grad (T, d); as `cpu.backward`."""
+    steps, top_k, ends = steps_of(x.device.type), weights.shape[1], routing.ends
+    packed, f = kept.gate.dtype == torch.int8, w.hidden(x.shape[1])
+    whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)
+    a = unpack(kept.gate, f, x.dtype) if packed else kept.gate
+    b = None
+    if w.v1 is not None:
+        b = unpack(kept.up, f, x.dtype) if packed else kept.up
+    g = steps.gather(grad, routing.order, top_k)  # (N, d)
+    low = w.low
+    dh = F.grouped_mm(g, whole(w.w2).transpose(1, 2), offs=ends)  # (N, f), as h, da and db
+    _add_gradient(dh, g, low.w2_a, low.w2_b, ends)
+    h, da, db, inner = steps.glu_backward(dh, a, b, weights, routing.order, w.activation)
+    del dh, a, b
+    if w.b2 is not None:
+        shares = (g * w.b2[_experts(ends, g)]).sum(-1, dtype=weights.dtype)
+        inner = inner + shares[routing.inverse].view_as(inner)
+    dx_rows = F.grouped_mm(da, whole(w.w1), offs=ends)  # (N, d)
+    dx_up = None if w.v1 is None else F.grouped_mm(db, whole(w.v1), offs=ends)
+    _add_gradient(dx_rows, da, low.w1_a, low.w1_b, ends)
+    _add_gradient(dx_rows, db, low.v1_a, low.v1_b, ends)
+    dx = steps.combine(dx_rows, routing.inverse, None, top_k, dx_up)  # (T, d)
+    del dx_rows, dx_up
+    has_adapters = any(t is not None for t in low)
+    if frozen and not has_adapters:
+        return Gradients(dx, inner, (None,) * 6)
+    rows = steps.gather(x, routing.order, top_k)
+    of_low = _adapter_gradients(low, rows, g, h, da, db, ends)
+    if frozen:
+        return Gradients(dx, inner, (None,) * 6, of_low)
+    dw2 = _weight_gradient(h, g, ends)  # (E, f, d), as dw1 and dv1
+    dw1 = _weight_gradient(da, rows, ends)
+    dv1 = None if db is None else _weight_gradient(db, rows, ends)
+    db1 = None if w.b1 is None else _sums(da, ends)
+    dbv = None if w.bv is None or db is None else _sums(db, ends)
+    db2 = None
+    if w.b2 is not None:
+        weighted = g * weights.flatten()[routing.order][:, None]
+        db2 = _sums(weighted.to(g.dtype), ends)
+    return Gradients(dx, inner, (dw1, dv1, dw2, db1, dbv, db2), of_low)
+
+
+def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
+    """The first dimension of what `forward` keeps of N rows."""
+    return n_rows
+
+
+def pack(x: Tensor) -> Tensor:
+    """`steps.pack`, by a kernel where there is one."""
+    return steps_of(x.device.type).pack(x)
+
+
+def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """`steps.unpack`, by a kernel where there is one."""
+    return steps_of(packed.device.type).unpack(packed, width, dtype)
+
+
+@cache
+def steps_of(device_type: str) -> ModuleType:
+    """Triton's kernels where they run, PyTorch's functions elsewhere."""
+    if device_type != "cuda" or find_spec("triton") is None:
+        return moe_steps
+    from llmfoundry.ops.moe import triton_elementwise as moe_triton
+
+    return moe_triton
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    if bias is not None:
+        out += bias[_experts(ends, rows)]
+    return out
+
+
+def _add_product(
+    y: Tensor | None, x: Tensor, a: Tensor | None, b: Tensor | None, ends: Tensor
+) -> None:
+    """Add (x a^T) b^T to y by expert, of adapters a (E, r, in) and b (E, out, r)."""
+    if y is not None and a is not None and b is not None:
+        inner = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
+        y += F.grouped_mm(inner, b.transpose(1, 2), offs=ends)
+
+
+def _add_gradient(
+    dx: Tensor, dy: Tensor | None, a: Tensor | None, b: Tensor | None, ends: Tensor
+) -> None:
+    """Add dy b a to dx by expert, the gradient of an adapter's rows."""
+    if dy is not None and a is not None and b is not None:
+        dx += F.grouped_mm(F.grouped_mm(dy, b, offs=ends), a, offs=ends)
+
+
+def _adapter_gradients(
+    low: LowRankExperts, rows: Tensor, g: Tensor, h: Tensor,
+    da: Tensor, db: Tensor | None, ends: Tensor,
+) -> LowRankExperts:  # fmt: skip
+    """Gradients of the adapters; h, da and db have the router's weight, rows and g do not."""
+    grads: list[Tensor | None] = []
+    pairs = ((rows, da, *low[0:2]), (rows, db, *low[2:4]), (h, g, *low[4:6]))
+    for x, dy, a, b in pairs:
+        if dy is None or a is None or b is None:
+            grads += [None, None]
+            continue
+        inner = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
+        grads.append(_weight_gradient(F.grouped_mm(dy, b, offs=ends), x, ends))
+        grads.append(_weight_gradient(dy, inner, ends))
+    return LowRankExperts(*grads)
+
+
+def _weight_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """(E, n, m), left^T right over each expert's rows of left (N, n) and right (N, m)."""
+    product = F.grouped_mm(left.T, right, offs=ends)
+    if left.is_cuda and torch.cuda.get_device_capability(left.device)[0] >= 10:
+        # Blackwell leaves an expert without rows uninitialised (pytorch issue 172439)
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        product.masked_fill_(empty[:, None, None], 0)
+    return product
+
+
+def _sums(rows: Tensor, ends: Tensor) -> Tensor:
+    """(E, n), the sum of each expert's rows (N, n), as a product with ones: no atomics."""
+    return _weight_gradient(rows, rows.new_ones(rows.shape[0], ONES), ends)[..., 0].contiguous()
+
+
+def _experts(ends: Tensor, rows: Tensor) -> Tensor:
+    """(N,), the expert of each sorted row."""
+    number = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, number, right=True)

@@ -1,0 +1,292 @@
+"""The memory-bound steps of the mixture of experts as Triton kernels of one pass each.
+
+The functions are those of `steps.py`, which say what they do; `device.py` takes these on CUDA. All
+arithmetic is in fp32. A program handles one row or one token and walks along it, so that sums along
+a row need no atomics and every run gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmfoundry.ops.moe import elementwise as moe_steps
+from llmfoundry.ops.moe.elementwise import BLOCK, packed_width
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take `steps`
+WIDTH = 1024  # values of a row that a program holds at a time
+WARPS = 4
+
+
+@triton.jit
+def _act(
+    a: tl.tensor,
+    ACT: tl.constexpr,
+) -> tl.tensor:
+    """The activation, of fp32."""
+    if ACT == "silu":
+        return a * tl.sigmoid(a)
+    elif ACT == "gelu":
+        return 0.5 * a * (1.0 + tl.math.erf(a * 0.7071067811865476))
+    elif ACT == "gelu_tanh":  # (1 + tanh u) / 2 is sigmoid(2 u)
+        return a * tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
+    else:
+        return tl.where(a < 0.0, 0.0, a)  # a maximum loses NaN on a GPU
+
+
+@triton.jit
+def _slope(
+    a: tl.tensor,
+    ACT: tl.constexpr,
+) -> tl.tensor:
+    """The activation's derivative, of fp32."""
+    if ACT == "silu":
+        s = tl.sigmoid(a)
+        return s * (1.0 + a * (1.0 - s))
+    elif ACT == "gelu":
+        normal = 0.3989422804014327 * tl.exp(-0.5 * a * a)
+        return 0.5 * (1.0 + tl.math.erf(a * 0.7071067811865476)) + a * normal
+    elif ACT == "gelu_tanh":
+        s = tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
+        return s + a * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * a * a)
+    else:
+        return tl.where(a > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def gather_kernel(
+    x: tl.tensor,
+    order: tl.tensor,
+    out: tl.tensor,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Row i of out (N, D) is row order[i] // K of x."""
+    row = tl.program_id(0).to(tl.int64)
+    token = (tl.load(order + row) // K).to(tl.int64)
+    for start in range(0, D, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        mask = column < D
+        tl.store(out + row * D + column, tl.load(x + token * D + column, mask=mask), mask=mask)
+
+
+@triton.jit
+def glu_kernel(
+    a: tl.tensor,
+    b: tl.tensor,
+    h: tl.tensor,
+    F: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Row i of h (N, F) is act(a) * b, or act(a)."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, F, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        mask = column < F
+        value = _act(tl.load(a + row * F + column, mask=mask, other=0.0).to(tl.float32), ACT)
+        if GATED:
+            value *= tl.load(b + row * F + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(h + row * F + column, value, mask=mask)
+
+
+@triton.jit
+def glu_backward_kernel(
+    dh: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    weights: tl.tensor,
+    order: tl.tensor,
+    h: tl.tensor,
+    da: tl.tensor,
+    db: tl.tensor,
+    inner: tl.tensor,
+    F: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Recompute h, apply the router's weight, and leave the weight's gradient in `inner`."""
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.load(order + row).to(tl.int64)
+    weight = tl.load(weights + pair).to(tl.float32)
+    total = tl.zeros([WIDTH], dtype=tl.float32)
+    for start in range(0, F, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        mask, at = column < F, row * F + column
+        grad = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+        s = _act(gate, ACT)
+        value, slope = s, _slope(gate, ACT)
+        if GATED:
+            up = tl.load(b + at, mask=mask, other=0.0).to(tl.float32)
+            value *= up
+            slope *= up
+            tl.store(db + at, grad * weight * s, mask=mask)
+        total += grad * value
+        tl.store(h + at, value * weight, mask=mask)
+        tl.store(da + at, grad * weight * slope, mask=mask)
+    tl.store(inner + pair, tl.sum(total, axis=0))
+
+
+@triton.jit
+def combine_kernel(
+    rows: tl.tensor,
+    more: tl.tensor,
+    inverse: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MORE: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Row t of out (T, D) is the sum of the K rows of token t, each times its weight."""
+    token = tl.program_id(0).to(tl.int64)
+    for start in range(0, D, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        mask = column < D
+        total = tl.zeros([WIDTH], dtype=tl.float32)
+        for choice in tl.static_range(K):
+            at = tl.load(inverse + token * K + choice).to(tl.int64) * D + column
+            value = tl.load(rows + at, mask=mask, other=0.0).to(tl.float32)
+            if MORE:
+                value += tl.load(more + at, mask=mask, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                value *= tl.load(weights + token * K + choice).to(tl.float32)
+            total += value
+        tl.store(out + token * D + column, total, mask=mask)
+
+
+@triton.jit
+def pack_kernel(
+    x: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Row i of x (N, C) as int8 and, behind it, bf16 scales; both views of one (N, PACKED)."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, C, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        value = tl.load(x + row * C + column, mask=column < C, other=0.0).to(tl.float32)
+        blocks = tl.reshape(value, (WIDTH // BLOCK, BLOCK))
+        widest = tl.max(tl.abs(blocks), axis=1)
+        lost = tl.max((blocks != blocks).to(tl.int32), axis=1)  # a maximum ignores NaN
+        scale = (tl.where(lost > 0, float("nan"), widest) / 127.0).to(tl.bfloat16)
+        step = tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)
+        exact = blocks / step[:, None]
+        # to the nearest; a tie, which PyTorch rounds to even, goes away from zero
+        whole = tl.floor(tl.abs(exact) + 0.5)
+        signed = tl.where(exact < 0, -whole, whole)
+        signed = tl.minimum(tl.maximum(signed, -127.0), 127.0).to(tl.int8)
+        flat = tl.reshape(signed, (WIDTH,))
+        tl.store(values + row * PACKED + column, flat, mask=column < C)
+        block = start // BLOCK + tl.arange(0, WIDTH // BLOCK)
+        tl.store(scales + (row * PACKED + C) // 2 + block, scale, mask=block * BLOCK < C)
+
+
+@triton.jit
+def unpack_kernel(
+    values: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Row i of out (N, C) is what pack_kernel read."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, C, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        mask = column < C
+        value = tl.load(values + row * PACKED + column, mask=mask, other=0).to(tl.float32)
+        at = (row * PACKED + C) // 2 + column // BLOCK
+        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * C + column, value * scale, mask=mask)
+
+
+def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """`moe_steps.gather`."""
+    out = x.new_empty(order.shape[0], x.shape[1])
+    _launch(gather_kernel, out, x, order, out, x.shape[1], K=top_k, WIDTH=WIDTH)
+    return out
+
+
+def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
+    """`moe_steps.glu`."""
+    if activation not in ACTIVATIONS:
+        return moe_steps.glu(a, b, activation)
+    h, gated = torch.empty_like(a), b is not None
+    up = b if gated else a
+    _launch(glu_kernel, h, a, up, h, a.shape[1], ACT=activation, GATED=gated, WIDTH=WIDTH)
+    return h
+
+
+def glu_backward(
+    dh: Tensor, a: Tensor, b: Tensor | None, weights: Tensor, order: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """`moe_steps.glu_backward`."""
+    if activation not in ACTIVATIONS:
+        return moe_steps.glu_backward(dh, a, b, weights, order, activation)
+    gated = b is not None
+    h, da, inner = torch.empty_like(a), torch.empty_like(a), torch.empty_like(weights)
+    up, db = (b, torch.empty_like(a)) if gated else (a, None)
+    arguments = (dh, a, up, weights, order, h, da, db if gated else da, inner, a.shape[1])
+    _launch(glu_backward_kernel, a, *arguments, ACT=activation, GATED=gated, WIDTH=WIDTH)
+    return h, da, db, inner
+
+
+def combine(
+    rows: Tensor, inverse: Tensor, weights: Tensor | None, top_k: int, more: Tensor | None = None
+) -> Tensor:
+    """`moe_steps.combine`."""
+    out = rows.new_empty(inverse.shape[0] // top_k, rows.shape[1])
+    arguments = (
+        rows,
+        rows if more is None else more,
+        inverse,
+        rows if weights is None else weights,
+        out,
+        rows.shape[1],
+    )
+    flags = {"WEIGHTED": weights is not None, "MORE": more is not None}
+    _launch(combine_kernel, out, *arguments, K=top_k, **flags, WIDTH=WIDTH)
+    return out
+
+
+def pack(x: Tensor) -> Tensor:
+    """`steps.pack`, of an even number of columns."""
+    packed = x.new_empty(x.shape[0], packed_width(x.shape[1]), dtype=torch.int8)
+    sizes = (x.shape[1], packed.shape[1])
+    scales = packed.view(torch.bfloat16)
+    _launch(pack_kernel, x, x, packed, scales, *sizes, WIDTH=WIDTH, BLOCK=BLOCK)
+    return packed
+
+
+def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """`steps.unpack`, of an even number of columns."""
+    out = packed.new_empty(packed.shape[0], width, dtype=dtype)
+    sizes = (width, packed.shape[1])
+    scales = packed.view(torch.bfloat16)
+    _launch(unpack_kernel, out, packed, scales, out, *sizes, WIDTH=WIDTH, BLOCK=BLOCK)
+    return out
+
+
+def _launch(kernel: Any, rows: Tensor, *arguments: Any, **constants: Any) -> None:
+    """One program for each of `rows`, on the device of these."""
+    if rows.shape[0] == 0:
+        return
+    with torch.cuda.device_of(rows):
+        kernel[(rows.shape[0],)](*arguments, **constants, num_warps=WARPS)

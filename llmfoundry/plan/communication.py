@@ -1,0 +1,260 @@
+"""What a process sends to others in one step, by a formula for each kind of parallelism.
+
+`--dry-run` and `benchmarks/memory` show it; `tests/test_communication.py` compares it with what is
+counted (`benchmarks/memory/sent_bytes.py`). Counts and norms are left out.
+
+Written below: p processes take part, W are the values that they share (`shards.py`), low bytes is a
+value in matrix products (2 under bfloat16), M microbatches are in a step. A process sends what it
+receives: (p - 1) / p of what is gathered or reduce-scattered, as in a ring, twice that of what is
+all-reduced (Patarasuk & Yuan, 2009), (p - 1) / p of what is exchanged all to all.
+
+What leaves a node is counted beside it. Nodes hold neighbouring ranks. All to all, the other nodes'
+share of the p - 1 others; around a ring, which enters and leaves each node once, one message in as
+many as the node has processes of the group: the mean of its processes, each of which has a network
+card (NCCL turns its rings so that all do).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from llmfoundry.plan.activations import tokens_of_row
+from llmfoundry.plan.memory import GIB
+from llmfoundry.plan.shards import REDUCED, Shares, seen_by_tokens, shares
+from llmfoundry.recipe.parallel import NODE, Degrees, recomputation
+from llmfoundry.recipe.parallel_limits import context_method
+from llmfoundry.recipe.scripts.train import TrainRecipe
+
+NVLINK, NETWORK = 450e9, 50e9
+"""Bytes/s in one direction of a GPU: of an H100 inside a node (900 GB/s both ways), and through a
+card of 400 Gb/s a GPU between nodes."""
+WAITED_FOR = ("tokens", "activations", "heads", "keys and values")
+"""What the next products need: nothing is computed beside it, but a shared expert, which hides part
+of the tokens. Weights and gradients travel beside other blocks' products."""
+
+
+class Messages(NamedTuple):
+    """What a process sends in a step by one kind of collective.
+
+    Attributes:
+        what: is sent, in a word.
+        kind: of the collective, as torch.distributed calls it.
+        processes: that take part.
+        apart: ranks from one of them to the next.
+        sent: bytes; it receives as many.
+        between: those of them that go to another node; the mean of all processes.
+    """
+
+    what: str
+    kind: str
+    processes: int
+    apart: int
+    sent: int
+    between: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """That it takes by itself, at NVLINK and NETWORK, one behind the other."""
+        return (self.sent - self.between) / NVLINK + self.between / NETWORK
+
+
+def communication(
+    recipe: TrainRecipe, world_size: int, microbatch: int, node: int = NODE
+) -> list[Messages]:
+    """All that a process sends in a step of a filled recipe.
+
+    Args:
+        recipe: filled; activation checkpointing decided.
+        world_size: processes of the run.
+        microbatch: rows at a time.
+        node: processes of a node.
+    """
+    degrees = recipe.parallel.degrees(world_size)
+    rows = recipe.global_train_batch_size // degrees.data
+    held = shares(recipe.model, degrees)
+    if degrees.is_replicas:
+        found = [*data_parallel(held, degrees)]
+    else:
+        found = [*fully_sharded(recipe, held, degrees, -(-rows // microbatch))]
+        found += tensor_parallel(recipe, degrees, rows, -(-rows // microbatch))
+        found += context_parallel(recipe, degrees, rows)
+        found += expert_parallel(recipe, degrees, rows)
+    return [
+        each._replace(between=round(each.sent * between_nodes(each, world_size, node)))
+        for each in found
+        if each.sent
+    ]
+
+
+def between_nodes(messages: Messages, world_size: int, node: int) -> float:
+    """The share of messages that leaves a node of so many neighbouring ranks.
+
+    Groups are ranks `apart` from each other, and all of a run's groups together are its processes.
+    """
+    p, apart, crossing = messages.processes, messages.apart, 0.0
+    for first in range(0, world_size, p * apart):
+        for offset in range(apart):
+            ranks = range(first + offset, first + offset + p * apart, apart)
+            here = Counter(rank // node for rank in ranks)
+            if messages.kind == "all_to_all":
+                crossing += p - sum(n * (n - 1) for n in here.values()) / (p - 1)
+            elif len(here) > 1:
+                crossing += len(here)
+    return crossing / world_size
+
+
+def waited_for(found: Iterable[Messages]) -> float:
+    """Seconds of a step in which nothing is computed: of what the next products need."""
+    return sum(each.seconds for each in found if each.what in WAITED_FOR)
+
+
+def spanning(recipe: TrainRecipe, world_size: int, microbatch: int, node: int) -> Iterator[str]:
+    """A line for each degree whose processes wait for each other across nodes, with its cost.
+
+    Args:
+        recipe: filled; activation checkpointing decided.
+        world_size: processes of the run.
+        microbatch: rows at a time.
+        node: processes of a node.
+    """
+    degrees = recipe.parallel.degrees(world_size)
+    if all(getattr(degrees, name) == 1 for name in _SPANNING):
+        return
+    found = communication(recipe, world_size, microbatch, node)
+    for name, what in _SPANNING.items():
+        across = [each for each in found if each.what in what and each.between]
+        if not across:
+            continue
+        degree, apart = getattr(degrees, name), across[0].apart
+        cost, out = sum(each.seconds for each in across), sum(each.between for each in across)
+        inside = math.gcd(degree, node // apart) if node % apart == 0 else 1
+        yield (
+            f"parallel.{name}_parallel_degree: {degree} spans nodes of {node} processes:"
+            f" {out / GIB:.3g} of {sum(each.sent for each in across) / GIB:.3g} GiB of a process's"
+            f" {across[0].what} leave its node in a step, about {cost:.2g} s that nothing hides (at"
+            f" {NVLINK / 1e9:.0f} GB/s inside, {NETWORK / 1e9:.0f} GB/s between); at most {inside}"
+            " stays inside"
+        )
+
+
+_SPANNING = {
+    "expert": ("tokens",),
+    "tensor": ("activations",),
+    "context": ("heads", "keys and values"),
+}
+
+
+def data_parallel(held: Shares, degrees: Degrees) -> Iterator[Messages]:
+    """DDP: gradients, all-reduced once a step: 2 (p - 1) / p * 4 W."""
+    p = degrees.replicate
+    yield Messages("gradients", "all_reduce", p, 1, 2 * (p - 1) * REDUCED * held.all.shard // p)
+
+
+def fully_sharded(
+    recipe: TrainRecipe, held: Shares, degrees: Degrees, microbatches: int
+) -> Iterator[Messages]:
+    """FSDP2 and HSDP: weights gathered, gradients reduce-scattered, those of shards all-reduced.
+
+    Of each microbatch (p - 1) / p * low * 2 W of the blocks, once for the forward and once for the
+    backward pass (reshard_after_forward), and low * W of the ends; (p - 1) / p * 4 W of gradients,
+    or once a step (reduce_scatter_each_microbatch). Between r replicas 2 (r - 1) / r * 4 W / p of
+    gradients, once a step. Of what is cut over other processes than the block, each by its own p.
+    """
+    passes = 2 if recipe.parallel.reshard_after_forward else 1
+    scattered = microbatches if recipe.parallel.reduce_scatter_each_microbatch else 1
+    r = degrees.replicate
+    parts = [(unit.processes, unit.apart, unit.all.shard, passes) for unit in held.units]
+    for p, apart, own, gathers in [(degrees.weights, degrees.tensor, held.ends.shard, 1), *parts]:
+        gathered, reduced = microbatches * gathers * _low(recipe) * own, REDUCED * own
+        yield Messages("weights", "all_gather", p, apart, (p - 1) * gathered)
+        yield Messages("gradients", "reduce_scatter", p, apart, (p - 1) * scattered * reduced)
+        yield Messages("gradients", "all_reduce", r, degrees.lent, 2 * (r - 1) * reduced // r)
+
+
+def tensor_parallel(
+    recipe: TrainRecipe, degrees: Degrees, rows: int, microbatches: int
+) -> Iterator[Messages]:
+    """Tensor parallelism with sequence-sharded norms (Korthikanti et al., 2022).
+
+    Each passage between a process's tokens and all tokens sends g = (p - 1) / p * d values of each
+    token. A dense block: 2 all-gathers and 2 reduce-scatters forward, as many backward; of a layer
+    with experts half. Whole-block checkpointing gathers twice again and scatters once, selective
+    gathers alone. Embedding and head: one of each. All in the dtype of matrix products: norms
+    compute in fp32, and round what is gathered. Gradients of norms and positions are all-reduced in
+    each microbatch; for the loss 2 fp32 values of each labelled token are gathered.
+    """
+    p, model = degrees.tensor, recipe.model
+    again = recomputation(recipe.parallel.activation_checkpointing)
+    dense = model.ffn_config.ffn_type != "dmoe"
+    low, gathers = _low(recipe), 2 if dense else 1
+    scatters = (1 if dense else gathers) if again == "whole" else 0
+    repeated = gathers if again != "none" else 0
+    n, tokens = model.n_layers, rows * _rounded(tokens_of_row(recipe, degrees), p)
+    values = low * (p - 1) * tokens * model.d_model // p
+    gathered, scattered = n * (2 * gathers + repeated) + 2, n * (2 * gathers + scatters) + 2
+    yield Messages("activations", "all_gather", p, 1, gathered * values)
+    yield Messages("activations", "reduce_scatter", p, 1, scattered * values)
+    of_tokens = microbatches * low * seen_by_tokens(model)
+    yield Messages("gradients", "all_reduce", p, 1, 2 * (p - 1) * of_tokens // p)
+    of_losses = 2 * 4 * rows * tokens_of_row(recipe, degrees)
+    yield Messages("losses", "all_gather", p, 1, (p - 1) * of_losses)
+
+
+def context_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterator[Messages]:
+    """Either method, of h heads and k heads of keys and values of width w on a process.
+
+    Ulysses (Jacobs et al., 2023): (p - 1) / p * (2 h + 2 l) w values of each of the process's
+    tokens, forward and backward, all to all; l is the least common multiple of k and p. Gathered
+    keys and values: (p - 1) * 2 k w of each, gathered forward, reduce-scattered backward.
+    Whole-block checkpointing repeats the forward pass, selective what is gathered.
+    """
+    p, model = degrees.context, recipe.model
+    again = recomputation(recipe.parallel.activation_checkpointing)
+    kv_heads, width = model.attn_config.kv_n_heads, model.head_dim
+    assert kv_heads and width, "the recipe was not filled"
+    heads, kv = model.n_heads // degrees.tensor, kv_heads // degrees.tensor
+    makers = sum(layer.kv_from == i for i, layer in enumerate(model.layers()))
+    tokens = rows * tokens_of_row(recipe, degrees)
+    if context_method(model, recipe.parallel, degrees) == "ulysses":
+        each = 2 * heads * model.n_layers + 2 * math.lcm(kv, p) * makers
+        values = (p - 1) * tokens * each * width // p
+        passes = 3 if again == "whole" else 2
+        yield Messages("heads", "all_to_all", p, degrees.tensor, passes * _low(recipe) * values)
+    else:
+        values = (p - 1) * tokens * 2 * kv * width * makers
+        passes = 1 if again == "none" else 2
+        values *= _low(recipe)
+        yield Messages("keys and values", "all_gather", p, degrees.tensor, passes * values)
+        yield Messages("keys and values", "reduce_scatter", p, degrees.tensor, values)
+
+
+def expert_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterator[Messages]:
+    """Rows to the experts and back, forward and backward: 4 (p - 1) / p * top_k * d of each token.
+
+    Of evenly loaded experts; a process whose experts have a times the mean load receives a times
+    as much on the way to them and sends as much back. Whole-block checkpointing sends the forward
+    pass's again. Under tensor parallelism each process has its own tokens.
+    """
+    p, model = degrees.expert, recipe.model
+    if p == 1:
+        return
+    top_k = model.ffn_config.moe_top_k
+    assert top_k, "the recipe was not filled"
+    tokens = rows * -(-tokens_of_row(recipe, degrees) // degrees.tensor)
+    values = (p - 1) * tokens * top_k * model.d_model // p
+    whole = recomputation(recipe.parallel.activation_checkpointing) == "whole"
+    sent = (6 if whole else 4) * _low(recipe) * values * model.n_layers
+    yield Messages("tokens", "all_to_all", p, 1, sent)
+
+
+def _low(recipe: TrainRecipe) -> int:
+    """Bytes of a value in matrix products."""
+    return 4 if recipe.precision == "fp32" else 2
+
+
+def _rounded(tokens: int, processes: int) -> int:
+    """So many that the processes divide them."""
+    return -(-tokens // processes) * processes

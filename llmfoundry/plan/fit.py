@@ -1,0 +1,311 @@
+"""How a recipe is computed in the memory that there is: rows at a time, and what is computed again.
+
+`builders/trainer.py` asks it, refuses a recipe that cannot fit with what it needs, what there is,
+and which shipped recipe fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from llmfoundry.distributed.activation_checkpoint import check_graphs
+from llmfoundry.distributed.launch import World
+from llmfoundry.errors import UserError
+from llmfoundry.loggers.format import size
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.quantized import is_quantized, value_count
+from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.front.load import load
+from llmfoundry.recipe.front.paths import YAMLS, recipe_name
+from llmfoundry.recipe.parallel import LEVELS, recomputation
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.values.checks import divisors
+
+WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
+USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
+CPU_TOKENS = 1024
+"""Tokens that a matrix meets in a microbatch on a CPU: more is not faster there, and takes more
+memory. A mixture's microbatch holds more, for each expert meets only its share."""
+EXPERT_LOAD = 2.0
+"""Load of a process's experts, in means, that auto leaves memory for. In the first 100 steps of
+dbrx-tiny, with 2 of its 16 experts on each of 8 processes, the most loaded process has 1.3 at the
+first step, 3.9 at most (about step 10), 2.2 in the median and 1.3 at the end; 4 is the limit."""
+MIN_TOKENS = 4096
+"""Of a microbatch under which auto rather computes again: with fewer, weights take longer to gather
+and matrices to read than a third more work takes. Computed for 8 H100, not measured."""
+KNOWN_VOCABULARIES = {"bytes": 257, "tiktoken": 100_277, "huggingface": 50_277}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a recipe is computed in the memory that there is.
+
+    Attributes:
+        microbatch: rows that a process computes at a time.
+        checkpointing: what the backward pass computes again, one of LEVELS.
+        need: what that takes.
+        load: the largest load of a process's experts, in means, that fits as well; inf: any.
+    """
+
+    microbatch: int
+    checkpointing: str
+    need: MemoryEstimate
+    load: float = math.inf
+
+
+def choose_fit(
+    recipe: TrainRecipe,
+    *,
+    world_size: int,
+    available: int,
+    device: torch.device,
+    sketch: Decoder | None = None,
+    begun_with: str | None = None,
+) -> Fit:
+    """How much of a block is computed again, and how many rows at a time.
+
+    A pure function of what all processes know alike, so that they decide alike.
+    `parallel.activation_checkpointing: auto` is the least with which a microbatch of MIN_TOKENS
+    fits, or the process's rows if they are fewer; where none has room for so many, it is that with
+    most rows, of those the least. `auto` of the microbatch is then the largest divisor of the
+    process's rows that the estimate says fits; on a CPU of those in which a matrix, or an expert
+    if they are evenly loaded, meets CPU_TOKENS at most. Where processes share experts, one whose
+    experts have EXPERT_LOAD times the mean load is to fit, unless nothing would.
+
+    Args:
+        recipe: filled.
+        world_size: processes of the run.
+        available: bytes for each process: the least that one of them has.
+        device: where it computes.
+        sketch: of fine-tuning, as `estimate` takes it.
+        begun_with: of a run that goes on: what auto stood for when it was saved, which it stands
+            for again as long as a row fits.
+
+    Raises:
+        UserError: the recipe cannot fit; says what it needs, what there is and what fits.
+    """
+    rows = rows_per_process(recipe, recipe.parallel.degrees(world_size).data)
+    candidates = _candidates(recipe, rows, device)
+    asked = recomputation(recipe.parallel.activation_checkpointing)
+    levels = _levels(recipe, device) if asked == "auto" else [asked]
+    needs = {
+        level: estimate(with_level(recipe, level), world_size, sketch=sketch, device=device)
+        for level in levels
+    }
+    room = int(USABLE * available)
+    fits = _fitting(needs, candidates, room, EXPERT_LOAD) or _fitting(needs, candidates, room, 1)
+    need = needs[levels[-1]]
+    enough = min(candidates[0], -(-MIN_TOKENS // recipe.max_seq_len))
+    kept = [fit for fit in fits if fit.checkpointing == begun_with]
+    good = [fit for fit in fits if fit.microbatch >= enough]
+    if fits:
+        best = (kept or good or [max(fits, key=lambda fit: fit.microbatch)])[0]
+        check_graphs(recipe.compile_mode, rows=rows, microbatch=best.microbatch)
+        return best
+    if recipe.parallel.reduce_scatter_each_microbatch is False:
+        others = need.total(candidates[-1]) - need.gradients(candidates[-1])
+        if others <= USABLE * available:
+            raise UserError(_gradients_do_not_fit(need, candidates[-1], available))
+    if sketch is not None:
+        raise UserError(_does_not_fit_frozen(recipe, need, candidates[-1], available, sketch))
+    raise UserError(_does_not_fit(recipe, need, candidates[-1], world_size, available, device))
+
+
+def _fitting(
+    needs: Mapping[str, MemoryEstimate], candidates: Sequence[int], room: int, load: float
+) -> list[Fit]:
+    """Of each level most rows that fit under a load of experts, where some do."""
+    fits = list[Fit]()
+    for level, need in needs.items():
+        found = [n for n in candidates if need.total(n, load) <= room]
+        fits += [Fit(n, level, need, need.fitting_load(n, room)) for n in found[:1]]
+    return fits
+
+
+def load_line(recipe: TrainRecipe, fit: Fit, world_size: int) -> str | None:
+    """Which load of a process's experts fits; None: processes share no experts."""
+    p = recipe.parallel.degrees(world_size).expert
+    if p == 1 or math.isinf(fit.load):
+        return None
+    ffn = recipe.model.ffn_config
+    assert ffn.moe_num_experts and ffn.moe_top_k, "the recipe was not filled"
+    most = min(ffn.moe_top_k, ffn.moe_num_experts // p) * p / ffn.moe_top_k
+    each = f"{fit.microbatch * fit.need.load_block / GIB:.1f} GiB for each mean above the first"
+    fits = f"up to {fit.load:.1f}" if fit.load < most else "any"
+    return f"expert load of a process, in means: {fits} fits ({each}; {most:.1f} is the limit)"
+
+
+def choose_microbatch(recipe: TrainRecipe, **memory: Any) -> int:
+    """Rows that a process computes at a time, of `choose_fit`, which takes the same."""
+    return choose_fit(recipe, **memory).microbatch
+
+
+def checkpointing_line(recipe: TrainRecipe, fit: Fit, begun_with: str | None = None) -> str:
+    """What `parallel.activation_checkpointing: auto` stands for, and why, in one line."""
+    more = LEVELS[: LEVELS.index(fit.checkpointing)]
+    if fit.checkpointing == begun_with:
+        why = "as the run began"
+    elif more:
+        why = f"with {more[-1]} fewer rows would fit"
+    else:
+        why = "all that the backward pass asks for fits"
+    return (
+        f"activation checkpointing: auto is {fit.checkpointing}, {why}; about"
+        f" {fit.need.total(fit.microbatch) / GIB:.1f} GiB a process at a microbatch of"
+        f" {fit.microbatch}"
+    )
+
+
+def _candidates(recipe: TrainRecipe, rows: int, device: torch.device) -> list[int]:
+    """Microbatches of a process's rows, the largest first; the one that the recipe writes."""
+    asked = recipe.device_train_microbatch_size
+    if isinstance(asked, int):
+        return [min(asked, rows)]
+    most = rows
+    if device.type == "cpu":
+        tokens = CPU_TOKENS / recipe.model.ffn_config.active_share
+        most = max(1, int(tokens) // recipe.max_seq_len)
+    return [n for n in reversed(divisors(rows)) if n <= most]
+
+
+def _levels(recipe: TrainRecipe, device: torch.device) -> list[str]:
+    """What auto may stand for, the least work first."""
+    without = recipe.compile and (device.type == "cpu" or recipe.cuts_within_blocks)
+    return [level for level in LEVELS if not (without and level == "selective")]
+
+
+def with_level(recipe: TrainRecipe, level: str) -> TrainRecipe:
+    """A copy of which so much is computed again."""
+    parallel = dataclasses.replace(recipe.parallel, activation_checkpointing=level)
+    return dataclasses.replace(recipe, parallel=parallel)
+
+
+def rows_per_process(recipe: TrainRecipe, data_size: int) -> int:
+    """This process's rows of a global batch; raises UserError where they do not divide."""
+    rows, rest = divmod(recipe.global_train_batch_size, data_size)
+    if rest or rows == 0:
+        below = max(1, rows) * data_size
+        raise UserError(
+            f"global_train_batch_size: {recipe.global_train_batch_size} rows cannot be shared"
+            f" evenly by {data_size} processes; write a multiple, such as {below}"
+        )
+    return rows
+
+
+def _gradients_do_not_fit(need: MemoryEstimate, rows: int, available: int) -> str:
+    return (
+        f"parallel.reduce_scatter_each_microbatch: false needs about {need.total(rows) / GIB:.1f}"
+        f" GiB a process at a microbatch of {rows} ({need.accumulated / GIB:.1f} of them for"
+        f" gradients of the whole model between microbatches); {available / GIB:.1f} GiB are free;"
+        " write true"
+    )
+
+
+def _does_not_fit(
+    recipe: TrainRecipe,
+    need: MemoryEstimate,
+    rows: int,
+    world_size: int,
+    available: int,
+    device: torch.device,
+) -> str:
+    fits = largest_fitting_recipe(world_size, available, device)
+    hint = f"the largest shipped recipe that fits is {fits}" if fits else "no shipped recipe fits"
+    return (
+        f"model: {recipe.run_name} ({need.parameters / 1e6:,.0f}M parameters) needs about"
+        f" {need.total(rows) / GIB:.1f} GiB a process at a microbatch of {rows}"
+        f" ({parts_text(need, rows)}); {available / GIB:.1f} GiB are free; {hint}; or spread it"
+        " with parallel.data_parallel_shard_degree"
+    )
+
+
+def _does_not_fit_frozen(
+    recipe: TrainRecipe, need: MemoryEstimate, rows: int, available: int, sketch: Decoder
+) -> str:
+    """For fine-tuning: what makes it smaller is an adapter, 4 bits, or more processes."""
+    frozen = not all(p.requires_grad for p in sketch.parameters())
+    if is_quantized(sketch):
+        hint = "write a smaller max_seq_len, parallel.activation_checkpointing: true"
+    elif frozen and isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none":
+        hint = "write model.quantize: nf4"
+    else:
+        small = (
+            value_count(sketch) * 4.2 / 8 + need.fixed + need.logits(rows) + need.activations(rows)
+        )
+        fits = " and model.quantize: nf4" if small <= USABLE * available else ""
+        hint = f"write adapter.name: lora{fits}"
+    return (
+        f"model.pretrained: {need.parameters / 1e6:,.0f}M parameters need about"
+        f" {need.total(rows) / GIB:.1f} GiB a process at a microbatch of {rows}"
+        f" ({parts_text(need, rows)}); {available / GIB:.1f} GiB are free; {hint}, or spread it"
+        " with parallel.data_parallel_shard_degree"
+    )
+
+
+def parts_text(need: MemoryEstimate, rows: int) -> str:
+    """What a process's memory at a microbatch of `rows` is for; it adds up to the total."""
+    return ", ".join(f"{what} {size(n / GIB)}" for what, n in need.parts(rows).items() if n)
+
+
+def largest_fitting_recipe(world_size: int, available: int, device: torch.device) -> str | None:
+    """The shipped recipe of most parameters that fits at a microbatch of one row."""
+    best: tuple[int, Path] | None = None
+    for path in sorted(YAMLS.glob("*.yaml")):
+        recipe = load(TrainRecipe, path)
+        recipe.fill()
+        try:
+            need = estimate(with_guessed_vocabulary(recipe), world_size, device=device)
+        except UserError:  # a mesh that these processes cannot form
+            continue
+        if need.total(1) <= USABLE * available and (best is None or need.parameters > best[0]):
+            best = (need.parameters, path)
+    return recipe_name(best[1]) if best else None
+
+
+def with_guessed_vocabulary(recipe: TrainRecipe) -> TrainRecipe:
+    """A filled copy whose vocabulary is guessed, to estimate before any text is read."""
+    if recipe.model.vocab_size is not None:
+        return recipe
+    model = dataclasses.replace(recipe.model)
+    model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
+    return dataclasses.replace(recipe, model=model)
+
+
+def check_workers(config: DataConfig, world: World) -> None:
+    """Refuse more of data.loader_workers than the machine has memory for.
+
+    Raises:
+        UserError: says how many fit.
+    """
+    free = psutil.virtual_memory().available
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if config.loader_workers * ranks * WORKER_BYTES > free:
+        raise UserError(
+            f"data.loader_workers: {config.loader_workers} for each of {ranks} processes take"
+            f" {WORKER_BYTES / GIB:.1f} GiB each, but {free / GIB:.1f} GiB are free; write at most"
+            f" {free // WORKER_BYTES // ranks}"
+        )
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that this process may still use on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def guess_vocab_size(config: TokenizerConfig) -> int:
+    """The vocabulary's size before the tokenizer exists."""
+    return config.vocab_size or KNOWN_VOCABULARIES[config.name]

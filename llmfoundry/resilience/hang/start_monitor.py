@@ -1,0 +1,136 @@
+"""A run's processes beat, and the first of each machine starts a monitor beside them.
+
+`commands/train.py` calls `keep_recorder` before its processes meet and `monitored` around the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llmfoundry.distributed.launch import World, on_each_machine, on_rank0, own_host
+from llmfoundry.exit_status import FOLDER as ENDS
+from llmfoundry.exit_status import own_node, record_place
+from llmfoundry.heartbeat import BEATS, RECORDER, begin_beats, end_beats, memory
+from llmfoundry.recipe.operate.hang import HangConfig
+from llmfoundry.resilience.hang.collect import FLIGHT, PIPE
+from llmfoundry.resilience.hang.judge import HangLimits
+from llmfoundry.resilience.hang.monitor import RECORDERS, Settings
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def keep_recorder(config: HangConfig) -> None:
+    """Have NCCL keep its last 2,000 messages, and write them when a monitor asks; before it begins.
+
+    What the user has set of PyTorch's variables stays.
+    """
+    is_alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    if config.monitor == "off" or is_alone or not torch.cuda.is_available():
+        return
+    place = tempfile.mkdtemp(prefix=RECORDERS)
+    os.environ[RECORDER] = place
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        os.environ.setdefault(name, "2000")
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        os.environ.setdefault(name, f"{place}/{FLIGHT}")
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{place}/{PIPE}")
+
+
+@contextmanager
+def monitored(
+    config: HangConfig, world: World, folder: Path, *, is_compiled: bool
+) -> Iterator[None]:
+    """Beat, with a monitor beside; every process calls it.
+
+    Args:
+        config: filled.
+        world: this process.
+        folder: the run's, where events and stacks are kept.
+        is_compiled: whether steps may compile once more.
+    """
+    is_supervised = BEATS in os.environ
+    several = world.size > 1 or is_supervised  # who begins again needs to know that one hangs
+    is_on = config.monitor == "on" or (config.monitor == "auto" and several)
+    if not (is_on or is_supervised):
+        yield
+        return
+    beats = Path(on_each_machine(world, _make_folder))
+    begin_beats(beats, world.rank)
+    _record_place(world)
+    if is_on:
+        _start(config, world, folder, beats, is_compiled)
+    yield
+    end_beats()  # not after an error: who fails alone is still waited for by others
+
+
+def _start(config: HangConfig, world: World, folder: Path, beats: Path, is_compiled: bool) -> None:
+    settings = Settings(
+        beats=str(beats),
+        run_folder=str(folder.absolute()),
+        node=own_node(),
+        ranks=world.size,
+        ends=config.action == "end",
+        limits=asdict(_limits(config, is_compiled)),
+    )
+    others = world.size > 1 and (world.machine is None or world.machine.group is not None)
+    here = {**asdict(settings), "listen": own_host() if others else ""}
+    address = on_rank0(world, lambda: _launch(here))
+    first = world.rank if world.machine is None else world.machine.first
+    if world.rank == first != 0:
+        _launch({**asdict(settings), "hub": address})
+
+
+def _record_place(world: World) -> None:
+    """Let a supervisor know who is on this machine."""
+    if ENDS not in os.environ:
+        return
+    machine, ranks = world.machine, [world.rank]
+    if machine is not None:
+        ranks = [*range(world.size)]
+        if machine.group is not None:
+            ranks = dist.get_process_group_ranks(machine.group)
+    if world.rank == ranks[0]:
+        record_place(Path(os.environ[ENDS]), ranks)
+
+
+def _limits(config: HangConfig, is_compiled: bool) -> HangLimits:
+    seconds = {name: getattr(config, f"{name}_seconds") for name in _NAMES}
+    return HangLimits(**seconds, is_compiled=is_compiled)
+
+
+_NAMES = ("step", "first_step", "stopped", "data", "save", "evaluation", "callback", "notice")
+
+
+def _launch(settings: dict[str, object]) -> str:
+    """Start a monitor that outlives this process; the address at which it listens."""
+    paths = [str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmfoundry.resilience.hang.monitor", json.dumps(settings)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # no signal to the run's group ends it
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout as said:
+        return said.readline().strip()
+
+
+def _make_folder() -> str:
+    """A folder in memory for the beats of this machine."""
+    if BEATS in os.environ:  # of a machine on which the supervisor is not, perhaps
+        Path(os.environ[BEATS]).mkdir(parents=True, exist_ok=True)
+    above = os.environ.get(BEATS) or memory()
+    return tempfile.mkdtemp(prefix="llmfoundry-beats-", dir=above)

@@ -1,0 +1,244 @@
+"""One attempt at a run: start the command, look on, and gather what it leaves behind.
+
+The supervisor passes on a request to stop to the run's own processes, not to torchrun, which would
+give them 30 s: a save may take longer. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from llmfoundry.errors import UserError, one_line
+from llmfoundry.exit_status import DONE, SAVED, read_ends
+from llmfoundry.exit_status import FOLDER as ENDS
+from llmfoundry.heartbeat import BEATS, PHASES, read_beats
+from llmfoundry.processes import keep_children
+from llmfoundry.resilience.supervise import slurm
+from llmfoundry.resume_limits import ResumeLimits
+
+SUPERVISED = "LLMFOUNDRY_SUPERVISED"
+"""In the environment of what a supervisor has started."""
+_SECONDS = 0.1
+_TAIL = 400  # lines
+_LONGEST, _CHUNK = 2**14, 2**16  # bytes: of a line its end is kept
+_LOOK = 2.0  # seconds between two looks at a folder that all machines see
+_LEFT, _UNSEEN = 30.0, 120.0
+"""Seconds that a launcher has to end after a process has failed: where none of this machine's is
+left, and where it has none. torchrun gives the others 30 s, and srun waits for a machine that is
+dead until Slurm believes it (SlurmdTimeout, 300 s)."""
+
+
+@dataclass
+class AttemptTimes:
+    """Moments of an attempt, in seconds of CLOCK_MONOTONIC; None: it did not come so far.
+
+    Attributes:
+        started: the command.
+        joined: its processes had found each other.
+        loaded: data, model and checkpoint were there, and the first step began.
+        stepped: the first step was done.
+        last_beat: the last sign of any process.
+        ended: the command had ended.
+        first_step: the number (from 1) of its first step.
+        last_step: of the last that was begun.
+        saved: the batch of the newest checkpoint, as its processes said last; -1: they did not.
+    """
+
+    started: float
+    joined: float | None = None
+    loaded: float | None = None
+    stepped: float | None = None
+    last_beat: float | None = None
+    ended: float = 0.0
+    first_step: int | None = None
+    last_step: int = 0
+    saved: int = -1
+
+    @property
+    def resumed(self) -> int | None:
+        """The batch of the checkpoint from which it resumed; 0: of none; None: not known."""
+        return None if self.first_step is None else self.first_step - 1
+
+    def useful(self, newest: int) -> float:
+        """Seconds in steps that the checkpoint of batch `newest` has kept."""
+        if self.loaded is None or self.first_step is None:
+            return 0.0
+        done = self.last_step - self.first_step + 1
+        kept = min(done, newest - self.first_step + 1)
+        stepping = (self.last_beat or self.ended) - self.loaded
+        return max(0.0, stepping * kept / done)
+
+
+class RunningAttempt:
+    """A command under way, and its processes on this machine."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        beats: Path,
+        ends: Path,
+        is_local: bool,
+        limits: ResumeLimits | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            command: its words.
+            beats: a folder of this machine, in memory.
+            ends: a folder that all machines see.
+            is_local: whether all of its processes are on this machine, and end with this one.
+            limits: from which checkpoint it may resume; None: from any.
+
+        Raises:
+            UserError: the command cannot be started, or a folder not be made.
+        """
+        for folder in (beats, ends):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                why = f"the folder of this attempt cannot be made: {one_line(error)}"
+                raise UserError(f"save_folder: {why}; make room for it") from error
+        base = dict(os.environ) if is_local else slurm.step_environment()
+        env = {**base, BEATS: str(beats), ENDS: str(ends), SUPERVISED: "1"}
+        env |= (limits or ResumeLimits()).environment()
+        if is_local:
+            keep_children(env)
+        self.times = AttemptTimes(time.monotonic())
+        self.tail: deque[str] = deque(maxlen=_TAIL)
+        self._beats, self._ranks = beats, dict[int, psutil.Process]()
+        self.ends, self._is_local = ends, is_local
+        self._looked, self._failed = 0.0, 0.0  # moments; 0: not yet
+        options = {word.partition("=")[0].replace("_", "-") for word in command}
+        self._begins_again = "--max-restarts" in options  # torchrun by itself
+        try:
+            self._process = subprocess.Popen(
+                list(command), env=env, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except (OSError, ValueError) as error:
+            why = one_line(error) if isinstance(error, OSError) else str(error)
+            raise UserError(
+                f"supervise.launch: {command[0]!r} cannot be started: {why}; write a program that"
+                " this machine has"
+            ) from error
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def look(self) -> bool:
+        """Wait a moment and note how far it is; False once it has ended."""
+        time.sleep(_SECONDS)
+        is_running = self._process.poll() is None
+        self._note()
+        due = not self._begins_again and time.monotonic() - self._looked > _LOOK
+        if is_running and due:
+            self._looked = time.monotonic()
+            self._end_launcher()
+        return is_running
+
+    def ask(self, number: int) -> None:
+        """Pass on a request to stop: to its processes, or to the command before there are any.
+
+        srun takes SIGTERM as "force the step's end", so Slurm is asked where it has started them.
+        """
+        ranks = [rank for rank in self._ranks.values() if _is_there(rank)]
+        if not ranks and not self._is_local and slurm.in_job():
+            slurm.signal_steps("TERM")
+        elif not ranks or self.times.loaded is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+        for rank in ranks:
+            with suppress(psutil.Error):
+                rank.send_signal(signal.SIGTERM)
+
+    def _end_launcher(self) -> None:
+        """End a launcher that does not, though a process has failed and none is left here."""
+        now = time.monotonic()
+        if not self._failed:
+            statuses = {end["status"] for end in read_ends(self.ends)}
+            self._failed = now if statuses - {DONE, SAVED} else 0.0
+            return
+        patience = _LEFT if self._ranks else _UNSEEN
+        if now - self._failed > patience and not any(map(_is_there, self._ranks.values())):
+            self.kill()
+
+    def kill(self) -> None:
+        """End all of it at once."""
+        if not self._is_local and slurm.in_job():
+            slurm.signal_steps("KILL")
+        with suppress(psutil.Error):
+            own = psutil.Process(self._process.pid)
+            for process in [*own.children(recursive=True), own]:
+                with suppress(psutil.Error):
+                    process.kill()
+
+    def end(self) -> int:
+        """Once it has ended: end what it has left behind; its status."""
+        self.times.ended = time.monotonic()
+        for rank in self._ranks.values():  # stopped, or waiting in a driver
+            with suppress(psutil.Error):
+                if _is_there(rank):
+                    rank.kill()
+        self._reader.join(5.0)
+        return self._process.wait()
+
+    def _note(self) -> None:
+        beats = [beat for folder in self._beats.glob("*/") for beat in read_beats(folder)]
+        if not beats:
+            return
+        now, times = time.monotonic(), self.times
+        times.joined = times.joined or now
+        times.last_beat = max(times.last_beat or 0.0, *(float(beat["since"]) for beat in beats))
+        for beat in beats:
+            if int(beat["rank"]) not in self._ranks:
+                with suppress(psutil.Error):
+                    self._ranks[int(beat["rank"])] = psutil.Process(int(beat["pid"]))
+        steps = [(int(b["step"]), PHASES.index(str(b["phase"]))) for b in beats]
+        begun = [step for step, phase in steps if phase >= PHASES.index("data") and step]
+        if begun and times.first_step is None:
+            times.loaded, times.first_step = now, min(begun)
+        times.last_step = max([times.last_step, *begun])
+        times.saved = max(int(beat.get("saved", -1)) for beat in beats)
+        if times.first_step is not None and times.stepped is None:
+            done = (times.first_step, PHASES.index("update"))
+            times.stepped = now if min(steps) > done else None
+
+    def _read(self) -> None:
+        """Pass on standard error as it comes, and keep its end."""
+        assert isinstance(self._process.stderr, io.BufferedReader)
+        line = b""
+        with self._process.stderr as stream:
+            while chunk := stream.read1(_CHUNK):
+                _pass_on(chunk)
+                *whole, line = (line + chunk).split(b"\n")
+                self.tail.extend(_decoded(line) for line in whole)
+                line = line[-_LONGEST:]
+        self.tail.extend([_decoded(line)] if line else [])
+
+
+def _pass_on(said: bytes) -> None:
+    """Write to standard error, if there is one; a terminal that is gone ends no run."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            sys.stderr.buffer.write(said)
+            sys.stderr.flush()
+
+
+def _decoded(line: bytes) -> str:
+    return line[-_LONGEST:].decode(errors="replace").rstrip("\r")
+
+
+def _is_there(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,106 @@
+"""The parts of a run that stand alone: precisions, and the model before it has memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmfoundry.builders.job import (
+    attention_refusal,
+    build_autocast,
+    build_root,
+    experts_refusal,
+    product_dtype,
+    served_precision,
+    weight_dtype,
+    with_defaults,
+)
+from llmfoundry.distributed.launch import World
+from llmfoundry.ops import cpu_features
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from tests.tiny import write_recipe
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+DTYPES = {  # of the weights, and of what a matrix product gives
+    "fp32": (torch.float32, torch.float32),
+    "amp_bf16": (torch.float32, torch.bfloat16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+}
+EXPERTS = (
+    "model.ffn_config={ffn_type: dmoe, mlp_type: glu, ffn_act_fn: silu, ffn_hidden_size: 16,"
+    " moe_num_experts: 4, moe_top_k: 2}"
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> TrainRecipe:
+    found = checked(TrainRecipe, write_recipe(tmp_path), ["model.vocab_size=257"])
+    assert isinstance(found, TrainRecipe)
+    return with_defaults(found)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_weights_and_products_have_the_precisions_dtypes(
+    precision: str, recipe: TrainRecipe
+) -> None:
+    weights, products = DTYPES[precision]
+    recipe.precision = precision
+    root = build_root(recipe)
+    assert {p.dtype for p in root.parameters()} == {weights} == {weight_dtype(precision)}
+    x = torch.ones(2, 2, dtype=weights)
+    with build_autocast(precision, CPU)():
+        assert (x @ x).dtype == products == product_dtype(precision)
+
+
+def test_a_model_of_any_size_is_built_without_memory(tmp_path: Path) -> None:
+    words = ["model.d_model=65536", "model.n_layers=1", "model.vocab_size=257"]
+    root = build_root(with_defaults(checked(TrainRecipe, write_recipe(tmp_path), words)))
+    assert {p.device.type for p in root.parameters()} == {"meta"}
+    assert max(p.numel() for p in root.parameters()) == 4 * 65536**2  # 64 GiB in one matrix
+
+
+def test_defaults_are_written_into_a_copy(tmp_path: Path) -> None:
+    written = checked(TrainRecipe, write_recipe(tmp_path))
+    filled = with_defaults(written)
+    assert written.optimizer.betas is None or filled.optimizer == written.optimizer
+    assert written.model.ffn_config.ffn_hidden_size is None
+    assert filled.model.ffn_config.ffn_hidden_size == 4 * 32  # LLM Foundry's expansion ratio
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "has_bf16", "served"),
+    [
+        ("amp_bf16", CPU, False, "fp32"),
+        ("amp_bf16", CPU, True, "amp_bf16"),
+        ("amp_bf16", GPU, False, "amp_bf16"),
+        ("fp32", CPU, False, "fp32"),
+        ("bf16", CPU, False, "bf16"),  # its weights are bfloat16: fp32 would be another run
+    ],
+)
+def test_a_processor_that_would_emulate_bfloat16_computes_in_fp32_and_says_so(
+    precision: str,
+    device: torch.device,
+    has_bf16: bool,
+    served: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_features, "HAS_BF16", has_bf16)
+    told: list[str] = []
+    assert served_precision(precision, World(0, 1, 0, device), told.append) == served
+    assert len(told) == (served != precision)
+    assert all(line.startswith("precision: fp32 in place of amp_bf16") for line in told)
+
+
+def test_backends_that_need_a_gpu_are_refused_on_a_cpu(tmp_path: Path, recipe: TrainRecipe) -> None:
+    assert attention_refusal(recipe, CPU) is None
+    recipe.model.attn_config.attn_impl = "flash"
+    assert attention_refusal(recipe, CPU)
+    assert experts_refusal(recipe, CPU) is None  # there are none
+    words = [EXPERTS, "model.vocab_size=257"]
+    mixture = with_defaults(checked(TrainRecipe, tmp_path / "tiny.yaml", words))
+    assert experts_refusal(mixture, CPU) is None
+    mixture.model.ffn_config.moe_impl = "megablocks"
+    assert experts_refusal(mixture, CPU)

@@ -1,0 +1,373 @@
+"""Models that transformers made and saved, as `from_hf` reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from llmfoundry.errors import UserError
+from llmfoundry.hf.config.architectures import ARCHITECTURES
+from llmfoundry.hf.config.layers import FLOOR, SCALE
+from llmfoundry.hf.config.parts import ANYTHING, REQUIRED
+from llmfoundry.hf.read import from_hf
+from llmfoundry.models.decoder import Decoder
+from tests.hf.random_models import ROWS, logits, rewrite, written
+
+LLAMA_SHAPE: dict[str, Any] = {
+    "vocab_size": ROWS,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 24,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+GPT2_SHAPE: dict[str, Any] = {
+    "vocab_size": ROWS,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 24,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MOSAIC_SHAPE: dict[str, Any] = {
+    "vocab_size": ROWS,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_seq_len": 24,
+}
+DBRX = {
+    **MOSAIC_SHAPE,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 1, "moe_top_k": 1},
+}
+FULL_ROTARY = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 1.0}
+SCALED = {"attention_multiplier": 0.2}
+FEW = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
+LOCAL_FEW = {**FEW, "num_local_experts": 5}
+OLMOE = {**LLAMA_SHAPE, "num_experts": 1, "num_experts_per_tok": 1}
+QWEN_MOE = {**LLAMA_SHAPE, **FEW, "num_experts": 5, "moe_intermediate_size": 24}
+DBRX_FEW = {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 3}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1000,
+}
+LLAMA4 = {
+    "intermediate_size_mlp": 40,
+    "moe_layers": [],
+    "no_rope_layers": [0, 0],
+    "head_dim": 16,
+    "floor_scale": 5,
+    "use_qk_norm": False,
+}
+LLAMA4_MIXED = {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}
+MIXED = ["full_attention", "sliding_attention"]
+GEMMA = {
+    **LLAMA_SHAPE,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 6,
+    "attn_implementation": "eager",  # without it transformers 5.0 passes the softcap over
+}
+NEO = {
+    **{key: LLAMA_SHAPE[key] for key in ("vocab_size", "hidden_size", "bos_token_id")},
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_position_embeddings": 24,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 6,
+}
+
+MADE = [  # transformers' config and class, and the settings
+    ("Llama", LLAMA_SHAPE),
+    ("Llama", {**LLAMA_SHAPE, "tie_word_embeddings": True, "head_dim": 16, "rms_norm_eps": 1e-2}),
+    ("Llama", {**LLAMA_SHAPE, "attention_bias": True, "num_key_value_heads": 1}),
+    ("Llama", {**LLAMA_SHAPE, "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}),
+    ("Llama", {**LLAMA_SHAPE, "rope_parameters": LLAMA3}),
+    ("Llama", {**LLAMA_SHAPE, "rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+    ("Llama", {**LLAMA_SHAPE, "rope_parameters": {"rope_type": "dynamic", "factor": 3.0}}),
+    ("Llama", {**LLAMA_SHAPE, "hidden_act": "quick_gelu", "mlp_bias": True}),
+    ("Mistral", {**LLAMA_SHAPE, "sliding_window": None}),
+    ("Mistral", {**LLAMA_SHAPE, "sliding_window": 6}),
+    ("Qwen2", LLAMA_SHAPE),
+    ("Qwen2", {**LLAMA_SHAPE, "use_sliding_window": True, "sliding_window": 6}),
+    (
+        "Qwen2",
+        {**LLAMA_SHAPE, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    ("Qwen3", {**LLAMA_SHAPE, "head_dim": 16}),
+    (
+        "Qwen3",
+        {
+            **LLAMA_SHAPE,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": MIXED[::-1],
+        },
+    ),
+    ("SmolLM3", {**LLAMA_SHAPE, "num_hidden_layers": 5}),
+    ("SmolLM3", {**LLAMA_SHAPE, "no_rope_layers": [0, 0], "attention_bias": True}),
+    (
+        "SmolLM3",
+        {
+            **LLAMA_SHAPE,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+    ),
+    ("VaultGemma", {**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.2}),
+    ("VaultGemma", {**GEMMA, "tie_word_embeddings": False, "attn_logit_softcapping": None}),
+    ("Llama4", {**LLAMA_SHAPE, **LLAMA4, "tie_word_embeddings": True}),
+    ("Llama4", {**LLAMA_SHAPE, **LLAMA4, **LLAMA4_MIXED, "attention_bias": True}),
+    ("GPTNeo", NEO),
+    ("Granite", {**LLAMA_SHAPE, **SCALED}),
+    ("Granite", {**LLAMA_SHAPE, **SCALED, "logits_scaling": 3.0}),
+    ("Arcee", {**LLAMA_SHAPE, "hidden_act": "relu", "mlp_bias": True}),
+    ("Starcoder2", LLAMA_SHAPE),
+    ("Starcoder2", {**LLAMA_SHAPE, "use_bias": False, "num_key_value_heads": 4}),
+    ("StableLm", {**LLAMA_SHAPE, "rope_parameters": FULL_ROTARY}),
+    ("StableLm", {**LLAMA_SHAPE, "rope_parameters": FULL_ROTARY, "use_qkv_bias": True}),
+    ("Starcoder2", {**LLAMA_SHAPE, "sliding_window": 6, "hidden_act": "leaky_relu"}),
+    ("Olmoe", OLMOE),
+    ("Olmoe", {**LLAMA_SHAPE, **FEW, "num_experts": 5}),
+    ("Olmoe", {**LLAMA_SHAPE, **FEW, "num_experts": 5, "norm_topk_prob": True}),
+    ("Mixtral", {**LLAMA_SHAPE, **LOCAL_FEW}),
+    ("Mixtral", {**LLAMA_SHAPE, **LOCAL_FEW, "sliding_window": 6, "router_jitter_noise": 0.1}),
+    ("Mixtral", {**LLAMA_SHAPE, "num_local_experts": 1, "num_experts_per_tok": 1}),
+    ("Qwen3Moe", QWEN_MOE),
+    ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True, "attention_bias": True, "head_dim": 16}),
+    ("Qwen3Moe", {**QWEN_MOE, "use_sliding_window": True, "sliding_window": 6}),
+    ("GraniteMoe", {**LLAMA_SHAPE, **LOCAL_FEW, **SCALED, "logits_scaling": 3.0}),
+    ("GraniteMoeShared", {**LLAMA_SHAPE, **LOCAL_FEW, "shared_intermediate_size": 12}),
+    ("GraniteMoeShared", {**LLAMA_SHAPE, **LOCAL_FEW, "attention_bias": True}),
+    ("GPT2", GPT2_SHAPE),
+    ("GPT2", {**GPT2_SHAPE, "n_inner": 40, "activation_function": "gelu"}),
+    ("GPTBigCode", GPT2_SHAPE),
+    ("Mpt", {**MOSAIC_SHAPE, "attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.5}}),
+    ("Dbrx", DBRX),
+    ("Dbrx", {**DBRX, "ffn_config": DBRX_FEW}),
+    ("Dbrx", {**DBRX, "ffn_config": {**DBRX_FEW, "moe_normalize_expert_weights": None}}),
+]
+
+
+def make(kind: str, options: dict[str, Any], *, head: bool = True) -> Any:
+    """A model of transformers with every weight and bias away from its neutral start."""
+    config_class = {"Llama4": "Llama4TextConfig"}.get(kind, f"{kind}Config")
+    config = getattr(transformers, config_class)(**options)
+    ending = {"GPT2": "LMHeadModel"}.get(kind, "ForCausalLM") if head else "Model"
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{kind}{ending}")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def read(folder: Path) -> Decoder:
+    config, state = from_hf(str(folder))
+    model = Decoder(config)
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "options"), MADE)
+def test_a_model_of_transformers_gives_the_same_logits(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = make(kind, options)
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.randint(0, ROWS, (2, 24))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    assert expected.std() > 0.05
+    assert (logits(read(tmp_path), tokens) - expected).abs().max() < 1e-5
+
+
+def test_gpt2_saved_without_its_head_and_with_buffers_is_read(tmp_path: Path) -> None:
+    theirs = make("GPT2", GPT2_SHAPE, head=False)
+    theirs.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "wte.weight" in weights, "this is what the test is about"
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)  # as the first GPT-2's file has it
+    save_file(weights, tmp_path / "model.safetensors")
+    tokens = torch.randint(0, ROWS, (2, 24))
+    with torch.no_grad():
+        expected = theirs(tokens).last_hidden_state @ theirs.wte.weight.T
+    assert (logits(read(tmp_path), tokens) - expected).abs().max() < 1e-5
+
+
+def test_biases_that_are_all_zero_are_left_out(tmp_path: Path) -> None:
+    theirs = make("GPT2", GPT2_SHAPE)
+    theirs.save_pretrained(tmp_path)
+    assert from_hf(str(tmp_path))[0].no_bias is False
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+    theirs.save_pretrained(tmp_path)
+    assert from_hf(str(tmp_path))[0].no_bias is True
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_keys_that_config_json_leaves_out_mean_what_transformers_takes(name: str) -> None:
+    """The table's defaults against those of transformers' own config classes."""
+    architecture = ARCHITECTURES[name]
+    defaults = transformers.AutoConfig.for_model(architecture.model_type).to_dict()
+    assert len(architecture.fields) > 5
+    keys = [(f.theirs, f.default) for f in (*architecture.fields, *architecture.fixed)]
+    for key, default in keys:
+        if default in (REQUIRED, ANYTHING, None):
+            continue  # None: both derive it from other keys, or both have it off
+        value: Any = defaults
+        for part in key.split("."):
+            value = value[part]
+        assert value == default, key
+    partial = defaults.get("rope_parameters") or {}
+    if architecture.tuned:
+        assert (defaults["floor_scale"], defaults["attn_scale"]) == (FLOOR, SCALE)
+        assert defaults["attn_temperature_tuning"] is True
+    if architecture.partial_rotary is not None:
+        assert partial.get("partial_rotary_factor", 1.0) == architecture.partial_rotary
+        assert partial["rope_theta"] == architecture.theta
+    windows = architecture.windows
+    if windows is not None:
+        on = transformers.AutoConfig.for_model(architecture.model_type, use_sliding_window=True)
+        if windows.sizes:
+            size = "window_size" if windows.key == "attention_types" else "sliding_window"
+            assert getattr(on, size) == windows.default
+        assert windows.switch == ("use_sliding_window" in defaults)
+
+
+def different(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return {type(None): 7, str: "other", list: [0]}.get(type(value)) or value + 1
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_keys_that_the_decoder_cannot_follow_are_refused_one_by_one(
+    name: str, tmp_path: Path
+) -> None:
+    folder, config = written(name, tmp_path)
+    for fixed in ARCHITECTURES[name].fixed:
+        rewrite(folder, config, fixed.theirs, different(fixed.value))
+        if fixed.default is ANYTHING:
+            from_hf(str(folder))
+            continue
+        with pytest.raises(UserError, match=f"^config.json: {fixed.theirs} "):
+            from_hf(str(folder))
+    for field in ARCHITECTURES[name].fields:
+        if field.choices is not None:
+            rewrite(folder, config, field.theirs, "laplace")
+            with pytest.raises(UserError, match=f"^config.json: {field.theirs} 'laplace'"):
+                from_hf(str(folder))
+    rewrite(folder, config, "quantization_config", {"bits": 4})
+    with pytest.raises(UserError, match=r"^config.json: quantization_config"):
+        from_hf(str(folder))
+
+
+def test_an_unknown_kind_and_a_missing_key_are_refused(tmp_path: Path) -> None:
+    folder, config = written("GPT2LMHeadModel", tmp_path)
+    rewrite(folder, config, "model_type", "mamba")
+    with pytest.raises(UserError, match=r"model_type 'mamba' cannot be read .*llama"):
+        from_hf(str(folder))
+    del config["n_layer"]
+    rewrite(folder, config, "n_head", 4)
+    with pytest.raises(UserError, match=r"^config.json: n_layer is missing"):
+        from_hf(str(folder))
+
+
+KINDS: list[tuple[str, str, Any]] = [
+    ("LlamaForCausalLM", "hidden_size", None),
+    ("LlamaForCausalLM", "num_attention_heads", [2]),
+    ("LlamaForCausalLM", "rms_norm_eps", "small"),
+    ("LlamaForCausalLM", "rope_parameters", 3),
+    ("LlamaForCausalLM", "rope_theta", "x"),
+    ("LlamaForCausalLM", "hidden_act", {}),
+    ("GraniteForCausalLM", "logits_scaling", 0),
+    ("SmolLM3ForCausalLM", "no_rope_layers", 3),
+    ("DbrxForCausalLM", "ffn_config.moe_top_k", None),
+    ("DbrxForCausalLM", "ffn_config", "x"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), KINDS)
+def test_values_of_another_kind_are_refused_by_key(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    folder, config = written(name, tmp_path)
+    rewrite(folder, config, key, value)
+    with pytest.raises(UserError, match=f"(?m)^config.json: {key}"):
+        from_hf(str(folder))
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    folder, _ = written("GPT2LMHeadModel", tmp_path)
+    file = folder / "model.safetensors"
+    whole = load_file(file)
+    one, bias = "transformer.h.1.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.bias"
+
+    save_file({k: v for k, v in whole.items() if k != one}, file)
+    with pytest.raises(UserError, match=f"^{one}: the tensor is missing"):
+        from_hf(str(folder))
+    save_file(whole | {"transformer.h.0.router": whole[one].clone()}, file)
+    with pytest.raises(UserError, match=r"^transformer\.h\.0\.router: the decoder has no such"):
+        from_hf(str(folder))
+    save_file(whole | {one: whole[one][:, 1:].clone(), bias: whole[bias][1:].clone()}, file)
+    with pytest.raises(UserError, match=r"blocks\.1\.ffn\.up_proj\.weight .*\(127, 32\)"):
+        from_hf(str(folder))
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
+        from_hf(str(folder))
+    file.unlink()
+    with pytest.raises(UserError, match=r"has no model\.safetensors"):
+        from_hf(str(folder))
+
+
+def test_a_folder_that_is_not_there_or_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^checkpoint: there is no folder"):
+        from_hf(str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match=r"config\.json: is missing"):
+        from_hf(str(tmp_path))
+
+
+def test_weights_of_our_own_class_must_fit_its_settings(tmp_path: Path) -> None:
+    folder, config = written("llmfoundry", tmp_path)
+    rewrite(folder, config, "settings.n_layers", 3)
+    with pytest.raises(UserError, match=r"^model\.blocks\.2\..*disagree"):
+        from_hf(str(folder))
+    rewrite(folder, config, "settings.n_layer", 3)
+    with pytest.raises(UserError, match="did you mean 'n_layers'"):
+        from_hf(str(folder))
+
+
+def test_a_hub_id_is_fetched_and_a_failure_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = written("LlamaForCausalLM", tmp_path)
+
+    def fetch(name: str, **_: Any) -> str:
+        if name == "someone/small":
+            return str(folder)
+        raise OSError("401 Client Error\nand many lines of advice")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert from_hf("someone/small")[0].n_layers == 2
+    with pytest.raises(UserError, match=r"someone/other is not a folder.*: 401 Client Error$"):
+        from_hf("someone/other")

@@ -1,0 +1,61 @@
+"""Generation on two processes that hold half of each weight, or a copy."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmfoundry.distributed.fsdp import materialize, replicate
+from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.inference.generate import stream_tokens
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.recipe.parallel import ParallelConfig
+from tests.hf.random_models import EOS, ROPE, settings
+from tests.warm_scripts import on_ranks
+
+CPU = torch.device("cpu")
+OPTIONS = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4}
+
+
+def continued(module: torch.nn.Module, *, kv_cache: bool) -> list[int]:
+    tokens = stream_tokens(
+        module, -1, [EOS, 3, 4], device=CPU, autocast=nullcontext, kv_cache=kv_cache, **OPTIONS
+    )
+    return list(tokens)
+
+
+def _continue_on(rank: int, shard: int, port: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    config = ParallelConfig(data_parallel_shard_degree=shard)
+    config.fill()
+    world = World(rank, 2, rank, CPU)
+    mesh = build_mesh(config, world)
+    with torch.device("meta"):
+        root = Root(Decoder(settings(attn=ROPE)))
+    materialize(root, world, mesh, config, precision="fp32")
+    root.model.init_weights(2)
+    module = replicate(root, mesh)
+    found = [continued(module, kv_cache=kv_cache) for kv_cache in (True, False)]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fsdp"])
+def test_every_process_draws_what_one_alone_would(shard: int, tmp_path: Path) -> None:
+    model = Decoder(settings(attn=ROPE))
+    model.init_weights(2)
+    expected = continued(Root(model), kv_cache=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    on_ranks(_continue_on, (shard, port, str(tmp_path)), 2)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == [expected, expected]

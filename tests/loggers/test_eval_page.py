@@ -1,0 +1,355 @@
+"""The page of the gauntlet's results: its numbers, its pictures' geometry, what it warns of."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from llmfoundry.loggers.pages.eval_page import eval_page, score_table, task_table, write_eval_page
+from llmfoundry.loggers.pages.frame import WIDTH
+from llmfoundry.loggers.pages.score_charts import (
+    BAR,
+    LEFT,
+    RIGHT,
+    Estimate,
+    TaskDots,
+    accuracy_bar,
+    bars,
+    dots,
+)
+from tests.loggers.test_report import Page
+
+MC = "InContextLearningMultipleChoiceAccuracy"
+
+
+def entry(label: str, accuracy: float | None, **keys: Any) -> dict[str, Any]:
+    """As GauntletResult.to_json has tasks."""
+    known = {
+        "label": label, "num_fewshot": 3, "metric": MC, "n": 100, "accuracy": accuracy,
+        "stderr": None if accuracy is None else 0.05, "chance": 0.25, "majority": 0.31, "ties": 0,
+        "truncated": 0, "failure": None, "category": None, "metrics": {}, "stderrs": {},
+        "by_category": {}, "mode": "native", "rows_hash": "a1", "rows_total": 100, "dropped": 0,
+        "tokens": 1000,
+    }  # fmt: skip
+    return {**known, **keys}
+
+
+def result(*tasks: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return {
+        "tasks": list(tasks),
+        "categories": {"one": 0.25, "two": -0.05, "three": 0.4},
+        "averages": {"core_average": 0.2},
+        "stderrs": {"one": 0.02, "two": 0.03, "three": 0.01, "core_average": 0.0123},
+        "problems": [],
+        "cost": {"tokens_computed": 46_000_000, "tokens_unshared": 130_000_000, "seconds": 192.0},
+        "average": 0.2,
+        **keys,
+    }
+
+
+def svg(figure: str) -> ElementTree.Element:
+    return ElementTree.fromstring(figure)
+
+
+def drawn(figure: str) -> ElementTree.Element:
+    found = svg(figure).find(".//svg[@role]")
+    assert found is not None
+    return found
+
+
+def ticks(figure: str) -> list[tuple[float, float]]:
+    """(value, x) of the axis of bars."""
+    low = float(drawn(figure).attrib["viewBox"].split()[3]) - 24
+    texts = [t for t in drawn(figure).findall("text") if float(t.attrib["y"]) > low]
+    return [(float(t.text or ""), float(t.attrib["x"])) for t in texts]
+
+
+def test_the_page_is_well_formed_and_loads_nothing() -> None:
+    html = eval_page([("a", result(entry("copa", 0.5))), ("b", result(entry("copa", 0.6)))])
+    page = Page(html)
+    assert page.loaded == []
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", html)
+
+
+def test_one_models_page_has_every_number() -> None:
+    metrics = {MC: 0.5432, "acc_norm": 0.51, "gold_bits_per_byte": 1.2345}
+    law = {"n": 7, "metrics": {MC: 0.2857}, "stderrs": {MC: 0.17}}
+    copa = entry(
+        "copa", 0.5432, stderr=0.0426, n=137, rows_total=1370, ties=1, dropped=2, truncated=3,
+        metrics=metrics, stderrs={MC: 0.0426}, by_category={"law": law},
+    )  # fmt: skip
+    page = Page(eval_page([("mpt", result(copa))]))
+    for text in (
+        "Evaluation: mpt finished · 1 model, 1 task",
+        "0.2000 core_average ± 0.0123",
+        "copa 3 54.3% ± 4.3",
+        "1 tie, 2 dropped examples, 3 truncated questions 137 of 1370 25.0% 31.0%",
+        "two -0.0500 ± 0.0300",
+        "46.0M 130M 2.83 3m12s",
+        "copa/3-shot metric mpt",
+        "acc_norm 0.51",
+        "gold_bits_per_byte 1.234",
+        f"law {MC} 0.2857 ± 0.17",
+    ):
+        assert text in page.text, text
+
+
+def test_models_stand_side_by_side_in_their_order_even_with_one_name() -> None:
+    first = result(entry("copa", 0.51), entry("only_first", 0.3))
+    second = result(entry("copa", 0.62), averages={"core_average": 0.3})
+    page = Page(eval_page([("same", first), ("same", second)]))
+    assert "2 models, 2 tasks" in page.text
+    assert re.search(r"copa 3 51\.0% ± 5\.0 .*? 62\.0% ± 5\.0 .*? 100 25\.0% 31\.0%", page.text)
+    assert re.search(r"only_first .* not asked", page.text)
+    assert "core_average 0.2000 ± 0.0123 0.3000 ± 0.0123" in page.text
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"rows_hash": "b2"}, "rows"),
+        ({"n": 50}, "numbers of questions"),
+        ({"mode": "foundry"}, "prompts"),
+        ({"metric": "TeacherForcedGreedyAccuracy"}, "ways of judging"),
+    ],
+)
+def test_what_does_not_compare_is_said(change: dict[str, Any], word: str) -> None:
+    one, other = result(entry("copa", 0.5)), result(entry("copa", 0.5, **change))
+    page = Page(eval_page([("a", one), ("b", other)]))
+    assert f"{word} differ between the models in all tasks: copa/3-shot" in page.text
+    assert "compar" not in Page(eval_page([("a", one), ("b", one)])).text
+    assert "compar" not in Page(eval_page([("a", one), ("b", result())])).text
+
+
+def test_what_is_missing_is_na_with_its_reason() -> None:
+    failed = entry("copa", None, failure="row 3 is <not> finite")
+    scores = {"categories": {"one": None}, "averages": {"core_average": None}, "stderrs": {}}
+    broken = result(failed, **scores, problems=["one: n/a: no <copa>"], cost=None)
+    page = Page(eval_page([("m", broken)]))
+    assert "not complete · 1 model" in page.text
+    assert "n/a failed: row 3 is <not> finite" in page.text
+    assert "one: n/a: no <copa>" in page.text and "n/a core_average" in page.text
+    assert "tokens computed" not in page.text
+    assert "finished · 1 model" in Page(eval_page([("m", result(entry("copa", 0.0)))])).text
+
+
+def test_texts_are_escaped() -> None:
+    evil = "<script>alert(1)</script>&\"'"
+    bad = result(
+        entry(evil, 0.5, metrics={evil: 1.0}, failure=evil, mode=evil),
+        entry("b", None, failure=evil),
+        categories={evil: 0.1, "x": 0.2, "y": 0.3},
+        averages={evil + "2": 0.1},
+        problems=[evil],
+    )
+    for results in ([(evil, bad)], [(evil, bad), (evil, result())]):
+        page = Page(eval_page(results, title=evil))
+        assert "script" not in page.tags and evil in page.text
+
+
+def test_results_of_older_runs_can_be_shown() -> None:
+    old = {
+        "tasks": [
+            {"label": "copa", "num_fewshot": 2, "metric": MC, "n": 9, "accuracy": 0.5,
+             "stderr": 0.1, "chance": 0.5, "majority": 0.5, "ties": 0, "truncated": 0,
+             "failure": None, "category": None}
+        ],
+        "categories": {"one": 0.1},
+        "average": 0.1,
+        "problems": [],
+    }  # fmt: skip
+    page = Page(eval_page([("old", old), ("new", result(entry("copa", 0.5, num_fewshot=2)))]))
+    assert "one 0.1000 0.2500 ± 0.0200" in page.text
+
+
+def test_a_bar_is_as_long_as_its_score_and_its_whisker_as_its_error() -> None:
+    draw = random.Random(0)
+    names = ["one", "two", "three", "four"]
+    scores: list[list[Estimate]] = [
+        [Estimate(draw.uniform(-0.3, 0.9), draw.uniform(0.01, 0.1)) for _ in names]
+        for _ in range(3)
+    ]
+    scores[1][2] = Estimate(None)
+    figure = bars("t", names, ["a", "b", "c"], scores)
+    (v0, x0), (v1, x1) = ticks(figure)[0], ticks(figure)[-1]
+    assert [x0, x1] == [LEFT, WIDTH - RIGHT]
+
+    def place(value: float) -> float:
+        return x0 + (value - v0) * (x1 - x0) / (v1 - v0)
+
+    found = iter(drawn(figure).findall("rect[@class='value']"))
+    whiskers = iter(drawn(figure).findall("path[@class='whisker']"))
+    for row in range(len(names)):
+        for model in range(3):
+            value, error, _ = scores[model][row]
+            if value is None or error is None:
+                continue
+            bar = {
+                k: float(v) for k, v in next(found).attrib.items() if k not in ("class", "style")
+            }
+            left, right = sorted((place(0), place(value)))
+            assert bar["x"] == pytest.approx(left, abs=0.1)
+            assert bar["x"] + bar["width"] == pytest.approx(right, abs=0.15)
+            assert x0 - 0.1 <= left and right <= x1 + 0.1
+            ends = re.match(r"M(\S+) \S+H([^M]+)M", next(whiskers).attrib["d"])
+            assert ends is not None
+            assert float(ends[1]) == pytest.approx(place(value - error), abs=0.1)
+            assert float(ends[2]) == pytest.approx(place(value + error), abs=0.1)
+    assert list(found) == list(whiskers) == []
+    assert "n/a" in [t.text for t in drawn(figure).findall("text")]
+
+
+def test_bars_of_a_group_have_their_models_colours_and_do_not_overlap() -> None:
+    figure = bars("t", ["x", "y"], ["a", "b"], [[Estimate(0.1), Estimate(0.2)]] * 2)
+    found = drawn(figure).findall("rect[@class='value']")
+    colours = [re.search(r"--s\d", bar.attrib["style"]) for bar in found]
+    assert [c and c[0] for c in colours] == ["--s0", "--s1", "--s0", "--s1"]
+    tops = [float(bar.attrib["y"]) for bar in found]
+    assert tops == sorted(tops) and all(b - a >= BAR for a, b in pairwise(tops))
+    assert [t.text for t in svg(figure).findall(".//span")] == [
+        "95% interval; 0: guessing",
+        None,
+        None,
+    ]
+    assert "legend" not in bars("t", ["x"], ["a"], [[Estimate(0.1)]])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.4, 1e-4])
+def test_any_single_score_can_be_drawn(value: float) -> None:
+    figure = bars("t", ["x"], ["a"], [[Estimate(value, 0.0)]])
+    (bar,) = drawn(figure).findall("rect[@class='value']")
+    left = float(bar.attrib["x"])
+    assert left >= LEFT - 0.1 and left + float(bar.attrib["width"]) <= WIDTH - RIGHT + 0.1
+    assert bars("t", [], ["a"], [[]]) == ""
+    assert "n/a" in bars("t", ["x"], ["a"], [[Estimate(None)]])
+
+
+def test_accuracies_are_dots_at_their_share_beside_chance() -> None:
+    asked = [
+        TaskDots("copa, 3-shot", 0.5, 0.55, [Estimate(0.25, 0.05), Estimate(0.75)]),
+        TaskDots("svamp, 0-shot", 0.0, 0.1, [Estimate(None), Estimate(0.0)]),
+    ]
+    figure = drawn(dots("t", asked, ["a", "b"]))
+
+    def place(share: float) -> float:
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    found = list(figure.iter("circle"))
+    assert [float(d.attrib["cx"]) for d in found] == pytest.approx(
+        [place(0.25), place(0.75), place(0.0)], abs=0.1
+    )
+    assert ["--s0" in d.attrib["style"] for d in found] == [True, False, False]
+    assert found[0].findtext("title") == "a, copa, 3-shot: 25.0% ± 5.0; chance 50.0%"
+    strokes = [float(m.attrib["x1"]) for m in figure.findall("line[@class='mark']")]
+    assert strokes == pytest.approx([place(0.5), place(0.55), place(0.0), place(0.1)], abs=0.1)
+    heights = [float(d.attrib["cy"]) for d in found]
+    assert heights == sorted(heights) and len(set(heights)) == 3, "none hides another"
+    assert dots("t", [], ["a"]) == ""
+
+
+def test_scores_at_chance_do_not_fill_the_frame() -> None:
+    values = [
+        ticks(bars("t", ["x"], ["a"], [[Estimate(score, 0.01)]]))[-1][0] for score in (0.004, -0.01)
+    ]
+    assert min(values) >= 0.25
+
+
+def test_ten_models_are_told_apart_by_number_and_colour() -> None:
+    results = [(f"model-{i}", result(entry("copa", 0.5))) for i in range(10)]
+    html = eval_page(results)
+    styles = re.findall(r'<circle class="dot" style="(.*?)"', html)
+    assert len(set(styles)) == len(styles) == 10
+    assert "10 model-9" in Page(html).text
+    assert 'class="tiles"' not in html, "ten averages are a table"
+
+
+def test_what_does_not_compare_is_said_once_with_a_list() -> None:
+    tasks = [f"task{i}" for i in range(19)]
+    one = result(*(entry(name, 0.5) for name in tasks))
+    other = result(*(entry(name, 0.5, rows_hash="b2", mode="foundry") for name in tasks))
+    page = Page(eval_page([("a", one), ("b", other)]))
+    assert page.text.count("differ between the models") == 1
+    assert "rows and prompts differ between the models in all tasks: task0/3-shot" in page.text
+    assert page.text.count("≠") == 1 + 19, "the legend, and a mark in each row"
+
+
+def test_models_lead_to_their_pages(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a <b>" / "report.html"
+    links: list[dict[str, Path]] = [{"run": run}, {}]
+    path = tmp_path / "gauntlet.html"
+    write_eval_page(path, [("a", result()), ("b", result())], links=links)
+    assert 'href="runs/a%20%3Cb%3E/report.html"' in path.read_text()
+
+
+def test_the_small_bar_marks_chance_and_majority() -> None:
+    bar = svg(accuracy_bar(Estimate(0.75, 0.05), chance=0.25, majority=0.4, model=11))
+    track, value = bar.findall("rect")
+    chance, majority = bar.findall("line")
+    assert (track.attrib["width"], value.attrib["width"]) == ("120", "90.0")
+    assert float(chance.attrib["x1"]) == 30 and float(majority.attrib["x1"]) == 48
+    assert "stroke-dasharray" in majority.attrib and "stroke-dasharray" not in chance.attrib
+    assert "M84.0 6H96.0" in bar.find("path").attrib["d"]  # type: ignore[union-attr]
+    assert "--s1" in value.attrib["style"]
+    assert bar.findtext("title") == "75.0% ± 5.0; chance 25.0%, majority 40.0%"
+    assert "path" not in accuracy_bar(Estimate(0.75), chance=0, majority=0, model=0)
+
+
+def test_intervals_that_are_not_symmetric_are_what_is_written_and_drawn() -> None:
+    """Of none right of 20, as 0.00 ± 0.00 would say that there is no doubt."""
+    within = {"interval": [0.0, 0.1611], "stderr": 0.0, "n": 20, "rows_total": 20}
+    none = entry("copa", 0.0, metrics={MC: 0.0}, intervals={MC: [0.0, 0.1611]}, **within)
+    scores = {"averages": {"core": -0.05}, "intervals": {"core": [-0.05, 0.12]}}
+    page = eval_page([("m", result(none, **scores))])
+    for text in (
+        "copa 3 0.0% [0.0, 16.1]",
+        "-0.0500 core [-0.0500, 0.1200]",
+        f"{MC} 0 [0, 0.1611]",
+        "Lines: chance (solid), majority class (dashed); whiskers: 95% interval.",
+    ):
+        assert text in Page(page).text, text
+    asked = [TaskDots("copa", 0.25, 0.31, [Estimate(0.0, 0.0, (0.0, 0.1611))])]
+    (line,) = drawn(dots("t", asked, ["m"])).findall("path[@class='line']")
+    begin, end = (float(x) for x in re.findall(r"[MH]([\d.]+)", line.attrib["d"]))
+    assert (end - begin) / (WIDTH - LEFT - RIGHT) == pytest.approx(0.1611, abs=1e-3)
+    bar = svg(accuracy_bar(Estimate(1.0, 0.0, (0.8389, 1.0)), chance=0, majority=0))
+    assert "M100.7 6H120.0" in bar.find("path").attrib["d"]  # type: ignore[union-attr]
+
+
+def test_a_page_of_one_task_has_no_empty_heading_and_names_its_model_once() -> None:
+    alone = {"categories": {}, "averages": {}, "stderrs": {}, "asked": "as trained"}
+    page = Page(eval_page([("quickstart", result(entry("copa", 0.5), **alone))]))
+    assert "1 model, 1 task Accuracy Accuracy in each task" in page.text
+    assert "verages" not in page.text and "ategories" not in page.text
+    assert "How they were asked as trained Cost" in page.text
+    assert "tokens computed tokens unshared unshared over computed time 46.0M" in page.text
+    (heads,) = re.findall(r"<tr>(<th>task.*?)</tr>", task_table([("m", result(entry("a", 0.5)))]))
+    assert re.findall(r">([^<>]+)<", heads)[:3] == ["task", "shots", "m"]  # what a phone shows
+    assert ".apart figure{max-width" in eval_page([("m", result())])  # one chart is not blown up
+
+
+def test_the_file_is_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "eval.html"
+    path.write_text("old")
+    write_eval_page(path, [("m", result(entry("copa", 0.5)))], title="Models")
+    assert "Models: m" in path.read_text(encoding="utf-8")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_scores_over_different_rows_are_marked_where_they_are_shown() -> None:
+    members = {"members": {"one": ["a/3-shot"], "two": ["b/3-shot"]}}
+    members["members"]["core_average"] = ["a/3-shot", "b/3-shot"]
+    ours = result(entry("a", 0.5), entry("b", 0.5), **members)
+    theirs = result(entry("a", 0.5), entry("b", 0.5, rows_hash="b2"), **members)
+    marks = re.findall(
+        r"<tr><td>(\w+) <span title=\"not comparable",
+        score_table([("x", ours), ("y", theirs)]),
+    )
+    assert marks == ["core_average", "two"]
+    assert "not comparable" not in score_table([("x", ours), ("y", ours)])

@@ -1,0 +1,355 @@
+"""MLflow gets the run, training never waits for it, and what it lacks is said.
+
+The store is a real SQLite file, read back through MLflow's own client.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmfoundry.events import add_event
+from llmfoundry.loggers.background_queue import BackgroundWriter
+from llmfoundry.loggers.mlflow_logger import metric_name, param_value
+from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.redaction import public
+from llmfoundry.resilience.supervise import final_event
+from tests.loggers.hearing import Hears, closed_port, facts, finish, writer
+
+
+def mlflow_writer(uri: str, folder: Path, heard: Hears) -> BackgroundWriter:
+    return writer("mlflow", folder, heard, tracking_uri=uri, experiment_name="tests")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/runs/mlflow.db"
+
+
+def read_back(uri: str, folder: Path) -> tuple[Any, Any]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    return client, client.get_run((folder / "mlflow_run_id").read_text().strip())
+
+
+def test_a_run_reads_back_from_sqlite(store: str, tmp_path: Path) -> None:
+    heard, began = Hears(), time.time()
+    params = {f"section.key_{i}": str(i) for i in range(150)} | {"long": "x" * 7000}
+    mlflow = mlflow_writer(store, tmp_path / "tiny", heard)
+    mlflow.log(0, {"metrics/eval/bits_per_byte": 8.0})  # before the first step: kept
+    tags = {"torch": "2.9", "git commit": "abc"}
+    mlflow.start(facts(tmp_path / "tiny", params=params, tags=tags))
+    for batch in range(1, 301):
+        mlflow.log(batch, {"lr-DecoupledAdamW/group0": batch / 7, "loss/train/total": 1 / batch})
+    mlflow.log(301, {"icl/metrics/eval_gauntlet/a (b)": 0.5, "loss/train/total": math.nan})
+    for name in ("recipe.yaml", "report.html"):
+        (tmp_path / name).write_text(f"the {name} http://me:secret@host")
+        mlflow.file(tmp_path / name)
+    mlflow.samples(301, [("def f(", "x):"), ("a", "b")])
+    finish(mlflow)
+
+    client, run = read_back(store, tmp_path / "tiny")
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "tiny")
+    assert abs(run.info.start_time / 1000 - began) < 1
+    assert client.get_experiment(run.info.experiment_id).name == "tests"
+    history = client.get_metric_history(run.info.run_id, "lr-DecoupledAdamW/group0")
+    assert sorted((m.step, m.value) for m in history) == [(b, b / 7) for b in range(1, 301)]
+    [first] = client.get_metric_history(run.info.run_id, "metrics/eval/bits_per_byte")
+    assert (first.step, first.value) == (0, 8.0)
+    assert run.data.metrics["icl/metrics/eval_gauntlet/a _b_"] == 0.5
+    assert math.isnan(run.data.metrics["loss/train/total"])
+    assert len(run.data.params) == 151 and run.data.params["section.key_149"] == "149"
+    assert run.data.params["long"].endswith("(cut; 7000 characters)")
+    assert run.data.tags["git commit"] == "abc"
+    assert socket.gethostname() not in str(run.data.tags)
+    runs = Path(store.removeprefix("sqlite:///")).parent
+    for name in ("recipe.yaml", "report.html"):
+        [kept] = runs.glob(f"mlartifacts/{run.info.run_id}/artifacts/{name}")
+        assert kept.read_text() == f"the {name} http://me:***@host"
+    [kept] = runs.glob(f"mlartifacts/{run.info.run_id}/artifacts/samples/ba0000301.txt")
+    assert kept.read_text() == "> def f(x):\n\n> ab"
+    assert [text for text in heard if "sending the rest" not in text] == [
+        "MLflow: long exceeds its 6000 characters and is cut there; recipe.yaml is not"
+    ]
+
+
+def test_events_of_all_who_write_them_become_tags(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(final_event, "PATIENCE", 300.0)  # a busy machine
+    folder, heard = tmp_path / "told", Hears()
+    add_event(folder, "hang", "rank 1 hung in the attempt before", action="end")
+    sender = mlflow_writer(store, folder, heard)
+    sender.start(facts(folder))
+    sender.log(1, {"loss": 1.0})
+    add_event(folder, "loss_spike", "a loss of 9", step=1, action="log")
+    sender.events()
+    add_event(folder, "waiting", "by a monitor, as the run ends", action="none")
+    finish(sender, timeout=300.0)
+    client, run = read_back(store, folder)
+    found = {name: text for name, text in run.data.tags.items() if name.startswith("events.")}
+    assert found.pop("events.last").endswith("waiting: by a monitor, as the run ends; none")
+    assert found == {"events.hang": "1", "events.loss_spike": "1", "events.waiting": "1"}
+    assert not heard or "sending the rest" in heard[0]  # a busy machine
+
+    # Killed meanwhile: its supervisor tells the end, by a process of its own.
+    client.update_run(run.info.run_id, status="RUNNING")
+    add_event(folder, "decision", "attempt 1 ended: given up", action="stop", cause="given up")
+    config = LoggerConfig(tracking_uri=store)
+    config.fill()
+    assert final_event.tell_mlflow(config, folder, "failed") == ""
+    _, run = read_back(store, folder)
+    assert run.data.tags["supervise.last"].endswith("attempt 1 ended: given up; stop")
+    assert (run.info.status, run.data.tags["supervise.cause"]) == ("FAILED", "given up")
+    config.mlflow = False
+    assert final_event.tell_mlflow(config, folder, "failed") == ""
+
+
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run(store: str, tmp_path: Path) -> None:
+    """With the same recipe each step is there once; with another the repeated ones are twice."""
+    folder, heard = tmp_path / "again", Hears()
+    ids, steps = [], []
+    starts: list[tuple[int, int, dict[str, Any]]] = [
+        (0, 14, {"seed": 17}),
+        (9, 20, {"seed": 17, "new": 1.5}),  # resumed after 9
+        (18, 22, {"seed": 18, "new": 1.5}),  # with another recipe
+        (21, 24, {"seed": 18, "new": 1.5}),  # with the same as the last time
+        (0, 2, {"seed": 17}),  # from the first batch
+    ]
+    for first, last, params in starts:
+        mlflow = mlflow_writer(store, folder, heard)
+        mlflow.start(facts(folder, first, params=params))
+        for batch in range(first + 1, last + 1):
+            mlflow.log(batch, {"loss": 1 / batch})
+            if batch % 5 == 0:
+                mlflow.log(batch, {"eval": 2 / batch})
+        finish(mlflow, "killed" if first == 0 else "finished")
+        client, run = read_back(store, folder)
+        ids.append(run.info.run_id)
+        history = client.get_metric_history(run.info.run_id, "loss")
+        assert all(m.value == 1 / m.step for m in history)
+        steps.append(sorted(m.step for m in history))
+        if first == 9:
+            assert run.info.status == "FINISHED"
+            assert run.data.params == {"seed": "17", "new": "1.5"}
+            evaluations = client.get_metric_history(run.info.run_id, "eval")
+            assert sorted(m.step for m in evaluations) == [5, 10, 15, 20]
+        if first == 18:
+            assert run.data.tags["resumed.seed"] == "18"
+    assert len(set(ids[:4])) == 1 and ids[4] not in ids[:4]
+    assert steps[:2] == [[*range(1, 15)], [*range(1, 21)]]
+    assert steps[2] == sorted([*range(1, 23), 19, 20])
+    assert steps[3] == sorted([*range(1, 25), 19, 20])
+    assert steps[4] == [1, 2]
+    assert heard.text().count("these changed and are tags: seed") == 1
+
+
+def test_a_resumed_run_whose_mlflow_run_is_gone_begins_another(store: str, tmp_path: Path) -> None:
+    folder, heard = tmp_path / "gone", Hears()
+    folder.mkdir()
+    (folder / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
+    mlflow = mlflow_writer(store, folder, heard)
+    mlflow.start(facts(folder, 4))
+    mlflow.log(5, {"loss": 1.0})
+    finish(mlflow)
+    assert read_back(store, folder)[1].data.metrics == {"loss": 1.0}
+    assert "is no longer in the store; a new one begins" in heard.text()
+
+
+def test_a_dead_server_never_holds_training_up(tmp_path: Path) -> None:
+    import mlflow.tracking  # noqa: F401  (loading a library may hold every thread for a moment)
+
+    heard = Hears()
+    sender = mlflow_writer(f"http://me:secret@127.0.0.1:{closed_port()}", tmp_path / "run", heard)
+    slowest = 0.0
+
+    def timed(action: Any) -> None:
+        nonlocal slowest
+        began = time.perf_counter()
+        action()
+        slowest = max(slowest, time.perf_counter() - began)
+
+    timed(lambda: sender.start(facts(tmp_path / "run")))
+    until = time.monotonic() + 30
+    while not heard and time.monotonic() < until:  # as training: until the outage is noticed
+        timed(lambda: sender.log(1, {"loss": 1.0, "lr": 2.0}))
+        time.sleep(0.01)
+    sent = len(sender._waiting)
+    assert slowest < 0.05
+    assert len(heard) == 1 and "fails: " in heard[0] and "training continues" in heard[0]
+    began = time.monotonic()
+    finish(sender, timeout=2.0)
+    assert time.monotonic() - began < 3.5
+    assert "metric values" in heard[-1] and "metrics.jsonl has every value" in heard[-1]
+    assert f"lacks {sent} " in heard[-1] or sent >= 1000
+    assert "secret" not in heard.text()
+
+
+def test_an_outage_after_training_is_given_up_soon(tmp_path: Path) -> None:
+    heard = Hears()
+    mlflow = mlflow_writer(f"http://127.0.0.1:{closed_port()}", tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
+    mlflow.log(1, {"loss": 1.0})
+    began = time.monotonic()
+    finish(mlflow, timeout=60.0)
+    assert time.monotonic() - began < 20
+    assert "lacks 1 metric values" in heard[-1]
+
+
+def test_a_server_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
+    class Hangs(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(60)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hangs)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    heard = Hears()
+    mlflow = mlflow_writer(f"http://127.0.0.1:{server.server_port}", tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
+    mlflow.log(1, {"loss": 1.0})
+    began = time.monotonic()
+    finish(mlflow, timeout=1.0)
+    assert time.monotonic() - began < 3
+    assert "lacks 1 metric values" in heard.text()
+    server.shutdown()
+
+
+def test_a_server_that_refuses_the_credentials_is_said_once(tmp_path: Path) -> None:
+    asked = []
+
+    class Refuses(BaseHTTPRequestHandler):
+        """As MLflow's server with basic-auth answers."""
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = b"You are not authenticated. Please see https://mlflow.org/docs/latest/auth"
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", 'Basic realm="mlflow"')
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    heard = Hears()
+    uri = f"http://me:secret@127.0.0.1:{server.server_port}"
+    mlflow = mlflow_writer(uri, tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
+    until = time.monotonic() + 30
+    while not heard and time.monotonic() < until:
+        mlflow.log(1, {"loss": 1.0})
+        time.sleep(0.01)
+    mlflow.log(2, {"loss": 1.0})
+    began = time.monotonic()
+    finish(mlflow)
+    assert time.monotonic() - began < 1 and len(asked) == 1
+    assert "MLflow (http://me:***@127.0.0.1" in heard[0] and "refuses the run" in heard[0]
+    assert "401" in heard[0] and "training continues" in heard[0]
+    assert len(heard) == 2 and "metric values" in heard[1] and "secret" not in heard.text()
+    server.shutdown()
+
+
+def test_a_store_that_comes_back_gets_everything(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    heard, away, write = Hears(), threading.Event(), MlflowClient.log_batch
+    refusals = []
+
+    def log_batch(*args: Any, **kwargs: Any) -> Any:
+        if away.is_set() and kwargs.get("metrics"):
+            refusals.append(1)
+            if len(refusals) == 3:
+                away.clear()
+            raise OSError("connection lost")
+        return write(*args, **kwargs)
+
+    away.set()
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    mlflow = mlflow_writer(store, tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
+    for batch in range(1, 11):
+        mlflow.log(batch, {"loss": float(batch)})
+    until = time.monotonic() + 30
+    while away.is_set() and time.monotonic() < until:
+        time.sleep(0.05)
+    finish(mlflow)
+    client, run = read_back(store, tmp_path / "run")
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert sorted(m.value for m in history) == [float(b) for b in range(1, 11)]
+    assert ["fails: " in heard[0], "works again" in heard[1], len(heard)] == [1, 1, 2]
+
+
+def test_a_missing_driver_is_said_once(tmp_path: Path) -> None:
+    heard = Hears()
+    mlflow = mlflow_writer("mysql+nosuchdriver://me:secret@127.0.0.1/db", tmp_path / "run", heard)
+    mlflow.start(facts(tmp_path / "run"))
+    mlflow.log(1, {"loss": 1.0})
+    finish(mlflow, "failed")
+    assert "secret" not in heard.text()
+    assert ["refuses the run" in text for text in heard if "sending" not in text] == [1, 0]
+    assert "lacks 1 metric values" in heard[-1]
+
+
+def test_nothing_is_imported_before_the_first_step_and_nothing_printed(tmp_path: Path) -> None:
+    code = (
+        "import io, sys; from pathlib import Path\n"
+        "from llmfoundry.recipe.scripts.train import TrainRecipe\n"
+        "from llmfoundry.loggers.console import Console\n"
+        "from llmfoundry.loggers.loggers import Tracker\n"
+        "recipe = TrainRecipe(run_name='tiny'); recipe.fill()\n"
+        "folder = Path('runs/tiny'); folder.mkdir(parents=True)\n"
+        "(folder / 'recipe.yaml').write_text('run_name: tiny')\n"
+        "console = Console(stream=io.StringIO())\n"
+        "tracker = Tracker(recipe, folder, is_main=True, console=console)\n"
+        "tracker.start(0, total=2, facts=[('device', 'CPU')])\n"
+        "tracker.log(0, 0, {'metrics/eval/bits_per_byte': 8.0})\n"
+        "assert not {'mlflow', 'torch', 'sqlalchemy', 'pandas'} & set(sys.modules)\n"
+        "tracker.log(1, 8, {'loss/train/total': 1.0})\n"
+        "tracker.close('finished')\n"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["runs"]
+    _, run = read_back(f"sqlite:///{tmp_path}/runs/mlflow.db", tmp_path / "runs" / "tiny")
+    assert run.data.metrics["loss/train/total"] == 1.0 and run.data.metrics["time/token"] == 8
+    assert run.data.tags["device"] == "CPU" and run.data.tags["torch"]
+    kept = {p.name for p in (tmp_path / "runs" / "mlartifacts").rglob("*") if p.is_file()}
+    assert kept == {"recipe.yaml", "report.html"}
+
+
+def test_names_values_and_addresses_fit_mlflow() -> None:
+    from mlflow.utils.validation import _validate_metric_name, _validate_param
+
+    for name in ("lr-DecoupledAdamW/group0", "a:b c.d_e", "x" * 400, "é%$", "metrics/x/0-shot/Y"):
+        _validate_metric_name(metric_name(name))
+    assert metric_name("lr-DecoupledAdamW/group0") == "lr-DecoupledAdamW/group0"
+    _validate_param("key", param_value("x" * 10_000))
+    assert len(param_value("x" * 10_000)) == 6000 and param_value("x" * 6000) == "x" * 6000
+    assert [param_value(v) for v in ([0.9, 0.95], None, True)] == ["[0.9, 0.95]", "null", "true"]
+    assert public("at http://a:b@h:1/x and postgresql://c:d@e") == (
+        "at http://a:***@h:1/x and postgresql://c:***@e"
+    )
+    assert public("http://a:b@c@h:1/x") == "http://a:***@h:1/x"
+    assert public("sqlite:///runs/mlflow.db") == "sqlite:///runs/mlflow.db"

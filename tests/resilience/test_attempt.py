@@ -1,0 +1,87 @@
+"""A launcher that does not end, and what Slurm's srun is given; more in `slurm/test_jobs.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from llmfoundry.commands.supervise import is_supervised, supervise
+from llmfoundry.errors import UserError
+from llmfoundry.exit_status import read_places, record_place
+from llmfoundry.recipe.front.load import load
+from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.operate.supervise import SuperviseConfig
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.resilience.supervise import attempt, slurm
+from llmfoundry.resilience.supervise.attempt import RunningAttempt
+from tests.tiny import ROOT
+
+
+@pytest.mark.parametrize(("status", "ends"), [(1, True), (75, False), (0, False)])
+def test_a_launcher_that_waits_for_a_dead_machine_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, ends: bool
+) -> None:
+    monkeypatch.setattr(attempt, "_LOOK", 0.0)
+    monkeypatch.setattr(attempt, "_UNSEEN", 0.0)
+    folders = {"beats": tmp_path / "beats", "ends": tmp_path / "ends"}
+    running = RunningAttempt(["sleep", "1000"], is_local=False, **folders)
+    said = {"rank": 0, "status": status, "kind": "lost", "time": 0.0, "node": "n1", "lines": []}
+    (tmp_path / "ends/rank-0.json").write_text(json.dumps(said))
+    looks = [running.look() for _ in range(4)]
+    assert looks[-1] is not ends
+    running.kill()
+    assert running.end() == -signal.SIGKILL
+
+
+def test_srun_counts_tasks_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with Slurm 22.05: more tasks than fit on the machines that are left are refused."""
+    monkeypatch.setattr(slurm, "in_job", lambda: True)
+    job = {"NTASKS": "16", "NPROCS": "16", "NNODES": "2", "NTASKS_PER_NODE": "8"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    env = slurm.step_environment()
+    assert "SLURM_NTASKS" not in env and "SLURM_NPROCS" not in env
+    assert env["SLURM_OVERLAP"] == "1" and env["SLURM_NTASKS_PER_NODE"] == "8"
+    monkeypatch.setenv("SLURM_NTASKS", "10")  # asked for by itself
+    assert slurm.step_environment()["SLURM_NTASKS"] == "10"
+
+
+def test_who_is_on_which_machine_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for first, node in ((0, "n1"), (2, "n2")):
+        monkeypatch.setenv("SLURMD_NODENAME", node)
+        record_place(tmp_path, [first, first + 1])
+    assert read_places(tmp_path) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+
+
+def test_the_example_of_a_job_is_one_that_the_recipe_understands() -> None:
+    text = (ROOT / "scripts/slurm.sbatch").read_text()
+    command = shlex.split(text[text.index("\nexec ") :].replace("\\\n", ""))
+    words = [word for word in command if word.startswith("supervise.")]
+    spare = re.search(r"slurm\.sbatch mpt-7b '(supervise\.launch=\S+)'", text)
+    assert spare
+    config = load(TrainRecipe, YAMLS / "mpt-7b.yaml", words).supervise
+    assert config.act and config.requeue
+    assert config.launch == ["srun", "-K", "--nodes={nodes}", "--exclude={exclude}", "python"]
+    config = load(TrainRecipe, YAMLS / "mpt-7b.yaml", [spare[1]]).supervise
+    assert config.launch == ["srun", "-K", "--nodes=8", "--exclude={exclude}", "python"]
+
+
+def test_the_number_of_machines_is_known_in_a_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    recipe = TrainRecipe(supervise=SuperviseConfig(launch=["srun", "--nodes={nodes}"]))
+    with pytest.raises(UserError, match=r"^supervise.launch: \{nodes\} is the number of"):
+        supervise(recipe)
+
+
+def test_a_process_that_srun_has_started_is_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_STEP_NUM_TASKS", attempt.SUPERVISED):
+        monkeypatch.delenv(name, raising=False)
+    recipe = TrainRecipe(supervise=SuperviseConfig(enabled=True))
+    assert is_supervised(recipe)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    assert not is_supervised(recipe)

@@ -1,0 +1,151 @@
+"""Whether checkpoints are still there before a restart: judged, and seen in folders and stores."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from llmfoundry.builders.start import find_start
+from llmfoundry.data.fetch.object_store import ObjectStore
+from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.distributed.launch import ALONE
+from llmfoundry.errors import GivenUp
+from llmfoundry.exit_status import FAILED, GIVE_UP
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.resilience.supervise.checkpoints import (
+    START,
+    STOP,
+    WAIT,
+    Look,
+    LookVerdict,
+    expected_newest,
+    judge_look,
+    look_in_folder,
+    look_in_store,
+)
+from llmfoundry.resume_limits import ResumeLimits
+from tests.data.s3_server import s3_server
+
+GONE = Look(missing="runs/x/checkpoints")
+AWAY = Look(problem="s3://b/x: no answer", may_pass=True)
+REFUSED = Look(problem="s3://b/x: access is refused")
+
+
+def judge(expected: int, look: Look, waited: float = 0.0, looks: int = 1) -> LookVerdict:
+    limits = {"vanished_seconds": 60.0, "store_seconds": 3600.0}
+    return judge_look(expected, look, place="runs/x", waited=waited, looks=looks, **limits)
+
+
+def test_an_attempt_begins_where_nothing_is_lost() -> None:
+    for expected, look in ((-1, GONE), (-1, AWAY), (20, Look((20, 10))), (20, Look((30,)))):
+        assert judge(expected, look).action == START
+
+
+def test_what_is_missing_is_looked_for_again_and_then_named() -> None:
+    for look in (GONE, Look((10,)), REFUSED):
+        assert [judge(20, look, waited).action for waited in (0, 59, 60)] == [WAIT, WAIT, STOP]
+        assert judge(20, look, 60).status == GIVE_UP
+    assert judge(20, GONE, 59, looks=6).wait == 1.0  # not beyond the limit
+    assert "runs/x/checkpoints is not there" in judge(20, GONE, 60).why
+    older = judge(20, Look((10,)), 60).why
+    assert "checkpoint ba0000020 in runs/x has vanished" in older
+    assert "the newest there is ba0000010" in older and "again all after step 10" in older
+
+
+def test_a_store_that_does_not_answer_is_waited_for_longer_with_growing_pauses() -> None:
+    waits = [judge(20, AWAY, 0, looks=n).wait for n in range(1, 12)]
+    assert waits == [2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
+    assert judge(20, AWAY, 3599).action == WAIT
+    late = judge(20, AWAY, 3600)
+    assert (late.action, late.status) == (STOP, FAILED) and "no answer" in late.why
+
+
+def test_what_has_to_be_there_is_the_most_that_anybody_has_seen() -> None:
+    assert expected_newest(10, 30, Look((30, 20))) == 30
+    assert expected_newest(10, 20, Look((30, 20))) == 30  # committed as the run was killed
+    assert expected_newest(10, 30, GONE) == 30  # renamed while the run was under way
+    assert expected_newest(10, -1, Look((30,))) == 30  # its processes are on other machines
+    assert expected_newest(10, None, AWAY) == 10
+    assert expected_newest(90, 40, Look((40,)), went_back=True) == 40  # after a spike
+    assert expected_newest(90, -1, AWAY, went_back=True) == -1
+
+
+def make(run: Path, *batches: int) -> None:
+    for batch in batches:
+        folder = run / f"checkpoints/ba{batch:07d}"
+        folder.mkdir(parents=True)
+        (folder / "COMMIT").touch()
+
+
+def test_a_folder_shows_what_counts_and_where_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/x"
+    assert look_in_folder(run) == Look(missing="runs")
+    make(run, 10, 20)
+    (run / "checkpoints/ba0000030").mkdir()  # cut short
+    (run / "checkpoints/notes").touch()
+    assert look_in_folder(run) == Look((20, 10))
+    (run / "checkpoints").rename(run / "old")
+    assert look_in_folder(run) == Look(missing="runs/x/checkpoints")
+
+    def stale(path: Path) -> list[str]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(os, "listdir", stale)
+    found = look_in_folder(run)
+    assert found.may_pass and found.problem.startswith("Stale file handle")
+
+
+def test_a_store_that_is_empty_is_told_from_one_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with s3_server() as (server, put):
+        for name, value in (("ACCESS_KEY_ID", "id"), ("SECRET_ACCESS_KEY", "secret")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+        url, options = "s3://shards/runs/x", FetchOptions(retry=1, timeout=2.0)
+        assert look_in_store(url, options) == Look()
+        put("runs/x/checkpoints/ba0000010/COMMIT", b"{}")
+        put("runs/x/checkpoints/ba0000020/COMMIT", b"{}")
+        put("runs/x/checkpoints/ba0000030/state.json", b"{}")
+        assert look_in_store(url, options) == Look((20, 10))
+        no_bucket = look_in_store("s3://nosuchbucket/runs/x", options)
+        assert "there is no bucket nosuchbucket" in no_bucket.problem and not no_bucket.may_pass
+        assert judge(20, no_bucket, 60).status == GIVE_UP
+        monkeypatch.setattr(server, "next_fault", lambda key, method: "slow down")
+        busy = look_in_store(url, options)
+        assert busy.may_pass and judge(20, busy, 60).action == WAIT
+        monkeypatch.setattr(server, "next_fault", lambda key, method: None)
+        store = ObjectStore(url, options, key="save_folder")
+        store.delete([f"checkpoints/ba00000{n}0/COMMIT" for n in (1, 2)])
+        emptied = look_in_store(url, options)
+        assert emptied == Look() and judge(20, emptied, 60).status == GIVE_UP
+    gone = look_in_store(url, options)  # nobody listens there any more
+    assert gone.may_pass and "retry" in gone.problem
+
+
+def test_a_run_that_finds_less_than_its_supervisor_knows_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine where the file system is not mounted, as the supervisor's own has it."""
+    recipe = TrainRecipe(save_folder=str(tmp_path / "run"))
+    for name, value in ResumeLimits(saved=20).environment().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GivenUp, match=r"ba0000020 of this run has vanished .*: there is none"):
+        find_start(recipe, ALONE, print)
+    make(tmp_path / "run", 10)
+    with pytest.raises(GivenUp, match="its newest is ba0000010"):
+        find_start(recipe, ALONE, print)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the run may have gone back meanwhile
+    for name, value in ResumeLimits(saved=20, before=10).environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    make(tmp_path / "run", 20)
+    with pytest.raises(GivenUp, match="no whole checkpoint from before batch 10"):
+        find_start(recipe, ALONE, print)

@@ -1,0 +1,104 @@
+"""The callback: what it measures of a step, and what it does with a round."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from llmfoundry.errors import RunFailure
+from llmfoundry.recipe.operate.watch import WatchConfig
+from llmfoundry.resilience.watch import watch as module
+from llmfoundry.resilience.watch.phase_timer import Stopwatch
+from llmfoundry.resilience.watch.slow_ranks import RankTimes
+from llmfoundry.resilience.watch.watch import Watch
+
+
+class Clock:
+    """Stands in for `time`, and goes as it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def make_trainer() -> Any:
+    return SimpleNamespace(
+        batch=0,
+        first_batch=0,
+        logged_batch=0,
+        waited=0.0,
+        paused_seconds=0.0,
+        done=False,
+        checkpointer=SimpleNamespace(is_writing=False),
+        world=SimpleNamespace(size=1, device=torch.device("cpu")),
+        watch=SimpleNamespace(record=SimpleNamespace(skipped=0)),
+        tracker=SimpleNamespace(event=lambda *a, **k: None),
+    )
+
+
+def test_a_round_is_of_steps_without_evaluation_saving_compilation_and_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, rounds = Clock(), list[RankTimes]()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(
+        module, "judge", lambda table, history, config: (rounds.extend(table) or [], history)
+    )
+    watch, trainer = Watch(WatchConfig(interval=10), {}), make_trainer()
+    watch.on_start(trainer)
+    for batch in range(1, 22):
+        trainer.batch, trainer.waited = batch, 0.25
+        clock.now += 30.0 if batch == 1 else 1.25  # the first compiles
+        if batch == 7:  # an evaluation before the callback
+            clock.now += 50.0
+            trainer.paused_seconds += 50.0
+        trainer.checkpointer.is_writing = batch == 15
+        if batch in (15, 16):
+            clock.now += 2.0  # beside a save
+        watch.on_step(trainer)
+    assert [round(times.step, 6) for times in rounds] == [1.0, 1.0]
+    assert [round(times.data_wait, 6) for times in rounds] == [0.25, 0.25]
+    assert all(math.isnan(times.compute) for times in rounds)
+
+
+def test_the_longest_stretch_between_two_logs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    watch, trainer = Watch(WatchConfig(), {}), make_trainer()
+    watch.on_start(trainer)
+    for log in range(1, 12):
+        trainer.logged_batch = 4 * log
+        clock.now += 4.0 + 40.0 * (log == 9)
+        watch.on_log(trainer, {"time/data_wait": 9.5 if log == 9 else 0.1})
+    assert watch._stall == pytest.approx(40.0) and watch._stall_wait == pytest.approx(38.0)
+
+
+def test_processes_that_left_out_other_updates_end_the_run() -> None:
+    watch, trainer = Watch(WatchConfig(), {}), make_trainer()
+    table = [RankTimes(left_out=n) for n in (2.0, 2.0, 3.0, 2.0)]
+    watch._pending = (None, torch.tensor([times.row() for times in table], dtype=torch.float64))
+    with pytest.raises(RunFailure, match=r"left out different updates.*\[2, 2, 3, 2\]"):
+        watch._finish(trainer)
+
+
+def test_a_stopwatch_times_blocks_while_it_is_on_and_changes_nothing() -> None:
+    blocks = [nn.Linear(64, 64) for _ in range(3)]
+    expected = [block(torch.ones(64)) for block in blocks]
+    stopwatch = Stopwatch(blocks, torch.device("cpu"))
+    assert [torch.equal(b(torch.ones(64)), e) for b, e in zip(blocks, expected, strict=True)]
+    stopwatch.end_step()
+    assert math.isnan(stopwatch.take())
+    stopwatch.is_on = True
+    for block in blocks:
+        block(torch.ones(64))
+    stopwatch.end_step()
+    assert not stopwatch.is_on
+    assert 0 < stopwatch.take() < 5
+    assert math.isnan(stopwatch.take())
