@@ -31,7 +31,7 @@ WARNED = "console"
 _TIMES = ("time/remaining", "time/data_wait", "time/train", "time/checkpoint", "time/total")
 _ROOM = "24m"
 _CHECKED = 600  # seconds for starts and checks: half a minute, but on a machine with other work
-_CLOCK = ROOT / "tests" / "operate" / "jumping_clock.cpp"
+_CLOCK = ROOT / "tests" / "resilience" / "jumping_clock.cpp"
 XID_79 = "NVRM: Xid (PCI:0000:c1:00): 79, pid=4067, name=python, GPU has fallen off the bus."
 
 

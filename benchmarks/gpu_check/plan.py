@@ -122,7 +122,7 @@ def _tests() -> Iterator[Item]:
         yield Item(name, 240, "tests", {"file": str(file)}, needs=("pytest",))
 
 
-LAYOUTS = ROOT / "tests" / "parallel" / "test_matrix_on_gpus.py"
+LAYOUTS = ROOT / "tests" / "distributed" / "test_matrix_on_gpus.py"
 
 
 def _layouts() -> Iterator[Item]:

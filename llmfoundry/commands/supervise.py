@@ -17,7 +17,7 @@ from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.recipe.operate.supervise import NODES
+from llmfoundry.recipe.resilience.supervise import NODES
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.redaction import public

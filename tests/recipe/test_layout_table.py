@@ -16,7 +16,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.selection import slow_but
 from tests.tiny import ROOT
 
-README = ROOT / "llmfoundry" / "parallel" / "README.md"
+README = ROOT / "llmfoundry" / "distributed" / "README.md"
 LINES = [line for line in README.read_text().splitlines() if re.match(r"\| [\d,]+ \| `", line)]
 ROUTINE = LINES[1::6]
 LONG = ["max_seq_len=32768", "global_train_batch_size=512"]

@@ -15,7 +15,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.exit_status import read_places, record_place
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.operate.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.resilience.supervise import attempt, slurm
 from llmfoundry.resilience.supervise.attempt import RunningAttempt

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.events import read_events
-from llmfoundry.recipe.operate.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.resilience.supervise import notify as module
 from llmfoundry.resilience.supervise import request
 from llmfoundry.resilience.supervise.notify import form_of, notify

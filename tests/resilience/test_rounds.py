@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmfoundry.recipe.operate.watch import WatchConfig
+from llmfoundry.recipe.resilience.watch import WatchConfig
 from llmfoundry.resilience.watch.slow_ranks import History, RankTimes, RoundFinding, judge
 
 CONFIG = WatchConfig()

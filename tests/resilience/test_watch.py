@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from llmfoundry.errors import RunFailure
-from llmfoundry.recipe.operate.watch import WatchConfig
+from llmfoundry.recipe.resilience.watch import WatchConfig
 from llmfoundry.resilience.watch import watch as module
 from llmfoundry.resilience.watch.phase_timer import Stopwatch
 from llmfoundry.resilience.watch.slow_ranks import RankTimes

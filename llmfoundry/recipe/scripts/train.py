@@ -13,11 +13,11 @@ from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.typed import flat
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig
-from llmfoundry.recipe.operate.hang import HangConfig
-from llmfoundry.recipe.operate.supervise import SuperviseConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import AXES, EXPERT, ParallelConfig
 from llmfoundry.recipe.parallel_limits import limits
+from llmfoundry.recipe.resilience.hang import HangConfig
+from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.source import COMPARED
 from llmfoundry.recipe.tokenizer import PRETRAINED, TOKENIZERS, TokenizerConfig

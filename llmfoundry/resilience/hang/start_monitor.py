@@ -22,7 +22,7 @@ from llmfoundry.distributed.launch import World, on_each_machine, on_rank0, own_
 from llmfoundry.exit_status import FOLDER as ENDS
 from llmfoundry.exit_status import own_node, record_place
 from llmfoundry.heartbeat import BEATS, RECORDER, begin_beats, end_beats, memory
-from llmfoundry.recipe.operate.hang import HangConfig
+from llmfoundry.recipe.resilience.hang import HangConfig
 from llmfoundry.resilience.hang.collect import FLIGHT, PIPE
 from llmfoundry.resilience.hang.judge import HangLimits
 from llmfoundry.resilience.hang.monitor import RECORDERS, Settings

@@ -23,7 +23,7 @@ _FEWEST = 5  # attempts of which goodput says something
 
 @dataclass(frozen=True)
 class Policy:
-    """What may be done; see `recipe.operate.supervise.SuperviseConfig`."""
+    """What may be done; see `recipe.resilience.supervise.SuperviseConfig`."""
 
     no_progress: int = 3
     max_restarts: int = 3

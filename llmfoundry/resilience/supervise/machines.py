@@ -14,7 +14,7 @@ from pathlib import Path
 from llmfoundry.events import names_in
 from llmfoundry.exit_status import BAD_MACHINE
 from llmfoundry.files import read_json
-from llmfoundry.recipe.operate.supervise import EXCLUDE, NODES
+from llmfoundry.recipe.resilience.supervise import EXCLUDE, NODES
 from llmfoundry.resilience.check.probes import kernel_log
 from llmfoundry.resilience.check.xids import events
 from llmfoundry.resilience.supervise import kubernetes, slurm

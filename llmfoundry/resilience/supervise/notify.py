@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from llmfoundry.recipe.operate.supervise import WEBHOOK_FORMS
+from llmfoundry.recipe.resilience.supervise import WEBHOOK_FORMS
 from llmfoundry.redaction import public, public_texts
 from llmfoundry.resilience.check.probes.time_limit import Late, within
 from llmfoundry.resilience.supervise.request import send

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.events import add_event
-from llmfoundry.recipe.operate.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.resilience.supervise.notify import notify
 
 

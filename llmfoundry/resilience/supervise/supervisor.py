@@ -40,7 +40,7 @@ from llmfoundry.exit_status import (
 )
 from llmfoundry.heartbeat import memory
 from llmfoundry.recipe.front.paths import show
-from llmfoundry.recipe.operate.supervise import EXCLUDE, SuperviseConfig
+from llmfoundry.recipe.resilience.supervise import EXCLUDE, SuperviseConfig
 from llmfoundry.redaction import public_override
 from llmfoundry.resilience.check.probes import kernel_log
 from llmfoundry.resilience.supervise import machines, slurm, slurm_requeue

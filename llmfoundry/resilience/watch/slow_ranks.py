@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from llmfoundry.recipe.operate.watch import WatchConfig
+from llmfoundry.recipe.resilience.watch import WatchConfig
 from llmfoundry.resilience.check.gpus import SLOWED, WARM
 from llmfoundry.resilience.check.outliers import too_small, usual_limit
 from llmfoundry.resilience.check.xids import NVLINK_5, TAKE_OUT, WATCH, XIDS

@@ -20,7 +20,7 @@ from llmfoundry.distributed.collectives import from_all
 from llmfoundry.errors import RunFailure
 from llmfoundry.exit_status import own_node
 from llmfoundry.ops.torch_private import gather
-from llmfoundry.recipe.operate.watch import WatchConfig
+from llmfoundry.recipe.resilience.watch import WatchConfig
 from llmfoundry.resilience.check.outliers import LEAST
 from llmfoundry.resilience.watch.gpu_reader import GpuReader, GpuState
 from llmfoundry.resilience.watch.phase_timer import Stopwatch

@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmfoundry.recipe.operate.watch import WatchConfig
+from llmfoundry.recipe.resilience.watch import WatchConfig
 from llmfoundry.train.spikes.guard import KINDS, StepVerdict
 
 _SEVERITY = ("off", "log", "skip", "roll_back", "stop")

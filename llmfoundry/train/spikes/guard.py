@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmfoundry.recipe.operate.watch import WatchConfig
+from llmfoundry.recipe.resilience.watch import WatchConfig
 
 KINDS = ("not_finite", "loss_spike", "gradient_spike")
 LOSS_RISE = 0.05  # of the mean, at least: a converged loss hardly deviates

@@ -20,7 +20,7 @@ from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.data.loader import Loader
 from llmfoundry.distributed.launch import World, on_rank0
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.operate.watch import WatchConfig
+from llmfoundry.recipe.resilience.watch import WatchConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from llmfoundry.errors import GivenUp
-from llmfoundry.recipe.operate.watch import WatchConfig
+from llmfoundry.recipe.resilience.watch import WatchConfig
 from llmfoundry.train.spikes.decide import SpikeDecision, SpikeRecord, decide
 from llmfoundry.train.spikes.guard import Guard, StepVerdict, read_verdicts
 
