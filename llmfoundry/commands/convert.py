@@ -24,7 +24,6 @@ from llmfoundry.hf.card import CardInfo
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
 from llmfoundry.hf.write import to_hf, whole_or_nothing
 from llmfoundry.models.quantized import is_quantized
-from llmfoundry.models.virtual_tokens import virtual_of
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.typed import as_written, flat, to_yaml
@@ -67,11 +66,6 @@ def _export(recipe: ConvertRecipe) -> None:
     assert recipe.checkpoint and recipe.output
     loaded = load_checkpoint(recipe.checkpoint, ALONE, note=print)
     output = Path(recipe.output).expanduser()
-    if virtual_of(loaded.root.model) is not None:
-        raise UserError(
-            f"to: {named(loaded.folder)} has virtual tokens, which cannot be merged into weights;"
-            " write to=peft, which gives them as an adapter of the base"
-        )
     if isinstance(loaded.recipe.model, HFModelConfig):
         _export_class(loaded, output, recipe)
         return

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from llmfoundry.builders.adapters.virtual_adapter import add_virtual_tokens, begin_virtual
 from llmfoundry.builders.job import Job, weight_dtype
 from llmfoundry.checkpoint.safe_load import load_tensors
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -22,7 +21,6 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.hf.peft.modules import OWN_TYPE, read_config, splits_qkv
 from llmfoundry.hf.peft.read import read_adapter
-from llmfoundry.hf.peft.virtual import write_virtual
 from llmfoundry.hf.peft.write import matrices, write_adapter
 from llmfoundry.loggers.format import size as memory_text
 from llmfoundry.models.adapters.adapt import (
@@ -39,9 +37,6 @@ from llmfoundry.models.adapters.base import base_difference, base_sample
 from llmfoundry.models.adapters.plan import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
-from llmfoundry.models.virtual_tokens import NAME as PROMPT
-from llmfoundry.models.virtual_tokens import virtual_of
-from llmfoundry.recipe.architecture.adapter import VIRTUAL
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
@@ -78,9 +73,7 @@ def choose_trained(
     """
     if not isinstance(recipe, FinetuneRecipe):
         return
-    if recipe.adapter.name in VIRTUAL:
-        add_virtual_tokens(model, recipe, _folder(recipe, checkpoint), note)
-    elif recipe.adapter.name == "lora" and isinstance(recipe.model, HFModelConfig):
+    if recipe.adapter.name == "lora" and isinstance(recipe.model, HFModelConfig):
         _add_to_class(model, recipe, note, checkpoint)
     elif recipe.adapter.name == "lora":
         _check_experts(recipe)
@@ -180,9 +173,7 @@ def begin_adapter(model: Decoder, recipe: TrainRecipe, tokenizer: Tokenizer) -> 
     folder = _folder(recipe, None)
     if folder is not None:
         check_base(model, folder, "adapter.pretrained")
-    if recipe.adapter.name in VIRTUAL:
-        begin_virtual(model, recipe, folder, tokenizer)
-    elif isinstance(recipe.model, HFModelConfig):
+    if isinstance(recipe.model, HFModelConfig):
         from llmfoundry.builders.adapters.hf_adapter import begin_in_class
 
         begin_in_class(model, recipe, folder)
@@ -241,10 +232,6 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None]:
         load_tensors({"model": tensors}, folder)
         (folder / FOLDER).mkdir()
         write_json(folder / FOLDER / BASE, sample)
-        virtual = virtual_of(model)
-        if virtual is not None:
-            write_virtual(folder / FOLDER, model.config, virtual, tensors[PROMPT], base)
-            return
         if isinstance(recipe.model, HFModelConfig):
             from llmfoundry.builders.adapters.hf_adapter import write_class_adapter
 
@@ -271,10 +258,12 @@ def export_adapter(loaded: Adapted, folder: Path, *, architecture: str | None, e
     model, parameters = loaded.root.model, dict(loaded.root.model.named_parameters())
     own = loaded.folder / FOLDER
     is_class = isinstance(loaded.recipe.model, HFModelConfig)
-    if own.is_dir() and (is_class or virtual_of(model) is not None):
+    if own.is_dir() and is_class:
         if architecture is not None or experts != "stacked":
-            what = "a model of transformers' class" if is_class else "virtual tokens"
-            raise UserError(f"architecture, adapter_experts: have no effect on {what}; remove them")
+            raise UserError(
+                "architecture, adapter_experts: have no effect on a model of transformers' class;"
+                " remove them"
+            )
         shutil.copytree(own, folder, dirs_exist_ok=True)
         return str(model.config.name)
     plan = {name: lora for name, _, _, lora in adapted_layers(model)}

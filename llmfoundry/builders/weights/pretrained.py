@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.builders.adapters.adapter import FOLDER, has_adapter
+from llmfoundry.builders.adapters.adapter import has_adapter
 from llmfoundry.builders.job import with_defaults
 from llmfoundry.builders.weights.hf_folder import Pretrained, open_folder
 from llmfoundry.builders.weights.run_weights import fill_from_run, merge_run
@@ -27,7 +27,6 @@ from llmfoundry.files import write_whole
 from llmfoundry.hf.config.settings import check_layers
 from llmfoundry.hf.read import hf_folder
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.architecture.adapter import VIRTUAL
 from llmfoundry.recipe.architecture.attention import ATTN_IMPLS
 from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -178,12 +177,6 @@ def _open_run(
         )
     if has_adapter(written):
         assert isinstance(written, FinetuneRecipe)
-        if written.adapter.name in VIRTUAL:
-            raise UserError(
-                f"model.pretrained: {folder} has virtual tokens, which cannot be merged into"
-                f" weights; write {written.model.pretrained}, and {folder / FOLDER} as"
-                " adapter.pretrained"
-            )
         if isinstance(config, HFModelConfig):
             raise UserError(
                 f"model.pretrained: {folder} is an adapter on a model of transformers' class; merge"

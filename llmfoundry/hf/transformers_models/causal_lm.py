@@ -21,15 +21,11 @@ from llmfoundry.errors import UserError
 from llmfoundry.hf.transformers_models.build import build_class
 from llmfoundry.hf.transformers_models.cache import RowCache
 from llmfoundry.hf.transformers_models.layouts import WAYS, document_rows, mask_types
-from llmfoundry.hf.transformers_models.prefix import prefix_cache
 from llmfoundry.models.load_balance import Routing
-from llmfoundry.models.virtual_tokens import VirtualTokens, switched_off
 from llmfoundry.ops.batch import IGNORE
 from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy
 from llmfoundry.ops.logits import chunk_tokens
 from llmfoundry.ops.packed_layout import Layout
-from llmfoundry.ops.virtual import in_front
-from llmfoundry.recipe.architecture.adapter import PREFIX_TUNING
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 
 PROBE = (6, 3, 8, 1, 6)  # lengths of the documents that ways are tried on
@@ -46,13 +42,10 @@ class HFCausalLM(nn.Module):
         ties: names of its parameters that are one: the first of each, and the others.
         blocks: its layers.
         peft_config: peft's, of its adapter; None: it has none.
-        virtual: what its adapter puts in front of every document; None: nothing.
         loss_chunk: tokens whose logits the loss holds at a time; None: as many as suit the device.
     """
 
-    virtual: VirtualTokens | None = None
     loss_chunk: int | None = None
-    prompt_embeddings: nn.Parameter
 
     def __init__(self, config: HFModelConfig) -> None:
         super().__init__()
@@ -62,7 +55,7 @@ class HFCausalLM(nn.Module):
         self._buffers_made = {name: b.detach().clone() for name, b in self.hf.named_buffers()}
         self.ties = _ties(self.hf)
         self._blocks = [_find_blocks(self.base, config.n_layers)]  # in a list: not registered again
-        self._ways: dict[tuple[bool, int], str] = {}  # by whether layouts branch, and by `_front`
+        self._ways: dict[bool, str] = {}  # by whether layouts branch
         self._head: str | tuple[float, float | None] | None = None
         self._takes = set(inspect.signature(self.base.forward).parameters)
 
@@ -126,7 +119,7 @@ class HFCausalLM(nn.Module):
         self, tokens: Tensor, layout: Layout | None = None, cache: RowCache | None = None
     ) -> tuple[Tensor, Routing | None]:
         """As `forward`, and what the routers did, where config.json has output_router_logits."""
-        if (False, self._front) not in self._ways:
+        if not self._ways:
             self._try(tokens.device)
         if cache is not None:
             assert layout is None, "cached rows are one document"
@@ -134,30 +127,14 @@ class HFCausalLM(nn.Module):
             return self._compute(every, None)[0][:, -tokens.shape[1] :], None
         return self._compute(tokens, layout)
 
-    def _compute(self, tokens: Tensor, layout: Layout | None) -> tuple[Tensor, Routing | None]:
-        virtual = self.virtual
-        if virtual is None or not virtual.on or virtual.kind == PREFIX_TUNING:
-            return self._over_documents(tokens, layout)
-        wide = in_front(layout, tokens.shape, virtual.count, tokens.device)
-        x = wide.spread(self.prompt_embeddings, self.hf.get_input_embeddings()(tokens))
-        hidden, routing = self._over_documents(x, wide.layout)
-        return wide.back(hidden), routing
-
-    def _over_documents(self, x: Tensor, layout: Layout | None) -> tuple[Tensor, Routing | None]:
-        """Of tokens (B, T), or of embeddings (B, T, D)."""
+    def _compute(self, x: Tensor, layout: Layout | None) -> tuple[Tensor, Routing | None]:
+        """Of tokens (B, T)."""
         if layout is None or (layout.ends is None and all(len(n) == 1 for n in layout.lengths)):
             return self._call(x, {}, layout)
-        way = self._ways[layout.ends is not None, self._front]
+        way = self._ways[layout.ends is not None]
         if way == "rows":
             return self._by_rows(x, layout)
-        return self._call(x, WAYS[way](self, layout, self.embedding_dtype, self._front), layout)
-
-    @property
-    def _front(self) -> int:
-        """Keys that every document has before its own."""
-        virtual = self.virtual
-        is_on = virtual is not None and virtual.on and virtual.kind == PREFIX_TUNING
-        return virtual.count if virtual is not None and is_on else 0
+        return self._call(x, WAYS[way](self, layout, self.embedding_dtype), layout)
 
     @property
     def embedding_dtype(self) -> torch.dtype:
@@ -167,10 +144,7 @@ class HFCausalLM(nn.Module):
     def _call(
         self, x: Tensor, given: dict[str, Any], layout: Layout | None
     ) -> tuple[Tensor, Routing | None]:
-        given = {"input_ids" if x.ndim == 2 else "inputs_embeds": x, **given}
-        if self._front:
-            cache = prefix_cache(self.prompt_embeddings, self.config, len(x))
-            given |= {"past_key_values": cache}
+        given = {"input_ids": x, **given}
         wants = self.training and bool(getattr(self.hf.config, "output_router_logits", False))
         more = {"output_router_logits": True} if wants else {}
         out = self.base(use_cache=False, return_dict=True, **given, **more)
@@ -286,12 +260,10 @@ class HFCausalLM(nn.Module):
         layout = Layout.from_lengths([[*PROBE], [*PROBE[::-1]]])
         tree = Layout.from_ends(_probe_tree(sum(PROBE)))
         self._ways |= {
-            (False, self._front): self._choose_way(tokens, layout, ("positions", "mask")),
-            (True, self._front): self._choose_way(tokens, tree, ("mask",)),
+            False: self._choose_way(tokens, layout, ("positions", "mask")),
+            True: self._choose_way(tokens, tree, ("mask",)),
         }
-        if self._head is None:
-            with switched_off(self.virtual):
-                self._head = self._choose_head(tokens)
+        self._head = self._choose_head(tokens)
 
     def _choose_way(self, tokens: Tensor, layout: Layout, ways: tuple[str, ...]) -> str:
         layout = layout.to(tokens.device)
@@ -300,7 +272,7 @@ class HFCausalLM(nn.Module):
         other[:, 0] = (tokens[:, 0] + 1) % (self.config.vocab_size or 1)
         for way in ways:
             try:
-                given = WAYS[way](self, layout, self.embedding_dtype, self._front)
+                given = WAYS[way](self, layout, self.embedding_dtype)
                 found = self._call(tokens, given, layout)[0]
                 apart = self._call(other, given, layout)[0]
             except Exception:  # a class that does not take such a mask: the next way

@@ -6,7 +6,6 @@
                 each kind of layer. Serves trees, and classes that know no positions, as MPT
     rows        a row for each document: right for every causal class, and the slowest
 
-Each takes `front`, the number of keys that every document has before its own (`prefix.py`).
 `HFCausalLM` tries them in this order and keeps the first that is exact.
 """
 
@@ -53,30 +52,30 @@ def mask_types(config: Any) -> dict[str, int | None] | int | None:
     return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
 
 
-def by_positions(asked: Asked, layout: Layout, dtype: torch.dtype, front: int) -> dict[str, Any]:
+def by_positions(asked: Asked, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     """Positions alone."""
-    if front or not asked.takes("position_ids"):
+    if not asked.takes("position_ids"):
         raise NotImplementedError("positions")
     return {"position_ids": layout.positions}
 
 
-def by_mask(asked: Asked, layout: Layout, dtype: torch.dtype, front: int) -> dict[str, Any]:
+def by_mask(asked: Asked, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     """An additive mask, and positions where the class takes them."""
     windows = asked.mask_types()
     seen = visible(layout)
     if isinstance(windows, dict):
         mask: Any = {
-            kind: _additive(seen, layout, window, dtype, front) for kind, window in windows.items()
+            kind: _additive(seen, layout, window, dtype) for kind, window in windows.items()
         }
     else:
-        mask = _additive(seen, layout, windows, dtype, front)
+        mask = _additive(seen, layout, windows, dtype)
     given = {"attention_mask": mask}
     if asked.takes("position_ids"):
-        given["position_ids"] = layout.positions + front
+        given["position_ids"] = layout.positions
     return given
 
 
-Way = Callable[[Any, Layout, torch.dtype, int], dict[str, Any]]
+Way = Callable[[Any, Layout, torch.dtype], dict[str, Any]]
 WAYS: dict[str, Way] = {"positions": by_positions, "mask": by_mask}
 
 
@@ -89,19 +88,11 @@ def visible(layout: Layout) -> Tensor:
     return seen if layout.ends is None else seen & (places[:, None] < layout.ends[:, None, :])
 
 
-def _additive(
-    seen: Tensor, layout: Layout, window: int | None, dtype: torch.dtype, front: int
-) -> Tensor:
-    """(B, 1, T, front + T): 0 where a token is seen, a window counted in positions.
-
-    The first `front` columns are what stands at positions 0, 1, … before every document.
-    """
-    seen = torch.cat([seen.new_ones(*seen.shape[:-1], front), seen], -1)
+def _additive(seen: Tensor, layout: Layout, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(B, 1, T, T): 0 where a token is seen, a window counted in positions."""
     if window is not None:
-        queries = layout.positions + front
-        before = torch.arange(front, device=queries.device).expand(len(queries), -1)
-        keys = torch.cat([before, queries], -1)
-        seen = seen & (queries[:, :, None] - keys[:, None, :] < window)
+        places = layout.positions
+        seen = seen & (places[:, :, None] - places[:, None, :] < window)
     hidden = max(HIDDEN, torch.finfo(dtype).min)
     zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return zeros.masked_fill_(~seen, hidden)[:, None]
