@@ -1,12 +1,14 @@
-"""Trying again what may pass: the one loop, and how long it waits.
+"""Calls that fail for a while, or hang: `retry` and `backoff` repeat them, `within` ends them.
 
 Stores, preparations, the gauntlet's endpoint and the loggers call `retry`, each with its own answer
-to an error: which of them pass, and what the user is told of the others.
+to an error: which of them pass, and what the user sees of the others. Whatever waits for a driver,
+a file system or a cluster's API goes through `within`, whose call has a thread of its own.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -58,3 +60,35 @@ def backoff(
     """
     doubled = first * 2 ** min(failures - 1, _MOST_DOUBLINGS)
     return min(longest, doubled) * _random.uniform(*jitter)
+
+
+Made = TypeVar("Made")
+
+
+class Late(RuntimeError):
+    """There was no answer in time."""
+
+
+def within(seconds: float, call: Callable[[], Made]) -> Made:
+    """What a call returns or raises; one that is late goes on until the process ends.
+
+    Raises:
+        Late: it took longer than `seconds`.
+    """
+    answers: list[Made] = []
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            answers.append(call())
+        except Exception as error:
+            failures.append(error)
+
+    working = threading.Thread(target=work, daemon=True)
+    working.start()
+    working.join(seconds)
+    if failures:
+        raise failures.pop()  # kept here it would keep all that its frames hold, such as sockets
+    if not answers:
+        raise Late(f"no answer within {seconds:.3g} s")
+    return answers[0]

@@ -36,7 +36,7 @@ LONG = (  # by the seconds of CPU that they take, from 45 to 10
     "tests/distributed/test_blocks.py",
     "tests/benchmarks/test_gpu_check.py",
     "tests/distributed/test_ranks.py",
-    "tests/resilience/test_sweep.py",
+    "tests/resilience/test_run_check.py",
     "tests/train/test_finetune_class.py",
     "tests/commands/test_finetune.py",
     "tests/train/test_adapter_runs.py",

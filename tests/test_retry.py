@@ -1,12 +1,14 @@
-"""The one loop that tries again."""
+"""Calls that are repeated, and calls that have a time limit."""
 
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 
-from llmfoundry.retry import backoff, retry
+from llmfoundry.retry import Late, backoff, retry, within
 
 
 def test_a_call_is_tried_until_it_succeeds_and_waits_in_between() -> None:
@@ -55,3 +57,14 @@ def test_waits_are_spread_and_move_no_seeded_draw() -> None:
     waits = [backoff(3, first=0.5) for _ in range(400)]
     assert random.random() == expected
     assert 0 <= min(waits) < 0.1 and 1.9 < max(waits) <= 2.0
+
+
+def test_a_call_that_hangs_is_given_up_on_and_one_that_fails_is_not() -> None:
+    never, began = threading.Event(), time.monotonic()
+    with pytest.raises(Late, match=r"no answer within 0\.1 s"):
+        within(0.1, never.wait)
+    assert time.monotonic() - began < 20
+    never.set()
+    assert within(60, lambda: "made") == "made"
+    with pytest.raises(ZeroDivisionError):
+        within(60, lambda: 1 / 0)

@@ -62,7 +62,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import SourceConfig
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.redaction import public
-from llmfoundry.resilience.check.paths import recipe_paths
+from llmfoundry.resilience.check.host import recipe_paths
 
 Rows = Iterator[tuple[str, str]]
 CPU = torch.device("cpu")

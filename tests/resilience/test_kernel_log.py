@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry.resilience.check import kernel_log
 from llmfoundry.resilience.check.findings import BAD, NOTICE
-from llmfoundry.resilience.check.probes import kernel_log
-from llmfoundry.resilience.check.xids import judge
+from llmfoundry.resilience.check.kernel_log import judge_log
 
 LINES = {  # by line: whether it is bad, a word of what it is, a word of what to do
     "NVRM: Xid (PCI:0000:c1:00): 79, pid=4067, name=python, GPU has fallen off the bus.": (
@@ -63,7 +63,7 @@ LINES = {  # by line: whether it is bad, a word of what it is, a word of what to
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_leads_to_its_action(line: str) -> None:
     level, why, action = LINES[line]
-    (found,) = judge([f"[Mon Apr  6 07:25:24 2026] {line}"], "n1")
+    (found,) = judge_log([f"[Mon Apr  6 07:25:24 2026] {line}"], "n1")
     assert found.level == level and why in found.why and action in found.action, found
     assert found.nodes == (("n1",) if level == BAD else ())
     assert "c1:00" in found.where or "PCI" not in line or "NVRM: GPU at" in line
@@ -79,14 +79,14 @@ def test_a_line_leads_to_its_action(line: str) -> None:
     ],
 )
 def test_other_lines_say_nothing(line: str) -> None:
-    assert judge([line], "n1") == []
+    assert judge_log([line], "n1") == []
 
 
 def test_repeats_are_counted_and_one_fault_is_told_once_for_each_gpu() -> None:
     xid = "NVRM: Xid (PCI:0000:{}:00): {}, pid=1, x"
     lines = [xid.format("c1", 31)] * 4 + [xid.format("c2", 31), xid.format("c2", 79)]
     lines.append("NVRM: GPU at PCI:0000:c2:00 has fallen off the bus.")
-    found = judge(lines, "n1")
+    found = judge_log(lines, "n1")
     assert [(f.where, f.why) for f in found] == [
         ("n1, GPU 0000:c1:00", "XID 31: memory page fault, 4 times"),
         ("n1, GPU 0000:c2:00", "XID 31: memory page fault"),
@@ -107,9 +107,9 @@ def test_lines_of_before_a_repair_do_not_count(tmp_path: Path) -> None:
     lines += [f"[   12.345678] {text} no date", f"2026-02-31T00:00:00 {text} no such day"]
     path = tmp_path / "kern.log"
     path.write_text("\n".join(lines) + "\n\xff\0")
-    kept, reason = kernel_log.read(str(path), hours=24)
+    kept, reason = kernel_log.read_log(str(path), hours=24)
     assert reason == "" and kept[:-1] == [lines[0], lines[2], *lines[4:]]
-    assert len(kernel_log.read(str(path), hours=31)[0]) == len(lines) + 1
+    assert len(kernel_log.read_log(str(path), hours=31)[0]) == len(lines) + 1
 
 
 @pytest.mark.parametrize("zone", ["UTC", "America/New_York"])
@@ -133,10 +133,10 @@ def test_dates_of_syslog_and_of_dmesg_are_read_too(
 def test_a_log_that_cannot_be_read_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kernel_log.read(str(tmp_path), hours=1)[1].endswith("Is a directory")
+    assert kernel_log.read_log(str(tmp_path), hours=1)[1].endswith("Is a directory")
     monkeypatch.setattr(kernel_log, "_KMSG", tmp_path / "none")
     monkeypatch.setattr(kernel_log, "_COMMANDS", (["false"], ["no-such-command"]))
-    lines, reason = kernel_log.read(None, hours=1)
+    lines, reason = kernel_log.read_log(None, hours=1)
     assert lines == [] and "No such file" in reason and "health_check.kernel_log" in reason
     monkeypatch.setattr(kernel_log, "_COMMANDS", (["echo", "NVRM: Xid (PCI:1): 79, x"],))
-    assert kernel_log.read(None, hours=1) == (["NVRM: Xid (PCI:1): 79, x"], "")
+    assert kernel_log.read_log(None, hours=1) == (["NVRM: Xid (PCI:1): 79, x"], "")

@@ -1,1 +1,1 @@
-"""Whether machines are sound: `probes` read and measure, the files beside it decide."""
+"""Whether machines are sound: what is read and measured, and what it means."""

@@ -1,17 +1,39 @@
-"""What a machine's readings mean: room and answers of paths, limits, clock, versions. Pure.
+"""A machine's paths, limits, shared memory, versions and clock: how they are read, what they mean.
 
-`probes/machine.py` reads them. The idea: what differs between the machines of one run is suspect by
-itself, whatever its value: another version, a folder that is there on all others.
+`run_check` calls `read_machine` and `try_path` on one process of each node and the `judge_`
+functions on rank 0; `recipe_paths` finds the paths by the type of their key. The idea: what differs
+between the machines of one run is suspect by itself, whatever its value: another version, a folder
+that is there on all others. A file system that hangs must not hang the check: each path has a time
+limit.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import platform
+import resource
+import shutil
 import statistics
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
+import torch
+
+from llmfoundry.errors import one_line
+from llmfoundry.files import sync
+from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.values.bounds import PATH, leaves
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
+from llmfoundry.retry import Late, within
 
 OPEN_FILES = 4096  # a store of 3,072 ranks, shards and loaders
 SHARED_MEMORY = 1 << 30  # NCCL and the loader's workers; Docker gives 64 MB
@@ -104,14 +126,14 @@ def judge_machines(machines: Mapping[str, MachineFacts]) -> list[Finding]:
     """Limits and shared memory of each node, and versions, which must be equal on all."""
     found = []
     for node, machine in machines.items():
-        problems = list(_limits(machine))
+        problems = list(_too_small_limits(machine))
         found += [Finding("host", NOTICE, node, why, action) for why, action in problems]
         if not problems:
             found.append(Finding("host", SOUND, node, "limits and shared memory suffice"))
-    return [*found, *_versions(machines)]
+    return [*found, *_differing_versions(machines)]
 
 
-def _limits(machine: MachineFacts) -> Iterator[tuple[str, str]]:
+def _too_small_limits(machine: MachineFacts) -> Iterator[tuple[str, str]]:
     files = machine.limits.get("open files")
     if files is not None and files < OPEN_FILES:
         yield (
@@ -132,7 +154,7 @@ def _limits(machine: MachineFacts) -> Iterator[tuple[str, str]]:
         yield f"{free} {SHARED_MEMORY >> 20} MiB", "docker --shm-size, an emptyDir of medium Memory"
 
 
-def _versions(machines: Mapping[str, MachineFacts]) -> Iterator[Finding]:
+def _differing_versions(machines: Mapping[str, MachineFacts]) -> Iterator[Finding]:
     """A finding for each node that differs from what most have."""
     if len(machines) < 2:
         return
@@ -172,3 +194,161 @@ def judge_clocks(skews: Mapping[str, float], *, most: float) -> list[Finding]:
         action = "start chrony or ntpd there"
         found.append(Finding("host", BAD, node, why + limit, action, nodes))
     return found
+
+
+BLOCK = 4096  # bytes written and read
+PACKAGES = (
+    *("llmfoundry-recipes", "torch", "numpy", "transformers", "tokenizers", "triton"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "flash-attn", "safetensors", "fsspec"),
+)
+_LIMITS = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK}
+_SHARED = Path("/dev/shm")
+
+
+def read_machine() -> MachineFacts:
+    """Limits, shared memory and versions."""
+    limits: dict[str, int | None] = {}
+    for name, number in _LIMITS.items():
+        soft = resource.getrlimit(number)[0]
+        limits[name] = None if soft == resource.RLIM_INFINITY else soft
+    if hasattr(resource, "RLIMIT_NPROC"):
+        soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        limits["processes"] = None if soft == resource.RLIM_INFINITY else soft
+    shared = shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None
+    return MachineFacts(limits, shared, _versions())
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "kernel": platform.release()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found["torch build"] = torch.__version__
+    if torch.cuda.is_available():
+        found["cuda"] = torch.version.cuda or f"HIP {torch.version.hip}"
+        version: Any = torch.cuda.nccl.version()
+        found["nccl"] = ".".join(map(str, version))
+        found["driver"] = _driver()
+    return found
+
+
+def _driver() -> str:
+    try:
+        text = Path("/sys/module/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    return text.strip()
+
+
+def try_path(named: NamedPath, *, patience: float) -> PathReading:
+    """Write 4 KB there and read them again, or only read, within `patience` seconds."""
+    try:
+        return within(patience, partial(_timed, named))
+    except Late as error:
+        return PathReading(**asdict(named), error=str(error))
+
+
+def _timed(named: NamedPath) -> PathReading:
+    path = Path(os.path.expanduser(named.path))
+    started = time.perf_counter()
+    facts: dict[str, Any] = asdict(named)
+    try:
+        folder = next(p for p in (path, *path.parents) if os.path.exists(p))
+        if named.is_written:
+            facts["free"], facts["free_names"] = _room(folder)
+            write_and_read(folder if folder.is_dir() else folder.parent)
+        elif folder != path:
+            return PathReading(**facts, is_missing=True)
+        else:
+            _read(path)
+    except (OSError, StopIteration) as error:
+        return PathReading(**facts, error=one_line(error))
+    return PathReading(**facts, seconds=time.perf_counter() - started)
+
+
+def _room(folder: Path) -> tuple[int, int | None]:
+    """Bytes that this user may still write, and files; some file systems do not count files."""
+    room = os.statvfs(folder)
+    return room.f_bavail * room.f_frsize, room.f_favail if room.f_files else None
+
+
+def write_and_read(folder: Path) -> None:
+    """4 KB of chance to a new file of `folder`, on the disk, read again, and gone.
+
+    Raises:
+        OSError: it could not be written, or is not what was written.
+    """
+    block, probe = os.urandom(BLOCK), folder / f".check-{uuid4().hex}"
+    try:
+        with probe.open("xb") as file:
+            file.write(block)
+        sync(probe)
+        if probe.read_bytes() != block:
+            raise OSError(errno.EIO, "what was read is not what was written")
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> None:
+    """The first 4 KB of a file, or of the first file that a folder has."""
+    if path.is_dir():
+        with os.scandir(path) as found:
+            first = next((entry for entry in found if entry.is_file()), None)
+        if first is None:
+            return
+        path = Path(first.path)
+    if path.is_file():  # a pipe would wait for its writer
+        with path.open("rb") as file:
+            file.read(BLOCK)
+
+
+WRITTEN = ("save_folder", "save_local_folder", "output", "cache_folder", "local")
+"""Last parts of the keys of which a run writes the value."""
+
+
+def recipe_paths(recipe: Any) -> list[NamedPath]:
+    """Paths of this machine, each once, in the recipe's order; URLs are a store's business."""
+    found: dict[str, NamedPath] = {}
+    for key, value in _named("", recipe):
+        path = value.removeprefix("file://")
+        if not path.strip() or "://" in path or path.startswith(("hf:", "chat:")):
+            continue
+        is_written = key.rpartition(".")[2] in WRITTEN
+        known = found.get(path)
+        if known is None or (is_written and not known.is_written):
+            found[path] = NamedPath(key, _located(path), is_written)
+    return list(found.values())
+
+
+def _named(key: str, section: Any) -> Iterator[tuple[str, str]]:
+    """The values of keys that are paths, by dotted key."""
+    for name, field in Schema.of(section.__class__).keys.items():
+        value = getattr(section, field.field)
+        if hasattr(value, "__dataclass_fields__"):
+            yield from _named(f"{key}{name}.", value)
+        elif PATH in field.rules:
+            for dotted, leaf in leaves(name, value):
+                if isinstance(leaf, str):
+                    yield key + dotted, leaf
+        elif field.item is not None and value:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for label, item in items:
+                if hasattr(item, "__dataclass_fields__"):
+                    part = f"{name}.{label}" if isinstance(value, dict) else f"{name}[{label}]"
+                    yield from _named(f"{key}{part}.", item)
+
+
+def _located(path: str) -> str:
+    """As written where it is there from the working folder, else where a shipped file lies.
+
+    A pattern, `texts/**/*.txt`, stands for the folder that it begins at.
+    """
+    before = Path(path)
+    while any(sign in str(before) for sign in "*?[") and before != before.parent:
+        before = before.parent
+    expanded = before.expanduser()
+    if not before.is_absolute() and not expanded.exists() and (ROOT / before).exists():
+        return str(ROOT / before)
+    return str(before)

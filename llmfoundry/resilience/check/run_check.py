@@ -25,21 +25,21 @@ from llmfoundry.loggers.environment import processor
 from llmfoundry.ops.torch_private import default_store
 from llmfoundry.recipe.data import n_bytes
 from llmfoundry.recipe.health_check import HealthCheckConfig
-from llmfoundry.resilience.check import gpus, host, xids
+from llmfoundry.resilience.check import host, kernel_log, links, nvml
 from llmfoundry.resilience.check.findings import BAD, UNCHECKED, Finding, Report, ordered
-from llmfoundry.resilience.check.link_findings import Pair, disjoint, tournament
-from llmfoundry.resilience.check.probes import kernel_log, links, machine, nvml
-from llmfoundry.resilience.check.probes.burn import Multiply, burn
-from llmfoundry.resilience.check.probes.time_limit import Late, within
+from llmfoundry.resilience.check.links import Pair, disjoint, tournament
 from llmfoundry.resilience.check.process_board import Board
-from llmfoundry.resilience.check.speed_findings import (
+from llmfoundry.resilience.check.speeds import (
     Device,
+    Multiply,
     PairRates,
     Speed,
+    burn,
     judge_pairs,
     judge_speeds,
     slow_devices,
 )
+from llmfoundry.retry import Late, within
 
 Made = TypeVar("Made")
 _GPU_PAYLOADS, _CPU_PAYLOADS = ("64kb", "64mb", "1gb"), ("4kb", "256kb", "4mb")
@@ -54,7 +54,7 @@ class Tools:
 
     multiply: Multiply = torch.matmul
     all_reduce: links.AllReduce = links.all_reduce
-    read_gpus: Callable[[], tuple[list[gpus.GpuReading], str]] = nvml.read
+    read_gpus: Callable[[], tuple[list[nvml.GpuReading], str]] = nvml.read_gpus
     now: Callable[[], float] = time.time
 
 
@@ -179,7 +179,7 @@ class _Sweep:
                 facts |= {"index": reading.index, "has_nvlink": linked, "numa": _numa(reading.pci)}
         return facts
 
-    def _gpus(self) -> tuple[list[gpus.GpuReading], str, bool]:
+    def _gpus(self) -> tuple[list[nvml.GpuReading], str, bool]:
         """Of this machine, else why there are none, and whether that is because NVML hangs."""
         try:
             return *within(self.settings.timeout, self.tools.read_gpus), False
@@ -201,16 +201,16 @@ class _Sweep:
             readings = [_reading(raw) for raw in value["gpus"]]
             if value["nvml_hangs"]:
                 why = value["no_gpus"]
-                self.findings.append(Finding("gpus", BAD, node, why, xids.REBOOT, (node,)))
+                self.findings.append(Finding("gpus", BAD, node, why, kernel_log.REBOOT, (node,)))
             elif value["no_gpus"]:
                 self._unchecked("gpus", node, value["no_gpus"])
             if value["no_log"]:
                 self._unchecked("kernel log", node, value["no_log"])
             else:
-                self.findings += xids.judge(value["log"], node)
-            self.findings += gpus.judge(readings, node)
+                self.findings += kernel_log.judge_log(value["log"], node)
+            self.findings += nvml.judge_gpus(readings, node)
         counts = {n: len(v["gpus"]) for n, v in by_node.items() if not v["nvml_hangs"]}
-        self.findings += gpus.judge_counts(counts)
+        self.findings += nvml.judge_gpu_counts(counts)
         answers = {n: [host.PathReading(**p) for p in v["paths"]] for n, v in by_node.items()}
         least = n_bytes(self.settings.min_free_disk)
         self.findings += host.judge_paths(answers, least_free=least)
@@ -222,12 +222,12 @@ class _Sweep:
     def _read_machine(self) -> dict[str, Any]:
         """What this node's leader finds, as JSON knows it."""
         readings, no_gpus, nvml_hangs = self._gpus()
-        lines, no_log = kernel_log.read(
+        lines, no_log = kernel_log.read_log(
             self.settings.kernel_log, hours=self.settings.kernel_log_hours
         )
-        known = [line for line in lines if any(True for _ in xids.events([line]))]
+        known = [line for line in lines if any(True for _ in kernel_log.log_events([line]))]
         patience = self.settings.timeout / max(1, len(self.paths))
-        answers = [asdict(machine.try_path(path, patience=patience)) for path in self.paths]
+        answers = [asdict(host.try_path(path, patience=patience)) for path in self.paths]
         return {
             "gpus": [asdict(reading) for reading in readings],
             "no_gpus": no_gpus,
@@ -235,7 +235,7 @@ class _Sweep:
             "log": known,
             "no_log": no_log,
             "paths": answers,
-            "machine": asdict(machine.read()),
+            "machine": asdict(host.read_machine()),
         }
 
     def _ticks(self) -> float:
@@ -367,14 +367,14 @@ def _pairs(rates: Mapping[int, Mapping[Pair, float]]) -> set[Pair]:
     return {pair for own in rates.values() for pair in own}
 
 
-def _reading(raw: Mapping[str, Any]) -> gpus.GpuReading:
+def _reading(raw: Mapping[str, Any]) -> nvml.GpuReading:
     """A reading that came as JSON."""
     found = dict(raw)
     if found["processes"] is not None:
-        found["processes"] = tuple(gpus.Process(**process) for process in found["processes"])
+        found["processes"] = tuple(nvml.GpuProcess(**process) for process in found["processes"])
     if found["links_down"] is not None:
         found["links_down"] = tuple(found["links_down"])
-    return gpus.GpuReading(**found)
+    return nvml.GpuReading(**found)
 
 
 def _numa(pci: str) -> int | None:

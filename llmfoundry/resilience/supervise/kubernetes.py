@@ -23,8 +23,8 @@ from urllib.parse import quote
 
 from llmfoundry.files import parse_json
 from llmfoundry.redaction import public
-from llmfoundry.resilience.check.probes.time_limit import Late, within
 from llmfoundry.resilience.supervise.request import send
+from llmfoundry.retry import Late, within
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds its service account: token (which is renewed), ca.crt, namespace."""

@@ -15,8 +15,8 @@ from llmfoundry.events import names_in
 from llmfoundry.exit_status import BAD_MACHINE
 from llmfoundry.files import read_json
 from llmfoundry.recipe.resilience.supervise import EXCLUDE, NODES
-from llmfoundry.resilience.check.probes import kernel_log
-from llmfoundry.resilience.check.xids import events
+from llmfoundry.resilience.check import kernel_log
+from llmfoundry.resilience.check.kernel_log import log_events
 from llmfoundry.resilience.supervise import kubernetes, slurm
 from llmfoundry.resilience.supervise.record import say
 
@@ -34,8 +34,8 @@ def kernel_events(
         seconds: how far back; counted, not the difference of two times of a clock that is set.
         start: bytes of the file of that path to pass over.
     """
-    lines, _ = kernel_log.read(path, hours=max(1.0, seconds) / 3600, start=start)
-    return [(node, f"{e.code} {e.why}".strip(), e.is_bad) for e in events(lines)]
+    lines, _ = kernel_log.read_log(path, hours=max(1.0, seconds) / 3600, start=start)
+    return [(node, f"{e.code} {e.why}".strip(), e.is_bad) for e in log_events(lines)]
 
 
 def check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:

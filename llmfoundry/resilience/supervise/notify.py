@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from llmfoundry.recipe.resilience.supervise import WEBHOOK_FORMS
 from llmfoundry.redaction import public, public_texts
-from llmfoundry.resilience.check.probes.time_limit import Late, within
 from llmfoundry.resilience.supervise.request import send
+from llmfoundry.retry import Late, within
 
 _PATIENCE = 25.0  # seconds
 

@@ -42,7 +42,7 @@ from llmfoundry.heartbeat import memory
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.resilience.supervise import EXCLUDE, SuperviseConfig
 from llmfoundry.redaction import public_override
-from llmfoundry.resilience.check.probes import kernel_log
+from llmfoundry.resilience.check import kernel_log
 from llmfoundry.resilience.supervise import machines, slurm, slurm_requeue
 from llmfoundry.resilience.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.resilience.supervise.causes import KINDS, Cause, Evidence, find_cause
@@ -272,7 +272,7 @@ class Supervisor:
         self._exporter.update(state="starting", attempts=number, checkpoint=self._newest)
         known = len(list(read_events(self.folder)))
         start = self._tell("start", f"attempt {number}", "start", attempt=number, command=words)
-        logged = kernel_log.size(self.kernel_log)
+        logged = kernel_log.log_size(self.kernel_log)
         running = RunningAttempt(
             command,
             beats=beats,

@@ -11,8 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry.resilience.check.gpus import SLOWED, WARM
-from llmfoundry.resilience.check.probes.nvml import opened
+from llmfoundry.resilience.check.nvml import SLOWED, WARM, open_nvml
 
 SECONDS = 5.0  # between two readings
 _SLOW = sum(SLOWED) | sum(WARM)
@@ -50,7 +49,7 @@ class GpuReader:
         self._state, self._lock, self._closed = GpuState(), threading.Lock(), threading.Event()
         self._was_lost = False
         self._thread = threading.Thread(target=self._run, name="gpu reader", daemon=True)
-        self._nvml, self.problem = opened()
+        self._nvml, self.problem = open_nvml()
         if self.problem:
             return
         try:

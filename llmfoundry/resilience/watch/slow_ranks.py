@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from llmfoundry.recipe.resilience.watch import WatchConfig
-from llmfoundry.resilience.check.gpus import SLOWED, WARM
+from llmfoundry.resilience.check.kernel_log import NVLINK_5, TAKE_OUT, WATCH, XIDS
+from llmfoundry.resilience.check.nvml import SLOWED, WARM
 from llmfoundry.resilience.check.outliers import too_small, usual_limit
-from llmfoundry.resilience.check.xids import NVLINK_5, TAKE_OUT, WATCH, XIDS
 
 KEPT = 20  # earlier rounds
 LEAST = 5  # of them, until the run is compared with itself

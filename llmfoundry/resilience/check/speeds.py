@@ -1,19 +1,32 @@
-"""What measured speeds mean: findings from burns and from pairs. Pure.
+"""What each device computes and copies, and which devices are wrong or slow.
 
-`sweep` calls it twice: first for whom to measure again, then for the verdict. The idea: nobody is
+All processes call `burn`, rank 0 calls `slow_devices` (whom to measure again) and `judge_speeds`.
+The idea: the same product of the same numbers on the same device is the same to the last bit
+(cuBLAS promises it for one stream), so a repeat that differs is silent corruption; and no device is
 called slow for one measurement, because a false alarm takes a sound machine out of service.
+
+Floors are generous and find what is broken; what is merely slow is found by comparison with the
+others. Peaks of products are `models.counts.PEAK_FLOPS`, which the training loop's MFU uses too.
 """
 
 from __future__ import annotations
 
+import hashlib
+import statistics
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from llmfoundry.models.counts import PEAK_FLOPS, known_device
+from llmfoundry.ops.cpu_features import HAS_BF16
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, Finding
-from llmfoundry.resilience.check.hardware import LIMITS, NVLINK_KIND, floors, pair_floor
-from llmfoundry.resilience.check.link_findings import (
+from llmfoundry.resilience.check.kernel_log import REPLACE
+from llmfoundry.resilience.check.links import (
     LEAST_PAIRS,
     Blame,
     Pair,
@@ -23,7 +36,176 @@ from llmfoundry.resilience.check.link_findings import (
     slow_pairs,
 )
 from llmfoundry.resilience.check.outliers import too_small
-from llmfoundry.resilience.check.xids import REPLACE
+
+GPU_SIZE, CPU_SIZE = 8192, 512  # rows and columns, multiples of 128
+GPU_BYTES, CPU_BYTES = 1 << 30, 32 << 20  # copied at a time
+WARM_UP = 0.2  # of the time: clocks rise first, and caches fill
+LEAST = 5  # slices, however short the time: the median of fewer is one busy moment
+
+
+@dataclass(frozen=True)
+class Burn:
+    """What was measured.
+
+    Attributes:
+        tflops: the median over slices, in 1e12 floating-point operations a second.
+        slices: how many were measured.
+        mismatches: products that differed from the first one of the same numbers.
+        digest: of that first product; the same on every GPU of one kind.
+        copy_gb_s: bytes read and written a second when memory is copied, in 1e9.
+        dtype: of the products.
+    """
+
+    tflops: float
+    slices: int
+    mismatches: int
+    digest: str
+    copy_gb_s: float
+    dtype: str
+
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+def burn(device: torch.device, seconds: float, *, multiply: Multiply = torch.matmul) -> Burn:
+    """Multiply for `seconds`, then copy for a fifth of that.
+
+    Raises:
+        RuntimeError: the device failed.
+    """
+    is_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if is_gpu or HAS_BF16 else torch.float32
+    n = GPU_SIZE if is_gpu else CPU_SIZE
+    a, b = (_numbers(n, seed, dtype).to(device) for seed in (1, 2))
+    first = multiply(a, b)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+
+    def product() -> None:
+        wrong.add_((multiply(a, b) != first).any())
+
+    per_slice = 10 if is_gpu else 1
+    spans = _spans(product, device, seconds, times=per_slice)
+    digest = hashlib.sha256(first.float().cpu().numpy().tobytes()).hexdigest()[:16]
+    return Burn(
+        tflops=2 * n**3 / statistics.median(spans) / 1e12,
+        slices=len(spans),
+        mismatches=int(wrong),
+        digest=digest,
+        copy_gb_s=_copies(device, seconds / 5),
+        dtype=str(dtype)[6:],
+    )
+
+
+def _numbers(n: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """The same on every machine: made on the CPU."""
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(n, n, generator=made).to(dtype)
+
+
+def _copies(device: torch.device, seconds: float) -> float:
+    size = GPU_BYTES if device.type == "cuda" else CPU_BYTES
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    spans = _spans(lambda: target.copy_(source), device, seconds, times=4)
+    return 2 * size / statistics.median(spans) / 1e9
+
+
+def _spans(
+    step: Callable[[], object], device: torch.device, seconds: float, *, times: int
+) -> list[float]:
+    """Seconds of a step, the mean of each slice of `times`; slices of the warm-up are left out."""
+    spans: list[float] = []
+    started = time.perf_counter()
+    while True:
+        at = time.perf_counter() - started
+        if at > seconds and len(spans) >= LEAST:
+            return spans
+        begun = time.perf_counter()
+        for _ in range(times):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if at >= WARM_UP * seconds:
+            spans.append((time.perf_counter() - begun) / times)
+
+
+COPY_GB_S = {  # memory bandwidth in GB/s by the makers' data sheets; of several sizes the least
+    "GB200": 8000.0,
+    "B200": 7700.0,
+    "GH200": 4000.0,
+    "H200": 4800.0,
+    "H200 NVL": 4800.0,
+    "H100": 3350.0,
+    "H100 NVL": 3900.0,
+    "H100 PCIe": 2000.0,
+    "A100": 1555.0,
+    "L40S": 864.0,
+    "L40": 864.0,
+    "L4": 300.0,
+    "A10": 600.0,
+    "A10G": 600.0,
+    "V100": 900.0,
+    "V100 PCIE": 900.0,
+    "T4": 320.0,
+    "RTX 5090": 1792.0,
+    "RTX 4090": 1008.0,
+    "RTX 3090": 936.0,
+    "MI325X": 6000.0,
+    "MI300X": 5300.0,
+    "MI250X": 1638.0,  # of one of its two dies
+}
+NVLINK_GB_S = {  # one direction of one GPU, through NVSwitch
+    "GB200": 900.0,
+    "B200": 900.0,
+    "GH200": 450.0,
+    "H200": 450.0,
+    "H100": 450.0,
+    "A100": 300.0,
+}
+PRODUCTS, COPIES, NVLINK = 0.5, 0.6, 0.5  # of the tables: the floors
+NVLINK_KIND = "NVLink"  # as `measured.link_kind` calls it
+
+
+@dataclass(frozen=True)
+class HardwareLimits:
+    """How much like devices may differ, as shares of the median.
+
+    Attributes:
+        products: by which a slow device's products must be slower to matter.
+        copies: the same of copies in memory.
+        pairs: the same of a pair's bus bandwidth.
+        spread: standard deviation between devices that is taken for granted.
+        pair_spread: the same between pairs.
+    """
+
+    products: float
+    copies: float
+    pairs: float
+    spread: float
+    pair_spread: float
+
+
+# GPUs of one model differ by 1 to 2 % in products under a power limit (Sinha et al., SC 2022, and
+# single ones by far more). A CPU's processes share cores and caches: measured in tests/resilience.
+LIMITS = {
+    "cuda": HardwareLimits(products=0.08, copies=0.05, pairs=0.2, spread=0.01, pair_spread=0.03),
+    "cpu": HardwareLimits(products=0.6, copies=0.7, pairs=0.9, spread=0.2, pair_spread=0.3),
+}
+
+
+def floors(device_name: str) -> tuple[float | None, float | None]:
+    """Least TFLOP/s of bf16 products, and GB/s of copies; None where the device is not known."""
+    known = known_device(device_name)
+    if known is None:
+        return None, None
+    return PRODUCTS * PEAK_FLOPS[known] / 1e12, COPIES * COPY_GB_S[known]
+
+
+def pair_floor(device_name: str) -> float | None:
+    """Least bus bandwidth in GB/s of an all-reduce of a large payload over NVLink."""
+    speed = NVLINK_GB_S.get(known_device(device_name) or "")
+    return None if speed is None else NVLINK * speed
+
 
 BETWEEN_NODES = "between nodes"  # a kind of link
 AGREE = 3  # devices whose results are the same make another's wrong

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from llmfoundry.distributed.launch import World
 from llmfoundry.recipe.health_check import HealthCheckConfig
+from llmfoundry.resilience.check import links
 from llmfoundry.resilience.check.findings import BAD, Finding, Report
 from llmfoundry.resilience.check.host import NamedPath
-from llmfoundry.resilience.check.link_findings import Pair
-from llmfoundry.resilience.check.probes import links
-from llmfoundry.resilience.check.probes.time_limit import Late
+from llmfoundry.resilience.check.links import Pair
 from llmfoundry.resilience.check.run_check import Tools, sweep
+from llmfoundry.retry import Late
 from tests.tiny import ENV, command
 from tests.warm_scripts import on_ranks
 
@@ -220,7 +220,7 @@ def test_a_delay_in_one_rank_names_its_device_and_node(found: Path) -> None:
     assert one.where == "n1, rank 3" and one.nodes == ("n1",) and "all 6 pairs" in one.why
 
 
-@pytest.mark.slow  # tests/resilience/test_pairs.py has it of tables of times
+@pytest.mark.slow  # tests/resilience/test_links.py has it of tables of times
 def test_a_delay_between_halves_names_the_switch_and_no_node(found_later: Path) -> None:
     (one,) = bad(found_later, "halves")
     assert one.where == "n0, rank 0, n0, rank 1, n1, rank 2, n1, rank 3" and one.nodes == ()

@@ -7,8 +7,16 @@ from html.parser import HTMLParser
 from itertools import combinations
 
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, Finding, Report, bad_nodes
-from llmfoundry.resilience.check.page import LEVELS, page_of, pair_map, shade
-from llmfoundry.resilience.check.report import as_json, collected, lines, summary
+from llmfoundry.resilience.check.report import (
+    SHADES,
+    as_json,
+    collected,
+    pair_map,
+    report_lines,
+    report_page,
+    shade,
+    summary,
+)
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -49,7 +57,7 @@ class Reader(HTMLParser):
 
 
 def test_the_page_loads_nothing_runs_nothing_and_says_who() -> None:
-    html = page_of(a_report())
+    html = report_page(a_report())
     reader = Reader()
     reader.feed(html)
     assert reader.loads == [] and "script" not in reader.tags and "@import" not in html
@@ -71,7 +79,7 @@ def test_a_cell_of_the_map_is_where_its_pair_is_and_as_dark_as_it_is_slow() -> N
     dark = re.findall(r'<path fill="var\(--(s1|bad)\)" fill-opacity="([\d.]+)" d="([^"]*)"', html)
     shown = {name: (float(opacity), path.count("M")) for name, opacity, path in dark}
     assert shown == {"bad": (1.0, 2), "s1": (1.0, 10)}, "one silent pair, five slow ones, twice"
-    assert [shade(rate, 40.0) for rate in (44, 40, 25, 10, 1)] == [0, 0, 3, LEVELS, LEVELS]
+    assert [shade(rate, 40.0) for rate in (44, 40, 25, 10, 1)] == [0, 0, 3, SHADES, SHADES]
 
 
 def test_many_units_make_a_small_page() -> None:
@@ -88,7 +96,7 @@ def test_programs_read_the_level_and_whom_to_exclude() -> None:
 
 
 def test_the_table_has_the_worst_first_and_no_thousand_sound_lines() -> None:
-    shown = [*lines(a_report(), None)]
+    shown = [*report_lines(a_report(), None)]
     assert shown[1].startswith("bad") and shown[3].startswith("notice")
     assert sum(line.startswith("sound") for line in shown) == 4 and "3 more" in "\n".join(shown)
     assert shown[-1] == "bad: 2 of what was looked at on 6 nodes; to take out: n3"

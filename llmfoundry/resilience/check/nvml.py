@@ -1,18 +1,27 @@
-"""What NVML's readings of a GPU mean: one rule a function, pure.
+"""Each GPU of this machine by NVML, NVIDIA's management library, and what its readings mean.
 
-`probes/nvml.py` fills a `GpuReading`; the limits and their sources are beside each rule. The idea:
-the driver's own verdict (recovery action) comes first, and what a driver is too old to tell is None
-and is told as not checked, never taken for sound.
+`run_check` calls `read_gpus` on one process of a node and `judge_gpus` on rank 0; `watch` uses
+`open_nvml` and the masks. nvidia-ml-py is ctypes alone and loads the driver's `libnvidia-ml.so.1`:
+no CUDA is touched. The idea: each value is read by itself, as an older driver lacks some and a GPU
+that has fallen off the bus answers none; the driver's own verdict (recovery action) comes first,
+and what cannot be read is None and reported as not checked, never as sound.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, TypeVar
+
+import psutil
 
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
-from llmfoundry.resilience.check.xids import FABRIC, REBOOT, REPLACE, RESET
+from llmfoundry.resilience.check.kernel_log import FABRIC, REBOOT, REPLACE, RESET
 
 RECOVERY = {  # nvmlDeviceGetFieldValues 230, of drivers from 570 on
     1: ("GPU reset", RESET),
@@ -29,7 +38,7 @@ LEFT_OVER = 512 << 20  # bytes; NVRx waits for less than that before it starts a
 
 
 @dataclass(frozen=True)
-class Process:
+class GpuProcess:
     """A program on a GPU: id, name ("" where it is of another container), bytes that it holds."""
 
     pid: int
@@ -83,7 +92,7 @@ class GpuReading:
     pcie_width_most: int | None = None
     clocks_event_reasons: int | None = None
     fabric: str | None = None
-    processes: tuple[Process, ...] | None = field(default=None)
+    processes: tuple[GpuProcess, ...] | None = field(default=None)
     temperature: int | None = None
     power: float | None = None
 
@@ -91,7 +100,7 @@ class GpuReading:
 Answer = tuple[str, str, str]  # level, why, action
 
 
-def judge(readings: Sequence[GpuReading], node: str) -> list[Finding]:
+def judge_gpus(readings: Sequence[GpuReading], node: str) -> list[Finding]:
     """Every rule on every GPU of a machine; a GPU without a problem is one finding that says so."""
     found, links = [], links_missing(readings)
     for reading in readings:
@@ -109,7 +118,7 @@ def judge(readings: Sequence[GpuReading], node: str) -> list[Finding]:
     return found
 
 
-def judge_counts(counts: Mapping[str, int]) -> list[Finding]:
+def judge_gpu_counts(counts: Mapping[str, int]) -> list[Finding]:
     """Machines with fewer GPUs than most have; `counts` is of each node's."""
     usual, often = Counter(counts.values()).most_common(1)[0] if counts else (0, 0)
     if often <= len(counts) / 2:
@@ -232,3 +241,155 @@ def _summary(gpu: GpuReading) -> str:
     if gpu.power is not None:
         parts.append(f"{gpu.power:.0f} W")
     return ", ".join(parts)
+
+
+Value = TypeVar("Value")
+
+DBE_VOLATILE, PAGES_PENDING, RECOVERY_ACTION = 4, 31, 230  # numbers of nvmlDeviceGetFieldValues
+NVLINK_REPLAYS, NVLINK_RECOVERIES = 52, 59  # totals over the links
+LOST = 15
+_COMPLETED = 3  # nvmlGpuFabricState_t
+_FABRIC = {1: "not started", 2: "in progress"}
+
+
+def open_nvml() -> tuple[Any, str]:
+    """The module that asks the driver, and "", or why it cannot be asked."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None, "nvidia-ml-py is not installed; write: pip install nvidia-ml-py"
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return nvml, f"NVML: {error}"
+    return nvml, ""
+
+
+def read_gpus() -> tuple[list[GpuReading], str]:
+    """Every GPU that the driver knows, and "", or none and why not."""
+    nvml, problem = open_nvml()
+    if problem:
+        return [], problem
+    try:
+        count = nvml.nvmlDeviceGetCount()
+        return [_read(nvml, index) for index in range(count)], "" if count else "NVML knows no GPU"
+    except nvml.NVMLError as error:
+        return [], f"NVML: {error}"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read(nvml: Any, index: int) -> GpuReading:
+    """All that a GPU tells."""
+    try:
+        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+        _field(nvml, gpu, DBE_VOLATILE)
+    except nvml.NVMLError as error:
+        return GpuReading(index, lost=str(error))
+
+    def ask(call: Callable[[], Value]) -> Value | None:
+        try:
+            return call()
+        except (nvml.NVMLError, AttributeError) as error:  # a pynvml without that function
+            if getattr(error, "value", None) == LOST:
+                raise
+            return None
+
+    try:
+        rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
+        up, down = _links(nvml, gpu, ask)
+        pages = _field(nvml, gpu, PAGES_PENDING)
+        return GpuReading(
+            index,
+            name=ask(lambda: nvml.nvmlDeviceGetName(gpu)) or "",
+            uuid=ask(lambda: nvml.nvmlDeviceGetUUID(gpu)) or "",
+            pci=_pci(ask(lambda: nvml.nvmlDeviceGetPciInfo(gpu))),
+            recovery_action=_field(nvml, gpu, RECOVERY_ACTION),
+            remap_pending=None if rows is None else bool(rows[2]),
+            remap_failed=None if rows is None else bool(rows[3]),
+            remapped_uncorrectable=None if rows is None else rows[1],
+            pages_pending=None if pages is None else bool(pages),
+            uncorrectable=_field(nvml, gpu, DBE_VOLATILE),
+            links_down=down,
+            links_up=up,
+            link_errors=_link_errors(nvml, gpu),
+            pcie_width=ask(lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)),
+            pcie_width_most=ask(lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)),
+            clocks_event_reasons=ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)),
+            fabric=ask(lambda: _fabric(nvml, gpu)),
+            processes=_processes(ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(gpu))),
+            temperature=ask(lambda: nvml.nvmlDeviceGetTemperature(gpu, 0)),
+            power=ask(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+        )
+    except nvml.NVMLError as error:
+        return GpuReading(index, lost=str(error))
+
+
+def _field(nvml: Any, gpu: Any, number: int) -> int | None:
+    """One of the driver's numbered values; None where it has it not.
+
+    Raises:
+        NVMLError: the GPU is lost.
+    """
+    try:
+        (value,) = nvml.nvmlDeviceGetFieldValues(gpu, [number])
+    except nvml.NVMLError as error:
+        if error.value == LOST:
+            raise
+        return None
+    if value.nvmlReturn == LOST:
+        raise nvml.NVMLError(LOST)
+    if value.nvmlReturn:
+        return None
+    kinds = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal"}
+    return int(getattr(value.value, kinds.get(value.valueType, "ullVal")))
+
+
+def _links(
+    nvml: Any, gpu: Any, ask: Callable[[Callable[[], Any]], Any]
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """How many NVLinks are up, and the numbers of those that are not; a GPU without any has 0."""
+    most = getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)
+    states = [ask(partial(nvml.nvmlDeviceGetNvLinkState, gpu, number)) for number in range(most)]
+    down = tuple(n for n, state in enumerate(states) if state == 0)
+    return sum(state == 1 for state in states), down
+
+
+def _link_errors(nvml: Any, gpu: Any) -> int | None:
+    counts = [_field(nvml, gpu, number) for number in (NVLINK_REPLAYS, NVLINK_RECOVERIES)]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _fabric(nvml: Any, gpu: Any) -> str:
+    """What keeps the GPU out of the NVSwitch fabric; "" where nothing does, or there is none."""
+    info = nvml.c_nvmlGpuFabricInfo_t()
+    nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info))
+    if info.state == _COMPLETED and info.status:
+        return f"registration failed with status {info.status}"
+    return _FABRIC.get(info.state, "")
+
+
+def _pci(info: Any) -> str:
+    """`0000:c1:00`, as the kernel log writes it."""
+    return "" if info is None else f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}"
+
+
+def _processes(found: list[Any] | None) -> tuple[GpuProcess, ...] | None:
+    """Programs that neither are this one nor were started by, or beside, it."""
+    if found is None:
+        return None
+    ours = {os.getpid()}
+    if "RANK" in os.environ:  # the others have the same launcher
+        ours.add(os.getppid())
+    others = []
+    for process in found:
+        try:
+            program = psutil.Process(process.pid)
+            family = {process.pid, *(parent.pid for parent in program.parents())}
+            name = program.name()
+        except psutil.Error:
+            family, name = set(), ""
+        if not ours & family:
+            others.append(GpuProcess(process.pid, name, process.usedGpuMemory or 0))
+    return tuple(others)

@@ -1,20 +1,147 @@
-"""What a line of the kernel's log says of GPUs, NVSwitches and the machine, and what to do.
+"""The kernel's log: its recent lines, and what they mean for GPUs, NVSwitches and the machine.
+
+`run_check` and `supervise/machines.py` call `read_log`, `log_events` and `judge_log`. Lines come
+from a file that the recipe names, else /dev/kmsg, `dmesg` or `journalctl`; lines older than some
+hours are left out, as an error from before a repair is no reason to take a machine out.
 
 XIDs are errors that NVIDIA's driver writes to the kernel log:
 `NVRM: Xid (PCI:0000:c1:00): 79, pid=4067, name=python, GPU has fallen off the bus.` The table has
 NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors), whose immediate resolutions GPUd's table
-repeats; codes from 162 on, for which it has none, are as GPUd acts on them.
-The idea: the number decides, except where the text says more: 154 is the driver's own verdict, and
-an NVLink 5 error that calls itself non-fatal (more than half of NVIDIA's rules) needs nothing.
+repeats; codes from 162 on, for which it has none, are as GPUd acts on them. The number decides,
+except where the text has more: 154 is the driver's own verdict, and an NVLink 5 error called
+non-fatal (more than half of NVIDIA's rules) needs nothing.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 
 from llmfoundry.resilience.check.findings import BAD, NOTICE, Finding
+
+_KMSG = Path("/dev/kmsg")
+_COMMANDS = (
+    ["dmesg", "--time-format", "iso", "--nopager"],
+    ["journalctl", "--dmesg", "--output", "short-iso", "--no-pager", "--quiet"],
+)
+_ISO = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*([+-]\d\d:?\d\d|Z)?")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_TRADITIONAL = re.compile(  # syslog's, which has no year, and that of dmesg -T
+    rf"\[?(?:[A-Z][a-z]{{2}} )?({'|'.join(_MONTHS)}) +(\d{{1,2}}) (\d\d:\d\d:\d\d)(?: (\d{{4}})\])?"
+)
+_DAY = 86_400
+PATIENCE = 20  # seconds, of each of these commands
+
+
+def read_log(path: str | None, *, hours: float, start: int | None = None) -> tuple[list[str], str]:
+    """Lines that are not older than `hours`, and "" or why there are none to be had.
+
+    Args:
+        path: a file; None: the kernel's own.
+        hours: which may be a part of one.
+        start: of a file, whatever the dates in it, all that is behind so many bytes; if it has
+            fewer, another one has taken its place, and all of it.
+    """
+    if path is not None:
+        try:
+            data = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            return [], f"health_check.kernel_log: {path}: {error.strerror}"
+        behind = data if start is None or start > len(data) else data[start:]
+        lines = behind.decode("utf-8", errors="replace").splitlines()
+        return lines if start is not None else list(recent(lines, hours=hours)), ""
+    try:
+        return list(_from_kernel(hours)), ""
+    except OSError as error:
+        reason = f"{_KMSG}: {error.strerror}"
+    for command in _COMMANDS:
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        lines = done.stdout.decode(errors="replace").splitlines()
+        if lines:
+            return list(recent(lines, hours=hours)), ""
+    return (
+        [],
+        f"the kernel's log may not be read here ({reason}); name a file: health_check.kernel_log",
+    )
+
+
+def log_size(path: str | None) -> int:
+    """Bytes of a file; 0: there is none."""
+    try:
+        return 0 if path is None else Path(path).expanduser().stat().st_size
+    except OSError:
+        return 0
+
+
+def recent(lines: Iterable[str], *, hours: float, now: float | None = None) -> Iterator[str]:
+    """Lines with a date of the last `hours`, and those without a date."""
+    now = time.time() if now is None else now
+    for line in lines:
+        if match := _ISO.search(line[:60]):
+            written = _seconds(match)
+        elif match := _TRADITIONAL.match(line):
+            written = _latest(match, now)
+        else:
+            written = now
+        if written >= now - 3600 * hours:
+            yield line
+
+
+def _latest(match: re.Match[str], now: float) -> float:
+    """Since 1970; a date without a year is of the last one in which it is not to come."""
+    year = int(match[4] or datetime.fromtimestamp(now + _DAY).year)
+    day = f"{_MONTHS.index(match[1]) + 1:02}-{int(match[2]):02}T{match[3]}"
+    for candidate in [year] if match[4] else range(year, year - 9, -1):  # of 29 February
+        try:
+            found = datetime.fromisoformat(f"{candidate}-{day}").timestamp()
+        except ValueError:  # no such day that year
+            continue
+        if match[4] or found <= now + _DAY:
+            return found
+    return now
+
+
+def _seconds(match: re.Match[str]) -> float:
+    """Since 1970; a date without a zone is of this machine's."""
+    zone = (match[4] or "").replace("Z", "+00:00")
+    try:
+        return datetime.fromisoformat(f"{match[1]}T{match[2]}{zone}").timestamp()
+    except ValueError:  # the 31st of February, a zone as Python 3.10 does not read it
+        return time.time()
+
+
+def _from_kernel(hours: float) -> Iterator[str]:
+    """Records of /dev/kmsg: `6,1234,5678901,-;text`, microseconds since the machine was started.
+
+    Raises:
+        OSError: this user may not.
+    """
+    oldest = (time.clock_gettime(time.CLOCK_MONOTONIC) - 3600 * hours) * 1e6
+    descriptor = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                record = os.read(descriptor, 8192).decode(errors="replace")
+            except BlockingIOError:  # that was the last
+                return
+            except BrokenPipeError:  # overwritten while it was read; the next one is there
+                continue
+            head, _, text = record.partition(";")
+            stamp = head.split(",")[2:3]
+            if not stamp or not stamp[0].isdigit() or int(stamp[0]) >= oldest:
+                yield text.splitlines()[0] if text else ""
+    finally:
+        os.close(descriptor)
+
 
 REPLACE = "take the machine out of service; inspect or replace the GPU"
 REBOOT = "take the machine out of service and reboot it; replace the GPU if it comes back"
@@ -104,7 +231,7 @@ _OTHERS = (  # each: what to look for, what it is, whether it takes the machine 
 
 
 @dataclass(frozen=True)
-class Event:
+class LogEvent:
     """One line that means something.
 
     Attributes:
@@ -122,23 +249,23 @@ class Event:
     is_bad: bool
 
 
-def events(lines: Iterable[str]) -> Iterator[Event]:
+def log_events(lines: Iterable[str]) -> Iterator[LogEvent]:
     """What the lines of a kernel log say, in their order; lines about nothing here are left out."""
     for line in lines:
         event = _gpu_event(line) or _switch_event(line)
         if event is None:
             for pattern, why, is_bad, action in _OTHERS:
                 if pattern.search(line):
-                    event = Event("", "", why, action, is_bad)
+                    event = LogEvent("", "", why, action, is_bad)
                     break
         if event is not None:
             yield event
 
 
-def judge(lines: Iterable[str], node: str) -> list[Finding]:
+def judge_log(lines: Iterable[str], node: str) -> list[Finding]:
     """A finding for each kind of event on each device, with how often it came."""
-    counted: dict[Event, int] = {}
-    for event in events(lines):
+    counted: dict[LogEvent, int] = {}
+    for event in log_events(lines):
         counted[event] = counted.get(event, 0) + 1
     numbered = {event.what for event in counted if event.code}  # their XIDs say more
     found = []
@@ -158,7 +285,7 @@ def judge(lines: Iterable[str], node: str) -> list[Finding]:
     return found
 
 
-def _gpu_event(line: str) -> Event | None:
+def _gpu_event(line: str) -> LogEvent | None:
     match = _XID.search(line)
     if match is None:
         return None
@@ -168,20 +295,20 @@ def _gpu_event(line: str) -> Event | None:
     action, why = XIDS.get(code, (WATCH, "unknown to this table; see NVIDIA's list of XIDs"))
     if code in NVLINK_5 and _NONFATAL.search(match["text"] or ""):
         action, why = WATCH, f"{why}, not fatal"
-    return Event(gpu, f"XID {code}", why, action, action in TAKE_OUT)
+    return LogEvent(gpu, f"XID {code}", why, action, action in TAKE_OUT)
 
 
-def _verdict(gpu: str, text: str) -> Event | None:
+def _verdict(gpu: str, text: str) -> LogEvent | None:
     """Of the driver itself; what it changed to stands last."""
     wanted = text.rpartition(" to ")[2].strip()
     if "none" in wanted.lower():
-        return Event(gpu, f"XID {VERDICT}", "the driver asks for nothing any more", WATCH, False)
+        return LogEvent(gpu, f"XID {VERDICT}", "the driver asks for nothing any more", WATCH, False)
     action = next((a for word, a in BY_VERDICT.items() if word in wanted.lower()), RESET)
     why = f"the driver asks for: {wanted or 'a recovery action'}"
-    return Event(gpu, f"XID {VERDICT}", why, action, True)
+    return LogEvent(gpu, f"XID {VERDICT}", why, action, True)
 
 
-def _switch_event(line: str) -> Event | None:
+def _switch_event(line: str) -> LogEvent | None:
     match = _SXID.search(line)
     if match is None:
         return None
@@ -190,4 +317,4 @@ def _switch_event(line: str) -> Event | None:
     )
     action = FABRIC if is_fatal else WATCH
     switch = f"NVSwitch {match['pci'].lower()}"
-    return Event(switch, f"SXid {match['code']}", match["text"].strip(), action, is_fatal)
+    return LogEvent(switch, f"SXid {match['code']}", match["text"].strip(), action, is_fatal)

@@ -13,20 +13,19 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.resilience.check import nvml
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
-from llmfoundry.resilience.check.gpus import SLOWED, WARM, GpuReading, judge, judge_counts
-from llmfoundry.resilience.check.probes import nvml
+from llmfoundry.resilience.check.nvml import SLOWED, WARM, GpuReading, judge_gpu_counts, judge_gpus
 from tests.resilience.fake_nvml import environment
 
 READ = """
 import json, os, sys
 from dataclasses import asdict
-from llmfoundry.resilience.check.gpus import judge
-from llmfoundry.resilience.check.probes import nvml
+from llmfoundry.resilience.check.nvml import judge_gpus, read_gpus
 for states in json.loads(sys.argv[1]):
     os.environ["FAKE_NVML"] = states
-    readings, reason = nvml.read()
-    found = [asdict(finding) for finding in judge(readings, "n1")]
+    readings, reason = read_gpus()
+    found = [asdict(finding) for finding in judge_gpus(readings, "n1")]
     print(json.dumps({"found": found, "reason": reason, "count": len(readings)}))
 """
 STATES = {  # beside three healthy ones: what is found, a word of the reason and of the action
@@ -118,7 +117,7 @@ def test_cards_without_nvlink_are_sound_and_one_of_two_is_only_noticed(
 
 
 def test_a_driver_that_is_not_there_is_told_as_not_checked() -> None:
-    script = "from llmfoundry.resilience.check.probes import nvml; print(nvml.read())"
+    script = "from llmfoundry.resilience.check import nvml; print(nvml.read_gpus())"
     env = os.environ | environment("healthy", FAKE_NVML_ERROR="9")
     words = [sys.executable, "-c", script]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
@@ -129,16 +128,16 @@ def test_a_driver_that_is_not_there_is_told_as_not_checked() -> None:
 
 
 def test_a_process_of_another_container_cannot_be_judged() -> None:
-    from llmfoundry.resilience.check.gpus import Process
+    from llmfoundry.resilience.check.nvml import GpuProcess
 
-    unknown = GpuReading(0, processes=(Process(7, "", 40 << 30),))
-    small = GpuReading(0, processes=(Process(7, "python", 100 << 20),))
+    unknown = GpuReading(0, processes=(GpuProcess(7, "", 40 << 30),))
+    small = GpuReading(0, processes=(GpuProcess(7, "python", 100 << 20),))
     for reading in (unknown, small):
-        assert BAD not in {finding.level for finding in judge([reading], "n1")}
+        assert BAD not in {finding.level for finding in judge_gpus([reading], "n1")}
 
 
 def test_a_node_with_fewer_gpus_than_most_is_named() -> None:
-    (found,) = judge_counts({"n1": 8, "n2": 7, "n3": 8})
+    (found,) = judge_gpu_counts({"n1": 8, "n2": 7, "n3": 8})
     assert found.where == "n2" and found.nodes == ("n2",) and "2 of 3 nodes have 8" in found.why
-    assert judge_counts({"n1": 8, "n2": 7}) == [] == judge_counts({}), "either may be right"
-    assert judge_counts({"n1": 0, "n2": 0}) == []
+    assert judge_gpu_counts({"n1": 8, "n2": 7}) == [] == judge_gpu_counts({}), "either may be right"
+    assert judge_gpu_counts({"n1": 0, "n2": 0}) == []
