@@ -1,6 +1,6 @@
 """From which checkpoint an attempt at a run may resume, as the supervisor that starts it says.
 
-`resilience/supervise` writes it into the environment of the attempt, `builders/start.py` reads it.
+`resilience/supervise` writes it into the environment of the attempt, `builders/resume.py` reads it.
 The idea: the supervisor knows what was saved before; a process that finds less than that, on
 another machine perhaps, must not begin anew without a word.
 """

@@ -40,7 +40,7 @@ from llmfoundry.recipe.architecture.attention import NORMS, NormType
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS, CallbackType, LoggerType
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerType
 from llmfoundry.recipe.schedule import SCHEDULES, ScheduleType
-from llmfoundry.loggers.log_target import LogTarget
+from llmfoundry.loggers.background_queue import LogTarget
 from llmfoundry.train.trainer import Callback
 
 Path("imported").touch()

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.record import over_rounds, table, write
 from llmfoundry.builders.job import with_defaults
 from llmfoundry.builders.trainer import build_trainer
-from llmfoundry.data.batch_prefetcher import BatchPrefetcher
+from llmfoundry.data.loader import BatchPrefetcher
 from llmfoundry.distributed.launch import join
 from llmfoundry.loggers.loggers import Tracker
 from llmfoundry.ops.batch import Batch

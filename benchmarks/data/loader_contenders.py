@@ -42,9 +42,8 @@ def samples() -> Iterator[np.ndarray]:
 
 def ours(folder: Path, *, apart: bool = False) -> Make:
     """This project's loader, as a run on a CPU has it; `apart`: with documents' places."""
-    from llmfoundry.data.batch_prefetcher import BatchPrefetcher
     from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
-    from llmfoundry.data.loader import Loader
+    from llmfoundry.data.loader import BatchPrefetcher, Loader
     from llmfoundry.data.mds_source import MDSTexts
     from llmfoundry.data.mixture import Mixture, Phase
     from llmfoundry.data.order import Order

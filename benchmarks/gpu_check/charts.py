@@ -7,7 +7,7 @@ from html import escape
 
 from benchmarks.gpu_check.results import Results
 from benchmarks.gpu_check.verdict import TARGET
-from llmfoundry.loggers.format import percent
+from llmfoundry.loggers.console import percent
 from llmfoundry.loggers.pages.frame import WIDTH, Axis, Frame, figure, svg, text
 
 BAR, NAME, GAP = 13, 17, 6  # heights: of a bar, of the name above it, of the room below

@@ -16,7 +16,7 @@ from benchmarks.gpu_check.charts import share_bar, share_chart
 from benchmarks.gpu_check.results import DEFECTS, OK, PAGE_NAME, Results, Row, StepResult
 from benchmarks.gpu_check.verdict import TARGET, product_rate
 from llmfoundry.files import write_whole
-from llmfoundry.loggers.format import count, duration, number, percent
+from llmfoundry.loggers.console import count, duration, number, percent
 from llmfoundry.loggers.pages.page import Tile, page, pairs, table
 
 STATUS = {"running": "not finished: running", "finished": "finished", "stopped": "stopped"}

@@ -45,7 +45,7 @@ from benchmarks.gpu_check.results import (
 from benchmarks.gpu_check.verdict import headline, judge
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_whole
-from llmfoundry.loggers.format import duration
+from llmfoundry.loggers.console import duration
 
 LEAST = {CUDA: 12.0, "cpu": 3.0}  # seconds below which no item is begun
 OF_LIMIT = 4  # times that an item's limit is longer than what it takes at least, as we guess

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.gpu_check.plan import CUDA
 from benchmarks.gpu_check.results import DEFECTS, MISSING, OK, ItemResult, Results, Row
-from llmfoundry.loggers.format import duration, number, percent
+from llmfoundry.loggers.console import duration, number, percent
 
 TARGET = 0.6  # of the measured rate of matrix products
 AS_FAST = 0.95  # of a bare loop's speed

@@ -55,9 +55,8 @@ from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train import step
-from llmfoundry.train.objective import CrossEntropy
-from llmfoundry.train.optim.build import build_optimizer
-from llmfoundry.train.step import Guard, train_step
+from llmfoundry.train.optim.optimizers import build_optimizer
+from llmfoundry.train.step import CrossEntropy, Guard, train_step
 
 RECIPES = ("mpt-7b", "mpt-70b", "dbrx")
 MEMORY = 77 * 10**9  # free of a GPU of 80 GB

@@ -33,7 +33,7 @@ from llmfoundry.plan.communication import Messages, communication, waited_for
 from llmfoundry.plan.fit import choose_fit
 from llmfoundry.plan.memory import GIB, estimate
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.optim.build import build_optimizer
+from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard
 
 LAYOUTS = {  # by name: the degrees that are not 1; replicas are what is left

@@ -119,8 +119,8 @@ def inside() -> None:
     """Be scripts/train.py with these arguments, and tell the share of rank 0's steps."""
     from llmfoundry.resilience.watch.watch import Watch
     from llmfoundry.train import trainer
+    from llmfoundry.train.spikes.decide import StepWatch
     from llmfoundry.train.spikes.guard import Guard
-    from llmfoundry.train.spikes.step_watch import StepWatch
 
     measured = Inside()
     for owner, name in (

@@ -1,23 +1,32 @@
-"""The callbacks that a recipe asks for: one function for each of the table `CALLBACKS`."""
+"""The callbacks that a recipe asks for: one function for each of the table `CALLBACKS`.
+
+`generate` writes continuations of prompts, and answers to validation prompts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
 from typing import Any
 
 from llmfoundry.builders.job import Job
-from llmfoundry.builders.samples import build_samples
+from llmfoundry.data.held_out import Chain, HeldOut
+from llmfoundry.data.supervised.source import HeldOutPrompt, SupervisedHeldOut
+from llmfoundry.errors import UserError
+from llmfoundry.inference.chat import until
+from llmfoundry.inference.generate import stream_text, stream_tokens
 from llmfoundry.models.counts import peak_flops, trained_flops_per_token
 from llmfoundry.recipe.logger import CALLBACKS
 from llmfoundry.train.callbacks import (
+    EarlyStopper,
     GarbageCollection,
     GenerateSamples,
     LRMonitor,
     MemoryMonitor,
+    OptimizerMonitor,
     RuntimeEstimator,
     SpeedMonitor,
 )
-from llmfoundry.train.early_stopper import EarlyStopper
-from llmfoundry.train.optimizer_monitor import OptimizerMonitor
 from llmfoundry.train.trainer import Callback
 
 
@@ -77,3 +86,83 @@ def early_stopper(job: Job) -> Callback:
 def garbage_collection(job: Job) -> Callback:
     """Collections at the same batch on all processes."""
     return GarbageCollection(job.recipe.callbacks.gc_interval)
+
+
+Sample = tuple[str, ...]
+"""Prompt and what was written; of validation rows also what was expected."""
+
+
+def build_samples(job: Job) -> Callable[[int], list[Sample]]:
+    """A function of the batch that continues the prompts, and answers the first validation rows.
+
+    Raises:
+        UserError: there are no validation rows with answers.
+    """
+    config = job.recipe.callbacks.generate
+    asked = _asked(job, config.from_validation) if config.from_validation else []
+
+    def write(batch: int) -> list[Sample]:
+        tokenizer, seed = job.tokenizer, job.recipe.seed
+        written: list[Sample] = []
+        for prompt in config.prompts:
+            ids = tokenizer.encode_prompt(prompt)
+            drawn = _draw(job, ids, draw_seed(seed, batch, len(written)))
+            written.append((prompt, tokenizer.decode(list(drawn))))
+        for example in asked:
+            written.append(_answered(job, example, draw_seed(seed, batch, len(written))))
+        return written
+
+    return write
+
+
+def draw_seed(seed: int, batch: int, place: int) -> int:
+    """The seed of one sample's draws: the same after a resume, another for each batch and place.
+
+    Draws of one seed choose the same quantile at the same token: prompts and times would share
+    their odd words.
+    """
+    digest = blake2b(f"{seed}/{batch}/{place}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _asked(job: Job, n: int) -> list[HeldOutPrompt]:
+    found: list[HeldOutPrompt] = []
+    for part in _parts(job.prepared.validation):
+        if isinstance(part, SupervisedHeldOut):
+            found += part.prompts(n - len(found))
+    if not found:
+        raise UserError(
+            f"callbacks.generate.from_validation: {n}, but no supervised rows are held out; write"
+            " 0, a data.format other than text, or a larger data.validation_fraction"
+        )
+    return found
+
+
+def _parts(held_out: HeldOut) -> Iterable[HeldOut]:
+    return held_out.parts if isinstance(held_out, Chain) else [held_out]
+
+
+def _answered(job: Job, example: HeldOutPrompt, seed: int) -> Sample:
+    """An answer up to the end of its turn, where the tokenizer has a template that tells it."""
+    tokenizer = job.tokenizer
+    end = tokenizer.chat.end_of_turn if tokenizer.has_chat else tokenizer.eos
+    ids = [int(i) for i in example.prompt] or list(tokenizer.document_start)
+    pieces = until(stream_text(_draw(job, ids, seed), tokenizer.decode), end)
+    expected = tokenizer.decode(example.answer.tolist()).split(end)[0]
+    return tokenizer.decode(ids), "".join(pieces), expected.rstrip()
+
+
+def _draw(job: Job, prompt_ids: list[int], seed: int) -> Iterator[int]:
+    config = job.recipe.callbacks.generate
+    return stream_tokens(
+        job.root,
+        job.tokenizer.eos_id,
+        prompt_ids,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        seed=seed,
+        device=job.world.device,
+        autocast=job.autocast,
+        n_tokens=job.tokenizer.vocab_size,
+    )

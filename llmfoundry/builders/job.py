@@ -68,6 +68,12 @@ def build_root(recipe: TrainRecipe) -> Root:
     return Root(model).to(weight_dtype(recipe.precision))
 
 
+def eval_rows(recipe: TrainRecipe, microbatch: int) -> int:
+    """Rows evaluated at a time; without gradients a microbatch always fits."""
+    rows = recipe.device_eval_batch_size
+    return rows if isinstance(rows, int) else microbatch
+
+
 def served_precision(precision: str, world: World, note: Callable[[str], None]) -> str:
     """The precision that is computed in: fp32 for amp_bf16 where any CPU of a run would emulate it.
 

@@ -18,19 +18,19 @@ from llmfoundry.builders.adapters.adapter import (
 )
 from llmfoundry.builders.callbacks import build_callbacks
 from llmfoundry.builders.data import Data, build_loader, learning_corpus, mixture_lines, open_data
-from llmfoundry.builders.evaluate import build_evaluate, eval_rows
+from llmfoundry.builders.evaluate import build_evaluate
 from llmfoundry.builders.job import (
     Job,
     attention_refusal,
     build_root,
+    eval_rows,
     experts_refusal,
     product_dtype,
     served_precision,
     with_defaults,
 )
-from llmfoundry.builders.objective import build_objective
-from llmfoundry.builders.reference import open_reference, with_places
-from llmfoundry.builders.start import (
+from llmfoundry.builders.preference import build_objective, open_reference, with_places
+from llmfoundry.builders.resume import (
     Start,
     check_same_recipe,
     check_same_rows,
@@ -81,7 +81,7 @@ from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import PRETRAINED
 from llmfoundry.recipe.values.duration import Clock, Duration
-from llmfoundry.train.optim.build import build_optimizer, freeze
+from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.step import CROSS_ENTROPY
 from llmfoundry.train.trainer import Trainer
 

@@ -9,7 +9,7 @@ import torch
 
 from llmfoundry.builders.adapters.adapter import export_adapter
 from llmfoundry.builders.job import build_root, with_defaults
-from llmfoundry.builders.start import Loaded, load_checkpoint, model_identity
+from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity
 from llmfoundry.builders.weights.fill import fill_model
 from llmfoundry.checkpoint.remote_run import named
 from llmfoundry.checkpoint.run_folder import read_record

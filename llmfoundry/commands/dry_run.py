@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from llmfoundry.builders.job import attention_refusal, served_precision, with_defaults
-from llmfoundry.builders.start import find_start
+from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, memory_of_process, sketch
 from llmfoundry.builders.weights.pretrained import resolve
 from llmfoundry.checkpoint.commit import has_commit
@@ -31,8 +31,7 @@ from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
-from llmfoundry.loggers.console import Console
-from llmfoundry.loggers.format import count, size
+from llmfoundry.loggers.console import Console, count, size
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.plan.communication import Messages, communication, spanning

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmfoundry.builders.data import Data, no_held_out, open_held_out
-from llmfoundry.builders.evaluate import build_evaluate, eval_rows, read_tasks
+from llmfoundry.builders.evaluate import build_evaluate, read_tasks
 from llmfoundry.builders.external_models import check_outside, is_outside, open_outside
-from llmfoundry.builders.job import Job
-from llmfoundry.builders.start import Loaded, open_checkpoint
+from llmfoundry.builders.job import Job, eval_rows
+from llmfoundry.builders.resume import Loaded, open_checkpoint
 from llmfoundry.builders.trainer import memory_of_process
 from llmfoundry.checkpoint.load import list_checkpoints
 from llmfoundry.checkpoint.remote_run import is_url, named
@@ -35,7 +35,7 @@ from llmfoundry.files import whole_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.loggers.console import Console
-from llmfoundry.loggers.eval_session import log_evaluation
+from llmfoundry.loggers.loggers import log_evaluation
 from llmfoundry.loggers.pages.eval_page import write_eval_page
 from llmfoundry.plan.fit import choose_microbatch
 from llmfoundry.recipe.data import DataConfig

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from llmfoundry.builders.job import build_autocast
-from llmfoundry.builders.start import Loaded, load_checkpoint
+from llmfoundry.builders.resume import Loaded, load_checkpoint
 from llmfoundry.distributed.launch import World, join
 from llmfoundry.inference.chat import Conversation, Draw
 from llmfoundry.inference.generate import stream_text, stream_tokens

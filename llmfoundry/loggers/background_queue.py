@@ -1,10 +1,12 @@
-"""A run on its way to another place (MLflow, Prometheus, W&B), from a thread of its own.
+"""A run on its way to a logger (MLflow, Prometheus, W&B …), from a thread of its own.
 
-The tracker makes a `BackgroundWriter` for each on the main rank. The idea: such a place takes
-seconds to import and may be far away, full or gone, so everything happens in a daemon thread fed
-by a queue that starts after the first training step; training never waits and never fails because
-of it. metrics.jsonl has every value in any case: a resumed run, and scripts/track.py, compare the
-place with it and send what is not there. What could not be sent is counted and said at the end.
+The tracker makes a `BackgroundWriter` for each `LogTarget` on the main rank. The idea: such a place
+takes seconds to import and may be far away, full or gone, so everything happens in a daemon thread
+fed by a queue that starts after the first training step; training never waits and never fails
+because of it. metrics.jsonl has every value in any case: a resumed run, and scripts/track.py,
+compare the place with it and send what is missing. What could not be sent is counted and reported
+at the end. `event_tags` are events.jsonl as tags, made of the whole file each time, so that what
+was written while no process of the run was there is sent too.
 """
 
 from __future__ import annotations
@@ -13,27 +15,113 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from llmfoundry.events import read_events
-from llmfoundry.loggers.event_tags import event_tags
-from llmfoundry.loggers.format import count
-from llmfoundry.loggers.log_target import (
-    LogTarget,
-    MetricPoint,
-    RunFacts,
-    Samples,
-    Session,
-    describe,
-    milliseconds,
-)
+from llmfoundry.events import is_restart, names_in, read_events
+from llmfoundry.loggers.console import count
 from llmfoundry.loggers.metrics import find_lacking
 from llmfoundry.recipe.front.called import command_line
+from llmfoundry.redaction import public
 from llmfoundry.retry import backoff, retry
+
+PATIENCE_WHILE_AWAY = 5.0  # seconds after training, for a place that fails
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """One value of one metric."""
+
+    name: str
+    value: float
+    milliseconds: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Texts that the model wrote after `batch` batches: (prompt, continuation) each."""
+
+    batch: int
+    milliseconds: int
+    texts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run apart from its metrics.
+
+    `first_batch` steps were made by earlier processes; what was sent of later ones is repeated.
+    `began` is in milliseconds since 1970. `params` are the recipe's, by dotted key.
+    """
+
+    name: str
+    folder: Path
+    first_batch: int
+    began: int
+    params: Mapping[str, Any]
+    tags: Mapping[str, str]
+
+
+class Session(Protocol):
+    """An open run. A method may raise whatever its store raises; it is then called again."""
+
+    @property
+    def max_points(self) -> int:
+        """Of one `send`."""
+
+    def steps(self, name: str) -> Container[int]:
+        """The batches for which the place has a value of a metric."""
+
+    def send(self, points: Sequence[MetricPoint]) -> None:
+        """Write metrics, all or none."""
+
+    def samples(self, samples: Samples) -> None:
+        """Keep what the model wrote."""
+
+    def upload(self, path: Path) -> None:
+        """Keep a text file with the run."""
+
+    def end(self, status: str) -> None:
+        """Close the run: finished, failed or killed."""
+
+
+@dataclass(frozen=True)
+class LogTarget:
+    """Where a run goes: how messages call it, and what opens it.
+
+    `open` gets a function that prints a line. `begin_anew` is called once, where a run starts from
+    its first batch in a folder that may hold an earlier one's traces. `is_permanent`: whether an
+    error would come again. `patience_while_away`: seconds after training for a place that fails.
+    `tag` gives a session's run tags, which replace those of the same names; None: it has none.
+    `is_store`: it keeps what it gets; else it shows what is now, and nothing is made up for later.
+    """
+
+    label: str
+    open: Callable[[RunFacts, Callable[[str], None]], Session]
+    begin_anew: Callable[[Path], None] = lambda folder: None
+    is_permanent: Callable[[Exception], bool] = lambda error: False
+    patience_while_away: float = PATIENCE_WHILE_AWAY
+    tag: Callable[[Any, Mapping[str, str]], None] | None = None
+    is_store: bool = True
+
+
+def milliseconds() -> int:
+    """Since 1970."""
+    return int(time.time() * 1000)
+
+
+def describe(error: Exception) -> str:
+    """The first line of an error, without passwords, at most 200 characters."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = text.split(": Max retries exceeded")[0]  # what follows repeats the address
+    return public(text if len(text) <= 200 else text[:197] + "...")
+
 
 _COLLECT_SECONDS = 2.0
 _MAX_WAITING = 500_000  # values kept while a place is away: about 100 MB
@@ -349,3 +437,54 @@ def _kind(item: Item) -> str:
 
 def _nobody(text: str) -> None:
     """Hears nothing."""
+
+
+_MOST_KINDS, _LONGEST = 20, 500
+_OWN = ("start", "decision")  # the supervisor's, told by its own tags
+
+
+def event_tags(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Tags of a run's events, in the order in which they were written; none where there are none.
+
+    Returns:
+        `events.KIND`: how many of a kind (of kinds beyond the twentieth together: `events.others`);
+        `events.last`: the newest. Of a supervised run `supervise.attempts`, `supervise.restarts`,
+        `supervise.last` (the newest decision), `supervise.cause` (why the attempt before it ended)
+        and `supervise.bad_nodes` (machines that a check found bad).
+    """
+    events = list(events)
+    seen = [event for event in events if event["kind"] not in _OWN]
+    counts = Counter[str]()
+    for event in seen:
+        kind = str(event["kind"])
+        counts[kind if kind in counts or len(counts) < _MOST_KINDS else "others"] += 1
+    tags = {f"events.{kind}": str(n) for kind, n in counts.items()}
+    if seen:
+        tags["events.last"] = _line(seen[-1])
+    return {**tags, **_supervised(events)}
+
+
+def _supervised(events: list[Mapping[str, Any]]) -> dict[str, str]:
+    decisions = [event for event in events if event["kind"] == "decision"]
+    starts = sum(event["kind"] == "start" for event in events)
+    tags = {"supervise.attempts": str(starts)} if starts else {}
+    if decisions:
+        bad = {node for event in decisions for node in names_in(event, "bad_nodes")}
+        tags["supervise.restarts"] = str(sum(map(is_restart, decisions)))
+        tags["supervise.last"] = _line(decisions[-1])
+        tags |= {"supervise.cause": str(cause)} if (cause := decisions[-1].get("cause")) else {}
+        tags |= {"supervise.bad_nodes": _cut(", ".join(sorted(bad)))} if bad else {}
+    return tags
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    """When, at which step, what was seen and what was done."""
+    when = datetime.fromtimestamp(float(event["time"]), timezone.utc)
+    step = "" if event.get("step") is None else f" step {event['step']}"
+    done = event.get("done") or event.get("action") or "nothing is done"
+    kind = "" if event["kind"] in _OWN else f" {event['kind']}:"
+    return _cut(public(f"{when:%Y-%m-%d %H:%M:%S} UTC{step}{kind} {event.get('what')}; {done}"))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -1,24 +1,30 @@
-"""`Tracker`: all that a run tells, behind one object that the trainer calls.
+"""`Tracker`: the record of a run, behind one object that the trainer calls.
 
 It gives each metric to the console, metrics.jsonl and the loggers of the recipe, keeps samples and
 evaluations in the run's folder, and writes the report. The idea: the trainer calls it on every rank
-and only the main one does anything, so the training loop has no `if rank == 0` for it. Nothing that
-fails here ends a run that has begun: it is said, and what is lost is counted.
+and only the main one does anything, so the training loop has no `if rank == 0` for it. A failure
+here never ends a run that has begun: it is reported, and what is lost is counted. `send_record` and
+`log_evaluation` send a run that has ended, and an evaluation, to the same places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME, add_event
 from llmfoundry.files import write_json
-from llmfoundry.loggers.background_queue import PATIENCE, BackgroundWriter
+from llmfoundry.loggers.background_queue import (
+    PATIENCE,
+    BackgroundWriter,
+    LogTarget,
+    RunFacts,
+    milliseconds,
+)
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.environment import environment
-from llmfoundry.loggers.log_target import LogTarget, RunFacts, milliseconds
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
 from llmfoundry.loggers.pages.report import STATUS, read_json, write_report
 from llmfoundry.loggers.pages.report_charts import TRAIN_LOSS
@@ -327,3 +333,50 @@ def tags_of(run: Mapping[str, Any]) -> dict[str, str]:
 def flatten(recipe: TrainRecipe) -> dict[str, Any]:
     """Dotted key → value of every field, for the loggers; as it was written, secrets masked."""
     return dict(flat(as_written(recipe)))
+
+
+class Evaluation(Protocol):
+    """What is logged.
+
+    Attributes:
+        name: of the model.
+        folder: where results.json is; a second evaluation there goes on in the same MLflow run.
+        results: has `metrics`.
+        batch: of the checkpoint.
+    """
+
+    name: str
+    folder: Path
+    results: dict[str, Any]
+    batch: int
+
+
+def log_evaluation(
+    found: Evaluation,
+    config: LoggerConfig,
+    *,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> list[str]:
+    """Send the metrics, and results.json, to every place that the recipe names, and wait for it.
+
+    Returns:
+        The places that have got all.
+    """
+    config.fill()
+    metrics: Mapping[str, float] = found.results["metrics"]
+    facts = RunFacts(
+        name=f"eval {found.name}",
+        folder=found.folder,
+        first_batch=0,
+        began=milliseconds(),
+        params={"model": found.name},
+        tags=environment(),
+    )
+    writers = stores(make_writers(config, found.folder, note=note, warn=warn), note)
+    for writer in writers:
+        writer.log(found.batch, metrics)
+        writer.file(found.folder / "results.json")
+        writer.start(facts)
+    close_all(writers, "finished")
+    return [writer.label for writer in writers if writer.has_all]

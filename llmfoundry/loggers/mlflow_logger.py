@@ -29,13 +29,13 @@ from urllib.parse import unquote, urlsplit
 from llmfoundry.errors import UserError
 from llmfoundry.events import read_events
 from llmfoundry.files import write_whole
-from llmfoundry.loggers.event_tags import event_tags
-from llmfoundry.loggers.log_target import (
+from llmfoundry.loggers.background_queue import (
     PATIENCE_WHILE_AWAY,
     LogTarget,
     MetricPoint,
     RunFacts,
     Samples,
+    event_tags,
 )
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.values.checks import nearest

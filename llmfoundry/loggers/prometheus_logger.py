@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.events import is_restart, read_events
-from llmfoundry.loggers.log_target import LogTarget, MetricPoint, RunFacts, Samples
+from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, Samples
 from llmfoundry.loggers.metrics import TOKEN
 from llmfoundry.loggers.pages.titles import title
 from llmfoundry.recipe.logger import LoggerConfig

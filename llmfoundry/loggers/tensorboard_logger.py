@@ -25,8 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.loggers.background_queue import (
+    LogTarget,
+    MetricPoint,
+    RunFacts,
+    Samples,
+    milliseconds,
+)
 from llmfoundry.loggers.console import printable
-from llmfoundry.loggers.log_target import LogTarget, MetricPoint, RunFacts, Samples, milliseconds
 from llmfoundry.loggers.metrics import append
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public

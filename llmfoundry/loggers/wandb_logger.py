@@ -31,7 +31,7 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
-from llmfoundry.loggers.log_target import LogTarget, MetricPoint, RunFacts, Samples, describe
+from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, Samples, describe
 from llmfoundry.loggers.metrics import BATCH
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public

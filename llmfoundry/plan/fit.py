@@ -20,7 +20,7 @@ import torch
 from llmfoundry.distributed.activation_checkpoint import check_graphs
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.loggers.format import size
+from llmfoundry.loggers.console import size
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate

@@ -49,20 +49,20 @@ OPTIMIZERS = ChoiceTable(
     OptimizerType,
     {
         "decoupled_adamw": OptimizerType(
-            f"{_BUILT}.build:fused_adamw",
+            f"{_BUILT}.optimizers:fused_adamw",
             meaning="weights shrink by weight_decay * lr / (first lr) (Composer).",
             keys=_ADAM,
             change=_by_first_lr,
             title="DecoupledAdamW",
         ),
         "adamw": OptimizerType(
-            f"{_BUILT}.build:fused_adamw",
+            f"{_BUILT}.optimizers:fused_adamw",
             meaning="weights shrink by weight_decay * lr (Loshchilov and Hutter, 2019).",
             keys=_ADAM,
             title="AdamW",
         ),
         "decoupled_lionw": OptimizerType(
-            f"{_BUILT}.build:DecoupledLionW",
+            f"{_BUILT}.optimizers:DecoupledLionW",
             meaning="the sign of a running mean (Chen et al., 2023), decay as decoupled_adamw.",
             keys={"betas": [0.9, 0.99]},
             moments=1,
@@ -75,7 +75,7 @@ OPTIMIZERS = ChoiceTable(
             " AdamW's size (Liu et al., 2025) so that one lr serves both; AdamW for embeddings,"
             " head, norms and biases.",
             keys={**_ADAM, "momentum": 0.95},
-            split=f"{_BUILT}.build:muon_parts",
+            split=f"{_BUILT}.optimizers:muon_parts",
             multiplies=True,
             title="Muon",
         ),

@@ -1,8 +1,9 @@
-"""A logged step's values on their way from the device to the host, where nobody waits for them.
+"""A logged step's values, copied from the device to the host without a wait.
 
-The trainer begins a `LoggedStep` when the step has been launched and finishes it after the next
-one, when the device has long computed the values: it never runs out of work because of a log. On a
-CPU there is nothing to wait for, and both happen at once.
+The trainer begins a `LoggedStep` when the step has been launched and reads it after the next one,
+when the device has long computed the values: it never runs out of work because of a log. On a CPU
+there is nothing to wait for, and both happen at once. `LossWindow` sums losses between two logs;
+`routing_metrics` is what a mixture of experts did with the step's tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor
 
 from llmfoundry.models.load_balance import Routing
-from llmfoundry.train.objective import Objective
 from llmfoundry.train.spikes.guard import Guard, StepVerdict, read_verdicts
-from llmfoundry.train.step import StepResult
+from llmfoundry.train.step import Objective, StepResult
 
 
 class HostCopy:
@@ -157,3 +157,82 @@ class ReadStep:
             if name.startswith(prefix)
         }
         return found | self.step.known | waited
+
+
+class LossWindow:
+    """Sums of the losses of some steps, and of what else the objective reports."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        sums: float | list[float] = 0.0,
+        steps: int = 0,
+        *,
+        only_finite: bool = False,
+    ) -> None:
+        """Begin, or go on from what `state` returned.
+
+        Args:
+            device: of the sums.
+            sums: so far.
+            steps: whose losses they are.
+            only_finite: leave out steps whose first loss is not finite.
+        """
+        self._sums, self.steps = torch.tensor(sums, device=device), steps
+        self._left_out = torch.zeros((), device=device, dtype=torch.int64)
+        self._only_finite = only_finite
+
+    def add(self, losses: Tensor) -> None:
+        """Add those of a step."""
+        if self._only_finite:
+            sound = torch.isfinite(losses[0])
+            losses = torch.where(sound, losses, 0.0)
+            self._left_out = self._left_out + ~sound
+        self._sums = self._sums + losses
+        self.steps += 1
+
+    def take(self) -> tuple[Tensor, int, Tensor]:
+        """Sums, steps, and how many of the steps (), int64, the sums are without; begin anew."""
+        found = self._sums, self.steps, self._left_out
+        self._sums, self._left_out = torch.zeros_like(found[0]), torch.zeros_like(found[2])
+        self.steps = 0
+        return found
+
+    def state(self) -> tuple[float | list[float], int]:
+        """Sums and steps, for a checkpoint; waits for the device."""
+        return self._sums.tolist(), self.steps - int(self._left_out)
+
+
+def routing_metrics(routing: Routing, *, choices: int) -> dict[str, float]:
+    """moe/* of the global batch, over all layers and of each.
+
+    Loads are over their layer's mean: 1 everywhere at perfect balance, and at most E / k. The
+    entropy is that of the router's mean probabilities, in nats: ln E at perfect balance.
+
+    Args:
+        routing: of a whole step.
+        choices: tokens of the step times k; what no expert has got of them in any layer are
+            `moe/dropped_tokens`, which a dropless mixture has none of.
+    """
+    load = routing.load.double()
+    mean = load.mean(1, keepdim=True)
+    relative = load / mean
+    p = routing.probability.double()
+    p = p / p.sum(1, keepdim=True)
+    entropy = -torch.special.xlogy(p, p).sum(1)
+    layers = torch.stack([relative.amax(1), relative.amin(1), _spread(relative), entropy])
+    over_all = torch.stack(
+        [relative.max(), relative.min(), relative.sub(1).square().mean().sqrt(), entropy.mean()]
+    )
+    names = ("load_max", "load_min", "load_std", "router_entropy")
+    columns = torch.cat([over_all[:, None], layers], dim=1).T.tolist()
+    found = {"moe/dropped_tokens": choices * len(load) - load.sum().item()}
+    for index, column in enumerate(columns):
+        layer = f"layer_{index - 1:02d}/" if index else ""
+        found |= {f"moe/{layer}{name}": v for name, v in zip(names, column, strict=True)}
+    return found
+
+
+def _spread(relative: Tensor) -> Tensor:
+    """Standard deviation of each layer's loads, whose mean is 1."""
+    return relative.sub(1).square().mean(1).sqrt()

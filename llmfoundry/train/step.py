@@ -1,7 +1,10 @@
 """One optimizer step: microbatches, exact global mean loss, clipping, guard, update.
 
-Nothing here asks the device for a value: loss, norm and what the guard (`spikes/guard.py`) sees
-stay tensors until the trainer logs.
+`Trainer` calls `train_step` with an `Objective`, what the step minimizes: a sum over a batch, and
+what that is divided by over all processes. All objectives are sums over rows, so that microbatches,
+accumulation and processes change nothing; those of preference tuning are in `preference.py`. No
+value is read from the device: loss, norm and what the guard (`spikes/guard.py`) sees stay tensors
+until the trainer logs.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,10 +25,72 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.load_balance import Routing
 from llmfoundry.models.moe import move_biases
 from llmfoundry.ops import torch_private
-from llmfoundry.ops.batch import Batch
+from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.optimizer import GradientClippingConfig
-from llmfoundry.train.objective import CrossEntropy, Look, Objective, sum_over_processes
 from llmfoundry.train.spikes.guard import Guard
+
+Finish = Callable[[Decoder, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""From model and hidden states (B, T, D) to a sum, and sums of what is reported, by name."""
+
+Look = Callable[[Batch, Callable[[Batch], Callable[[Decoder, Tensor], Tensor]]], Tensor]
+"""What a function gives for each row of a batch, (B, …), without gradients or dropout; it is made
+for each microbatch, and called with the model and hidden states."""
+
+
+class Objective(Protocol):
+    """What a step minimises.
+
+    Attributes:
+        is_cross_entropy: whether its mean is in nats of a labelled token.
+    """
+
+    is_cross_entropy: bool
+
+    def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
+        """The batch, with what must be known before the first microbatch; on every process."""
+
+    def count(self, batch: Batch) -> Tensor:
+        """(): what the sum is divided by, of this batch alone; the step adds up all of them."""
+
+    def of(self, batch: Batch) -> Finish:
+        """The sums of a microbatch, computed within the model's forward pass."""
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """What is logged, by metric name, of what was reported in all steps since the last log."""
+
+
+class CrossEntropy:
+    """Nats of each labelled token, times its weight; divided by the sum of the weights."""
+
+    is_cross_entropy = True
+
+    def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
+        """Nothing to know."""
+        return batch
+
+    def count(self, batch: Batch) -> Tensor:
+        """(): labelled tokens, or the sum of their weights."""
+        return (batch.labels != IGNORE).sum() if batch.weights is None else batch.weights.sum()
+
+    def of(self, batch: Batch) -> Finish:
+        """The cross-entropy's sum."""
+
+        def finish(model: Decoder, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return model.loss(hidden, batch.labels, batch.weights), {}
+
+        return finish
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Nothing beside the loss."""
+        return {}
+
+
+def sum_over_processes(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of a group's values, in their place; None: of all processes'."""
+    if dist.is_initialized():
+        dist.all_reduce(value, group=group)
+    return value
+
 
 CROSS_ENTROPY = CrossEntropy()
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.save import Checkpointer
-from llmfoundry.data.batch_prefetcher import BatchPrefetcher
-from llmfoundry.data.loader import Loader
+from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import enough_memory
@@ -30,15 +29,11 @@ from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.parallel import recomputation
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock
-from llmfoundry.train.loss_window import LossWindow
-from llmfoundry.train.metrics import LoggedStep, ReadStep
-from llmfoundry.train.objective import Objective
+from llmfoundry.train.metrics import LoggedStep, LossWindow, ReadStep, routing_metrics
 from llmfoundry.train.optim.schedule import lr_factor
-from llmfoundry.train.routing_metrics import routing_metrics
 from llmfoundry.train.signals import StopSignal
-from llmfoundry.train.spikes.roll_back import go_back
-from llmfoundry.train.spikes.step_watch import RollBack, StepWatch, TrainingLog
-from llmfoundry.train.step import CROSS_ENTROPY, StepResult, not_a_step, train_step
+from llmfoundry.train.spikes.decide import RollBack, StepWatch, TrainingLog, go_back
+from llmfoundry.train.step import CROSS_ENTROPY, Objective, StepResult, not_a_step, train_step
 
 
 class Callback:

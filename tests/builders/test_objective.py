@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.builders.objective import build_objective, check_sides
+from llmfoundry.builders.preference import build_objective, check_sides
 from llmfoundry.data.order import Order
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.data.supervised.source import SupervisedSource

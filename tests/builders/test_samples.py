@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.builders.samples import build_samples, draw_seed
+from llmfoundry.builders.callbacks import build_samples, draw_seed
 from llmfoundry.data.held_out import Chain
 from llmfoundry.data.supervised.source import HeldOutPrompt, SupervisedHeldOut
 from llmfoundry.errors import UserError

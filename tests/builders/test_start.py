@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmfoundry.builders.start import (
+from llmfoundry.builders.resume import (
     Start,
     _changes,
     fill_weights,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmfoundry.commands import dry_run as plans
-from llmfoundry.loggers.format import count, size
+from llmfoundry.loggers.console import count, size
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import ROOT, YAMLS

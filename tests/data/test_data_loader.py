@@ -19,17 +19,15 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.held_out import validation_batches
-from llmfoundry.data.loader import Loader
+from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import OrderedStream, RowOptions, open_source
+from llmfoundry.data.sources import OrderedStream, RowOptions, TokenSource, open_source
 from llmfoundry.data.token_rows import TokenDataset
-from llmfoundry.data.token_source import TokenSource
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.packed_layout import Layout
@@ -363,7 +361,7 @@ def test_batches_are_made_ahead_and_wait_for_the_training(
 def test_a_batch_that_nobody_has_made_yet_is_made_by_who_asks(
     web: OrderedStream, makers: tuple[Loader, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmfoundry.data.batch_prefetcher._BUSY", 0.5)
+    monkeypatch.setattr("llmfoundry.data.loader._BUSY", 0.5)
     one, made = makers
     plain = loader([web])
     with closing(BatchPrefetcher(one, 0)) as batches:

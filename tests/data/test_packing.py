@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
-from llmfoundry.data.loader import Loader
+from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase

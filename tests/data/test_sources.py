@@ -21,8 +21,7 @@ from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTokens
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import RowOptions, open_source
-from llmfoundry.data.token_source import TokenSource
+from llmfoundry.data.sources import RowOptions, TokenSource, open_source
 from llmfoundry.errors import UserError
 from llmfoundry.ops.batch import IGNORE
 from tests.shards import bytes_tokenizer, texts, write_mds, write_tokens

@@ -21,9 +21,8 @@ import torch
 
 from llmfoundry import bounded
 from llmfoundry.builders.data import Data, build_loader, open_data
-from llmfoundry.data.batch_prefetcher import BatchPrefetcher
 from llmfoundry.data.held_out import validation_batches
-from llmfoundry.data.loader import Loader
+from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.data.make_batch import Row
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer

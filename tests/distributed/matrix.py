@@ -41,8 +41,8 @@ from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import GLOO
-from llmfoundry.train.optim.build import build_optimizer
-from llmfoundry.train.optimizer_monitor import OptimizerMonitor
+from llmfoundry.train.callbacks import OptimizerMonitor
+from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.distributed.layouts import MODELS, Entry
 from tests.models.test_decoder import make_config

@@ -30,7 +30,7 @@ from llmfoundry.plan.memory import MemoryEstimate, estimate
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.optim.build import build_optimizer
+from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.distributed.matrix import MICROBATCH, global_batch, share
 from tests.distributed.matrix import ROWS as ALL_ROWS

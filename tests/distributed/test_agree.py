@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from llmfoundry.builders import trainer
 from llmfoundry.builders.job import served_precision
-from llmfoundry.builders.start import check_same_recipe
+from llmfoundry.builders.resume import check_same_recipe
 from llmfoundry.builders.trainer import _memory_fit
 from llmfoundry.distributed.collectives import check_alike, together
 from llmfoundry.distributed.launch import World

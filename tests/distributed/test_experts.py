@@ -35,7 +35,7 @@ from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.optim.build import build_optimizer
+from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.gauntlet.test_generation import LETTERS
 from tests.models.test_decoder import make_config

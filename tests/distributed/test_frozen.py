@@ -32,7 +32,7 @@ from llmfoundry.ops.batch import IGNORE
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.optim.build import build_optimizer
+from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.distributed.matrix import (
     CLIP,

@@ -23,7 +23,7 @@ from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig, ParamGroupConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.optim.build import build_optimizer, freeze
+from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.step import Guard, clip_adaptive, train_step
 from tests.models.test_decoder import make_config
 from tests.selection import slow_but

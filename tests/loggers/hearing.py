@@ -6,8 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.loggers.background_queue import BackgroundWriter
-from llmfoundry.loggers.log_target import RunFacts, milliseconds
+from llmfoundry.loggers.background_queue import BackgroundWriter, RunFacts, milliseconds
 from llmfoundry.loggers.loggers import make_target
 from llmfoundry.recipe.logger import LoggerConfig
 

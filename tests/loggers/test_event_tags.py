@@ -11,7 +11,7 @@ import pytest
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.events import add_event, read_events
-from llmfoundry.loggers.event_tags import event_tags
+from llmfoundry.loggers.background_queue import event_tags
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.resilience.supervise import final_event
 from tests.loggers.hearing import closed_port

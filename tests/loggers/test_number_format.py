@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from llmfoundry.loggers.format import count, duration, number, percent, size
+from llmfoundry.loggers.console import count, duration, number, percent, size
 
 
 @pytest.mark.parametrize(

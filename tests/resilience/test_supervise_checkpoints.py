@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.builders.start import find_start
+from llmfoundry.builders.resume import find_start
 from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.launch import ALONE

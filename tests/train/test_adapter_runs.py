@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmfoundry.builders.start import load_checkpoint
+from llmfoundry.builders.resume import load_checkpoint
 from llmfoundry.builders.weights.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE, convert
 from llmfoundry.commands.train import train

@@ -21,8 +21,7 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.logger import EarlyStopperConfig
 from llmfoundry.recipe.optimizer import OPTIMIZERS
-from llmfoundry.train.callbacks import GarbageCollection, LRMonitor, RuntimeEstimator
-from llmfoundry.train.early_stopper import EarlyStopper
+from llmfoundry.train.callbacks import EarlyStopper, GarbageCollection, LRMonitor, RuntimeEstimator
 from llmfoundry.train.trainer import Callback
 from tests.tiny import losses, write_recipe
 from tests.train.here import rows, tensors, train_here

@@ -14,7 +14,7 @@ import torch
 
 import llmfoundry
 from llmfoundry.checkpoint import save
-from llmfoundry.data.batch_prefetcher import BatchPrefetcher
+from llmfoundry.data.loader import BatchPrefetcher
 from llmfoundry.distributed.launch import World
 from llmfoundry.ops.device_threads import device_thread
 

@@ -189,10 +189,10 @@ from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.callbacks import LRMonitor, RuntimeEstimator, SpeedMonitor
-from llmfoundry.train.early_stopper import EarlyStopper
+from llmfoundry.train.callbacks import EarlyStopper
 from llmfoundry.train.metrics import LoggedStep
-from llmfoundry.train.optimizer_monitor import OptimizerMonitor
-from llmfoundry.train.optim.build import build_optimizer
+from llmfoundry.train.callbacks import OptimizerMonitor
+from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.trainer import Trainer
 
 class Waits(TorchDispatchMode):

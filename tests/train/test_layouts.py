@@ -40,7 +40,7 @@ from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.packed_layout import Layout as Rows
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.optim.build import build_optimizer
+from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.models.test_decoder import make_config
 from tests.tiny import run, write_recipe

@@ -24,8 +24,8 @@ from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.optim.build import build_optimizer
-from llmfoundry.train.routing_metrics import routing_metrics
+from llmfoundry.train.metrics import routing_metrics
+from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.models.plain_moe import balancing_loss
 from tests.models.test_decoder import make_config

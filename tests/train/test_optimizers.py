@@ -26,8 +26,8 @@ from llmfoundry.recipe.optimizer import (
     OptimizerConfig,
     ParamGroupConfig,
 )
-from llmfoundry.train.optim.build import build_optimizer, freeze
 from llmfoundry.train.optim.muon import orthogonal
+from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.step import Guard, clip_adaptive, train_step
 from tests.models.test_decoder import CHAIN, make_config
 from tests.selection import slow_but

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmfoundry.builders.job import build_root, with_defaults
-from llmfoundry.builders.start import load_checkpoint
+from llmfoundry.builders.resume import load_checkpoint
 from llmfoundry.commands.convert import convert
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
@@ -21,7 +21,7 @@ from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.optim.build import build_optimizer
+from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, train_step
 from tests.tiny import losses, write_recipe
 from tests.train.here import dtypes, rows, train_here

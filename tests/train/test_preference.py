@@ -20,15 +20,15 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.preference import PreferenceConfig
-from llmfoundry.train.optim.build import new_optimizer
-from llmfoundry.train.preference.losses import (
+from llmfoundry.train.optim.optimizers import new_optimizer
+from llmfoundry.train.preference import (
     ALMOST_CERTAIN,
     Compared,
     Preference,
     answer_log_probs,
     build_preference,
+    mismatched,
 )
-from llmfoundry.train.preference.mismatched_pairs import mismatched
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.train.preference_goldens import (
     CASES,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.builders import reference
+from llmfoundry.builders import preference
 from llmfoundry.builders.data import Data
 from llmfoundry.builders.job import Job
-from llmfoundry.builders.reference import WEIGHTS, identity_of, open_reference, with_places
-from llmfoundry.builders.start import Start
+from llmfoundry.builders.preference import WEIGHTS, identity_of, open_reference, with_places
+from llmfoundry.builders.resume import Start
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.make_batch import Row, Rows
 from llmfoundry.data.order import Order
@@ -23,9 +23,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.train.preference.accuracy import validate_answers
-from llmfoundry.train.preference.losses import Pairs
-from llmfoundry.train.preference.mismatched_pairs import mismatched
+from llmfoundry.train.preference import Pairs, mismatched
+from llmfoundry.train.validation import validate_answers
 from tests.models.test_decoder import make_config, make_model
 from tests.shards import bytes_tokenizer
 
@@ -119,7 +118,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "PART", 4)
+    monkeypatch.setattr(preference, "PART", 4)
 
 
 def plain(model: Decoder, ids: list[int], begin: int) -> float:
@@ -167,16 +166,16 @@ def test_nothing_is_asked_twice_and_a_killed_pass_goes_on(
 ) -> None:
     whole = Run(tmp_path / "whole")
     whole.begin()
-    write: Callable[..., None] = reference._Table.write
+    write: Callable[..., None] = preference._Table.write
 
-    def killed(table: reference._Table, part: int, values: np.ndarray) -> None:
+    def killed(table: preference._Table, part: int, values: np.ndarray) -> None:
         if part == 1:
             raise KeyboardInterrupt
         write(table, part, values)
 
     run = Run(tmp_path / "killed")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(reference._Table, "write", killed)
+        patch.setattr(preference._Table, "write", killed)
         run.begin()
     again = Run(tmp_path / "killed")
     again.begin()

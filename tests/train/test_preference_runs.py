@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from llmfoundry.builders.data import open_data
-from llmfoundry.builders.reference import with_places
+from llmfoundry.builders.preference import with_places
 from llmfoundry.data.instructions.instruction_rows import instruction_rows
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError

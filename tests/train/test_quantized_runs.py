@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from llmfoundry.builders.start import load_checkpoint
+from llmfoundry.builders.resume import load_checkpoint
 from llmfoundry.builders.weights.fill import fill_model
 from llmfoundry.builders.weights.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE, convert

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.builders.start import load_checkpoint
+from llmfoundry.builders.resume import load_checkpoint
 from llmfoundry.checkpoint import verify
 from llmfoundry.checkpoint.commit import pin, remove_unpinned, unpin
 from llmfoundry.checkpoint.load import list_checkpoints

@@ -11,7 +11,7 @@ from torch import nn
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.values.duration import Clock, Duration
-from llmfoundry.train.optim.build import new_optimizer
+from llmfoundry.train.optim.optimizers import new_optimizer
 from llmfoundry.train.optim.schedule import lr_factor
 
 CLOCK = Clock(

@@ -13,7 +13,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.optimizer import OPTIMIZERS, GradientClippingConfig, OptimizerConfig
-from llmfoundry.train.optim.build import new_optimizer
+from llmfoundry.train.optim.optimizers import new_optimizer
 from llmfoundry.train.step import Guard, StepResult, train_step
 from tests.models.test_decoder import make_config
 

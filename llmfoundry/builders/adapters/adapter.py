@@ -22,7 +22,7 @@ from llmfoundry.files import write_json
 from llmfoundry.hf.peft.modules import OWN_TYPE, read_config, splits_qkv
 from llmfoundry.hf.peft.read import read_adapter
 from llmfoundry.hf.peft.write import matrices, write_adapter
-from llmfoundry.loggers.format import size as memory_text
+from llmfoundry.loggers.console import size as memory_text
 from llmfoundry.models.adapters.adapt import (
     adapted_layers,
     adapter_table,

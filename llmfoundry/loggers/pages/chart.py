@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from llmfoundry.loggers.format import count, number
+from llmfoundry.loggers.console import count, number
 from llmfoundry.loggers.pages.chart_data import FORMS, script, stretches
 from llmfoundry.loggers.pages.frame import COLOURS, TOP, WIDTH, Axis, Frame, figure, short, svg
 

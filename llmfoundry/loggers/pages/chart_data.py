@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from llmfoundry.loggers.format import count, number, size
+from llmfoundry.loggers.console import count, number, size
 
 LIMIT = 800
 DIGITS = 6  # of a value: more than a screen has pixels

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from llmfoundry.files import write_whole
-from llmfoundry.loggers.format import count, duration, number
+from llmfoundry.loggers.console import count, duration, number
 from llmfoundry.loggers.pages.page import Tile, page, table
 from llmfoundry.loggers.pages.score_charts import (
     Estimate,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 
-from llmfoundry.loggers.format import count
+from llmfoundry.loggers.console import count
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 20, 10, 38  # of a picture's edges to its drawing

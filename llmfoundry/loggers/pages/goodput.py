@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmfoundry.loggers.format import duration, percent
+from llmfoundry.loggers.console import duration, percent
 from llmfoundry.loggers.metrics import BATCH, WALL
 from llmfoundry.loggers.pages.page import Tile
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from llmfoundry.events import read_events
 from llmfoundry.files import write_whole
-from llmfoundry.loggers.console import printable
-from llmfoundry.loggers.format import count, number
+from llmfoundry.loggers.console import count, number, printable
 from llmfoundry.loggers.metrics import BATCH, TOKEN, read_metrics
 from llmfoundry.loggers.pages.before_after import before_and_after, changes
 from llmfoundry.loggers.pages.event_marks import event_table, marks

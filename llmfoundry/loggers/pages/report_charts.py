@@ -14,7 +14,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from llmfoundry.loggers.format import count, percent
+from llmfoundry.loggers.console import count, percent
 from llmfoundry.loggers.metrics import TOKEN
 from llmfoundry.loggers.pages.chart import Series, line_chart
 from llmfoundry.loggers.pages.event_marks import Marks

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
-from llmfoundry.loggers.format import count, duration, percent, size
+from llmfoundry.loggers.console import count, duration, percent, size
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL
 from llmfoundry.loggers.pages.page import Tile
 from llmfoundry.loggers.pages.report_charts import (

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmfoundry.errors import RunFailure, one_line
 from llmfoundry.files import write_json, write_whole
-from llmfoundry.loggers.format import duration
+from llmfoundry.loggers.console import duration
 from llmfoundry.loggers.pages.frame import WIDTH, figure, svg, text
 from llmfoundry.loggers.pages.page import Tile, page, table
 from llmfoundry.recipe.front.paths import show

@@ -1,8 +1,9 @@
 """The last decision of a supervised run to where its record is: MLflow, and the store of a URL.
 
-The run's own processes send events there (`loggers/event_tags.py`, `checkpoint/mirror.py`); after
-the last decision there are none. The supervisor calls `tell_mlflow` and `tell_store`, which have it
-sent by a process: a store that does not answer holds nobody up, and the supervisor stays small.
+The run's own processes send events there (`loggers/background_queue.py`, `checkpoint/mirror.py`);
+after the last decision there are none. The supervisor calls `tell_mlflow` and `tell_store`, which
+have it sent by a process: a store that does not answer holds nobody up, and the supervisor stays
+small.
 
     python -m llmfoundry.resilience.supervise.final_event    # what to send is on standard input
 """
@@ -22,7 +23,7 @@ from typing import Any
 from llmfoundry.checkpoint.remote_events import FOLDERS
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.events import NAME as EVENTS
-from llmfoundry.loggers.log_target import describe
+from llmfoundry.loggers.background_queue import describe
 from llmfoundry.loggers.mlflow_logger import RUN_ID_FILE, tag_ended
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.logger import LoggerConfig

@@ -1,18 +1,31 @@
-"""What is done about steps that the guard flagged: a pure function, the same on every process.
+"""What is done about steps that the guard flagged: log, skip, roll back or stop.
 
-`steps.py` calls `decide` for each verdict in order. The idea: what a decision depends on beside the
-verdict, how often this has happened, is a value that goes in and comes out, and that the checkpoint
-keeps.
+The trainer gives `StepWatch` what the guard (`guard.py`, on the device) saw, as soon as the host
+has it: at each step on a CPU, where there is nothing to wait for, else at each log. `decide` is a
+pure function, the same on every process: what a decision depends on beside the verdict, how often
+this has happened, is a value that goes in and comes out, and that the checkpoint keeps. `go_back`
+loads an earlier checkpoint and leaves out the batches read since.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
+import torch
+from torch.optim import Optimizer
+
+from llmfoundry.checkpoint.commit import unpin
+from llmfoundry.checkpoint.load import load_training_state, read_state
+from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.data.loader import Loader
+from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.errors import GivenUp
+from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.resilience.watch import WatchConfig
-from llmfoundry.train.spikes.guard import KINDS, StepVerdict
+from llmfoundry.train.spikes.guard import KINDS, Guard, StepVerdict, read_verdicts
 
 _SEVERITY = ("off", "log", "skip", "roll_back", "stop")
 
@@ -109,3 +122,163 @@ def _describe(verdict: StepVerdict, kind: str) -> str:
 
 def _norm(logarithm: float) -> float:
     return math.exp(min(logarithm, 700.0)) if math.isfinite(logarithm) else logarithm
+
+
+class TrainingLog(Protocol):
+    """What the loop tells: `loggers.loggers.Tracker`, which this floor may not import."""
+
+    def log(self, batch: int, tokens: int, metrics: dict[str, float]) -> None:
+        """Record a logged step."""
+
+    def routing(self, batch: int, tokens: int, load: list[list[int]]) -> None:
+        """Record the load of every expert of every layer, at a logged step."""
+
+    def samples(self, batch: int, samples: list[tuple[str, ...]]) -> None:
+        """Record generated text."""
+
+    def note(self, text: str) -> None:
+        """Tell the user something."""
+
+    def rewind(self, batch: int) -> None:
+        """Drop what was recorded of steps after `batch`, which are made anew."""
+
+    def event(
+        self, kind: str, seen: str, done: str, *, step: int, action: str, **more: Any
+    ) -> None:
+        """Tell, and keep, what was seen in a step (from 1), what was done, and further facts."""
+
+
+class RollBack(Exception):
+    """The run is to go back before a step, on every process."""
+
+    def __init__(self, decision: SpikeDecision) -> None:
+        super().__init__(decision.seen)
+        self.decision = decision
+
+
+class StepWatch:
+    """Looks at every step, and says what is done about it.
+
+    Attributes:
+        guard: the device's part, which the step calls.
+        config: filled.
+        record: how often something was done.
+    """
+
+    def __init__(
+        self, config: WatchConfig, device: torch.device, log: TrainingLog, state: dict[str, Any]
+    ) -> None:
+        """Go on from what `state` returned, or {}."""
+        self.config, self._log = config, log
+        self.guard = Guard(device, config)
+        self.guard.restore(state.get("guard", {}))
+        self.record = SpikeRecord.restored(state.get("record", {}))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON; waits for the device."""
+        return {"guard": self.guard.state(), "record": self.record.state()}
+
+    def go_back(self, why: SpikeDecision, done: str, state: dict[str, Any] | None) -> None:
+        """Go on from an earlier state, None: from this one, but for how often it has happened."""
+        self.tell(replace(why, done=f"{done} (callbacks.watch.{why.kind}: roll_back)"))
+        self.guard.release()
+        if state is not None:
+            self.guard.restore(state.get("guard", {}))
+
+    def look(self) -> int | None:
+        """Heed what was not heeded yet, and wait for it; the step from which there are no updates.
+
+        That of a spike never is: it raises.
+        """
+        self.heed(read_verdicts(*self.guard.unread()))
+        return self.guard.first_bad()
+
+    def heed(self, verdicts: Sequence[StepVerdict]) -> None:
+        """Tell of flagged steps, and do what the recipe says; in order, the same on all processes.
+
+        Raises:
+            RollBack: the run is to go back.
+            GivenUp: it is to end.
+        """
+        for verdict in verdicts:
+            decision, self.record = decide(verdict, self.config, self.record)
+            if decision is None:
+                continue
+            if decision.kind == "not_finite" and self.config.not_finite == "stop":
+                return  # the trainer says why
+            if decision.action == "roll_back":
+                raise RollBack(decision)  # who goes back tells how far
+            self.tell(decision)
+            if decision.action == "stop":
+                raise GivenUp(f"{decision.seen}; {decision.done}; what was saved before is sound")
+
+    def tell(self, decision: SpikeDecision) -> None:
+        """Write an event."""
+        self._log.event(
+            decision.kind,
+            decision.seen,
+            decision.done,
+            step=decision.batch + 1,
+            action=decision.action,
+        )
+
+
+@dataclass(frozen=True)
+class Return:
+    """Where a run goes on after a spike.
+
+    Attributes:
+        batch: steps done.
+        skipped: batches that are left out, from there.
+        name: of the checkpoint; empty: the weights of before the spike were in memory.
+        state: the checkpoint's.
+    """
+
+    batch: int
+    skipped: int
+    name: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """What was done, for people."""
+        where = f"to {self.name}" if self.name else "to the step before, as no checkpoint is older"
+        last = self.batch + self.skipped
+        return (
+            f"the run went back {where}; what were to be batches {self.batch + 1:,} to {last:,} are"
+            " left out"
+        )
+
+
+def go_back(
+    spike: int,
+    config: WatchConfig,
+    loader: Loader,
+    checkpointer: Checkpointer,
+    model: Decoder,
+    optimizer: Optimizer,
+    world: World,
+) -> Return:
+    """Load the newest checkpoint that is old enough, and leave out what came after it.
+
+    Args:
+        spike: steps done before the one that spiked; the weights are those of before it.
+        config: filled.
+        loader: which no thread reads meanwhile.
+        checkpointer: whose newer checkpoints are removed.
+        model: to fill.
+        optimizer: to fill.
+        world: this process.
+    """
+    assert config.roll_back_steps is not None and config.roll_back_skip is not None
+    folder = checkpointer.find(spike - config.roll_back_steps)
+    batch, state = spike, dict[str, Any]()
+    if folder is not None:
+        state = on_rank0(world, lambda: read_state(folder))
+        batch = int(state["batch"])
+        loader.resume(state["order"], batch)
+        load_training_state(folder, model, optimizer, world=world)
+        unpin(folder)
+    skipped = spike + 1 + config.roll_back_skip - batch
+    loader.skip(batch, skipped)
+    checkpointer.forget_after(batch)
+    return Return(batch, skipped, folder.name if folder is not None else "", state)

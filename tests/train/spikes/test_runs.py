@@ -319,7 +319,7 @@ def test_the_record_is_the_one_of_a_run_that_never_had_the_block(
 def test_state_of_other_settings_begins_anew() -> None:
     """A checkpoint of another window, or of a version without one, says nothing."""
     from llmfoundry.recipe.resilience.watch import WatchConfig
-    from llmfoundry.train.spikes.step_watch import StepWatch
+    from llmfoundry.train.spikes.decide import StepWatch
 
     log: Any = SimpleNamespace()
     cpu = torch.device("cpu")

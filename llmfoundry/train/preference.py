@@ -1,6 +1,6 @@
-"""What preference tuning minimises: dpo (sigmoid, ipo, hinge), kto, orpo and simpo.
+"""What preference tuning minimizes: dpo (sigmoid, ipo, hinge), kto, orpo and simpo.
 
-`builders/trainer.py` makes an objective by `build_preference`, `train_step` minimises it, the
+`builders/preference.py` makes an objective by `build_preference`, `train_step` minimizes it, the
 evaluation measures by it. The idea: every method is a sum over pairs, or over single answers, of a
 function of log-probabilities (`Compared`), divided by their number in the global batch. So nothing
 depends on microbatches, accumulation or processes, and two numbers for each document are all that
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.ops.batch import IGNORE, Batch
+from llmfoundry.ops.batch import IGNORE, Answers, Batch
+from llmfoundry.ops.packed_layout import Layout
 from llmfoundry.recipe.preference import PreferenceConfig
-from llmfoundry.train.objective import Finish, Look, sum_over_processes
-from llmfoundry.train.preference.mismatched_pairs import mismatched
+from llmfoundry.train.step import Finish, Look, sum_over_processes
 
 Context = Callable[[], AbstractContextManager[None]]
 ALMOST_CERTAIN = -1e-6  # largest mean log-probability that odds are taken of; beyond they overflow
@@ -371,3 +371,57 @@ def _part(compared: Compared, part: slice, pair: Tensor) -> Compared:
         torch.where(pair, compared.tokens[:, part], 1.0),
         None if reference is None else torch.where(pair, reference[:, part], -1.0),
     )
+
+
+def mismatched(batch: Batch) -> tuple[Batch, Tensor]:
+    """The batch with answers changed round, and (B, D) bool: which documents have another's.
+
+    A row with one answer alone has none to give it; a document on neither side counts for none.
+    """
+    layout, answers = batch.layout, batch.answers
+    assert layout is not None and answers is not None
+    places, lengths, begins = zip(
+        *(_change_row(*row) for row in zip(layout.lengths, answers.begins, strict=True)),
+        strict=True,
+    )
+    changed = torch.zeros(answers.side.shape, dtype=torch.bool)
+    for row, (of_row, begin) in enumerate(zip(layout.lengths, answers.begins, strict=True)):
+        answered = _answered(of_row, begin)
+        if len(answered) > 1:
+            changed[row, answered] = True
+    device = batch.tokens.device
+    order = torch.tensor(places).to(device, non_blocking=True)
+    own = torch.full_like(batch.labels, IGNORE)  # each token's label at the token itself
+    own[:, 1:] = batch.labels[:, :-1]
+    labels = torch.full_like(own, IGNORE)
+    labels[:, :-1] = own.gather(1, order)[:, 1:]
+    moved = Layout.from_lengths(lengths, layout.padding).to(device, non_blocking=True)
+    sides = Answers(answers.side, begins)
+    tokens = batch.tokens.gather(1, order)
+    is_compared = changed.to(device, non_blocking=True) & (answers.side != 0)
+    return Batch(tokens, labels, moved, answers=sides), is_compared
+
+
+def _answered(lengths: tuple[int, ...], begins: tuple[int, ...]) -> list[int]:
+    """The documents that have an answer."""
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return [n for n, (begin, end) in enumerate(zip(begins, ends, strict=True)) if begin < end]
+
+
+def _change_row(
+    lengths: tuple[int, ...], begins: tuple[int, ...]
+) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+    """The place that each token of a row comes from; lengths and begins of its new documents."""
+    answered = _answered(lengths, begins)
+    giver = dict(zip(answered, [*answered[-1:], *answered[:-1]], strict=True))
+    places: list[int] = []
+    sizes, starts, begin = [], [], 0
+    spans = {n: range(begins[n], sum(lengths[: n + 1])) for n in answered}
+    for n, length in enumerate(lengths):
+        answer = spans[giver[n]] if n in giver else range(0)
+        prompt = range(begin, spans[n].start if n in giver else begin + length)
+        starts.append(len(places) + len(prompt))
+        sizes.append(len(prompt) + len(answer))
+        places += [*prompt, *answer]
+        begin += length
+    return places, tuple(sizes), tuple(starts)

@@ -1,9 +1,9 @@
-"""What the model said before training: the reference of dpo and kto, computed once into the cache.
+"""The objective of preference tuning, and its reference's log-probabilities in the cache.
 
-`build_trainer` calls it. The idea: a row's documents never change, so that the reference model is
-asked once for each, before the first step, by all processes together; then it is not needed any
-more, neither its memory nor its time. Parts of 256 rows are written whole, one after another: what
-was killed goes on where it was, and a resumed run reads what is there. Nothing is ever computed
+`build_trainer` calls both, the evaluation `build_objective`. The idea of the reference of dpo and
+kto: a row's documents never change, so the model before training is evaluated once for each, before
+the first step, by all processes together; then neither its memory nor its time is needed. Parts of
+256 rows are written atomically, one after another: a killed run resumes there. Nothing is computed
 from a model that was trained already: where the cache was emptied, a resumed run first loads
 model.pretrained again, and compares it with what the run began with.
 """
@@ -27,24 +27,54 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llmfoundry.builders.adapters.adapter import begin_adapter
 from llmfoundry.builders.data import Data
-from llmfoundry.builders.evaluate import eval_rows
-from llmfoundry.builders.job import Job
-from llmfoundry.builders.objective import check_sides
-from llmfoundry.builders.start import Start, model_identity
+from llmfoundry.builders.job import Job, eval_rows
+from llmfoundry.builders.resume import Start, model_identity
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.make_batch import Row, Rows
 from llmfoundry.data.preparation.cache import cache_key
 from llmfoundry.data.sources import OrderedStream, RowSource
+from llmfoundry.data.supervised.source import SupervisedSource
 from llmfoundry.distributed.launch import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_whole
+from llmfoundry.models.adapters.adapt import switched_off
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.terminal import progress
-from llmfoundry.train.preference.losses import answer_log_probs
-from llmfoundry.train.preference.mismatched_pairs import mismatched
+from llmfoundry.train.preference import Preference, answer_log_probs, build_preference, mismatched
+
+
+def check_sides(data: Data, recipe: TrainRecipe) -> None:
+    """What kto learns must be of both kinds.
+
+    Raises:
+        UserError: all answers are desirable, or none is.
+    """
+    if not isinstance(recipe, FinetuneRecipe) or recipe.preference.name != "kto":
+        return
+    sources = [s.source for s in data.streams if isinstance(s, OrderedStream)]
+    sides = [source.sides for source in sources if isinstance(source, SupervisedSource)]
+    kinds = np.unique(np.concatenate(sides)) if sides else np.zeros(0)
+    if len(kinds) == 1:
+        there, missing = ("true", "false") if kinds[0] > 0 else ("false", "true")
+        raise UserError(
+            f"data: the label of every row is {there}, and kto learns from both kinds; add rows"
+            f" with label: {missing}"
+        )
+
+
+def build_objective(job: Job) -> Preference | None:
+    """The recipe's method of preference tuning; None: the cross-entropy."""
+    recipe = job.recipe
+    if not isinstance(recipe, FinetuneRecipe):
+        return None
+    by_adapter = recipe.preference.reference == "adapter"
+    return build_preference(
+        recipe.preference, partial(switched_off, job.root.model) if by_adapter else None
+    )
+
 
 PART = 256  # rows of a file: a minute or two of a large model
 WEIGHTS = "preference.weights"  # in a run's identity: the weights that its reference had
