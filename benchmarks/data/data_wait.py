@@ -32,7 +32,7 @@ MADE = "of made before"
 STEPS, ROUNDS = 5, 48  # 16 rounds were off by up to 3 %
 
 
-def main() -> None:
+def wait() -> None:
     """Build the run, train both ways by turns, print, write the result."""
     path, *overrides = sys.argv[1:] or ["yamls/quickstart.yaml"]
     with tempfile.TemporaryDirectory() as folder:
@@ -42,13 +42,13 @@ def main() -> None:
             tracker = Tracker(with_defaults(recipe), Path(folder), is_main=world.is_main)
             trainer, _ = build_trainer(recipe, world, tracker)
             with closing(BatchPrefetcher(trainer.loader, 0)) as batches:
-                rows = measured(trainer, batches)
+                rows = wait_rows(trainer, batches)
     print("\n".join(table(rows, {"batches": "{}", "ms a step": "{:.1f}", MADE: "{:.3f}"})))
     settings = {"recipe": Path(path).stem, "rounds": ROUNDS, "steps of a round": STEPS}
     print(f"\nwritten to {write('data-wait', rows, settings)}")
 
 
-def measured(trainer: Trainer, batches: BatchPrefetcher) -> list[dict[str, Any]]:
+def wait_rows(trainer: Trainer, batches: BatchPrefetcher) -> list[dict[str, Any]]:
     """Rounds of both, after one to get warm; each is first as often as the other."""
     rounds = []
     for number in range(ROUNDS + 1):
@@ -89,4 +89,4 @@ def _seconds(trainer: Trainer, batches: Iterator[Batch]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    wait()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SAMPLES, SEQ = 20_000, 2048
+SAMPLES, SAMPLE_TOKENS = 20_000, 2048
 EOS, _IDS = 0, 50_000
 _EOS_EVERY = 500  # tokens of a document, on average
 _AHEAD = 8192  # samples that mosaicml-streaming reads ahead at its best; by itself 8 batches
@@ -35,8 +35,8 @@ def samples() -> Iterator[np.ndarray]:
     """The same for all: (SEQ,) int32, in which EOS begins a document."""
     draw = np.random.default_rng(17)
     for _ in range(SAMPLES):
-        ids = draw.integers(1, _IDS, SEQ, dtype=np.int32)
-        ids[draw.integers(0, _EOS_EVERY, SEQ) == 0] = EOS
+        ids = draw.integers(1, _IDS, SAMPLE_TOKENS, dtype=np.int32)
+        ids[draw.integers(0, _EOS_EVERY, SAMPLE_TOKENS) == 0] = EOS
         yield ids
 
 
@@ -55,13 +55,13 @@ def ours(folder: Path, *, apart: bool = False) -> Make:
 
     def make(workers: int, rows: int) -> Batches:
         shards = ShardFolder.open(None, str(folder), FetchOptions())
-        reading = RowOptions(seq_len=SEQ, tokenizer="", eos_id=EOS, apart=apart)
+        reading = RowOptions(seq_len=SAMPLE_TOKENS, tokenizer="", eos_id=EOS, apart=apart)
         source = open_source(ONLY, ONLY, shards, read_index(shards), reading)
         assert not isinstance(source, MDSTexts)
         loader = Loader(
             [OrderedStream(source, Order(source.sizes, seed=17, shuffle=True))],
             Mixture([ONLY], [Phase(0, (1.0,))], batch_size=rows),
-            seq_len=SEQ,
+            seq_len=SAMPLE_TOKENS,
             eos_id=EOS,
             vocab_size=_IDS,
             attend_across_documents=not apart,
@@ -94,7 +94,7 @@ def litdata(folder: Path, *, as_dict: bool) -> Make:
     from litdata.streaming.cache import Cache
 
     def item_loader() -> Any:
-        return None if as_dict else TokensLoader(SEQ)
+        return None if as_dict else TokensLoader(SAMPLE_TOKENS)
 
     path = str(folder / ("litdata" if as_dict else "litdata-tokens"))
     cache = Cache(path, chunk_bytes="64MB", item_loader=item_loader())
@@ -126,7 +126,7 @@ def time_batches(make: Make, workers: int, rows: int, seconds: float) -> dict[st
     """
     begun = time.perf_counter()
     batches = make(workers, rows)
-    assert all(t.shape == (rows, SEQ) and t.dtype == torch.int64 for t in next(batches))
+    assert all(t.shape == (rows, SAMPLE_TOKENS) and t.dtype == torch.int64 for t in next(batches))
     first = now = time.perf_counter()
     read = 0
     while now < first + seconds and read + 2 * rows <= SAMPLES:
@@ -148,7 +148,7 @@ CONTENDERS: dict[str, Callable[[Path], Make]] = {
 _PACKAGES = {"streaming": "mosaicml-streaming", "litdata": "litdata"}
 
 
-def main() -> None:
+def loader() -> None:
     """Get ready, say so, and answer settings until there are no more."""
     name, folder = sys.argv[1:]
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print too
@@ -162,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    loader()

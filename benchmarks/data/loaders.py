@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.data import loader_contenders
-from benchmarks.data.loader_contenders import EOS, SAMPLES, SEQ, samples
+from benchmarks.data.loader_contenders import EOS, SAMPLES, SAMPLE_TOKENS, samples
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.token_rows import StreamIndex
@@ -107,7 +107,7 @@ class Contender:
         return json.loads(line) if line else None
 
 
-def main() -> None:
+def loaders() -> None:
     """Write the samples, run the rounds, print the tables, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", default=sys.executable, help="an interpreter with the rivals")
@@ -130,8 +130,8 @@ def main() -> None:
             print(f"\n{workers} workers, batches of {rows}")
             print("\n".join(table(turns)), flush=True)
             setting = f"{workers} workers x {rows}"
-            found += [{"setting": setting} | row for row in measured(turns)]
-    settings = {"samples": SAMPLES, "tokens": SEQ, "rounds": options.rounds}
+            found += [{"setting": setting} | row for row in loader_rows(turns)]
+    settings = {"samples": SAMPLES, "tokens": SAMPLE_TOKENS, "rounds": options.rounds}
     print(f"\nwritten to {record.write('loaders', found, settings)}")
 
 
@@ -169,7 +169,7 @@ def _start(folder: Path, rivals: str, stack: ExitStack) -> dict[str, Contender]:
     return started
 
 
-COLUMNS = {
+LOADER_COLUMNS = {
     "loader": "{}",
     "samples/s": "{:,.0f}",
     "first batch": "{:,.0f} ms",
@@ -180,10 +180,10 @@ COLUMNS = {
 
 def table(turns: Mapping[str, Sequence[LoaderTurn]]) -> list[str]:
     """A line for each contender."""
-    return record.table(measured(turns), COLUMNS)
+    return record.table(loader_rows(turns), LOADER_COLUMNS)
 
 
-def measured(turns: Mapping[str, Sequence[LoaderTurn]]) -> list[dict[str, Any]]:
+def loader_rows(turns: Mapping[str, Sequence[LoaderTurn]]) -> list[dict[str, Any]]:
     """A row for each contender: its speed, its first batch, and how many times it ours have."""
     ours = list(turns.values())[:YARDSTICKS]
     found = []
@@ -193,9 +193,9 @@ def measured(turns: Mapping[str, Sequence[LoaderTurn]]) -> list[dict[str, Any]]:
         for mine in ours:
             pairs = zip(mine, taken, strict=True)
             facts.append(record.over_rounds(a.rate / b.rate for a, b in pairs))
-        found.append(dict(zip(COLUMNS, facts, strict=True)))
+        found.append(dict(zip(LOADER_COLUMNS, facts, strict=True)))
     return found
 
 
 if __name__ == "__main__":
-    main()
+    loaders()

@@ -27,7 +27,7 @@ WINDOW = 2048
 LAYOUTS = ((20, 8192, 1 << 18), (20, 8192, 1 << 15), (256, 8192, 1 << 18), (489, 4091, 1 << 18))
 
 
-def main() -> None:
+def order() -> None:
     """Print the table, which is the same on every machine."""
     columns = {"epoch": "{}", "order": "{}", "same shard": "{:.3f}"}
     columns |= {f"shards in {WINDOW}": "{:.1f}", "apart": "{:.3f}"}
@@ -87,4 +87,4 @@ def py1e(sizes: np.ndarray, block_size: int, rng: np.random.Generator) -> np.nda
 
 
 if __name__ == "__main__":
-    main()
+    order()

@@ -41,7 +41,7 @@ class PreparationTurn:
     cpu: float
 
 
-def main() -> None:
+def preparation() -> None:
     """Run the rounds, print the table, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -70,8 +70,8 @@ def main() -> None:
             for name, contender in contenders.items():
                 turns[name].append(_timed(contender, n))
     print(f"{len(texts):,} documents, {size / 1e6:.2f} MB, {options.workers} process(es)")
-    rows = measured(turns, size)
-    print("\n".join(table(rows, COLUMNS)))
+    rows = preparation_rows(turns, size)
+    print("\n".join(table(rows, PREPARATION_COLUMNS)))
     settings = {"documents": len(texts), "MB": round(size / 1e6, 2), "processes": options.workers}
     print(f"\nwritten to {write('preparation', rows, settings)}")
 
@@ -80,12 +80,12 @@ CLOCKS: dict[str, Callable[[PreparationTurn], float]] = {
     "s": lambda turn: turn.clock,
     "CPU-s": lambda turn: turn.cpu,
 }
-COLUMNS = {"contender": "{}"}
+PREPARATION_COLUMNS = {"contender": "{}"}
 for _clock in CLOCKS:
-    COLUMNS |= {f"MB/{_clock}": "{:.2f}", f"of it, ours, MB/{_clock}": "{:.2f}"}
+    PREPARATION_COLUMNS |= {f"MB/{_clock}": "{:.2f}", f"of it, ours, MB/{_clock}": "{:.2f}"}
 
 
-def measured(turns: dict[str, list[PreparationTurn]], size: int) -> list[dict[str, Any]]:
+def preparation_rows(turns: dict[str, list[PreparationTurn]], size: int) -> list[dict[str, Any]]:
     """A row for each contender: its speed by both clocks, and how many times it ours is."""
     found = []
     for name, taken in turns.items():
@@ -147,4 +147,4 @@ def _cpu() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    preparation()

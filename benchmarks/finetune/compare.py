@@ -47,7 +47,7 @@ logger: {{mlflow: false}}
 """
 
 
-def main() -> None:
+def speed() -> None:
     """Run everything, print a table for full and one for LoRA, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -152,4 +152,4 @@ def _measured(results: dict[str, list[Timed]], learned: int) -> list[dict[str, A
 
 
 if __name__ == "__main__":
-    main()
+    speed()

@@ -28,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "LoRA": {"adapter": {"name": "lora", "r": 16}},
     "QLoRA": {"adapter": {"name": "lora", "r": 16}, "quantize": "nf4"},
 }
-LENGTH, STEPS, VOCAB = 512, 3, 2048
+ROW, STEPS, SMALL_VOCAB = 512, 3, 2048
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _prepare(folder: Path, width: int, layers: int) -> None:
         (folder / "corpus" / f"{n}.txt").write_text(text)
     shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 8 * width // 3 // 64 * 64}
     shape |= {"num_hidden_layers": layers, "num_attention_heads": width // 64}
-    write_llama(folder / "model", texts, VOCAB, shape)
+    write_llama(folder / "model", texts, SMALL_VOCAB, shape)
 
 
 def _measure(folder: Path, mode: str, precision: str) -> Peak:
@@ -62,7 +62,7 @@ def _measure(folder: Path, mode: str, precision: str) -> Peak:
     quantize = changes.pop("quantize", "none")
     recipe = {
         "run_name": mode,
-        "max_seq_len": LENGTH,
+        "max_seq_len": ROW,
         "max_duration": f"{STEPS}ba",
         "global_train_batch_size": 1,
         "device_train_microbatch_size": 1,
@@ -136,7 +136,7 @@ def _import_all() -> None:
     optimizer.step()
 
 
-COLUMNS = {
+MEMORY_COLUMNS = {
     "mode": "{}",
     "measured MiB": "{:.0f}",
     "estimated MiB": "{:.0f}",
@@ -145,7 +145,7 @@ COLUMNS = {
 }
 
 
-def main() -> None:
+def memory() -> None:
     """Measure every mode on a random Llama of that width and depth, print, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--width", type=int, default=1024)
@@ -171,10 +171,10 @@ def main() -> None:
         for mode, peak in peaks.items()
     ]
     size = f"{peaks['full'].parameters / 1e6:.0f}M parameters"
-    print("\n".join([f"{size}, {given.precision}: peak of a process", *table(rows, COLUMNS)]))
-    settings = {"model": size, "precision": given.precision, "tokens": LENGTH}
+    print("\n".join([f"{size}, {given.precision}: peak of a process", *table(rows, MEMORY_COLUMNS)]))
+    settings = {"model": size, "precision": given.precision, "tokens": ROW}
     print(f"\nwritten to {write('finetune-memory', rows, settings)}")
 
 
 if __name__ == "__main__":
-    main()
+    memory()

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.training.hf_trainer import Stopwatch
 
 
-def main() -> None:
+def trl_sft() -> None:
     """Train one epoch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -62,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    trl_sft()

@@ -26,7 +26,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 
 RECIPES = ("mpt-7b", "llama-8b", "dbrx")
 MICROBATCHES = 2
-COLUMNS = {
+SENT_COLUMNS = {
     "recipe": "{}",
     "layout": "{}",
     "degrees": "{}",
@@ -70,7 +70,7 @@ def counted(name: str, layout: str, ranks: int, more: list[str]) -> dict[str, ob
     }
 
 
-def rows(names: list[str], ranks: int, more: list[str]) -> Iterator[dict[str, object]]:
+def sent_rows(names: list[str], ranks: int, more: list[str]) -> Iterator[dict[str, object]]:
     """Of each recipe and each layout that it may have."""
     for name in names:
         for layout in LAYOUTS:
@@ -80,7 +80,7 @@ def rows(names: list[str], ranks: int, more: list[str]) -> Iterator[dict[str, ob
                 print(f"{name} {layout}: {error}")
 
 
-def main() -> None:
+def sent() -> None:
     """Count each recipe on each layout, and print it beside the formulas."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipes", nargs="*", default=list(RECIPES))
@@ -92,9 +92,9 @@ def main() -> None:
         f"model.n_layers={given.layers}",
         f"parallel.activation_checkpointing={given.checkpointing}",
     ]
-    found = list(rows(given.recipes, given.ranks, more))
-    print("\n".join([f"sent by one of {given.ranks} ranks", *table(found, COLUMNS)]))
+    found = list(sent_rows(given.recipes, given.ranks, more))
+    print("\n".join([f"sent by one of {given.ranks} ranks", *table(found, SENT_COLUMNS)]))
 
 
 if __name__ == "__main__":
-    main()
+    sent()

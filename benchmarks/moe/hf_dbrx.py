@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DbrxConfig
 
 from benchmarks.moe.mixtures import BALANCE, CLIP, EXPERTS, INIT_STD, SIZES, THETA, TOP_K, Size
 from benchmarks.training.bare import SEQ, VOCAB
-from benchmarks.training.hf_trainer import arguments, train
+from benchmarks.training.hf_trainer import arguments, train_by_hf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,7 +44,7 @@ def dbrx(size: Size) -> DbrxConfig:
     )
 
 
-def main() -> None:
+def hf_dbrx() -> None:
     """Train DBRX."""
     parser = arguments(list(DTYPES))
     parser.add_argument("--size", choices=list(SIZES), required=True)
@@ -52,8 +52,8 @@ def main() -> None:
     config, dtype = dbrx(SIZES[given.size]), DTYPES[given.precision]
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    train(model, precision=given.precision, steps=given.steps)
+    train_by_hf(model, precision=given.precision, steps=given.steps)
 
 
 if __name__ == "__main__":
-    main()
+    hf_dbrx()

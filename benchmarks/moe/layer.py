@@ -200,7 +200,7 @@ def measured(
     return rows
 
 
-def main() -> None:
+def layer() -> None:
     """Print a table for each precision, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     sizes = {"tokens": 4096, "d": 512, "f": 1024, "experts": 16, "top-k": 4, "rounds": 5}
@@ -220,4 +220,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    layer()

@@ -23,7 +23,7 @@ DBRX = "transformers' DBRX"
 PRECISIONS = {"fp32": ["fp32"], "bf16": ["amp_bf16", "bf16"]}  # theirs -> ours; see hf_dbrx.py
 
 
-def main() -> None:
+def model() -> None:
     """Run everything, print a table of each size and precision as it comes, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -66,4 +66,4 @@ def _measure(folder: Path, command: Sequence[str]) -> Measured:
 
 
 if __name__ == "__main__":
-    main()
+    model()

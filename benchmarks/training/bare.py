@@ -71,7 +71,7 @@ class Model(nn.Module):
         return self.norm(x) @ self.wte.weight.T
 
 
-def train(
+def bare_steps(
     sizes: Sizes, *, precision: str, steps: int, compiled: bool, device: str = "cpu"
 ) -> Iterator[None]:
     """Train on random tokens, which are there before a step begins; a pause after each."""
@@ -93,14 +93,14 @@ def train(
         yield
 
 
-def main() -> None:
+def bare_loop() -> None:
     """Print each step's time."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--precision", choices=["fp32", "amp_bf16"], required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
-    run = train(Sizes(), precision=given.precision, steps=given.steps, compiled=given.compile)
+    run = bare_steps(Sizes(), precision=given.precision, steps=given.steps, compiled=given.compile)
     started = time.perf_counter()
     for step, _ in enumerate(run, 1):
         print(f"step {step} {time.perf_counter() - started:.6f}", flush=True)
@@ -108,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bare_loop()

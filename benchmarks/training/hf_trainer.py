@@ -4,7 +4,7 @@
 
 transformers' MPT has ALiBi in place of learned positions (6.82M parameters) and its own eager
 attention. Needs `accelerate` (extra `bench`). Prints `step N` lines. `moe/hf_dbrx.py` trains
-its model by the same `train`.
+its model by the same `train_by_hf`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def arguments(precisions: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def train(model: Any, *, precision: str, steps: int) -> None:
+def train_by_hf(model: Any, *, precision: str, steps: int) -> None:
     """Train on random tokens, with amp_bf16 under autocast."""
     rows = torch.randint(0, VOCAB, (ROWS * steps, SEQ))
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
@@ -64,7 +64,7 @@ def train(model: Any, *, precision: str, steps: int) -> None:
         Trainer(model, settings, train_dataset=data, callbacks=[Stopwatch()]).train()
 
 
-def main() -> None:
+def hf_trainer() -> None:
     """Train MPT."""
     given = arguments(["fp32", "amp_bf16"]).parse_args()
     config = transformers.MptConfig(
@@ -76,8 +76,8 @@ def main() -> None:
         use_cache=False,
     )
     model = transformers.MptForCausalLM(config)
-    train(model, precision=given.precision, steps=given.steps)
+    train_by_hf(model, precision=given.precision, steps=given.steps)
 
 
 if __name__ == "__main__":
-    main()
+    hf_trainer()

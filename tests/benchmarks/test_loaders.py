@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.data import loader_contenders
-from benchmarks.data.loader_contenders import EOS, SEQ, ours, time_batches
+from benchmarks.data.loader_contenders import EOS, SAMPLE_TOKENS, ours, time_batches
 from benchmarks.data.loaders import Contender, LoaderTurn, table, write_samples
 
 
@@ -29,7 +29,7 @@ def test_the_rate_counts_batches_after_the_first() -> None:
     def make(workers: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         time.sleep(0.1)
         while True:
-            yield (torch.zeros(rows, SEQ, dtype=torch.int64),) * 2
+            yield (torch.zeros(rows, SAMPLE_TOKENS, dtype=torch.int64),) * 2
             time.sleep(0.01)
 
     found = time_batches(make, 0, 4, seconds=0.2)
@@ -46,7 +46,7 @@ def test_both_of_our_formats_give_the_samples(
     batch = next(ours(tmp_path / "mds")(0, 6))[0].numpy()
     assert sorted(batch.sum(1)) == sorted(samples.sum(1))
     stream = next(ours(tmp_path / "tokens")(0, 6))[0].numpy()
-    ids = np.append(EOS, samples)[:-1].reshape(6, SEQ)  # the last id is only a label
+    ids = np.append(EOS, samples)[:-1].reshape(6, SAMPLE_TOKENS)  # the last id is only a label
     assert sorted(stream.sum(1)) == sorted(ids.sum(1))
 
 
