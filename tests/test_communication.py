@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from benchmarks.memory import fake_ranks, layouts
-from benchmarks.memory.communication import formula
-from benchmarks.memory.fake_ranks import count, read
-from benchmarks.memory.sent_bytes import SentBytes
+from benchmarks import layouts, memory
+from benchmarks.layouts import formula
+from benchmarks.memory import SentBytes, count, read
 from llmfoundry.builders.job import build_root
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.fsdp import replicate
@@ -207,7 +206,7 @@ def test_torch_s_own_debug_mode_sees_as_many_collectives(
 ) -> None:
     layout, shape = case
     ranks, degrees, _ = LAYOUTS[layout]
-    monkeypatch.setattr(fake_ranks, "SentBytes", BothModes)
+    monkeypatch.setattr(memory, "SentBytes", BothModes)
     _, counted = count(make(shape, ranks, degrees), ranks, microbatches=2)
     assert isinstance(counted, BothModes)
     theirs: Counter[str] = Counter()

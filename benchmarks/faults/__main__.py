@@ -18,7 +18,7 @@ from benchmarks.faults import supervisor as supervisor
 from benchmarks.faults.outcome import NotHereError
 from benchmarks.faults.runs import LENGTH, RANKS, SAVE, Place
 from benchmarks.faults.table import FAULTS, markdown, row
-from benchmarks.record import write
+from benchmarks.harness import write
 
 
 def main(names: list[str]) -> int:

@@ -19,7 +19,7 @@ from benchmarks.faults.network import DEVICE, Network, network
 from benchmarks.faults.outcome import NONE, Expected, Seen
 from benchmarks.faults.runs import RANKS, Place, Run
 from benchmarks.faults.table import fault
-from benchmarks.turns import environment
+from benchmarks.harness import child_environment
 from llmfoundry.recipe.front.paths import ROOT
 
 _AGENTS = Path(__file__).with_name("agents.py")
@@ -53,7 +53,7 @@ def start(
     machines: Network, number: int, words: list[str], folder: Path
 ) -> subprocess.Popen[bytes]:
     """The check's process of a machine."""
-    env = environment() | {
+    env = child_environment() | {
         "RANK": str(number), "LOCAL_RANK": "0", "WORLD_SIZE": str(MACHINES),
         "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(number), "NODE_NAME": f"node-{number}",
         "MASTER_ADDR": machines.address(0), "MASTER_PORT": "29500",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.runs import RANKS, Place
-from benchmarks.record import table, write
+from benchmarks.harness import table, write
 from llmfoundry.events import read_events
 
 STEPS = 2000

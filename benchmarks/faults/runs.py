@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.faults.inside import STEPS, STRUCK
 from benchmarks.faults.outcome import ENDED, EQUAL, NONE, Seen
-from benchmarks.turns import environment
+from benchmarks.harness import child_environment
 from llmfoundry.events import read_events
 from llmfoundry.recipe.front.paths import ROOT
 
@@ -294,4 +294,8 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    return environment() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+    return child_environment() | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TQDM_DISABLE": "1",
+    }

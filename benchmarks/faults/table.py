@@ -66,7 +66,7 @@ def markdown(outcomes: Iterable[Outcome]) -> str:
 
 
 def row(one: Outcome) -> dict[str, Any]:
-    """An outcome for `benchmarks.record.write`."""
+    """An outcome for `benchmarks.harness.write`."""
     seen = one.seen
     texts = {"fault": one.fault, "detected by": seen.detected_by, "action": seen.action}
     numbers = {"detected, s": seen.detect_seconds, "back, s": seen.back_seconds}

@@ -1,7 +1,7 @@
 """What the backward pass keeps of a row, whatever of it is computed again.
 
 `memory.py` asks it. Counted tensor by tensor from a block's forward pass, each storage once:
-`benchmarks/memory/fake_ranks.py` counts the same on fake tensors.
+`benchmarks/memory.py` counts the same on fake tensors.
 """
 
 from __future__ import annotations

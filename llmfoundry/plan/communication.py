@@ -1,7 +1,7 @@
 """What a process sends to others in one step, by a formula for each kind of parallelism.
 
-`--dry-run` and `benchmarks/memory` show it; `tests/test_communication.py` compares it with what is
-counted (`benchmarks/memory/sent_bytes.py`). Counts and norms are left out.
+`--dry-run` and `benchmarks/layouts.py` show it; `tests/test_communication.py` compares it with what
+is counted (`benchmarks/memory.py`). Counts and norms are left out.
 
 Written below: p processes take part, W are the values that they share (`shards.py`), low bytes is a
 value in matrix products (2 under bfloat16), M microbatches are in a step. A process sends what it

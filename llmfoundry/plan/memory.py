@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 HEAP = 1.5
 """What activations take of a CPU's heap over their own size: tensors of other sizes come and go
 between those that stay, and freed memory is kept (`ops/host_memory.py`). Measured by
-`benchmarks/finetune/memory.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
+`benchmarks/finetune.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
 FRAMEWORK = GIB // 2  # PyTorch and all else that is imported, before there is a model
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.memory.fake_ranks import fill
+from benchmarks.memory import fill
 from llmfoundry.distributed.launch import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.batch import Batch

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.memory.live_bytes import LiveBytes
+from benchmarks.memory import LiveBytes
 from llmfoundry.builders.job import weight_dtype
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.fsdp import materialize

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks.moe.layer import saved_bytes
+from benchmarks.moe import saved_bytes
 from llmfoundry.ops.moe import cpu as moe_cpu
 from llmfoundry.ops.moe import gpu as moe_device
 from llmfoundry.ops.moe import grouped as moe_grouped

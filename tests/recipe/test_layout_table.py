@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.memory.fake_ranks import GPU, MEMORY, spread
+from benchmarks.memory import GPU, MEMORY, spread
 from llmfoundry.plan.communication import communication
 from llmfoundry.plan.fit import choose_fit
 from llmfoundry.plan.memory import GIB

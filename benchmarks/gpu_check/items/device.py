@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu_check.items.corpus import write_corpus
 from benchmarks.gpu_check.items.measure import Here, Row
-from benchmarks.moe.layer import timed
+from benchmarks.moe import timed
 
 GIB = 2**30
 WARM_UP, BURN = 0.5, 2.0  # seconds: of a clock that rises, and of what is measured

@@ -40,7 +40,7 @@ def facts(here: Here) -> Iterator[Row]:
     if row["lacking"]:
         yield row
         return
-    from benchmarks.record import libraries, machine
+    from benchmarks.harness import libraries, machine
     from llmfoundry.models.counts import peak_flops
 
     os.chdir(ROOT)  # whose commit is asked for

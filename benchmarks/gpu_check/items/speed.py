@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.contenders import Sizes, bare_steps
 from benchmarks.gpu_check.items.device import GIB, sustained
 from benchmarks.gpu_check.items.measure import Here, Row, tried
 from benchmarks.gpu_check.items.watch import mark, seconds_between, wait_for
-from benchmarks.moe.layer import DENSE, LayerShape, contenders, saved_bytes, seconds
-from benchmarks.training.bare import Sizes, bare_steps
+from benchmarks.moe import DENSE, LayerShape, contenders, saved_bytes, seconds
 from llmfoundry.ops import logits
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.plan.fit import USABLE, available_memory
@@ -120,7 +120,9 @@ def of_chunks(tokens: int | None) -> Iterator[None]:
 def bare(here: Here, *, steps: int, compile: bool, **sizes: int) -> Iterator[Row]:
     """Steps of the shortest loop that one would write."""
     shape = Sizes(**sizes)
-    run = bare_steps(shape, precision="amp_bf16", steps=steps, compiled=compile, device=here.device.type)
+    run = bare_steps(
+        shape, precision="amp_bf16", steps=steps, compiled=compile, device=here.device.type
+    )
     marks = [mark(here.device) for _ in run]
     wait_for(here.device)
     spans = [seconds_between(a, b) for a, b in itertools.pairwise(marks)]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory import fake_ranks
-from benchmarks.memory.fake_ranks import GPU, count, read, said
-from benchmarks.memory.layouts import LAYOUTS, build, words
+from benchmarks import memory
+from benchmarks.layouts import LAYOUTS, build, words
+from benchmarks.memory import GPU, count, read, said
 from llmfoundry.plan.activations import expert_rows, tokens_of_row
 from llmfoundry.plan.memory import estimate
 from tests.selection import slow_but
@@ -58,7 +58,7 @@ def test_a_process_whose_experts_have_twice_the_load_takes_what_the_estimate_add
     # what the experts' operator holds is not seen by who counts
     seen = need.load_block - expert_rows(recipe.model, 2) * tokens_of_row(recipe, degrees)
     even = count(recipe, 512)[0].peak
-    monkeypatch.setattr(fake_ranks, "_even", loaded(2, fake_ranks._even))
+    monkeypatch.setattr(memory, "_even", loaded(2, memory._even))
     more = count(recipe, 512)[0].peak - even
     assert 0 < more <= seen < 1.25 * more
     assert need.total(1, 2.0) == need.total(1) + need.load_block

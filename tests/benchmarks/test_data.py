@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.data import loader_contenders
-from benchmarks.data.loader_contenders import EOS, SAMPLE_TOKENS, ours, time_batches
-from benchmarks.data.loaders import Contender, LoaderTurn, table, write_samples
+from benchmarks import contenders
+from benchmarks.contenders import EOS, SAMPLE_TOKENS, our_loader, time_batches
+from benchmarks.data import Contender, LoaderTurn, loader_table, write_samples
 
 
 def test_ratios_are_medians_of_each_rounds_own() -> None:
     rates = {"mds": [10.0, 20.0, 90.0], "tokens": [20.0, 20.0, 20.0], "rival": [5.0, 5.0, 30.0]}
-    lines = table(
+    lines = loader_table(
         {name: [LoaderTurn(0.002, rate) for rate in found] for name, found in rates.items()}
     )
     assert lines[-1].split() == ["rival", "5", "2", "ms", "3.00", "4.00"]  # 2, 4, 3 and 4, 4, 2/3
@@ -40,12 +40,12 @@ def test_the_rate_counts_batches_after_the_first() -> None:
 def test_both_of_our_formats_give_the_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_contenders, "SAMPLES", 6)
+    monkeypatch.setattr(contenders, "SAMPLES", 6)
     write_samples(tmp_path)
-    samples = np.array(list(loader_contenders.samples()))
-    batch = next(ours(tmp_path / "mds")(0, 6))[0].numpy()
+    samples = np.array(list(contenders.samples()))
+    batch = next(our_loader(tmp_path / "mds")(0, 6))[0].numpy()
     assert sorted(batch.sum(1)) == sorted(samples.sum(1))
-    stream = next(ours(tmp_path / "tokens")(0, 6))[0].numpy()
+    stream = next(our_loader(tmp_path / "tokens")(0, 6))[0].numpy()
     ids = np.append(EOS, samples)[:-1].reshape(6, SAMPLE_TOKENS)  # the last id is only a label
     assert sorted(stream.sum(1)) == sorted(ids.sum(1))
 

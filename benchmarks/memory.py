@@ -1,41 +1,45 @@
-"""Bytes on one of many ranks, by kind, beside the estimate: one training step on fake tensors.
+"""Bytes on one of many ranks, by kind, next to the estimate: one training step on fake tensors.
 
-    python -m benchmarks.memory.fake_ranks [mpt-7b mpt-70b dbrx] [--ranks 512] [--layers 8]
+    python -m benchmarks.memory [mpt-7b mpt-70b dbrx] [--ranks 512] [--layers 8]
 
 One process is rank 0 of a group whose other ranks do not exist, and tensors have shapes but no
-memory: a minute a recipe. The model is built and wrapped as a run does it, and the step is the
-trainer's; all that it allocates is counted while something holds it. Tensors are a CPU's, for
-autograd knows no other device without a GPU's build of PyTorch; FSDP allocates the same there,
-and attention over rows of whole blocks keeps the same. Where our own code differs, the GPU's is
-taken.
-
-What it cannot see: temporaries within kernels and within the experts' operator, for which the
-estimate has a summand of its own; the allocator's gaps; what NCCL and CUDA take for themselves.
+memory: a minute a recipe. The model is built and wrapped as in a run, and the step is the
+trainer's; all that it allocates is counted while something holds it (`LiveBytes`), and all that it
+sends (`SentBytes`). Tensors are on the CPU, for autograd knows no other device without a GPU build
+of PyTorch; FSDP allocates the same there, and attention over rows of one document keeps the same.
+Where our own code differs, the GPU's is taken. Not seen: temporaries within kernels and within the
+experts' operator, for which the estimate has a term of its own; the allocator's gaps; NCCL's and
+CUDA's own. `layouts.py` and the tests of parallel layouts use it too.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterator
+import gc
+import itertools
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.memory.live_bytes import LiveBytes
-from benchmarks.memory.sent_bytes import SentBytes
-from benchmarks.record import table
+from benchmarks.harness import table
 from llmfoundry.builders.job import build_autocast, build_root, product_dtype, with_defaults
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_cut
@@ -57,6 +61,166 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train import step
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import CrossEntropy, Guard, train_step
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations under it made and that something still holds.
+
+    A storage counts with its size at that time: FSDP frees what it gathered by resizing it to 0.
+
+    Attributes:
+        most: the most bytes after any operation since it was last set to 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation, and note what it made."""
+        made = func(*args, **(kwargs or {}))
+        if any([self._watch(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]):
+            self.most = max(self.most, self.now())
+        return made
+
+    def _watch(self, tensor: Tensor) -> bool:
+        """Whether it is a storage that was not known."""
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if type(tensor) not in (Tensor, FakeTensor) or tensor.device.type == "meta":
+            return False
+        storage = tensor.untyped_storage()
+        known = self._held.get(storage._cdata)
+        if known is not None and known() is storage:
+            return False
+        self._held[storage._cdata] = weakref.ref(storage)
+        return True
+
+    def now(self) -> int:
+        """Bytes alive."""
+        alive = {key: storage for key, ref in self._held.items() if (storage := ref()) is not None}
+        self._held = {key: self._held[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
+
+    def settled(self) -> int:
+        """Bytes alive once cycles are collected and threads of collectives let go of theirs."""
+        gc.collect()
+        found = self.now()
+        for _ in range(10):
+            time.sleep(0.01)
+            found = min(found, self.now())
+        return found
+
+
+KINDS = {  # by the operator: those of FSDP and DDP, and the functional ones of all else
+    "c10d::allgather_": "all_gather",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::alltoall_base_": "all_to_all",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
+    "_c10d_functional::all_to_all_single": "all_to_all",
+}
+SMALL = 1 << 10
+"""Bytes of a message under which it is left out: counts, losses, norms."""
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that collectives under it send.
+
+    PyTorch's CommDebugMode sees as many calls (`tests/test_communication.py`), but counts no bytes
+    and loses its way among blocks whose forward pass is replaced.
+
+    An all_gather sends a process's part to the p - 1 others, a reduce_scatter all but its own part,
+    an all_reduce is one behind the other, as a ring has them; an all_to_all sends all but what the
+    process keeps.
+
+    Attributes:
+        calls: of every kind.
+        sent: bytes by kind and number of processes.
+        groups: kind, number of processes and the ranks from one to the next, where they are even.
+        small: bytes of messages under SMALL, which `sent` leaves out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[tuple[str, int]] = Counter()
+        self.groups: set[tuple[str, int, int]] = set()
+        self.small = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation, and note what it sends."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # which becomes collectives of plain tensors
+        name = func.name().partition(".")[0] if callable(getattr(func, "name", None)) else ""
+        if name in KINDS:
+            kind, group = KINDS[name], _group(args)
+            self.calls[kind] += 1
+            size = _sent(kind, group, _operand(args), _splits(args))
+            if size < SMALL:
+                self.small += size
+            else:
+                self.sent[kind, group.size()] += size
+                self.groups.add((kind, group.size(), _apart(group)))
+        return func(*args, **(kwargs or {}))
+
+
+def _group(args: Sequence[Any]) -> dist.ProcessGroup:
+    """The group that an operator was given: an object, or behind all else its name."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+    return _resolve_process_group(args[-1])
+
+
+def _apart(group: dist.ProcessGroup) -> int:
+    """Ranks from one process of a group to the next; 0: not alike."""
+    ranks = dist.get_process_group_ranks(group)
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    return steps.pop() if len(steps) == 1 else 0
+
+
+def _operand(args: Sequence[Any]) -> int:
+    """Bytes of what a process brings: the last tensor, in front of which some have their result."""
+    alone = [arg for arg in args if isinstance(arg, Tensor)]
+    if alone:
+        return alone[-1].nbytes
+    lists = [arg for arg in args if isinstance(arg, list) and isinstance(arg[0], Tensor)]
+    return sum(tensor.nbytes for tensor in lists[-1])
+
+
+def _splits(args: Sequence[Any]) -> Sequence[int]:
+    """How many rows go to each process; empty: as many to each."""
+    lists = [arg for arg in args if isinstance(arg, list) and isinstance((*arg, 0)[0], int)]
+    return lists[-1] if lists else []
+
+
+def _sent(kind: str, group: dist.ProcessGroup, operand: int, splits: Sequence[int]) -> int:
+    others, all_, given = group.size() - 1, group.size(), sum(splits)
+    if kind == "all_gather":
+        return others * operand
+    if kind == "all_reduce":
+        return 2 * others * operand // all_
+    if kind == "all_to_all" and given:
+        return operand * (given - splits[group.rank()]) // given
+    return others * operand // all_
+
 
 RECIPES = ("mpt-7b", "mpt-70b", "dbrx")
 MEMORY = 77 * 10**9  # free of a GPU of 80 GB

@@ -1,11 +1,11 @@
-"""How long training waits for a save: in the background, at once, and by PyTorch's own async_save.
+"""How long a save blocks training: in the background, synchronous, and by PyTorch's async_save.
 
-    python -m benchmarks.checkpoints.saving [GB of state] [rounds]
+    python -m benchmarks.checkpoint [GB of state] [rounds]
 
-All save the same weights and moments, by turns in one process, after a step of the optimizer; each
-save is written to its end, and its files are deleted, before the next begins. The first of each
-makes buffers and is not counted. On a GPU, ours returns while copies are under way: what the next
-update waits for is counted with it.
+All save the same weights and moments, interleaved in one process, after a step of the optimizer;
+each save is finished, and its files are deleted, before the next begins. The first of each
+allocates buffers and is not counted. On a GPU, ours returns while copies are under way: what the
+next update waits for is counted with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from benchmarks.record import over_rounds, table, write
+from benchmarks.harness import interleaved, over_rounds, ratio, table, write
 from llmfoundry.checkpoint.load import training_state
 from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.distributed.launch import World
@@ -35,7 +36,7 @@ SHOWN = {"save": "{}", BLOCKED: "{:.3f}", OF: "{:.4f}", "written after, s": "{:.
 
 
 class Saved(NamedTuple):
-    """Seconds for which a save held training up, and after which all of it was on the disk."""
+    """Seconds for which a save blocked training, and after which all of it was on the disk."""
 
     blocked: float
     whole: float
@@ -61,7 +62,7 @@ class Subject:
         self.optimizer.zero_grad()
 
     def wait(self) -> None:
-        """Until the device has done what it was told."""
+        """Until the device is done with all that was queued."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -102,7 +103,7 @@ def ours(subject: Subject, folder: Path, *, background: bool) -> Callable[[int],
 
 
 def pytorchs(subject: Subject, folder: Path) -> Callable[[int], Saved]:
-    """A save by `torch.distributed.checkpoint.async_save` as it comes."""
+    """A save by `torch.distributed.checkpoint.async_save` with its defaults."""
 
     def save(number: int) -> Saved:
         subject.wait()
@@ -132,20 +133,22 @@ def measured(gigabytes: float, rounds: int, folder: Path) -> list[dict[str, Any]
         "asynchronous": ours(subject, folder / "later", background=True),
         "torch's async_save": pytorchs(subject, folder / "theirs"),
     }
-    found: dict[str, list[Saved]] = {name: [] for name in ways}
-    for number in range(1, rounds + 2):
-        for name, save in ways.items():
-            subject.step()
-            found[name].append(save(number))
-            print(".", end="", flush=True, file=sys.stderr)
-    print(file=sys.stderr)
+
+    def after_a_step(save: Callable[[int], Saved], number: int) -> Saved:
+        subject.step()
+        return save(number + 1)
+
+    found = interleaved(
+        lambda n: {name: partial(after_a_step, save, n) for name, save in ways.items()},
+        rounds=rounds + 1,
+    )
     torch.distributed.destroy_process_group()
-    at_once = [one.blocked for one in found["synchronous"][1:]]
+    synchronous = found["synchronous"][1:]
     return [
         {
             "save": name,
             BLOCKED: over_rounds(one.blocked for one in saves[1:]),
-            OF: over_rounds(a.blocked / b for a, b in zip(saves[1:], at_once, strict=True)),
+            OF: ratio(saves[1:], synchronous, lambda one: one.blocked),
             "written after, s": over_rounds(one.whole for one in saves[1:]),
             "first blocked, s": saves[0].blocked,
         }
@@ -154,7 +157,7 @@ def measured(gigabytes: float, rounds: int, folder: Path) -> list[dict[str, Any]
 
 
 def main() -> None:
-    """Save by turns, print, write the result."""
+    """Save by all, print, write the result."""
     given = [float(word) for word in sys.argv[1:]]
     gigabytes, rounds = [*given, *(2.0, 5.0)[len(given) :]]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,17 @@
 """Evaluators side by side: this gauntlet, lm-evaluation-harness, and rows padded to the maximum.
 
-    python -m benchmarks.evaluation.compare [--rows 900]
+    python -m benchmarks.evaluation [--rows 900]
 
 All answer the same requests, token by token, with the same weights of 9 M parameters (the harness
-with transformers' LlamaForCausalLM), on one thread; how far their log-probabilities are from ours
-stands in the table. Time is CPU time, which neighbours on the machine disturb least. Tokenisation
-is left out for all of them. Rows padded to the maximum are so slow that a few batches are timed.
-lm-evaluation-harness is the extra `eval`; without it its line is missing.
+with transformers' LlamaForCausalLM), on one thread; the table has the largest difference of their
+log-probabilities from ours. Time is CPU time, which other work on the machine disturbs least.
+Tokenization is left out for all. Rows padded to the maximum are so slow that a few batches are
+timed and extrapolated. lm-evaluation-harness is the extra `eval`; without it its line is missing.
+
+Requests have the shape of the gauntlet's: tokens are random; the numbers of rows, worked examples,
+choices and tokens are those of nine tasks of v0.3 (mean tokens of a byte-level BPE of 8k tokens on
+the real rows). Each row is evaluated twice: with the task's fixed worked examples (`native`), and
+with some drawn for the row (LLM Foundry's way), which share far less.
 """
 
 from __future__ import annotations
@@ -14,8 +19,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import record
-from benchmarks.evaluation.requests import EOS, SHAPES, VOCAB, requests
+from benchmarks import harness
 from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.models.tree import grow
 from llmfoundry.gauntlet.questions import Request
@@ -34,6 +39,93 @@ from llmfoundry.hf.weight_map import to_theirs
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build
+
+VOCAB = 8192
+EOS = 0
+
+
+@dataclass(frozen=True)
+class TaskShape:
+    """A task: mean numbers of tokens.
+
+    Attributes:
+        shots: worked examples.
+        question: tokens of a question, in `schema` of a context.
+        answer: tokens of a choice, in `schema` of what follows the contexts.
+        choices: options of a row; 1: the answer is written freely.
+        schema: the options are contexts, which differ in their last two tokens.
+        letters: the choices are the same for all rows, one token each.
+    """
+
+    shots: int
+    question: int
+    answer: int
+    choices: int
+    schema: bool = False
+    letters: bool = False
+
+
+SHAPES = {
+    "arc_easy": TaskShape(3, 45, 8, 4),
+    "boolq": TaskShape(0, 224, 1, 2, letters=True),
+    "winogrande": TaskShape(5, 23, 14, 2, schema=True),
+    "winograd": TaskShape(3, 24, 8, 2, schema=True),
+    "commonsense_qa": TaskShape(0, 65, 1, 4, letters=True),
+    "piqa": TaskShape(0, 19, 39, 2),
+    "lambada": TaskShape(0, 120, 2, 1),
+    "copa": TaskShape(0, 15, 10, 2),
+    "arithmetic": TaskShape(5, 6, 2, 1),
+}
+
+
+@dataclass(frozen=True)
+class _Row:
+    contexts: list[list[int]]
+    choices: list[list[int]]
+
+
+def requests(n_rows: int, *, fixed: bool, seed: int = 0) -> list[Request]:
+    """All rows' requests.
+
+    Args:
+        n_rows: of all tasks together, equally many of each.
+        fixed: the same worked examples for all rows of a task; else each row has its own.
+        seed: of lengths and tokens, which do not depend on `fixed`.
+    """
+    found: list[Request] = []
+    for name, shape in SHAPES.items():
+        lengths, draws = random.Random(f"{seed} {name}"), random.Random(f"{seed} {name} shots")
+        rows = [_row(shape, lengths) for _ in range(n_rows // len(SHAPES))]
+        kept = draws.sample(range(len(rows)), shape.shots + 1)
+        for i, row in enumerate(rows):
+            pool = kept if fixed else draws.sample(range(len(rows)), shape.shots + 1)
+            examples = [rows[j] for j in pool if j != i][: shape.shots]
+            found += _asked(row, examples)
+    return found
+
+
+def _row(shape: TaskShape, rng: random.Random) -> _Row:
+    question = _tokens(rng, shape.question)
+    if shape.schema:
+        contexts = [[*question, *_tokens(rng, 2)] for _ in range(shape.choices)]
+        return _Row(contexts, [_tokens(rng, shape.answer)])
+    if shape.letters:
+        return _Row([question], [[1 + letter] for letter in range(shape.choices)])
+    return _Row([question], [_tokens(rng, shape.answer) for _ in range(shape.choices)])
+
+
+def _tokens(rng: random.Random, mean: int) -> list[int]:
+    n = max(1, round(rng.gauss(mean, mean / 3)))
+    return [rng.randrange(16, VOCAB) for _ in range(n)]
+
+
+def _asked(row: _Row, examples: list[_Row]) -> Iterator[Request]:
+    """A request for each option, after the worked examples with their first option."""
+    before = [EOS, *(t for e in examples for t in (*e.contexts[0], *e.choices[0]))]
+    for context in row.contexts:
+        for choice in row.choices:
+            yield Request((*before, *context, *choice[:-1]), tuple(choice), "")
+
 
 SEQ = 2048
 BATCH_TOKENS = 4096
@@ -98,7 +190,7 @@ def main() -> None:
     timed = PADDED_BATCH * PADDED_BATCHES
     print(f"\nPadded: {timed} requests, extrapolated.")
     settings = {"rows": rows, "parameters": size, "threads": 1}
-    print(f"written to {record.write('evaluation', found, settings)}")
+    print(f"written to {harness.write('evaluation', found, settings)}")
 
 
 COLUMNS = {
@@ -114,7 +206,7 @@ COLUMNS = {
 
 def table(done: dict[str, Ran], rows: int) -> list[str]:
     """A line for each evaluator."""
-    return record.table(measured(done, rows), COLUMNS)
+    return harness.table(measured(done, rows), COLUMNS)
 
 
 def measured(done: dict[str, Ran], rows: int) -> list[dict[str, Any]]:
@@ -175,13 +267,13 @@ def _harness(model: Decoder, asked: Sequence[Request]) -> Ran:
 
     theirs = _transformers_model(model)
     theirs.register_forward_pre_hook(count, with_kwargs=True)
-    harness = HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=HARNESS_BATCH, max_length=SEQ)
+    lm = HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=HARNESS_BATCH, max_length=SEQ)
     entries = []
     for i, request in enumerate(asked):
         context = request.tokens[: len(request.tokens) - len(request.targets) + 1]
         entries.append((("", str(i)), list(context), list(request.targets)))
     started = time.process_time()
-    answers = harness._loglikelihood_tokens(entries, disable_tqdm=True)
+    answers = lm._loglikelihood_tokens(entries, disable_tqdm=True)
     seconds = time.process_time() - started
     return Ran(tokens, seconds, dict(enumerate(logprob for logprob, _ in answers)))
 

@@ -1,17 +1,16 @@
 """What the watch, the heartbeats and the hang monitor cost a step of the quickstart: off and on.
 
-    python -m benchmarks.training.watch [--rounds 6] [--steps 240] [--processes 1 2]
+    python -m benchmarks.watch [--rounds 6] [--steps 240] [--processes 1 2]
 
-Measured in two ways. By turns: whole runs with everything off and with everything on, by the CPU
-time of all their processes, monitors too; a round's ratio is known to a percent or so. Inside: in
-one run with everything on, the time spent in what the loop calls for it, over the time of its
-steps; this counts too the look at whether a loss is finite, which no run is without.
+Measured in two ways. Interleaved: full runs with everything off and with everything on, by the CPU
+time of all their processes, monitors included; the ratio of a round is accurate to a percent or so.
+Inside: in one run with everything on, the time spent in the functions that the loop calls for it,
+over the time of its steps; this includes the test for finite losses, which every run makes.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import runpy
 import statistics
@@ -23,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import table, write
-from benchmarks.turns import Timed, by_turns, ratio, timed
+from benchmarks.harness import Timed, interleaved, median_step, ratio, table, timed, write
 from llmfoundry.recipe.front.paths import ROOT
 
 LOG = 20  # steps between two lines
@@ -40,7 +38,7 @@ SHOWN |= {"inside, of a step": "{:.4%}"}
 
 
 def main() -> None:
-    """Run everything, print a table, write the result; or, for `inside`, be one run."""
+    """Run everything, print a table, write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=240, help="of each run")
@@ -49,10 +47,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for processes in given.processes:
-            measure = partial(timed, folder=Path(name), least=given.steps // LOG)
-            runs = by_turns(
-                partial(_commands, processes, given.steps), measure, rounds=given.rounds
-            )
+            contenders = partial(_contenders, Path(name), processes, given.steps)
+            runs = interleaved(contenders, rounds=given.rounds)
             inside = [_share(run) for run in runs["inside"]]
             rows.append(
                 {
@@ -66,28 +62,34 @@ def main() -> None:
     print(f"\nwritten to {write('watch', rows, vars(given))}")
 
 
-def _commands(processes: int, steps: int, turn: int) -> dict[str, list[str]]:
+def _contenders(
+    folder: Path, processes: int, steps: int, turn: int
+) -> dict[str, Callable[[], Timed]]:
+    """A run with all of it, one without, in alternating order, and one that times it inside."""
     python = [sys.executable]
     if processes > 1:
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     recipe = [str(ROOT / "yamls" / "quickstart.yaml"), f"max_duration={steps}ba", *RUN]
     train = [*python, str(ROOT / "scripts" / "train.py"), *recipe]
-    whole = [*python, str(Path(__file__)), *recipe, *ON]
-    on_first = {"on": [*train, *ON], "off": [*train, *OFF]}
-    commands = on_first if turn % 2 else dict(reversed(on_first.items()))
-    commands["inside"] = whole
-    name = f"{processes}-{turn}"
-    return {who: [*words, f"run_name={name}-{who}"] for who, words in commands.items()}
+    commands = {"on": [*train, *ON], "off": [*train, *OFF]}
+    if not turn % 2:
+        commands = dict(reversed(commands.items()))
+    commands["inside"] = [*python, str(Path(__file__)), *recipe, *ON]
+    return {
+        who: partial(
+            timed, [*words, f"run_name={processes}-{turn}-{who}"], folder, least=steps // LOG
+        )
+        for who, words in commands.items()
+    }
 
 
 def _step(run: Timed) -> float:
     """CPU-seconds of the median step."""
-    ends = run.cpu_ends[WARM_UP:]
-    return statistics.median(b - a for a, b in itertools.pairwise(ends)) / LOG
+    return median_step(run.cpu_ends[WARM_UP:]) / LOG
 
 
 def _share(run: Timed) -> float:
-    line = next(line for line in run.said.splitlines() if line.startswith(INSIDE))
+    line = next(line for line in run.output.splitlines() if line.startswith(INSIDE))
     return float(line.removeprefix(INSIDE))
 
 
@@ -99,7 +101,7 @@ class Inside:
         self._depth = {"watch": 0, "steps": 0}
 
     def count(self, owner: Any, name: str, part: str) -> None:
-        """Time every call of a function or method, in place; one within another counts once."""
+        """Time every call of a function or method, in place; nested calls count once."""
         function: Callable[..., Any] = getattr(owner, name)
 
         def counted(*inputs: Any, **named: Any) -> Any:
@@ -116,7 +118,7 @@ class Inside:
 
 
 def inside() -> None:
-    """Be scripts/train.py with these arguments, and tell the share of rank 0's steps."""
+    """Be scripts/train.py with these arguments, and print the share of rank 0's steps."""
     from llmfoundry.resilience.watch.watch import Watch
     from llmfoundry.train import trainer
     from llmfoundry.train.spikes.decide import StepWatch

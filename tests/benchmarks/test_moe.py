@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import DbrxForCausalLM
 
-from benchmarks.moe.hf_dbrx import dbrx
-from benchmarks.moe.mixtures import SIZES
-from benchmarks.turns import RECIPE
+from benchmarks.contenders import SIZES, dbrx
+from benchmarks.harness import RECIPE
 from llmfoundry.hf.config.settings import write_settings
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.architecture.model import ModelConfig

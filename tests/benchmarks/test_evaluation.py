@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.evaluation import compare as evaluators
-from benchmarks.evaluation.compare import HARNESS, OURS, PADDED, Ran, table
-from benchmarks.evaluation.requests import EOS, SHAPES, VOCAB, requests
+from benchmarks import evaluation as evaluators
+from benchmarks.evaluation import EOS, HARNESS, OURS, PADDED, SHAPES, VOCAB, Ran, requests, table
 from llmfoundry.gauntlet.models.tree import grow
 
 

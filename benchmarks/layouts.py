@@ -1,19 +1,26 @@
-"""The layouts that a recipe may be spread by on thousands of ranks: each is built, and listed.
+"""The layouts of a recipe on thousands of ranks: built and listed; what they send, counted.
 
-    python -m benchmarks.memory.layouts [dbrx] [--ranks 512 3072] [--only hsdp_ep fsdp_tp]
+    python -m benchmarks.layouts build [dbrx] [--ranks 512 3072] [--only hsdp_ep fsdp_tp]
+    python -m benchmarks.layouts sent [mpt-7b llama-8b dbrx] [--ranks 512] [--layers 2]
 
-One process is in turn the first, one in the middle and the last of a group whose other ranks do not
-exist (`fake_ranks.py`). The whole model is spread as a run does it, and its optimizer makes the
-moments. Of each layout: whether it fits a GPU of 80 GB and with what, bytes of parameters and
-moments beside the estimate, what a step sends by the formulas of `plan/communication.py`, how
-much of it between nodes of 8, how long nothing is computed meanwhile and which MFU that leaves at
-most, which ranks work together, and which rows of a block's matrices each holds.
+`build`: one process is in turn the first, a middle and the last of a group whose other ranks do not
+exist (`memory.py`). The whole model is parallelized as in a run, and its optimizer makes the
+moments. Of each layout: whether it fits a GPU of 80 GB and with which settings, bytes of parameters
+and moments next to the estimate, what a step sends by the formulas of `plan/communication.py`, how
+much of it between nodes of 8, how long nothing is computed meanwhile and the upper bound of MFU
+that this leaves, which ranks form groups, and which rows of a block's matrices each holds.
+
+`sent`: a recipe at its own width, with fewer blocks, takes a step of two microbatches of one row on
+fake tensors. What it sends is counted by `SentBytes` and computed by `plan/communication.py`. The
+last column is of the kind of message and number of processes that differs most.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -21,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.memory.fake_ranks import CPU, GPU, MEMORY, built, held_bytes, spread
-from benchmarks.record import table
+from benchmarks.harness import table
+from benchmarks.memory import CPU, GPU, MEMORY, built, count, held_bytes, spread
 from llmfoundry.builders.job import product_dtype
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
@@ -32,6 +39,8 @@ from llmfoundry.models.shard_layout import all_stacked_rows, held_blocks
 from llmfoundry.plan.communication import Messages, communication, waited_for
 from llmfoundry.plan.fit import choose_fit
 from llmfoundry.plan.memory import GIB, estimate
+from llmfoundry.recipe.parallel import LEVELS
+from llmfoundry.recipe.parallel_limits import limits
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard
@@ -227,13 +236,13 @@ COLUMNS = {
 }
 
 
-def main() -> None:
+def build_all(argv: list[str]) -> None:
     """Build each layout on each number of ranks, and print them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="benchmarks.layouts build")
     parser.add_argument("recipe", nargs="?", default="dbrx")
     parser.add_argument("--ranks", type=int, nargs="+", default=[512, 3072])
     parser.add_argument("--only", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     for ranks in given.ranks:
         found, lines = [], list[str]()
         for layout in given.only:
@@ -274,5 +283,77 @@ def _sent(messages: Iterable[Messages]) -> Iterator[str]:
         )
 
 
+RECIPES = ("mpt-7b", "llama-8b", "dbrx")
+MICROBATCHES = 2
+SENT_COLUMNS = {
+    "recipe": "{}",
+    "layout": "{}",
+    "degrees": "{}",
+    "counted GiB": "{:.3f}",
+    "formula GiB": "{:.3f}",
+    "of counted, formula": "{:.5f}",
+    "of counted, that of the worst kind": "{:.5f}",
+    "collectives": "{:,}",
+}
+
+
+def formula(recipe: TrainRecipe, ranks: int, microbatch: int) -> Counter[tuple[str, int]]:
+    """Bytes by kind of collective and number of processes."""
+    found: Counter[tuple[str, int]] = Counter()
+    for messages in communication(recipe, ranks, microbatch):
+        found[messages.kind, messages.processes] += messages.sent
+    return found
+
+
+def counted(name: str, layout: str, ranks: int, more: list[str]) -> dict[str, object]:
+    """A recipe's row of the table; raises UserError where it cannot be spread so."""
+    recipe = spread(name, [*words(layout, ranks), "device_train_microbatch_size=1", *more])
+    degrees = recipe.parallel.degrees(ranks)
+    refused = [*limits(recipe.model, recipe.parallel, degrees)]
+    if refused:
+        raise UserError(*refused)
+    recipe.global_train_batch_size = MICROBATCHES * degrees.data
+    _, seen = count(recipe, ranks, microbatches=MICROBATCHES)
+    said = formula(recipe, ranks, 1)
+    ratios = [said[key] / seen.sent[key] for key in seen.sent]
+    assert said.keys() == seen.sent.keys(), f"only one of both: {said.keys() ^ seen.sent.keys()}"
+    return {
+        "recipe": name,
+        "layout": layout,
+        "degrees": " ".join(f"{k[0]}{v}" for k, v in vars(degrees).items() if v > 1),
+        "counted GiB": seen.sent.total() / GIB,
+        "formula GiB": said.total() / GIB,
+        "of counted, formula": said.total() / seen.sent.total(),
+        "of counted, that of the worst kind": max(ratios, key=lambda ratio: abs(ratio - 1)),
+        "collectives": seen.calls.total(),
+    }
+
+
+def sent_rows(names: list[str], ranks: int, more: list[str]) -> Iterator[dict[str, object]]:
+    """Of each recipe and each layout that it may have."""
+    for name in names:
+        for layout in LAYOUTS:
+            try:
+                yield counted(name, layout, ranks, more)
+            except UserError as error:  # such as experts of a model that has none
+                print(f"{name} {layout}: {error}")
+
+
+def sent(argv: list[str]) -> None:
+    """Count each recipe on each layout, and print it beside the formulas."""
+    parser = argparse.ArgumentParser(prog="benchmarks.layouts sent")
+    parser.add_argument("recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--ranks", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--checkpointing", default="selective", choices=LEVELS)
+    given = parser.parse_args(argv)
+    more = [
+        f"model.n_layers={given.layers}",
+        f"parallel.activation_checkpointing={given.checkpointing}",
+    ]
+    found = list(sent_rows(given.recipes, given.ranks, more))
+    print("\n".join([f"sent by one of {given.ranks} ranks", *table(found, SENT_COLUMNS)]))
+
+
 if __name__ == "__main__":
-    main()
+    {"build": build_all, "sent": sent}[sys.argv[1]](sys.argv[2:])

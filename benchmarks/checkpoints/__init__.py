@@ -1,1 +1,0 @@
-"""What saving costs a run."""

@@ -1,1 +1,0 @@
-"""Sample order, loaders, preparation and the wait for data: `make bench-data`."""

@@ -1,1 +1,0 @@
-"""The gauntlet beside lm-evaluation-harness: `make bench-eval`."""

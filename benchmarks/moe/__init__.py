@@ -1,1 +1,0 @@
-"""Mixtures of experts: the layer beside a dense one, a model beside DBRX: `make bench-moe`."""

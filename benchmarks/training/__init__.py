@@ -1,1 +1,0 @@
-"""Our trainer beside a bare loop and the Hugging Face Trainer: `make bench`."""
