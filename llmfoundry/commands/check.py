@@ -26,7 +26,7 @@ from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.resilience.check.findings import BAD, STATUS_BAD, Report
 from llmfoundry.resilience.check.host import NamedPath, recipe_paths, write_and_read
-from llmfoundry.resilience.check.report import JSON, report_lines, write_report
+from llmfoundry.resilience.check.report import JSON, check_lines, write_check
 from llmfoundry.resilience.check.run_check import sweep
 
 _OURS = "LLMFOUNDRY_CHECK_STARTED"  # in the environment of processes that `check` has started
@@ -91,8 +91,8 @@ def _check(
     """The exit status, the same on every process; rank 0 prints and writes."""
 
     def publish(report: Report) -> None:
-        page = write_report(report, folder)
-        print(*report_lines(report, page), sep="\n", flush=True)
+        page = write_check(report, folder)
+        print(*check_lines(report, page), sep="\n", flush=True)
 
     level = sweep(settings, paths, world, is_full=is_full, publish=publish)
     return STATUS_BAD if level == BAD else 0

@@ -6,14 +6,14 @@ import re
 from html.parser import HTMLParser
 from itertools import combinations
 
-from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, Finding, Report, bad_nodes
+from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, Finding, Report
 from llmfoundry.resilience.check.report import (
     SHADES,
     as_json,
+    check_lines,
+    check_page,
     collected,
     pair_map,
-    report_lines,
-    report_page,
     shade,
     summary,
 )
@@ -57,7 +57,7 @@ class Reader(HTMLParser):
 
 
 def test_the_page_loads_nothing_runs_nothing_and_says_who() -> None:
-    html = report_page(a_report())
+    html = check_page(a_report())
     reader = Reader()
     reader.feed(html)
     assert reader.loads == [] and "script" not in reader.tags and "@import" not in html
@@ -90,16 +90,16 @@ def test_many_units_make_a_small_page() -> None:
 
 def test_programs_read_the_level_and_whom_to_exclude() -> None:
     found = as_json(a_report())
-    assert found["level"] == BAD and found["bad_nodes"] == ["n3"] == bad_nodes(a_report().findings)
+    assert found["level"] == BAD and found["bad_nodes"] == ["n3"] == a_report().bad_nodes
     assert len(found["pairs"]) == 30 and found["pairs"][0] == {
         "bytes": 1 << 16, "pair": [0, 1], "gb_s": 0.0}  # fmt: skip
 
 
 def test_the_table_has_the_worst_first_and_no_thousand_sound_lines() -> None:
-    shown = [*report_lines(a_report(), None)]
-    assert shown[1].startswith("bad") and shown[3].startswith("notice")
-    assert sum(line.startswith("sound") for line in shown) == 4 and "3 more" in "\n".join(shown)
-    assert shown[-1] == "bad: 2 of what was looked at on 6 nodes; to take out: n3"
+    shown = [*check_lines(a_report(), None)]
+    assert shown[1].startswith("bad") and shown[3].startswith("warning")
+    assert sum(line.startswith("passed") for line in shown) == 4 and "3 more" in "\n".join(shown)
+    assert shown[-1] == "bad: 2 of what was checked on 6 nodes; to take out: n3"
     only_pair = Report([Finding("pairs", BAD, "n0 - n1", "slow")], ["n0", "n1"])
     assert "no node alone is to blame" in summary(only_pair)
     assert [*collected([])] == [] and "nothing is bad" in summary(Report([], ["n0"]))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def work(rank: int, folder: Path, size: int, cases: list[str]) -> None:
 
         def publish(report: Report, case: str = case) -> None:
             found = {
-                "findings": [finding.as_json() for finding in report.findings],
+                "findings": [asdict(finding) for finding in report.findings],
                 "nodes": report.nodes,
                 "units": report.units,
                 "pairs": report.pairs,

@@ -26,7 +26,7 @@ from llmfoundry.ops.torch_private import default_store
 from llmfoundry.recipe.data import n_bytes
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.resilience.check import host, kernel_log, links, nvml
-from llmfoundry.resilience.check.findings import BAD, UNCHECKED, Finding, Report, ordered
+from llmfoundry.resilience.check.findings import BAD, UNCHECKED, Finding, Report
 from llmfoundry.resilience.check.links import Pair, disjoint, tournament
 from llmfoundry.resilience.check.process_board import Board
 from llmfoundry.resilience.check.speeds import (
@@ -122,7 +122,7 @@ class _Sweep:
             return Report([], [])
         told = ((at, speeds[rank]) for rank, at in self.devices.items() if rank in speeds)
         report = Report(
-            ordered(self.findings),
+            sorted(self.findings, key=lambda finding: -finding.severity),
             list(dict.fromkeys(self.nodes.values())),
             speeds=[{"where": at.where, "model": at.name, **asdict(own)} for at, own in told],
             seconds=time.monotonic() - started,
