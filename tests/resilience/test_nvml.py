@@ -15,7 +15,14 @@ import pytest
 
 from llmfoundry.resilience.check import nvml
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
-from llmfoundry.resilience.check.nvml import SLOWED, WARM, GpuReading, judge_gpu_counts, judge_gpus
+from llmfoundry.resilience.check.nvml import (
+    SLOWED,
+    WARM,
+    GpuProcess,
+    GpuReading,
+    judge_gpu_counts,
+    judge_gpus,
+)
 from tests.resilience.fake_nvml import environment
 
 READ = """
@@ -46,7 +53,7 @@ STATES = {  # beside three healthy ones: what is found, a word of the reason and
     "replays": (NOTICE, "NVLink recoveries and replays since the last reset: 42", ""),
     "fabric": (BAD, "NVSwitch fabric: in progress", "fabric"),
     "busy": (BAD, "holds 40.0 GiB of its memory", "end that process"),
-    "old": (UNCHECKED, "the driver does not tell: recovery action, row remapping", ""),
+    "old": (UNCHECKED, "the driver does not report: recovery action, row remapping", ""),
 }
 MORE = ["", "pcie-card,pcie-card,pcie-card,pcie-card", "healthy,nvlink"]
 
@@ -128,8 +135,6 @@ def test_a_driver_that_is_not_there_is_told_as_not_checked() -> None:
 
 
 def test_a_process_of_another_container_cannot_be_judged() -> None:
-    from llmfoundry.resilience.check.nvml import GpuProcess
-
     unknown = GpuReading(0, processes=(GpuProcess(7, "", 40 << 30),))
     small = GpuReading(0, processes=(GpuProcess(7, "python", 100 << 20),))
     for reading in (unknown, small):

@@ -18,130 +18,13 @@ import os
 import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from llmfoundry.resilience.check.findings import BAD, NOTICE, Finding
-
-_KMSG = Path("/dev/kmsg")
-_COMMANDS = (
-    ["dmesg", "--time-format", "iso", "--nopager"],
-    ["journalctl", "--dmesg", "--output", "short-iso", "--no-pager", "--quiet"],
-)
-_ISO = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*([+-]\d\d:?\d\d|Z)?")
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_TRADITIONAL = re.compile(  # syslog's, which has no year, and that of dmesg -T
-    rf"\[?(?:[A-Z][a-z]{{2}} )?({'|'.join(_MONTHS)}) +(\d{{1,2}}) (\d\d:\d\d:\d\d)(?: (\d{{4}})\])?"
-)
-_DAY = 86_400
-PATIENCE = 20  # seconds, of each of these commands
-
-
-def read_log(path: str | None, *, hours: float, start: int | None = None) -> tuple[list[str], str]:
-    """Lines that are not older than `hours`, and "" or why there are none to be had.
-
-    Args:
-        path: a file; None: the kernel's own.
-        hours: which may be a part of one.
-        start: of a file, whatever the dates in it, all that is behind so many bytes; if it has
-            fewer, another one has taken its place, and all of it.
-    """
-    if path is not None:
-        try:
-            data = Path(path).expanduser().read_bytes()
-        except OSError as error:
-            return [], f"health_check.kernel_log: {path}: {error.strerror}"
-        behind = data if start is None or start > len(data) else data[start:]
-        lines = behind.decode("utf-8", errors="replace").splitlines()
-        return lines if start is not None else list(recent(lines, hours=hours)), ""
-    try:
-        return list(_from_kernel(hours)), ""
-    except OSError as error:
-        reason = f"{_KMSG}: {error.strerror}"
-    for command in _COMMANDS:
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
-        except (OSError, subprocess.SubprocessError):
-            continue
-        lines = done.stdout.decode(errors="replace").splitlines()
-        if lines:
-            return list(recent(lines, hours=hours)), ""
-    return (
-        [],
-        f"the kernel's log may not be read here ({reason}); name a file: health_check.kernel_log",
-    )
-
-
-def log_size(path: str | None) -> int:
-    """Bytes of a file; 0: there is none."""
-    try:
-        return 0 if path is None else Path(path).expanduser().stat().st_size
-    except OSError:
-        return 0
-
-
-def recent(lines: Iterable[str], *, hours: float, now: float | None = None) -> Iterator[str]:
-    """Lines with a date of the last `hours`, and those without a date."""
-    now = time.time() if now is None else now
-    for line in lines:
-        if match := _ISO.search(line[:60]):
-            written = _seconds(match)
-        elif match := _TRADITIONAL.match(line):
-            written = _latest(match, now)
-        else:
-            written = now
-        if written >= now - 3600 * hours:
-            yield line
-
-
-def _latest(match: re.Match[str], now: float) -> float:
-    """Since 1970; a date without a year is of the last one in which it is not to come."""
-    year = int(match[4] or datetime.fromtimestamp(now + _DAY).year)
-    day = f"{_MONTHS.index(match[1]) + 1:02}-{int(match[2]):02}T{match[3]}"
-    for candidate in [year] if match[4] else range(year, year - 9, -1):  # of 29 February
-        try:
-            found = datetime.fromisoformat(f"{candidate}-{day}").timestamp()
-        except ValueError:  # no such day that year
-            continue
-        if match[4] or found <= now + _DAY:
-            return found
-    return now
-
-
-def _seconds(match: re.Match[str]) -> float:
-    """Since 1970; a date without a zone is of this machine's."""
-    zone = (match[4] or "").replace("Z", "+00:00")
-    try:
-        return datetime.fromisoformat(f"{match[1]}T{match[2]}{zone}").timestamp()
-    except ValueError:  # the 31st of February, a zone as Python 3.10 does not read it
-        return time.time()
-
-
-def _from_kernel(hours: float) -> Iterator[str]:
-    """Records of /dev/kmsg: `6,1234,5678901,-;text`, microseconds since the machine was started.
-
-    Raises:
-        OSError: this user may not.
-    """
-    oldest = (time.clock_gettime(time.CLOCK_MONOTONIC) - 3600 * hours) * 1e6
-    descriptor = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        while True:
-            try:
-                record = os.read(descriptor, 8192).decode(errors="replace")
-            except BlockingIOError:  # that was the last
-                return
-            except BrokenPipeError:  # overwritten while it was read; the next one is there
-                continue
-            head, _, text = record.partition(";")
-            stamp = head.split(",")[2:3]
-            if not stamp or not stamp[0].isdigit() or int(stamp[0]) >= oldest:
-                yield text.splitlines()[0] if text else ""
-    finally:
-        os.close(descriptor)
-
 
 REPLACE = "take the machine out of service; inspect or replace the GPU"
 REBOOT = "take the machine out of service and reboot it; replace the GPU if it comes back"
@@ -216,8 +99,9 @@ _XID = re.compile(
 )
 _NONFATAL = re.compile(r"\bnon-?fatal\b", re.IGNORECASE)  # "149, NETIR_BER_EVENT Nonfatal XC0 i0"
 _SXID = re.compile(r"SXid \(PCI:(?P<pci>[0-9a-fA-F:.]+)\): (?P<code>\d+), *(?P<text>.*)")
+FALLEN_OFF = "a GPU has fallen off the bus"
 _OTHERS = (  # each: what to look for, what it is, whether it takes the machine out, what to do
-    (re.compile(r"NVRM: .*fallen off the bus"), "a GPU has fallen off the bus", True, REBOOT),
+    (re.compile(r"NVRM: .*fallen off the bus"), FALLEN_OFF, True, REBOOT),
     (re.compile(r"EDAC .*\bUE\b|Hardware Error.*[Uu]ncorrected"),
      "uncorrectable error of the machine's memory", True, REPLACE),
     (re.compile(r"segfault at .* in libnccl"), "NCCL crashed", False, RERUN),
@@ -232,7 +116,7 @@ _OTHERS = (  # each: what to look for, what it is, whether it takes the machine 
 
 @dataclass(frozen=True)
 class LogEvent:
-    """One line that means something.
+    """One line with a meaning.
 
     Attributes:
         what: the device, `GPU 0000:c1:00`, or empty for the machine.
@@ -250,38 +134,29 @@ class LogEvent:
 
 
 def log_events(lines: Iterable[str]) -> Iterator[LogEvent]:
-    """What the lines of a kernel log say, in their order; lines about nothing here are left out."""
+    """What the lines of a kernel log mean, in their order; other lines are left out."""
     for line in lines:
-        event = _gpu_event(line) or _switch_event(line)
-        if event is None:
-            for pattern, why, is_bad, action in _OTHERS:
-                if pattern.search(line):
-                    event = LogEvent("", "", why, action, is_bad)
-                    break
+        event = _gpu_event(line) or _switch_event(line) or _other_event(line)
         if event is not None:
             yield event
 
 
 def judge_log(lines: Iterable[str], node: str) -> list[Finding]:
     """A finding for each kind of event on each device, with how often it came."""
-    counted: dict[LogEvent, int] = {}
-    for event in log_events(lines):
-        counted[event] = counted.get(event, 0) + 1
-    numbered = {event.what for event in counted if event.code}  # their XIDs say more
+    counted = Counter(log_events(lines))
+    has_codes = any(event.code for event in counted)
     found = []
     for event, times in counted.items():
-        if event.why == _OTHERS[0][1] and numbered:
-            continue
-        repeats = event.action == RERUN and times >= MANY
+        if event.why == FALLEN_OFF and has_codes:
+            continue  # an XID has the GPU's address too
         level = BAD if event.is_bad else NOTICE
-        often = f", {times} times" if times > 1 else ""
-        code = f"{event.code}: " if event.code else ""
-        action = event.action + ("; it repeats here" if repeats else "")
         where = f"{node}, {event.what}" if event.what else node
+        why = f"{event.code}: {event.why}" if event.code else event.why
+        why += f", {times} times" if times > 1 else ""
+        repeats = event.action == RERUN and times >= MANY
+        action = event.action + ("; it repeats here" if repeats else "")
         nodes = (node,) if event.is_bad else ()
-        found.append(
-            Finding("kernel log", level, where, f"{code}{event.why}{often}", action, nodes)
-        )
+        found.append(Finding("kernel log", level, where, why, action, nodes))
     return found
 
 
@@ -289,17 +164,17 @@ def _gpu_event(line: str) -> LogEvent | None:
     match = _XID.search(line)
     if match is None:
         return None
-    code, gpu = int(match["code"]), f"GPU {match['pci'].lower()}"
+    code, gpu, text = int(match["code"]), f"GPU {match['pci'].lower()}", match["text"] or ""
     if code == VERDICT:
-        return _verdict(gpu, match["text"] or "")
+        return _verdict(gpu, text)
     action, why = XIDS.get(code, (WATCH, "unknown to this table; see NVIDIA's list of XIDs"))
-    if code in NVLINK_5 and _NONFATAL.search(match["text"] or ""):
+    if code in NVLINK_5 and _NONFATAL.search(text):
         action, why = WATCH, f"{why}, not fatal"
     return LogEvent(gpu, f"XID {code}", why, action, action in TAKE_OUT)
 
 
-def _verdict(gpu: str, text: str) -> LogEvent | None:
-    """Of the driver itself; what it changed to stands last."""
+def _verdict(gpu: str, text: str) -> LogEvent:
+    """Of the driver itself; what it changed to comes last."""
     wanted = text.rpartition(" to ")[2].strip()
     if "none" in wanted.lower():
         return LogEvent(gpu, f"XID {VERDICT}", "the driver asks for nothing any more", WATCH, False)
@@ -312,9 +187,130 @@ def _switch_event(line: str) -> LogEvent | None:
     match = _SXID.search(line)
     if match is None:
         return None
-    is_fatal = (
-        not match["text"].lower().startswith("non-fatal") and "fatal" in match["text"].lower()
-    )
-    action = FABRIC if is_fatal else WATCH
+    text = match["text"].strip()
+    is_fatal = "fatal" in text.lower() and not text.lower().startswith("non-fatal")
     switch = f"NVSwitch {match['pci'].lower()}"
-    return LogEvent(switch, f"SXid {match['code']}", match["text"].strip(), action, is_fatal)
+    return LogEvent(switch, f"SXid {match['code']}", text, FABRIC if is_fatal else WATCH, is_fatal)
+
+
+def _other_event(line: str) -> LogEvent | None:
+    for pattern, why, is_bad, action in _OTHERS:
+        if pattern.search(line):
+            return LogEvent("", "", why, action, is_bad)
+    return None
+
+
+_KMSG = Path("/dev/kmsg")
+_COMMANDS = (
+    ["dmesg", "--time-format", "iso", "--nopager"],
+    ["journalctl", "--dmesg", "--output", "short-iso", "--no-pager", "--quiet"],
+)
+PATIENCE = 20  # seconds, of each of these commands
+_ISO = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*([+-]\d\d:?\d\d|Z)?")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_TRADITIONAL = re.compile(  # syslog's, which has no year, and that of dmesg -T
+    rf"\[?(?:[A-Z][a-z]{{2}} )?({'|'.join(_MONTHS)}) +(\d{{1,2}}) (\d\d:\d\d:\d\d)(?: (\d{{4}})\])?"
+)
+_DAY = 86_400
+
+
+def read_log(path: str | None, *, hours: float, start: int | None = None) -> tuple[list[str], str]:
+    """Lines that are not older than `hours`, and "" or why there are none.
+
+    Args:
+        path: a file; None: the kernel's own.
+        hours: which may be a part of one.
+        start: of a file, whatever the dates in it: all after so many bytes; all of a file that has
+            fewer, as it has replaced the one that was measured.
+    """
+    if path is not None:
+        try:
+            data = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            return [], f"health_check.kernel_log: {path}: {error.strerror}"
+        new = data if start is None or start > len(data) else data[start:]
+        lines = new.decode("utf-8", errors="replace").splitlines()
+        return lines if start is not None else list(recent(lines, hours=hours)), ""
+    try:
+        return list(_from_kernel(hours)), ""
+    except OSError as error:
+        reason = f"{_KMSG}: {error.strerror}"
+    for command in _COMMANDS:
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        lines = done.stdout.decode(errors="replace").splitlines()
+        if lines:
+            return list(recent(lines, hours=hours)), ""
+    why = f"the kernel's log may not be read here ({reason})"
+    return [], f"{why}; name a file: health_check.kernel_log"
+
+
+def log_size(path: str | None) -> int:
+    """Bytes of a file; 0: there is none."""
+    try:
+        return 0 if path is None else Path(path).expanduser().stat().st_size
+    except OSError:
+        return 0
+
+
+def recent(lines: Iterable[str], *, hours: float, now: float | None = None) -> Iterator[str]:
+    """Lines with a date of the last `hours`, and those without a date."""
+    now = time.time() if now is None else now
+    for line in lines:
+        if match := _ISO.search(line[:60]):
+            written = _seconds(match)
+        elif match := _TRADITIONAL.match(line):
+            written = _latest(match, now)
+        else:
+            written = now
+        if written >= now - 3600 * hours:
+            yield line
+
+
+def _latest(match: re.Match[str], now: float) -> float:
+    """Since 1970; a date without a year is of the latest year in which it is not in the future."""
+    year = int(match[4] or datetime.fromtimestamp(now + _DAY).year)
+    day = f"{_MONTHS.index(match[1]) + 1:02}-{int(match[2]):02}T{match[3]}"
+    for candidate in [year] if match[4] else range(year, year - 9, -1):  # of 29 February
+        try:
+            found = datetime.fromisoformat(f"{candidate}-{day}").timestamp()
+        except ValueError:  # no such day that year
+            continue
+        if match[4] or found <= now + _DAY:
+            return found
+    return now
+
+
+def _seconds(match: re.Match[str]) -> float:
+    """Since 1970; a date without a zone is in this machine's."""
+    zone = (match[4] or "").replace("Z", "+00:00")
+    try:
+        return datetime.fromisoformat(f"{match[1]}T{match[2]}{zone}").timestamp()
+    except ValueError:  # the 31st of February, a zone as Python 3.10 does not read it
+        return time.time()
+
+
+def _from_kernel(hours: float) -> Iterator[str]:
+    """Records of /dev/kmsg: `6,1234,5678901,-;text`, microseconds since the machine was started.
+
+    Raises:
+        OSError: this user may not read it.
+    """
+    oldest = (time.clock_gettime(time.CLOCK_MONOTONIC) - 3600 * hours) * 1e6
+    descriptor = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                record = os.read(descriptor, 8192).decode(errors="replace")
+            except BlockingIOError:  # that was the last
+                return
+            except BrokenPipeError:  # overwritten while it was read; the next one is there
+                continue
+            head, _, text = record.partition(";")
+            stamp = head.split(",")[2:3]
+            if not stamp or not stamp[0].isdigit() or int(stamp[0]) >= oldest:
+                yield text.splitlines()[0] if text else ""
+    finally:
+        os.close(descriptor)

@@ -14,16 +14,21 @@ import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any
 
 import psutil
 
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
 from llmfoundry.resilience.check.kernel_log import FABRIC, REBOOT, REPLACE, RESET
 
-RECOVERY = {  # nvmlDeviceGetFieldValues 230, of drivers from 570 on
+DBE_VOLATILE, PAGES_PENDING, RECOVERY_ACTION = 4, 31, 230  # numbers of nvmlDeviceGetFieldValues
+NVLINK_REPLAYS, NVLINK_RECOVERIES = 52, 59  # totals over the links
+LOST = 15
+_COMPLETED = 3  # nvmlGpuFabricState_t
+_FABRIC = {1: "not started", 2: "in progress"}
+
+RECOVERY = {  # values of field 230, which drivers from 570 on have
     1: ("GPU reset", RESET),
     2: ("node reboot", REBOOT),
     3: ("drain of peer-to-peer traffic", RESET),
@@ -48,13 +53,13 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """What NVML said of one GPU; None: it could not say.
+    """What NVML has of one GPU; None: it could not be read.
 
     Attributes:
         index: NVML's number of it.
         name: `NVIDIA H100 80GB HBM3`.
         uuid: it, wherever it is plugged in.
-        pci: its place on the bus, as the kernel log writes it.
+        pci: its address on the bus, as the kernel log writes it.
         lost: the error, where nothing can be read at all.
         recovery_action: field 230; a key of RECOVERY, or 0.
         remap_pending: rows of memory wait for a reset to be remapped.
@@ -68,7 +73,7 @@ class GpuReading:
         pcie_width: lanes.
         pcie_width_most: that card and slot can have.
         clocks_event_reasons: why the clock is not higher, a mask.
-        fabric: the NVSwitch fabric's answer where it is not "completed"; "" where it is.
+        fabric: the NVSwitch fabric's state where it is not "completed"; "" where it is.
         processes: programs on it that are not this check's.
         temperature: degrees Celsius.
         power: watts.
@@ -85,36 +90,164 @@ class GpuReading:
     remapped_uncorrectable: int | None = None
     pages_pending: bool | None = None
     uncorrectable: int | None = None
-    links_down: tuple[int, ...] | None = None
+    links_down: Sequence[int] | None = None
     links_up: int | None = None
     link_errors: int | None = None
     pcie_width: int | None = None
     pcie_width_most: int | None = None
     clocks_event_reasons: int | None = None
     fabric: str | None = None
-    processes: tuple[GpuProcess, ...] | None = field(default=None)
+    processes: Sequence[GpuProcess] | None = None
     temperature: int | None = None
     power: float | None = None
+
+
+def open_nvml() -> tuple[Any, str]:
+    """The module that queries the driver, and "", or why it cannot."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None, "nvidia-ml-py is not installed; write: pip install nvidia-ml-py"
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return nvml, f"NVML: {error}"
+    return nvml, ""
+
+
+def read_gpus() -> tuple[list[GpuReading], str]:
+    """Every GPU that the driver knows, and "", or none and why not."""
+    nvml, problem = open_nvml()
+    if problem:
+        return [], problem
+    try:
+        count = nvml.nvmlDeviceGetCount()
+        return [_read(nvml, index) for index in range(count)], "" if count else "NVML knows no GPU"
+    except nvml.NVMLError as error:
+        return [], f"NVML: {error}"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read(nvml: Any, index: int) -> GpuReading:
+    try:
+        gpu = _Gpu(nvml, index)
+        uncorrectable = gpu.field(DBE_VOLATILE)  # first, as each GPU has it: is this one lost?
+        rows = gpu.ask("nvmlDeviceGetRemappedRows") or (None, None, None, None)
+        states = [gpu.ask("nvmlDeviceGetNvLinkState", n) for n in range(gpu.most_links)]
+        pci = gpu.ask("nvmlDeviceGetPciInfo")
+        pages, power = gpu.field(PAGES_PENDING), gpu.ask("nvmlDeviceGetPowerUsage")
+        errors = [gpu.field(number) for number in (NVLINK_REPLAYS, NVLINK_RECOVERIES)]
+        known_errors = [count for count in errors if count is not None]
+        return GpuReading(
+            index,
+            name=gpu.ask("nvmlDeviceGetName") or "",
+            uuid=gpu.ask("nvmlDeviceGetUUID") or "",
+            pci=f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}" if pci else "",
+            recovery_action=gpu.field(RECOVERY_ACTION),
+            remap_pending=None if rows[2] is None else bool(rows[2]),
+            remap_failed=None if rows[3] is None else bool(rows[3]),
+            remapped_uncorrectable=rows[1],
+            pages_pending=None if pages is None else bool(pages),
+            uncorrectable=uncorrectable,
+            links_down=[number for number, state in enumerate(states) if state == 0],
+            links_up=sum(state == 1 for state in states),
+            link_errors=sum(known_errors) if known_errors else None,
+            pcie_width=gpu.ask("nvmlDeviceGetCurrPcieLinkWidth"),
+            pcie_width_most=gpu.ask("nvmlDeviceGetMaxPcieLinkWidth"),
+            clocks_event_reasons=gpu.ask("nvmlDeviceGetCurrentClocksEventReasons"),
+            fabric=gpu.fabric(),
+            processes=_others(gpu.ask("nvmlDeviceGetComputeRunningProcesses")),
+            temperature=gpu.ask("nvmlDeviceGetTemperature", 0),
+            power=None if power is None else power / 1000,
+        )
+    except nvml.NVMLError as error:
+        return GpuReading(index, lost=str(error))
+
+
+class _Gpu:
+    """Queries of one GPU; None: this driver, or this nvidia-ml-py, has no such value.
+
+    All raise NVMLError where the GPU is lost.
+    """
+
+    def __init__(self, nvml: Any, index: int) -> None:
+        self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByIndex(index)
+        self.most_links = getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """What a function of NVML's answers."""
+        try:
+            return getattr(self._nvml, name)(self._handle, *arguments)
+        except (self._nvml.NVMLError, AttributeError) as error:
+            if getattr(error, "value", None) == LOST:
+                raise
+            return None
+
+    def field(self, number: int) -> int | None:
+        """One of the driver's numbered values."""
+        values = self.ask("nvmlDeviceGetFieldValues", [number])
+        if values is None:
+            return None
+        (value,) = values
+        if value.nvmlReturn == LOST:
+            raise self._nvml.NVMLError(LOST)
+        if value.nvmlReturn:
+            return None
+        kinds = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal"}
+        return int(getattr(value.value, kinds.get(value.valueType, "ullVal")))
+
+    def fabric(self) -> str | None:
+        """What keeps it out of the NVSwitch fabric; "" where nothing does, or there is none."""
+        if not hasattr(self._nvml, "c_nvmlGpuFabricInfo_t"):
+            return None
+        info = self._nvml.c_nvmlGpuFabricInfo_t()
+        if self.ask("nvmlDeviceGetGpuFabricInfo", ctypes.byref(info)) is None:
+            return None
+        if info.state == _COMPLETED and info.status:
+            return f"registration failed with status {info.status}"
+        return _FABRIC.get(info.state, "")
+
+
+def _others(found: Sequence[Any] | None) -> list[GpuProcess] | None:
+    """Programs that neither are this one nor were started by, or beside, it."""
+    if found is None:
+        return None
+    ours = {os.getpid()}
+    if "RANK" in os.environ:  # the others have the same launcher
+        ours.add(os.getppid())
+    others = []
+    for process in found:
+        try:
+            program = psutil.Process(process.pid)
+            family = {process.pid, *(parent.pid for parent in program.parents())}
+            name = program.name()
+        except psutil.Error:
+            family, name = set(), ""
+        if not ours & family:
+            others.append(GpuProcess(process.pid, name, process.usedGpuMemory or 0))
+    return others
 
 
 Answer = tuple[str, str, str]  # level, why, action
 
 
 def judge_gpus(readings: Sequence[GpuReading], node: str) -> list[Finding]:
-    """Every rule on every GPU of a machine; a GPU without a problem is one finding that says so."""
+    """Every rule on every GPU of a machine; one without a problem is a finding that it passed."""
     found, links = [], links_missing(readings)
-    for reading in readings:
-        where = f"{node}, GPU {reading.index}" + (f" ({reading.pci})" if reading.pci else "")
-        answers = [answer for rule in RULES for answer in rule(reading)]
-        answers += [links[reading.index]] if reading.index in links else []
-        if reading.lost:
-            answers = [(BAD, f"lost: {reading.lost}", REBOOT)]
+    for gpu in readings:
+        answers = [answer for rule in RULES for answer in rule(gpu)]
+        answers += [links[gpu.index]] if gpu.index in links else []
+        if gpu.lost:
+            answers = [(BAD, f"lost: {gpu.lost}", REBOOT)]
         if not any(level == BAD for level, _, _ in answers):
-            answers.append((SOUND, _summary(reading), ""))
-        if unread := _unread(reading):
-            answers.append((UNCHECKED, f"the driver does not tell: {', '.join(unread)}", ""))
-        for level, why, action in answers:
-            found.append(_finding(level, where, why, action, node))
+            answers.append((SOUND, _summary(gpu), ""))
+        missing = [_CALLED[f.name] for f in fields(gpu)
+                   if f.name in _CALLED and getattr(gpu, f.name) is None]  # fmt: skip
+        if missing and not gpu.lost:
+            answers.append((UNCHECKED, f"the driver does not report: {', '.join(missing)}", ""))
+        where = f"{node}, GPU {gpu.index}" + (f" ({gpu.pci})" if gpu.pci else "")
+        found += [_finding(level, where, why, action, node) for level, why, action in answers]
     return found
 
 
@@ -166,26 +299,6 @@ def nvlink(gpu: GpuReading) -> Iterator[Answer]:
         yield BAD, f"NVSwitch fabric: {gpu.fabric}", FABRIC
 
 
-def links_missing(readings: Sequence[GpuReading]) -> dict[int, Answer]:
-    """By GPU: fewer NVLinks are up than on most others; NCCL takes another way, many times slower.
-
-    Cards without a bridge have links that are never up, so only the others tell what is usual.
-    """
-    known = [gpu for gpu in readings if gpu.links_up is not None and not gpu.lost]
-    usual, often = (
-        Counter(gpu.links_up or 0 for gpu in known).most_common(1)[0] if known else (0, 0)
-    )
-    found: dict[int, Answer] = {}
-    for gpu in known:
-        up, down = gpu.links_up or 0, ", ".join(map(str, gpu.links_down or ()))
-        if up < usual and often > len(known) / 2:
-            why = f"NVLink: {up} links are up, {usual} of the other GPUs' (down: {down})"
-            found[gpu.index] = (BAD, why, FABRIC)
-        elif up and down:
-            found[gpu.index] = (NOTICE, f"NVLink down: {down} ({up} are up)", FABRIC)
-    return found
-
-
 def pcie(gpu: GpuReading) -> Iterator[Answer]:
     """Lanes do not go away when a GPU is idle, as the link's generation does."""
     if gpu.pcie_width and gpu.pcie_width_most and gpu.pcie_width < gpu.pcie_width_most:
@@ -221,17 +334,35 @@ RULES: tuple[Callable[[GpuReading], Iterator[Answer]], ...] = (
     throttling,
     left_over,
 )
+_CALLED = {  # what the rules need, as the report names it where it cannot be read
+    "recovery_action": "recovery action",
+    "remap_pending": "row remapping",
+    "uncorrectable": "ECC errors",
+    "links_up": "NVLink",
+    "pcie_width": "PCIe width",
+    "clocks_event_reasons": "throttle reasons",
+    "processes": "processes",
+}
 
-_CALLED = {"recovery_action": "recovery action", "uncorrectable": "ECC errors"}
-_CALLED |= {"remap_pending": "row remapping", "pcie_width": "PCIe width"}
-_CALLED |= {"clocks_event_reasons": "throttle reasons", "links_up": "NVLink"}
-_CALLED |= {"processes": "processes"}
 
+def links_missing(readings: Sequence[GpuReading]) -> dict[int, Answer]:
+    """By GPU: fewer NVLinks are up than on most others; NCCL then routes many times slower.
 
-def _unread(gpu: GpuReading) -> list[str]:
-    """What of the rules' input is missing; of a lost GPU all is."""
-    missing = [f.name for f in fields(gpu) if getattr(gpu, f.name) is None]
-    return [] if gpu.lost else [_CALLED[name] for name in missing if name in _CALLED]
+    Cards without a bridge have links that are never up, so only the others show what is usual.
+    """
+    known = [gpu for gpu in readings if gpu.links_up is not None and not gpu.lost]
+    usual, often = (
+        Counter(gpu.links_up or 0 for gpu in known).most_common(1)[0] if known else (0, 0)
+    )
+    found: dict[int, Answer] = {}
+    for gpu in known:
+        up, down = gpu.links_up or 0, ", ".join(map(str, gpu.links_down or ()))
+        if up < usual and often > len(known) / 2:
+            why = f"NVLink: {up} links are up, {usual} of the other GPUs' (down: {down})"
+            found[gpu.index] = (BAD, why, FABRIC)
+        elif up and down:
+            found[gpu.index] = (NOTICE, f"NVLink down: {down} ({up} are up)", FABRIC)
+    return found
 
 
 def _summary(gpu: GpuReading) -> str:
@@ -241,155 +372,3 @@ def _summary(gpu: GpuReading) -> str:
     if gpu.power is not None:
         parts.append(f"{gpu.power:.0f} W")
     return ", ".join(parts)
-
-
-Value = TypeVar("Value")
-
-DBE_VOLATILE, PAGES_PENDING, RECOVERY_ACTION = 4, 31, 230  # numbers of nvmlDeviceGetFieldValues
-NVLINK_REPLAYS, NVLINK_RECOVERIES = 52, 59  # totals over the links
-LOST = 15
-_COMPLETED = 3  # nvmlGpuFabricState_t
-_FABRIC = {1: "not started", 2: "in progress"}
-
-
-def open_nvml() -> tuple[Any, str]:
-    """The module that asks the driver, and "", or why it cannot be asked."""
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        return None, "nvidia-ml-py is not installed; write: pip install nvidia-ml-py"
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return nvml, f"NVML: {error}"
-    return nvml, ""
-
-
-def read_gpus() -> tuple[list[GpuReading], str]:
-    """Every GPU that the driver knows, and "", or none and why not."""
-    nvml, problem = open_nvml()
-    if problem:
-        return [], problem
-    try:
-        count = nvml.nvmlDeviceGetCount()
-        return [_read(nvml, index) for index in range(count)], "" if count else "NVML knows no GPU"
-    except nvml.NVMLError as error:
-        return [], f"NVML: {error}"
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _read(nvml: Any, index: int) -> GpuReading:
-    """All that a GPU tells."""
-    try:
-        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-        _field(nvml, gpu, DBE_VOLATILE)
-    except nvml.NVMLError as error:
-        return GpuReading(index, lost=str(error))
-
-    def ask(call: Callable[[], Value]) -> Value | None:
-        try:
-            return call()
-        except (nvml.NVMLError, AttributeError) as error:  # a pynvml without that function
-            if getattr(error, "value", None) == LOST:
-                raise
-            return None
-
-    try:
-        rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
-        up, down = _links(nvml, gpu, ask)
-        pages = _field(nvml, gpu, PAGES_PENDING)
-        return GpuReading(
-            index,
-            name=ask(lambda: nvml.nvmlDeviceGetName(gpu)) or "",
-            uuid=ask(lambda: nvml.nvmlDeviceGetUUID(gpu)) or "",
-            pci=_pci(ask(lambda: nvml.nvmlDeviceGetPciInfo(gpu))),
-            recovery_action=_field(nvml, gpu, RECOVERY_ACTION),
-            remap_pending=None if rows is None else bool(rows[2]),
-            remap_failed=None if rows is None else bool(rows[3]),
-            remapped_uncorrectable=None if rows is None else rows[1],
-            pages_pending=None if pages is None else bool(pages),
-            uncorrectable=_field(nvml, gpu, DBE_VOLATILE),
-            links_down=down,
-            links_up=up,
-            link_errors=_link_errors(nvml, gpu),
-            pcie_width=ask(lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)),
-            pcie_width_most=ask(lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)),
-            clocks_event_reasons=ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)),
-            fabric=ask(lambda: _fabric(nvml, gpu)),
-            processes=_processes(ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(gpu))),
-            temperature=ask(lambda: nvml.nvmlDeviceGetTemperature(gpu, 0)),
-            power=ask(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
-        )
-    except nvml.NVMLError as error:
-        return GpuReading(index, lost=str(error))
-
-
-def _field(nvml: Any, gpu: Any, number: int) -> int | None:
-    """One of the driver's numbered values; None where it has it not.
-
-    Raises:
-        NVMLError: the GPU is lost.
-    """
-    try:
-        (value,) = nvml.nvmlDeviceGetFieldValues(gpu, [number])
-    except nvml.NVMLError as error:
-        if error.value == LOST:
-            raise
-        return None
-    if value.nvmlReturn == LOST:
-        raise nvml.NVMLError(LOST)
-    if value.nvmlReturn:
-        return None
-    kinds = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal"}
-    return int(getattr(value.value, kinds.get(value.valueType, "ullVal")))
-
-
-def _links(
-    nvml: Any, gpu: Any, ask: Callable[[Callable[[], Any]], Any]
-) -> tuple[int | None, tuple[int, ...] | None]:
-    """How many NVLinks are up, and the numbers of those that are not; a GPU without any has 0."""
-    most = getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)
-    states = [ask(partial(nvml.nvmlDeviceGetNvLinkState, gpu, number)) for number in range(most)]
-    down = tuple(n for n, state in enumerate(states) if state == 0)
-    return sum(state == 1 for state in states), down
-
-
-def _link_errors(nvml: Any, gpu: Any) -> int | None:
-    counts = [_field(nvml, gpu, number) for number in (NVLINK_REPLAYS, NVLINK_RECOVERIES)]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
-
-
-def _fabric(nvml: Any, gpu: Any) -> str:
-    """What keeps the GPU out of the NVSwitch fabric; "" where nothing does, or there is none."""
-    info = nvml.c_nvmlGpuFabricInfo_t()
-    nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info))
-    if info.state == _COMPLETED and info.status:
-        return f"registration failed with status {info.status}"
-    return _FABRIC.get(info.state, "")
-
-
-def _pci(info: Any) -> str:
-    """`0000:c1:00`, as the kernel log writes it."""
-    return "" if info is None else f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}"
-
-
-def _processes(found: list[Any] | None) -> tuple[GpuProcess, ...] | None:
-    """Programs that neither are this one nor were started by, or beside, it."""
-    if found is None:
-        return None
-    ours = {os.getpid()}
-    if "RANK" in os.environ:  # the others have the same launcher
-        ours.add(os.getppid())
-    others = []
-    for process in found:
-        try:
-            program = psutil.Process(process.pid)
-            family = {process.pid, *(parent.pid for parent in program.parents())}
-            name = program.name()
-        except psutil.Error:
-            family, name = set(), ""
-        if not ours & family:
-            others.append(GpuProcess(process.pid, name, process.usedGpuMemory or 0))
-    return tuple(others)
