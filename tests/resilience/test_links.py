@@ -16,16 +16,22 @@ import pytest
 
 from llmfoundry.models.counts import PEAK_FLOPS
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND
-from llmfoundry.resilience.check.links import Blame, blame, bus_bandwidth, slow_pairs, tournament
+from llmfoundry.resilience.check.links import (
+    NVLINK_GB_S,
+    Blame,
+    PairRates,
+    blame,
+    bus_bandwidth,
+    judge_pairs,
+    slow_pairs,
+    tournament,
+)
 from llmfoundry.resilience.check.outliers import too_small, usual_limit
 from llmfoundry.resilience.check.speeds import (
     COPY_GB_S,
     LIMITS,
-    NVLINK_GB_S,
     Device,
-    PairRates,
     Speed,
-    judge_pairs,
     judge_speeds,
 )
 

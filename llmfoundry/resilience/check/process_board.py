@@ -34,6 +34,11 @@ class Board:
         self._alone: dict[str, Any] = {}
         self.lost: set[int] = set()
 
+    def meeting(self, name: str) -> dist.Store:
+        """A part of the store for other uses, where there are several processes."""
+        assert self._store is not None
+        return dist.PrefixStore(name, self._store)
+
     def post(self, topic: str, value: Any) -> None:
         """Leave a value that JSON knows."""
         if self._store is None:

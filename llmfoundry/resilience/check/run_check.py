@@ -27,15 +27,13 @@ from llmfoundry.recipe.data import n_bytes
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.resilience.check import host, kernel_log, links, nvml
 from llmfoundry.resilience.check.findings import BAD, UNCHECKED, Finding, Report
-from llmfoundry.resilience.check.links import Pair, disjoint, tournament
+from llmfoundry.resilience.check.links import Pair, PairRates, disjoint, judge_pairs, tournament
 from llmfoundry.resilience.check.process_board import Board
 from llmfoundry.resilience.check.speeds import (
     Device,
     Multiply,
-    PairRates,
     Speed,
     burn,
-    judge_pairs,
     judge_speeds,
     slow_devices,
 )
@@ -98,11 +96,11 @@ class _Sweep:
         tools: Tools,
     ) -> None:
         self.settings, self.paths, self.world, self.tools = settings, paths, world, tools
-        self.store: dist.Store | None = None
+        store: dist.Store | None = None
         if world.size > 1:
-            self.store = dist.PrefixStore(f"check/{next(_numbers)}", default_store())
+            store = dist.PrefixStore(f"check/{next(_numbers)}", default_store())
         patience = settings.timeout
-        self.board = Board(self.store, rank=world.rank, size=world.size, patience=patience)
+        self.board = Board(store, rank=world.rank, size=world.size, patience=patience)
         self.findings: list[Finding] = []
         self.nodes: dict[int, str] = {}
         self.devices: dict[int, Device] = {}
@@ -272,9 +270,7 @@ class _Sweep:
         if only is None or self.world.rank in only:
             own = partial(burn, self.world.device, seconds, multiply=self.tools.multiply)
             try:
-                found = within(limit, own)
-                said = {"tflops": found.tflops, "copy_gb_s": found.copy_gb_s}
-                said |= {"mismatches": found.mismatches, "digest": found.digest}
+                said = asdict(within(limit, own))
             except RuntimeError as error:
                 said = {"error": str(error).splitlines()[0][:200]}
         came = self._gather(topic, said, seconds=limit)
@@ -353,11 +349,8 @@ class _Sweep:
         sizes = self.settings.payloads or (_GPU_PAYLOADS if is_gpu else _CPU_PAYLOADS)
         payloads = [n_bytes(size) for size in sizes]
         asked = links.Links(units, payloads, self.settings.timeout, self.tools.all_reduce)
-        assert self.store is not None
         before = {*self.board.lost}
-        found = links.measure(
-            asked, rounds, self.board, self.world.device, store=self.store, name=name
-        )
+        found = links.measure(asked, rounds, self.board, self.world.device, name=name)
         for rank in sorted(self.board.lost - before) if self.world.rank == 0 else ():
             self._lose(rank, "all-reduces")
         return found
