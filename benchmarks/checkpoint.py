@@ -27,7 +27,7 @@ from benchmarks.harness import interleaved, over_rounds, ratio, table, write
 from llmfoundry.checkpoint.load import training_state
 from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.distributed.launch import World
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 
 WIDTH = 4096
 BYTES = 12  # of a parameter: fp32, and both moments of Adam
@@ -71,7 +71,7 @@ def ours(subject: Subject, folder: Path, *, background: bool) -> Callable[[int],
     """A save by a run's own writer."""
 
     def extras(place: Path) -> None:
-        write_whole(place / "recipe.yaml", "")
+        atomic_write(place / "recipe.yaml", "")
 
     def refuse(line: str) -> None:
         raise RuntimeError(line)

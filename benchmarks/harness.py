@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from benchmarks.contenders import ROWS, SEQ, VOCAB
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.loggers.environment import environment
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.terminal import columns
@@ -141,7 +141,7 @@ def write(
     opened = json.dumps(_short({**head, "settings": dict(settings)}), indent=1)[:-2]
     lines = ",\n  ".join(json.dumps(_short(dict(row))) for row in rows)
     folder.mkdir(exist_ok=True)
-    write_whole(path, f'{opened},\n "rows": [\n  {lines}\n ]\n}}\n')
+    atomic_write(path, f'{opened},\n "rows": [\n  {lines}\n ]\n}}\n')
     return path
 
 

@@ -1,14 +1,19 @@
-"""Files and folders that are there whole or not at all.
+"""Atomic writes, and locks that are released when their owner exits.
 
-Every room writes its small files by `write_whole`, its streams by `whole_file`, its folders by
-`whole`: what is written has a temporary name beside the target until all of it is on the disk. So
-whoever reads meanwhile, and whoever comes after a crash, a power cut or a full disk, finds the old
-content or the new.
+Small files are written by `atomic_write`, streams by `atomic_file`, folders by `atomic_path`: under
+a temporary name beside the target until all of it is on the disk. So a reader at any time, also
+after a crash, a power cut or a full disk, finds the old content or the new.
+
+The cache of shards locks the very file it means: exclusively while it is written or deleted, shared
+while it is read; runs and preparations lock a file made for it. These are flock's locks, which the
+kernel releases however a process ends. One rule: a lock counts only if the path still names the
+locked file, since another process may have renamed or deleted it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -28,11 +33,11 @@ _UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what some mounts sa
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file or a folder, which is called `path` from the end of the block on.
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Where to write a file or a folder, which is called `path` once the block ends.
 
-    The name that it has meanwhile, `<name>.<machine>-<process>-<hex>.partial`, is taken by no other
-    process or machine.
+    Its name meanwhile, `<name>.<machine>-<process>-<hex>.partial`, is unique among processes and
+    machines.
 
     Args:
         path: its folder exists; a folder may itself exist, if it is empty.
@@ -52,21 +57,21 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file to write, which is called `path` from the end of the block on (`whole`)."""
-    with whole(path) as partial, partial.open("wb") as file:
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file to write, which is called `path` once the block ends."""
+    with atomic_path(path) as partial, partial.open("wb") as file:
         yield file
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file at once (`whole`); text as UTF-8."""
-    with whole_file(path) as file:
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Write a file at once (`atomic_path`); text as UTF-8."""
+    with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
-    """Write a JSON file at once (`whole`); what JSON does not know is written by its `str`."""
-    write_whole(path, json.dumps(value, indent=indent, default=str) + "\n")
+    """Write a JSON file; what JSON does not know is written by its `str`."""
+    atomic_write(path, json.dumps(value, indent=indent, default=str) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -128,7 +133,7 @@ def sync(path: Path) -> None:
 def open_to_all(path: Path) -> None:
     """Give a file, or every file of a folder, the rights of any new file there (umask).
 
-    Some libraries make theirs through temporary files, which only their owner may read.
+    Some libraries make theirs from temporary files, which only their owner may read.
     """
     folder = path if path.is_dir() else path.parent
     probe = folder / f"{uuid4().hex}.partial"  # umask() would change it for other threads
@@ -172,3 +177,115 @@ def _is_left(name: str) -> bool:
     except OSError:  # it is another user's
         return False
     return False
+
+
+_held: set[int] = set()
+
+
+def _close_inherited() -> None:
+    # A forked child shares its parent's locks and would keep them alive after the parent's end.
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class LockedFile:
+    """An open and locked file, until `release`.
+
+    Attributes:
+        path: its name; set by the code that renames it.
+        descriptor: the open file.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self._process = os.getpid()
+        _held.add(descriptor)
+
+    def share(self) -> bool:
+        """Turn an exclusive lock into a shared one; False: another process was faster, it is lost.
+
+        The kernel releases the one before it grants the other.
+        """
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            return False
+        return True
+
+    def is_current(self) -> bool:
+        """Whether the path still names this file."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Unlock and close; a second time, or in a forked child, it does nothing."""
+        if self._process == os.getpid() and self.descriptor in _held:
+            _held.discard(self.descriptor)
+            # Unlocked, not only closed: a child that is being forked may still have the file open.
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            os.close(self.descriptor)
+
+    def __enter__(self) -> LockedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def try_lock(path: Path, *, shared: bool = False, mode: int | None = None) -> LockedFile | None:
+    """Lock a file, or None if another has it or it is no longer what `path` names.
+
+    Args:
+        path: the file.
+        shared: together with other readers.
+        mode: make the file with these permissions if it is not there, and open it for writing.
+
+    Raises:
+        FileNotFoundError: it is not there, and no mode was given.
+    """
+    return _lock(path, shared, mode, fcntl.LOCK_NB)
+
+
+def lock(path: Path, *, mode: int) -> LockedFile:
+    """Wait for the exclusive lock of a file that is made if need be and held for moments only."""
+    while True:
+        locked = _lock(path, False, mode, 0)
+        if locked is not None:
+            return locked
+
+
+def _lock(path: Path, shared: bool, mode: int | None, wait: int) -> LockedFile | None:
+    descriptor = _open(path, mode)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | wait)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    locked = LockedFile(path, descriptor)
+    if not locked.is_current():
+        locked.release()
+        return None
+    return locked
+
+
+def _open(path: Path, mode: int | None) -> int:
+    if mode is None:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+    while True:
+        with suppress(FileExistsError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+            os.fchmod(descriptor, mode)  # open() has taken the umask away from it
+            return descriptor
+        with suppress(FileNotFoundError):  # deleted just now: make it after all
+            return os.open(path, os.O_RDWR)

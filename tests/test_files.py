@@ -6,14 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.files import open_to_all, publish, sync, whole, whole_file, write_json, write_whole
+from llmfoundry.files import (
+    atomic_file,
+    atomic_path,
+    atomic_write,
+    open_to_all,
+    publish,
+    sync,
+    write_json,
+)
 from tests.disk import Disk
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_litter(tmp_path: Path) -> None:
     target = tmp_path / "a.json"
     write_json(target, {"old": 1})
-    with pytest.raises(OSError, match="No space"), whole_file(target) as file:
+    with pytest.raises(OSError, match="No space"), atomic_file(target) as file:
         file.write(b"half of the new on")
         raise OSError(errno.ENOSPC, "No space left on device")
     assert target.read_text() == '{\n "old": 1\n}\n'
@@ -22,8 +30,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_litter(tmp_path
 
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "ä.txt"
-    write_whole(target, "old")
-    with whole_file(target) as file:
+    atomic_write(target, "old")
+    with atomic_file(target) as file:
         file.write("näw".encode())
         assert target.read_text(encoding="utf-8") == "old"
     assert target.read_text(encoding="utf-8") == "näw"
@@ -50,7 +58,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_re
 ) -> None:
     """Or a power cut leaves an empty file of that name, or the old one that was to be gone."""
     disk = Disk(monkeypatch)
-    write_whole(tmp_path / "a", "content")
+    atomic_write(tmp_path / "a", "content")
     (written, first), named, folder = disk.events
     assert written == "synced" and first.name.startswith("a.") and first.suffix == ".partial"
     assert (named, folder) == (("named", tmp_path / "a"), ("synced", tmp_path))
@@ -61,7 +69,7 @@ def test_a_folder_gets_its_name_when_all_of_it_is_on_the_disk(
 ) -> None:
     disk = Disk(monkeypatch)
     (tmp_path / "out").mkdir()  # empty: it is replaced
-    with whole(tmp_path / "out") as folder:
+    with atomic_path(tmp_path / "out") as folder:
         (folder / "below").mkdir(parents=True)
         (folder / "below/b").write_text("b")
         (folder / "a").write_text("a")
@@ -71,9 +79,9 @@ def test_a_folder_gets_its_name_when_all_of_it_is_on_the_disk(
     below = {str(path.relative_to(folder)) for _, path in synced}
     assert below == {".", "a", "below", "below/b"}
     assert (named, last) == (("named", tmp_path / "out"), ("synced", tmp_path))
-    with pytest.raises(OSError, match="not empty"), whole(tmp_path / "out") as folder:
+    with pytest.raises(OSError, match="not empty"), atomic_path(tmp_path / "out") as folder:
         folder.mkdir()
-    with pytest.raises(KeyboardInterrupt), whole(tmp_path / "new") as folder:
+    with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "new") as folder:
         folder.mkdir()
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -91,7 +99,7 @@ def test_a_mount_that_cannot_sync_folders_is_no_error_and_a_failing_disk_is(
     monkeypatch.setattr(os, "fsync", fsync)
     said = (errno.EINVAL, "Invalid argument")
     sync(tmp_path)
-    for action in (lambda: write_whole(tmp_path / "a", "new"),
+    for action in (lambda: atomic_write(tmp_path / "a", "new"),
                    lambda: publish(tmp_path / "b", tmp_path / "a")):  # fmt: skip
         with pytest.raises(OSError, match="Input/output"):
             action()

@@ -20,7 +20,7 @@ from benchmarks.gpu_check.runner import Runner
 from benchmarks.gpu_check.verdict import below, not_run, status, wrong
 from benchmarks.gpu_check.wheels import unpack
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.locks import LockedFile, try_lock
+from llmfoundry.files import LockedFile, try_lock
 from llmfoundry.recipe.values.checks import nearest, not_a_choice
 
 KEYS = ("minutes", "device", "output", "wheels", "steps", "resume")

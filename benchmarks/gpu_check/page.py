@@ -15,7 +15,7 @@ from benchmarks.gpu_check import verdict
 from benchmarks.gpu_check.charts import share_bar, share_chart
 from benchmarks.gpu_check.results import DEFECTS, OK, PAGE_NAME, Results, Row, StepResult
 from benchmarks.gpu_check.verdict import TARGET, product_rate
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import count, duration, number, percent
 from llmfoundry.loggers.pages.page import Tile, page, pairs, table
 
@@ -119,7 +119,7 @@ SHARES = ("of products", "of peak", "data wait of step", "share")
 def write_page(results: Results, folder: Path) -> Path:
     """Write the page whole and return its path."""
     path = folder / PAGE_NAME
-    write_whole(path, as_html(results))
+    atomic_write(path, as_html(results))
     return path
 
 

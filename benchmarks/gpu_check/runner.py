@@ -44,7 +44,7 @@ from benchmarks.gpu_check.results import (
 )
 from benchmarks.gpu_check.verdict import headline, judge
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import duration
 
 LEAST = {CUDA: 12.0, "cpu": 3.0}  # seconds below which no item is begun
@@ -218,7 +218,7 @@ class Runner:
         """JSON and page, each whole; a disk that is full is said once and tried again."""
         self.results.seconds = time.monotonic() - self._began
         try:
-            write_whole(self.folder / JSON_NAME, self.results.to_json())
+            atomic_write(self.folder / JSON_NAME, self.results.to_json())
             write_page(self.results, self.folder)
             self._unwritten = ""
         except OSError as error:

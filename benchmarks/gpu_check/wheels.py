@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import whole
+from llmfoundry.files import atomic_path
 
 NEEDED = {  # by module the wheels of what `scripts/train.py` imports beside torch
     "hydra": "hydra-core",
@@ -60,7 +60,7 @@ def _unpacked(wheel: Path, into: Path) -> Path:
     target = into / wheel.stem
     if not target.is_dir():
         try:
-            with zipfile.ZipFile(wheel) as archive, whole(target) as partial:
+            with zipfile.ZipFile(wheel) as archive, atomic_path(target) as partial:
                 archive.extractall(partial)
         except (OSError, zipfile.BadZipFile) as error:
             raise UserError(

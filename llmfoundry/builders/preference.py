@@ -37,7 +37,7 @@ from llmfoundry.data.sources import OrderedStream, RowSource
 from llmfoundry.data.supervised.source import SupervisedSource
 from llmfoundry.distributed.launch import on_rank0
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.models.adapters.adapt import switched_off
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
@@ -351,7 +351,7 @@ class _Table:
         np.save(content, values, allow_pickle=False)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(part), content.getvalue())
+            atomic_write(self._path(part), content.getvalue())
         except OSError as error:
             raise UserError(
                 f"data.cache_folder: cannot write {self.folder}: {error.strerror or error}; free"

@@ -57,7 +57,7 @@ from llmfoundry.distributed.mesh import Meshes, build_mesh, on_mesh
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.events import read_events
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.loggers.loggers import Tracker
@@ -420,7 +420,7 @@ def build_checkpointer(
     write_adapter = adapter_writer(written, job)
 
     def extras(folder: Path) -> None:
-        write_whole(folder / "recipe.yaml", to_yaml(written))
+        atomic_write(folder / "recipe.yaml", to_yaml(written))
         job.tokenizer.save(folder / "tokenizer")
         if isinstance(written, FinetuneRecipe):
             write_model(folder, job.recipe.model)

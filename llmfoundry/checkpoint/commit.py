@@ -15,8 +15,7 @@ from typing import Any
 
 from llmfoundry.checkpoint.crc import checksum, writer_of
 from llmfoundry.checkpoint.remote_run import stored_run
-from llmfoundry.files import sync, write_json
-from llmfoundry.locks import LockedFile, try_lock
+from llmfoundry.files import LockedFile, sync, try_lock, write_json
 
 Written = dict[str, dict[str, int]]
 """Bytes and checksum (crc32) of files, by name."""

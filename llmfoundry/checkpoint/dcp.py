@@ -41,7 +41,7 @@ from llmfoundry.checkpoint.staging import HostCopies, Staging
 from llmfoundry.checkpoint.synced_steps import SaveError, Together
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import one_line
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.models.shard_layout import Stacked
 
 TABLE = ".metadata"
@@ -189,7 +189,7 @@ class TensorFiles:
             told = self._together.to_main(writer.written if moved else [])
             plan.table = self._together.run(lambda: _moved(plan.table, told), only_main=True)
             plan.written = writer.written
-        self._together.run(lambda: write_whole(folder / TABLE, plan.table), only_main=True)
+        self._together.run(lambda: atomic_write(folder / TABLE, plan.table), only_main=True)
 
 
 class _Copied(DefaultSavePlanner):

@@ -25,7 +25,7 @@ from llmfoundry.data.fetch.download import DamagedError
 from llmfoundry.distributed.collectives import from_all, least, together, wait_with_others
 from llmfoundry.distributed.launch import World, on_rank0
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 
 _FORGOTTEN_S = 86_400.0  # a checkpoint that was only read is kept for a day after its last use
 
@@ -123,7 +123,7 @@ def _begin(folder: Path, marker: bytes) -> None:
     for other in folder.parent.iterdir():
         if other.is_dir() and other.stat().st_mtime < time.time() - _FORGOTTEN_S:
             shutil.rmtree(other, ignore_errors=True)
-    write_whole(folder / COMMIT, marker)
+    atomic_write(folder / COMMIT, marker)
 
 
 def _share_record(folder: Path, sizes: Mapping[str, int], world: World) -> None:
@@ -140,7 +140,7 @@ def _share_record(folder: Path, sizes: Mapping[str, int], world: World) -> None:
             _begin(folder, files.pop(COMMIT))
             for name, content in files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                write_whole(folder / name, content)
+                atomic_write(folder / name, content)
 
     together(world, write)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmfoundry.distributed.launch import own_host
-from llmfoundry.files import whole_file
+from llmfoundry.files import atomic_file
 
 _BLOCK = 1 << 20
 _LONGEST_HEADER = 1 << 16
@@ -77,7 +77,7 @@ class CopyDoor:
                 raise ValueError("not what was agreed upon")
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(path) as file:
+            with atomic_file(path) as file:
                 todo = left[name]
                 while todo:
                     block = line.read(min(_BLOCK, todo))

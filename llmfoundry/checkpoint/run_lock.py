@@ -19,8 +19,7 @@ from pathlib import Path
 
 from llmfoundry.distributed.launch import World, on_rank0
 from llmfoundry.errors import UserError
-from llmfoundry.files import remove_partials
-from llmfoundry.locks import LockedFile, try_lock
+from llmfoundry.files import LockedFile, remove_partials, try_lock
 
 NAME = "run.lock"
 _PATIENCE = 5.0  # seconds: a killed process frees its memory before its locks

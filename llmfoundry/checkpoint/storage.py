@@ -33,7 +33,7 @@ from llmfoundry.checkpoint.synced_steps import SaveError, Together
 from llmfoundry.checkpoint.verify import Sums, find_damage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_json, write_whole
+from llmfoundry.files import atomic_write, write_json
 
 _LATE_S = 60.0  # as long as NFS may remember that a name was not there
 _FILES = 4  # of a process that are sent at a time; each in several requests
@@ -220,7 +220,7 @@ class StoreHome:
             def hand_over() -> None:
                 exchange(door, folder, part)
                 if self._leads:
-                    write_whole(folder / COMMIT, marker)
+                    atomic_write(folder / COMMIT, marker)
 
             self._together.run_long(hand_over)
         except SaveError as error:

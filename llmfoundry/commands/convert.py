@@ -18,7 +18,7 @@ from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
@@ -169,7 +169,7 @@ def _import(recipe: ConvertRecipe) -> None:
         fill_model(root.model, opened.tensors())
 
     def extras(folder: Path) -> None:
-        write_whole(folder / "recipe.yaml", to_yaml(written))
+        atomic_write(folder / "recipe.yaml", to_yaml(written))
         tokenizer.save(folder / "tokenizer")
 
     output.mkdir(parents=True, exist_ok=True)

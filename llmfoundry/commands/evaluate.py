@@ -31,7 +31,7 @@ from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.launch import ALONE, World, join, relaunch
 from llmfoundry.errors import UserError
-from llmfoundry.files import whole_file, write_json
+from llmfoundry.files import atomic_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.loggers.console import Console
@@ -87,7 +87,7 @@ class Examined:
         self.results = public_texts(self.results)
         write_json(self.folder / "results.json", self.results)
         if self.answers:
-            with whole_file(self.folder / "rows.jsonl") as file:  # another may write there too
+            with atomic_file(self.folder / "rows.jsonl") as file:  # another may write there too
                 for part in self.answers:  # a server may answer half a surrogate pair
                     lines = (f"{line}\n" for line in part.lines())
                     file.writelines(line.encode(errors="backslashreplace") for line in lines)

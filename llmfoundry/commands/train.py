@@ -18,7 +18,7 @@ from llmfoundry.distributed.fsdp import set_deterministic
 from llmfoundry.distributed.launch import World, join, on_rank0, relaunch
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import DONE, SAVED, record_end
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.loggers.loggers import Tracker
 from llmfoundry.loggers.pages.before_after import changes, console_lines
 from llmfoundry.loggers.pages.report import metric_rows, read_evaluations
@@ -94,7 +94,7 @@ def _train(written: TrainRecipe, world: World) -> str:
 
 def _write_what_it_is(written: TrainRecipe, job: Job, folder: Path) -> None:
     try:
-        write_whole(folder / "recipe.yaml", to_yaml(written))
+        atomic_write(folder / "recipe.yaml", to_yaml(written))
         job.tokenizer.save(folder / "tokenizer")
     except OSError as error:
         raise UserError(

@@ -21,7 +21,7 @@ from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.token_rows import FORMAT, StreamIndex
 from llmfoundry.errors import UserError
-from llmfoundry.files import whole_file
+from llmfoundry.files import atomic_file
 
 Index = MDSIndex | StreamIndex
 IndexOf = TypeVar("IndexOf", bound=Index)
@@ -59,7 +59,7 @@ def _kept_in_binary(data: bytes, kept_in: Path) -> MDSIndex:
     index = MDSIndex.from_bytes(data, source=INDEX)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(kept) as file:
+        with atomic_file(kept) as file:
             index.save(file)
     except OSError as error:
         raise UserError(

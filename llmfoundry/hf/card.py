@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.hf.config.settings import OWN
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
@@ -99,7 +99,7 @@ def write_card(
     """
     lines = [*_lines(card, model, architecture, dtype), *_list("In transformers", remarks)]
     lines += [*_training(card), *_list("Settings that config.json does not keep", unkept)]
-    write_whole(path, "\n".join(lines) + "\n")
+    atomic_write(path, "\n".join(lines) + "\n")
 
 
 def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.files import open_to_all, whole, write_json
+from llmfoundry.files import atomic_path, open_to_all, write_json
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.config.architectures import ARCHITECTURES
@@ -131,7 +131,7 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output: {output} exists and is not empty; write another folder")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with whole(output) as folder:
+    with atomic_path(output) as folder:
         folder.mkdir()
         yield folder
         open_to_all(folder)

@@ -28,7 +28,7 @@ from urllib.parse import unquote, urlsplit
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import read_events
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.loggers.background_queue import (
     PATIENCE_WHILE_AWAY,
     LogTarget,
@@ -242,7 +242,7 @@ def _begin(
             experiment_id, start_time=facts.began, tags=dict(facts.tags), run_name=facts.name
         )
         # Before the parameters: if those fail, the next try continues this run.
-        write_whole(file, f"{run.info.run_id}\n")
+        atomic_write(file, f"{run.info.run_id}\n")
         _log_params(client, run.info.run_id, facts.params, say)
         return MlflowSession(client, run.info.run_id, facts.first_batch, {})
     client.update_run(run_id, status="RUNNING")

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, Samples, describe
 from llmfoundry.loggers.metrics import BATCH
 from llmfoundry.recipe.logger import LoggerConfig
@@ -140,7 +140,7 @@ def open_session(
 
     file = facts.folder / RUN_ID_FILE
     if not file.exists():
-        write_whole(file, f"{secrets.token_hex(4)}\n")
+        atomic_write(file, f"{secrets.token_hex(4)}\n")
     settings = wandb.Settings(**_settings(facts.folder))
     at_exit = sys.exit, sys.excepthook  # wandb's own would only note an exit code, which we give
     try:

@@ -18,7 +18,7 @@ from llmfoundry.data.fetch import download, shard_fetch
 from llmfoundry.data.fetch.shard_cache import PART, ShardCache
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
-from llmfoundry.locks import lock, try_lock
+from llmfoundry.files import lock, try_lock
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 
 N_FILES, N_BYTES = 20, 10_000

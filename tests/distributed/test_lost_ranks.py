@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from llmfoundry.checkpoint.run_lock import NAME
 from llmfoundry.distributed.launch import World
-from llmfoundry.locks import try_lock
+from llmfoundry.files import try_lock
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.trainer import Trainer
 from tests.tiny import ENV, ROOT, write_recipe

@@ -34,7 +34,7 @@ from llmfoundry.distributed.context import token_cut
 from llmfoundry.distributed.fsdp import replicate
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, on_mesh
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.packed_layout import Layout as Rows
@@ -153,7 +153,7 @@ class Job:
         """In the background, with the weights changed as soon as that may be."""
 
         def extras(place: Path) -> None:
-            write_whole(place / "recipe.yaml", "")
+            atomic_write(place / "recipe.yaml", "")
 
         saver = Checkpointer(
             folder,

@@ -19,7 +19,7 @@ from llmfoundry.checkpoint.synced_steps import Together
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
-from llmfoundry.locks import try_lock
+from llmfoundry.files import try_lock
 from tests.tiny import ENV, command, run, write_recipe
 from tests.train.here import train_here
 

@@ -17,7 +17,7 @@ import torch
 from llmfoundry.checkpoint import run_lock
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.files import whole
+from llmfoundry.files import atomic_path
 from tests.tiny import ENV, write_recipe
 from tests.train.here import train_here
 
@@ -122,9 +122,9 @@ def test_what_a_killed_run_left_half_written_goes_with_the_next_start(tmp_path: 
 def test_what_a_killed_process_left_half_written_goes_at_once(tmp_path: Path) -> None:
     """That of one which lives stays, and so does that of another machine, however it ended."""
     writes = (
-        "import os, sys; from pathlib import Path; from llmfoundry.files import whole\n"
+        "import os, sys; from pathlib import Path; from llmfoundry.files import atomic_path\n"
         "for name in sys.argv[1:]:\n"
-        "    with whole(Path(name)) as half:\n"
+        "    with atomic_path(Path(name)) as half:\n"
         "        half.write_text('half'); print(half, flush=True); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run(
@@ -136,7 +136,7 @@ def test_what_a_killed_process_left_half_written_goes_at_once(tmp_path: Path) ->
     other.write_text("half")
     (tmp_path / "eval/ba0000001").mkdir(parents=True)
     half.rename(tmp_path / "eval/ba0000001" / half.name)
-    with whole(tmp_path / "report.html") as living:
+    with atomic_path(tmp_path / "report.html") as living:
         living.write_text("half")
         hold(tmp_path)
         left = {path for path in tmp_path.rglob("*") if path.is_file()}

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from llmfoundry.checkpoint.dcp import TensorFiles
 from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.distributed.launch import World
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from tests.warm_scripts import on_ranks
 
 RANKS = 2
@@ -60,7 +60,7 @@ class Run:
 
     def new_saver(self, folder: Path, *, background: bool = True) -> Checkpointer:
         def extras(place: Path) -> None:
-            write_whole(place / "recipe.yaml", "")
+            atomic_write(place / "recipe.yaml", "")
 
         return Checkpointer(
             folder,

@@ -22,7 +22,7 @@ from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.checkpoint.verify import find_checkpoint, find_damage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.recipe.front.script import run as run_script
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.disk import Disk
@@ -228,7 +228,7 @@ def make_saver(folder: Path, world: World, **settings: Any) -> tuple[Checkpointe
     said: list[str] = []
 
     def extras(place: Path) -> None:
-        write_whole(place / "recipe.yaml", "")
+        atomic_write(place / "recipe.yaml", "")
 
     given = {"keep": -1, "background": False, "max_failures": 2} | settings
     return Checkpointer(folder, world, extras=extras, warn=said.append, **given), said

@@ -14,7 +14,7 @@ import numpy as np
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.token_rows import StreamIndex
-from llmfoundry.files import whole, write_json
+from llmfoundry.files import atomic_path, write_json
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 
@@ -38,7 +38,7 @@ def write_corpus(folder: Path, *, tokens: int) -> int:
     generator, dtype = np.random.default_rng(0), np.dtype("<u2")
     folder.parent.mkdir(parents=True, exist_ok=True)
     documents = 0
-    with whole(folder) as partial:
+    with atomic_path(folder) as partial:
         with TokenWriter(partial, "part-00000", dtype, SHARD_BYTES, ("sha1",)) as writer:
             while tokens > 0:
                 length = max(1, int(generator.lognormal(np.log(MEDIAN), SPREAD)))

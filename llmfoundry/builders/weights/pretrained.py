@@ -23,7 +23,7 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World, on_rank0
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.hf.config.settings import check_layers
 from llmfoundry.hf.read import hf_folder
 from llmfoundry.models.decoder import Decoder
@@ -275,4 +275,4 @@ def _override(values: dict[str, Any], key: str, value: Any) -> None:
 
 def write_model(folder: Path, config: ModelConfig) -> None:
     """Write down a fine-tuned model's shape beside its recipe."""
-    write_whole(folder / MODEL, dump(to_dict(config)))
+    atomic_write(folder / MODEL, dump(to_dict(config)))

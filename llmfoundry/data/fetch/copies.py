@@ -18,8 +18,7 @@ from typing import Protocol, TypeVar
 
 from llmfoundry.data.file_spec import COPIES, INDEX, FileSpec
 from llmfoundry.errors import UserError
-from llmfoundry.files import whole_file
-from llmfoundry.locks import LockedFile, lock
+from llmfoundry.files import LockedFile, atomic_file, lock
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _LONGEST_RECORD = 1 << 16
@@ -107,7 +106,7 @@ class Copies:
             if path.read_bytes() == data:
                 return
         try:
-            with whole_file(path) as file:
+            with atomic_file(path) as file:
                 os.fchmod(file.fileno(), self._mode)
                 file.write(data)
         except OSError as error:

@@ -19,7 +19,7 @@ from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.download import DamagedError, Remote
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
-from llmfoundry.files import whole
+from llmfoundry.files import atomic_path
 from llmfoundry.retry import backoff, retry
 
 Made = TypeVar("Made")
@@ -180,7 +180,7 @@ class ObjectStore(Remote):
             DamagedError: it is shorter than `n_bytes`.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as partial, partial.open("wb") as file:
+        with atomic_path(path) as partial, partial.open("wb") as file:
 
             def fetch(start: int) -> None:
                 place, end = start, min(start + _PART, n_bytes)

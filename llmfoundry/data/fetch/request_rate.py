@@ -11,7 +11,7 @@ import struct
 import time
 from pathlib import Path
 
-from llmfoundry.locks import lock
+from llmfoundry.files import lock
 
 _MOMENT = struct.Struct("<d")
 _BURST_S = 1.0  # what a second allows may be made at once after a pause

@@ -22,8 +22,7 @@ from typing import IO
 
 from llmfoundry.data.file_spec import PACKED, PART, in_words
 from llmfoundry.errors import UserError
-from llmfoundry.files import publish
-from llmfoundry.locks import LockedFile, lock, try_lock
+from llmfoundry.files import LockedFile, lock, publish, try_lock
 
 _AHEAD_S = 3600.0  # after this long a file that was fetched ahead counts as used
 _DIGITS = 20  # of the number in .used

@@ -32,7 +32,7 @@ from llmfoundry.data.file_spec import (
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.checksums import digest
 from llmfoundry.errors import UserError
-from llmfoundry.locks import LockedFile, lock, try_lock
+from llmfoundry.files import LockedFile, lock, try_lock
 
 _CHUNK = 1 << 20
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -23,7 +23,7 @@ from llmfoundry.data.mds.checksums import check_algorithm, digest
 from llmfoundry.data.mds.encodings import CODING_ERRORS, Encoding, find_encoding
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.errors import UserError
-from llmfoundry.files import whole_file, write_whole
+from llmfoundry.files import atomic_file, atomic_write
 
 _LONGEST = (1 << 32) - 1  # offsets are u32
 _SIZE = re.compile(r"([0-9]*\.?[0-9]+) ?([kmgt]?b)?", re.IGNORECASE)
@@ -110,7 +110,7 @@ class MDSWriter:
             self._flush()
         entries = (json.dumps(shard, sort_keys=True) for shard in self._shards)
         text = '{"shards": [' + ", ".join(entries) + '], "version": 2}'
-        write_whole(self._folder / INDEX, text)
+        atomic_write(self._folder / INDEX, text)
 
     def __enter__(self) -> MDSWriter:
         """To be left by `finish`."""
@@ -189,7 +189,7 @@ def merge_index(folder: Path, parts: Iterable[Path]) -> None:
     Raises:
         UserError: a part is not an MDS dataset, or not within the folder.
     """
-    with whole_file(folder / INDEX) as file:
+    with atomic_file(folder / INDEX) as file:
         separator = ""
         file.write(b'{"version": 2, "shards": [')
         for part in dict.fromkeys(parts):

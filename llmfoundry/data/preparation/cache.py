@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import publish
-from llmfoundry.locks import LockedFile, lock
+from llmfoundry.files import LockedFile, lock, publish
 
 
 def cache_key(**facts: Any) -> str:

@@ -26,7 +26,7 @@ from llmfoundry.data.preparation.write.parts import WORK
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_rows import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
-from llmfoundry.locks import try_lock
+from llmfoundry.files import try_lock
 from llmfoundry.recipe.data import DataConfig
 
 __all__ = ["ExecutionOptions", "Prepared", "prepare", "prepare_to"]

@@ -28,7 +28,7 @@ from llmfoundry.data.text.chat_template import (
     with_variables,
 )
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 
 
 class Tokenizer:
@@ -315,7 +315,7 @@ class Tokenizer:
             max_length: tokens that the model reads at most.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "tokenizer.json", self._backend.to_str(pretty=True))
+        atomic_write(folder / "tokenizer.json", self._backend.to_str(pretty=True))
         config = {name: value for name, value in self._config.items() if value is not None}
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos}
         config.setdefault("pad_token", self.eos)
@@ -469,7 +469,7 @@ def read_text(file: Path) -> str:
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    write_whole(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    atomic_write(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _part(backend: AnyBackend, name: str) -> Any:

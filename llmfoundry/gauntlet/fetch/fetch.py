@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import publish, write_whole
+from llmfoundry.files import atomic_write, publish
 from llmfoundry.gauntlet.fetch.table import DataFile
 from llmfoundry.recipe.front.paths import show
 
@@ -101,7 +101,7 @@ class FetchManifest:
         self.files[file] = asdict(content) | {"source": fetched.source, "licence": fetched.licence}
         path = self.folder / MANIFEST
         text = json.dumps({"files": self.files}, indent=1, sort_keys=True, ensure_ascii=False)
-        write_whole(path, text + "\n")
+        atomic_write(path, text + "\n")
 
 
 def fetch(files: Iterable[DataFile], *, output: Path, route: Route) -> Iterator[Outcome]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import count, duration, number
 from llmfoundry.loggers.pages.page import Tile, page, table
 from llmfoundry.loggers.pages.score_charts import (
@@ -67,7 +67,7 @@ def write_eval_page(
         {words: quote(os.path.relpath(to, path.parent)) for words, to in of_model.items()}
         for of_model in links
     ]
-    write_whole(path, eval_page(results, title=title, links=relative))
+    atomic_write(path, eval_page(results, title=title, links=relative))
 
 
 def eval_page(

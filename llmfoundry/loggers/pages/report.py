@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.events import read_events
-from llmfoundry.files import write_whole
+from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import count, number, printable
 from llmfoundry.loggers.metrics import BATCH, TOKEN, read_metrics
 from llmfoundry.loggers.pages.before_after import before_and_after, changes
@@ -70,7 +70,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
         is_live=True,
     )
     path = run_folder / "report.html"
-    write_whole(path, html)
+    atomic_write(path, html)
     return path
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import RunFailure, one_line
-from llmfoundry.files import write_json, write_whole
+from llmfoundry.files import atomic_write, write_json
 from llmfoundry.loggers.console import duration
 from llmfoundry.loggers.pages.frame import WIDTH, figure, svg, text
 from llmfoundry.loggers.pages.page import Tile, page, table
@@ -54,7 +54,7 @@ def write_check(report: Report, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / JSON, as_json(report))
-        write_whole(folder / PAGE, check_page(report))
+        atomic_write(folder / PAGE, check_page(report))
     except OSError as error:
         raise RunFailure(f"{folder}: the report cannot be written: {one_line(error)}") from error
     return folder / PAGE

@@ -20,7 +20,7 @@ import numpy as np
 
 from llmfoundry.data.preparation.choose.minhash import N_BANDS, minhash_keys
 from llmfoundry.data.preparation.engines import Run
-from llmfoundry.files import whole_file
+from llmfoundry.files import atomic_file
 
 # A key is 64 bits, and of exact repeats 64 more as `rest`: two of 1e9 different documents share 64
 # random bits with a probability of 3 %. `row` is the document's place in its task. By method:
@@ -219,5 +219,5 @@ def _open(file: Path) -> np.ndarray:
 
 def _save(target: Path, array: np.ndarray) -> None:
     """Whole or not there at all; by a name that no other machine takes, on storage they share."""
-    with whole_file(target) as file:
+    with atomic_file(target) as file:
         np.save(file, array)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.remote_backends import Backend, resolve
 from llmfoundry.errors import UserError
-from llmfoundry.files import publish, write_whole
+from llmfoundry.files import atomic_write, publish
 from llmfoundry.retry import backoff, retry
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class OutputFolder:
             return
         path = self.here / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data)
+        atomic_write(path, data)
 
     def put(self, folder: Path, name: str) -> None:
         """Move a folder of this machine there, in place of what is there by this name."""
