@@ -34,7 +34,7 @@ from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.prompts.settings import Chat, PromptSettings
 from llmfoundry.gauntlet.questions import EvaluatedModel
 from llmfoundry.loggers.pages.report import read_json
-from llmfoundry.models.virtual_tokens import longest_document
+from llmfoundry.models.positions import longest_document
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.train.validation import validate, validate_answers
@@ -94,7 +94,7 @@ def build_evaluate(
 
 def _check_positions(job: Job, config: EvalConfig) -> None:
     """ALiBi and rotary positions continue beyond max_seq_len, learned ones do not."""
-    longest = longest_document(job.root.model)
+    longest = longest_document(job.root.model.config)
     if longest is not None and (config.icl_seq_len or 0) > longest:
         raise UserError(
             f"eval.icl_seq_len: {config.icl_seq_len}, but the model's learned positions end at"

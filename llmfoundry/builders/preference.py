@@ -204,7 +204,7 @@ class Reference:
         if not self.weights or self._missing():
             model = self.job.root.model
             fill(model)
-            begin_adapter(model, self.job.recipe, self.job.tokenizer)
+            begin_adapter(model, self.job.recipe)
             found = identity_of(model)
             if self.weights and found != self.weights:
                 raise UserError(

@@ -173,7 +173,7 @@ def fill_weights(
             model.init_weights(job.recipe.seed)
         else:
             fill(model)
-            begin_adapter(model, job.recipe, job.tokenizer)
+            begin_adapter(model, job.recipe)
         return dict(ANEW)
     state = on_rank0(world, lambda: read_state(folder))
     if "order" not in state and not start.weights_only:

@@ -93,7 +93,7 @@ def _check(model: Decoder, mesh: DeviceMesh) -> None:
     vocabulary, n = model.config.vocab_size, mesh.size()
     assert vocabulary is not None, "the recipe was not filled"
     quantize = str(quantization(model)["model.quantize"])
-    adapter = "some" if model.virtual or any(map(is_added, model.state_dict())) else "none"
+    adapter = "some" if any(map(is_added, model.state_dict())) else "none"
     problems = list(tensor_adapters(adapter, quantize, Degrees(tensor=n)))
     if problems:  # of a degree that was written as -1
         raise UserError(*problems)

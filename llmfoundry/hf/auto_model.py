@@ -209,7 +209,7 @@ class _Cache:
     def __init__(self, cache: Cache) -> None:
         if not isinstance(cache, DynamicCache):
             raise ValueError(f"cache: {type(cache).__name__}; the decoder works with DynamicCache")
-        self._cache, self.length, self.front = cache, int(cache.get_seq_length()), 0
+        self._cache, self.length = cache, int(cache.get_seq_length())
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, T, KV, hd) of one layer; all of its keys and values so far."""

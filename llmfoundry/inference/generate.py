@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.virtual_tokens import longest_document
+from llmfoundry.models.positions import longest_document
 from llmfoundry.ops.attention.plan import autocast_dtype
 
 _CUT = "\ufffd"  # what decoders write for an incomplete character
@@ -61,7 +61,7 @@ def stream_tokens(
         UserError: prompt and continuation are longer than the model's learned positions.
     """
     model = cast(Root, getattr(root, "module", root)).model
-    check_length(longest_document(model), len(prompt_ids), max_new_tokens)
+    check_length(longest_document(model.config), len(prompt_ids), max_new_tokens)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([prompt_ids], device=device)
     fed = len(prompt_ids) + max_new_tokens - 1  # the last token is never read

@@ -47,8 +47,7 @@ class KVCache:
     """Keys and values of the tokens that a row has had, for every layer that makes its own.
 
     Attributes:
-        length: tokens held; new tokens take positions front + length, front + length + 1, …
-        front: virtual tokens before them.
+        length: tokens held; new tokens take positions length, length + 1, …
     """
 
     def __init__(
@@ -70,11 +69,11 @@ class KVCache:
         shape = (len(owners), batch, max_len, kv_heads, head_dim)
         self._keys = torch.empty(shape, device=device, dtype=dtype)
         self._values = torch.empty(shape, device=device, dtype=dtype)
-        self.length = self.front = 0
+        self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
         """Store k, v (B, T, KV, hd) of one layer; all of its keys and values so far."""
-        slot, begin = self._slots[layer], self.front + self.length
+        slot, begin = self._slots[layer], self.length
         end = begin + k.shape[1]
         assert end <= self._keys.shape[2], "the key-value cache is full"
         self._keys[slot, :, begin:end] = k
@@ -84,18 +83,17 @@ class KVCache:
     def start_from(self, prefix: KVCache) -> None:
         """Begin every row with the tokens that the one row of another cache holds."""
         assert self.length == 0 and prefix._keys.shape[1] == 1
-        held = prefix.front + prefix.length
+        held = prefix.length
         self._keys[:, :, :held] = prefix._keys[:, :, :held]
         self._values[:, :, :held] = prefix._values[:, :, :held]
-        self.length, self.front = prefix.length, prefix.front
+        self.length = held
 
     def keep(self, rows: list[int]) -> None:
         """Make row i what row rows[i] was, and give the others up; rows in place cost nothing."""
         moved = [i for i, row in enumerate(rows) if row != i]
         sources = [rows[i] for i in moved]
         for stored in (self._keys, self._values):
-            held = self.front + self.length
-            stored[:, moved, :held] = stored[:, sources, :held]
+            stored[:, moved, : self.length] = stored[:, sources, : self.length]
         self._keys, self._values = self._keys[:, : len(rows)], self._values[:, : len(rows)]
 
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from llmfoundry.models.decoder import Block, Decoder
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantized_shapes
-from llmfoundry.models.virtual_tokens import NAME as PROMPT
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 
@@ -131,7 +130,7 @@ def trained_flops_per_token(model: Decoder, seq_len: int) -> float:
     return total + sum(_flops(name, p.numel(), p.requires_grad, before) for name, p in head)
 
 
-_FIRST = ("wte.", "wpe.", PROMPT)
+_FIRST = ("wte.", "wpe.")
 # In the order of a block's forward pass; those of one stage do not see each other.
 _STAGES = [
     re.compile(pattern)

@@ -36,13 +36,11 @@ from llmfoundry.models.positions import (
     rotary_table,
 )
 from llmfoundry.models.tensor_ranks import TensorRanks
-from llmfoundry.models.virtual_tokens import VirtualTokens
 from llmfoundry.ops.attention.select import AttentionSpec, plan
 from llmfoundry.ops.cross_entropy import linear_cross_entropy
 from llmfoundry.ops.log_probs import linear_log_probs
 from llmfoundry.ops.logits import VocabularyShard, cap
 from llmfoundry.ops.packed_layout import Layout
-from llmfoundry.ops.virtual import Widened, in_front
 from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.architecture.blocks import LayerConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -116,16 +114,13 @@ class Decoder(nn.Module):
 
     Attributes:
         tensor_ranks: the processes that share its matrices; None: they are whole.
-        virtual: what its adapter puts in front of every document; None: nothing.
         loss_chunk: tokens whose logits the loss holds at a time; None: as many as suit the device.
         exchange: with the processes that share its rows while it trains; None: rows are whole.
     """
 
     exchange: HeadExchange | None = None
     tensor_ranks: TensorRanks | None = None
-    virtual: VirtualTokens | None = None
     loss_chunk: int | None = None
-    prompt_embeddings: nn.Parameter
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -197,14 +192,12 @@ class Decoder(nn.Module):
         self, tokens: Tensor, layout: Layout | None = None, cache: KVCache | None = None
     ) -> tuple[Tensor, Routing | None]:
         """As `forward`, and what the routers did; None without experts, or in evaluation."""
-        past = cache.front + cache.length if cache is not None else 0
-        wide = self._widened(tokens, layout) if not past else None
-        layout, width = (layout, tokens.shape[1]) if wide is None else (wide.layout, wide.width)
+        past, width = 0 if cache is None else cache.length, tokens.shape[1]
         if layout is None:
             positions = torch.arange(past, past + width, device=tokens.device)[None]
         else:
             positions = layout.positions
-        x = self._embed(tokens, positions, wide)
+        x = self._embed(tokens, positions)
         contexts = self._contexts(layout, positions, past, cache, x.dtype)
         shared: dict[int, KeysValues] = {}
         routed: list[Routed] = []
@@ -218,9 +211,7 @@ class Decoder(nn.Module):
             if how is not None:
                 routed.append(how)
         if cache is not None:
-            cache.front += width - tokens.shape[1]
-            cache.length += tokens.shape[1]
-        x = x if wide is None else wide.back(x)
+            cache.length += width
         x = self.norm_f(x)
         x = x if ranks is None else ranks.gathered(x, width)
         return x, over_layers(routed, self.config.ffn_config) if routed else None
@@ -276,7 +267,6 @@ class Decoder(nn.Module):
         self, *, batch: int, max_len: int, device: torch.device, dtype: torch.dtype
     ) -> KVCache:
         """An empty cache of keys and values, for `batch` rows of at most `max_len` tokens."""
-        max_len += 0 if self.virtual is None else self.virtual.count
         ranks = 1 if self.tensor_ranks is None else self.tensor_ranks.n
         return KVCache(
             self.config, batch=batch, max_len=max_len, device=device, dtype=dtype, share=ranks
@@ -295,21 +285,13 @@ class Decoder(nn.Module):
             return real  # in generation what fills a row up is a token like any other
         return self.tensor_ranks.own_places(rows, width, real)
 
-    def _widened(self, tokens: Tensor, layout: Layout | None) -> Widened | None:
-        """The batch with virtual tokens in it; None: the model has none."""
-        if self.virtual is None or not self.virtual.on:
-            return None
-        return in_front(layout, tokens.shape, self.virtual.count, tokens.device)
-
-    def _embed(self, tokens: Tensor, positions: Tensor, wide: Widened | None) -> Tensor:
-        """Embeddings (B, W, D) of tokens (B, T) at positions (B or 1, W); W is T, or wider.
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings (B, T, D) of tokens (B, T) at positions (B or 1, T).
 
         Where processes share matrices, of this one's tokens alone.
         """
         ranks = self.tensor_ranks
         x = self.wte(tokens) if ranks is None else ranks.embedded(self.wte.weight, tokens)
-        if wide is not None:
-            x = wide.spread(self.prompt_embeddings, x)
         if self.config.learned_pos_emb:
             x = x + self.wpe(positions if ranks is None else ranks.own(positions))
         if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):

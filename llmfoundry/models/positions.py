@@ -151,3 +151,8 @@ def query_temperature(positions: Tensor, floor_scale: int, attn_scale: float) ->
     """
     steps = torch.floor((positions + 1.0) / floor_scale)
     return (1 + attn_scale * torch.log1p(steps))[..., None, None]
+
+
+def longest_document(config: ModelConfig) -> int | None:
+    """Tokens that a document may have; None: any number, as no positions are learned."""
+    return config.max_seq_len if config.learned_pos_emb else None

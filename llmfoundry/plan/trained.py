@@ -16,7 +16,6 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import quantized_shapes, value_count
-from llmfoundry.models.virtual_tokens import NAME as PROMPT
 from llmfoundry.plan.shards import BLOCK, Values, total, unit_of, values_of
 from llmfoundry.recipe.parallel import Degrees
 
@@ -144,7 +143,7 @@ def kept_by_blocks(model: nn.Module) -> list[SavedInputs]:
     """What each block keeps, in order."""
     if not isinstance(model, Decoder):
         return _kept_by_others(model)
-    ends = [p for n, p in model.named_parameters() if n.startswith(("wte.", "wpe.", PROMPT))]
+    ends = [p for n, p in model.named_parameters() if n.startswith(("wte.", "wpe."))]
     reached, found = _trains(ends), list[SavedInputs]()
     for block in model.blocks:
         named = list(block.named_parameters())

@@ -272,16 +272,6 @@ ULYSSES = ["parallel.context_parallel_method=ulysses", "model.d_model=48", "mode
             " whole rows; write 1, and data_parallel_shard_degree: -1",
         ),
         (
-            FinetuneRecipe,
-            [
-                "adapter.name=prefix_tuning",
-                "parallel.context_parallel_degree=2",
-                "model.pretrained=runs/none",
-            ],
-            "parallel.context_parallel_degree: 2, but adapter.name: prefix_tuning puts its tokens"
-            " in front of whole documents; write 1, and data_parallel_shard_degree: -1",
-        ),
-        (
             TrainRecipe,
             ["parallel.context_parallel_method=ulysses"],
             "parallel.context_parallel_method: has no effect with context_parallel_degree: 1;"

@@ -16,7 +16,6 @@ import torch
 
 from llmfoundry.builders.job import Job, weight_dtype
 from llmfoundry.checkpoint.safe_load import load_tensors
-from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.hf.peft.modules import OWN_TYPE, read_config, splits_qkv
@@ -159,10 +158,10 @@ def _check_experts(recipe: FinetuneRecipe) -> None:
         )
 
 
-def begin_adapter(model: Decoder, recipe: TrainRecipe, tokenizer: Tokenizer) -> None:
+def begin_adapter(model: Decoder, recipe: TrainRecipe) -> None:
     """Fill the adapter, of a base that has its weights: anew, or from adapter.pretrained.
 
-    Every process calls it, as it may gather shards; `tokenizer` reads prompt_tuning_init_text.
+    Every process calls it, as it may gather shards.
 
     Raises:
         UserError: the adapter was made for another base.

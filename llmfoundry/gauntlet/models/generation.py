@@ -23,7 +23,7 @@ from llmfoundry.gauntlet.metrics import cut
 from llmfoundry.gauntlet.questions import Prompt, common_prefix
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.virtual_tokens import longest_document
+from llmfoundry.models.positions import longest_document
 from llmfoundry.ops.attention.plan import autocast_dtype
 from llmfoundry.recipe.architecture.model import ModelConfig
 
@@ -193,7 +193,7 @@ def generate_texts(
     """
     limit = tokenizer.vocab_size if n_tokens is None else n_tokens
     model = _Model(root, tokenizer, limit, device, autocast, data_size, data_group)
-    _check_lengths(longest_document(model.model), prompts)
+    _check_lengths(longest_document(model.model.config), prompts)
     ends = {tokenizer.eos_id} if end_ids is None else end_ids
     found: list[tuple[int, str, bool]] = []
     was_training = root.training

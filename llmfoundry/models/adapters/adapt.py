@@ -31,15 +31,11 @@ from llmfoundry.models.low_rank import (
 )
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.shard_layout import assign
-from llmfoundry.models.virtual_tokens import NAME as PROMPT
-from llmfoundry.models.virtual_tokens import switched_off as without_virtual
-from llmfoundry.models.virtual_tokens import virtual_of
 from llmfoundry.terminal import columns
 
 _ADDED = re.compile(
     r"(^|[._])lora_(A|B|A_init|B_init|magnitude)$"  # ours
     r"|\.lora_(A|B|magnitude_vector)\.default\b"  # peft's, on transformers' classes
-    rf"|(^|\.){PROMPT}$"
 )
 
 
@@ -216,8 +212,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
     peft = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     _switch(loras, peft, on=False)
     try:
-        with without_virtual(virtual_of(model)):
-            yield
+        yield
     finally:
         _switch(loras, peft, on=True)
 

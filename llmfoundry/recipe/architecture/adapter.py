@@ -12,32 +12,24 @@ from typing import Annotated
 from llmfoundry.recipe.values.bounds import FRACTION, PATH, POSITIVE, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import fill, inert
 
-PROMPT_TUNING, PREFIX_TUNING = "prompt_tuning", "prefix_tuning"
-VIRTUAL = (PROMPT_TUNING, PREFIX_TUNING)
-ADAPTERS = ("none", "lora", *VIRTUAL)
+ADAPTERS = ("none", "lora")
+_NO_PROMPTS = "trains vectors in front of documents, which is not supported; write lora"
 INITS = ("default", "gaussian", "pissa")
-PROMPT_INITS = ("sample_vocab", "text", "random")
 EXPERTS = ("independent", "shared")
 ALL_LINEAR = "all-linear"
 
 
 @dataclass
 class AdapterConfig:
-    """Low-rank matrices beside frozen ones (LoRA, Hu et al., 2021), or virtual tokens."""
+    """Low-rank matrices beside frozen ones (LoRA, Hu et al., 2021)."""
 
-    name: Annotated[str, choice(ADAPTERS)] = "none"
-    """none: all parameters train. lora: low-rank matrices, on hf_causal_lm by peft (extra).
-    prompt_tuning: embeddings in front of every document (Lester et al., 2021). prefix_tuning: keys
-    and values in front of it in every layer (Li and Liang, 2021), on hf_causal_lm alone."""
+    name: Annotated[
+        str,
+        choice(ADAPTERS, reasons={"prompt_tuning": _NO_PROMPTS, "prefix_tuning": _NO_PROMPTS}),
+    ] = "none"
+    """none: all parameters train. lora: low-rank matrices, on hf_causal_lm by peft (extra)."""
     pretrained: Annotated[str | None, PATH] = None
     """An adapter's folder in peft's format to begin from; it decides what is adapted and how."""
-    num_virtual_tokens: Annotated[int | None, Range(1, 2**16)] = None
-    """Only for prompt_tuning and prefix_tuning: virtual tokens before each document; default 20."""
-    prompt_tuning_init: Annotated[str | None, choice(PROMPT_INITS)] = None
-    """Only for prompt_tuning: what they begin as. sample_vocab: embeddings of tokens drawn from the
-    vocabulary. text: of prompt_tuning_init_text. random: normal numbers. Default: sample_vocab."""
-    prompt_tuning_init_text: str | None = None
-    """Only for prompt_tuning_init: text, repeated or cut to num_virtual_tokens."""
     r: Annotated[int | None, Range(1, 2**16)] = None
     """Only for lora: rank of the added matrices; default 16."""
     lora_alpha: Annotated[float | None, POSITIVE] = None
@@ -74,23 +66,16 @@ class AdapterConfig:
         yield from self._check_effects(key)
         if self.name == "lora" and not self.target_modules and self.target_modules is not None:
             yield f"{key}target_modules: names nothing; write all-linear, or names such as Wqkv"
-        if self.prompt_tuning_init == "text" and not self.prompt_tuning_init_text:
-            yield f"{key}prompt_tuning_init: text needs prompt_tuning_init_text; write it"
 
     def _check_effects(self, key: str) -> Iterator[str]:
         """Lines for keys of other adapters, and for those that `pretrained` decides."""
         if self.name == "none" and self.pretrained is not None:
             yield f"{key}pretrained: has no effect with name: none; write name: lora"
-        for names, fields in _OWN.items():
-            if self.name not in names:
-                yield from self._inert(key, fields, f"with name: {self.name}")
-            elif self.pretrained is not None:
-                decided = [field for field in fields if field not in _OF_TRAINING]
-                why = "with pretrained, whose folder decides it"
-                yield from self._inert(key, decided, why)
-        if self.prompt_tuning_init_text is not None and self.prompt_tuning_init != "text":
-            why = "without prompt_tuning_init: text"
-            yield from self._inert(key, ["prompt_tuning_init_text"], why)
+        if self.name != "lora":
+            yield from self._inert(key, _LORA, f"with name: {self.name}")
+        elif self.pretrained is not None:
+            decided = [field for field in _LORA if field not in _OF_TRAINING]
+            yield from self._inert(key, decided, "with pretrained, whose folder decides it")
 
     def _inert(self, key: str, fields: Iterable[str], why: str) -> Iterator[str]:
         """As `checks.inert`; lists are unset when they are empty."""
@@ -101,10 +86,6 @@ class AdapterConfig:
         """Write derived values in place."""
         if self.name == "lora" and self.pretrained is not None:  # whose folder says the rest
             fill(self, lora_dropout=0.0, lora_plus_ratio=1.0)
-        elif self.name in VIRTUAL and self.pretrained is None:
-            fill(self, num_virtual_tokens=20)
-            if self.name == PROMPT_TUNING:
-                fill(self, prompt_tuning_init="sample_vocab")
         elif self.name == "lora":
             fill(
                 self,
@@ -136,9 +117,4 @@ _LORA = (
     "lora_plus_ratio",
     "modules_to_save",
 )
-_OWN = {  # which keys are only for which adapters
-    ("lora",): _LORA,
-    VIRTUAL: ("num_virtual_tokens",),
-    (PROMPT_TUNING,): ("prompt_tuning_init", "prompt_tuning_init_text"),
-}
 _OF_TRAINING = ("lora_dropout", "lora_plus_ratio")  # which a folder does not decide

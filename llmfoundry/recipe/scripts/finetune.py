@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from llmfoundry.recipe.architecture.adapter import VIRTUAL, AdapterConfig
+from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import find_recipe
@@ -74,8 +74,6 @@ class FinetuneRecipe(TrainRecipe):
         degree, whole = self.parallel.context_parallel_degree, ""
         if self.preference.name != "none":
             whole = f"preference.name: {self.preference.name} compares answers of whole rows"
-        elif self.adapter.name in VIRTUAL:
-            whole = f"adapter.name: {self.adapter.name} puts its tokens in front of whole documents"
         if degree != 1 and whole:
             yield (
                 f"parallel.context_parallel_degree: {degree}, but {whole}; write 1, and"
