@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from llmfoundry.files import read_json
 
 Handler = Callable[[int, FrameType | None], None]
 DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP = 0, 1, 2, 3, 75, 93
-FOLDER = "LLMFOUNDRY_ENDS"
+ENDS_FOLDER = "LLMFOUNDRY_ENDS"
 """In the environment: the folder for these files; none are written without it."""
 STOPS = tuple(getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "USR1", "HUP"))
 """Signals that ask a run to save and end: schedulers, Ctrl-C, and a terminal that is closed."""
@@ -60,7 +61,7 @@ def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
         kind: mistake, lost (another process was), error, full (a disk), stopped or done.
         lines: what it said, without secrets.
     """
-    folder, rank = os.environ.get(FOLDER), int(os.environ.get("RANK", 0))
+    folder, rank = os.environ.get(ENDS_FOLDER), int(os.environ.get("RANK", 0))
     if folder is None or (kind == "lost" and rank >= _MOST_LOST):
         return
     end = {"rank": rank, "status": status, "kind": kind, "time": time.time()}
@@ -111,3 +112,50 @@ def _is_end(found: Any) -> bool:
     if not isinstance(found, dict):
         return False
     return all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+
+
+# --- from llmfoundry.resume_limits: From which checkpoint an attempt at a run may resume, as the
+# supervisor that starts it says.
+#
+# `resilience/supervise` writes it into the environment of the attempt, `builders/resume.py` reads
+# it. The idea: the supervisor knows what was saved before; a process that finds less than that, on
+# another machine perhaps, must not begin anew without a word.
+
+
+_SAVED, _BEFORE = "LLMFOUNDRY_SAVED_BATCH", "LLMFOUNDRY_RESUME_BEFORE"
+
+
+@dataclass(frozen=True)
+class ResumeLimits:
+    """What a supervisor knows of a run's checkpoints.
+
+    Attributes:
+        saved: the batch of the newest that has to be there; -1: none has.
+        before: resume from one of fewer batches than this; None: from the newest.
+    """
+
+    saved: int = -1
+    before: int | None = None
+
+    @property
+    def until(self) -> int | None:
+        """The most batches that may be done where it resumes; None: any number."""
+        return None if self.before is None else self.before - 1
+
+    def environment(self) -> dict[str, str]:
+        """The variables that tell an attempt."""
+        return {_SAVED: str(self.saved), _BEFORE: "" if self.before is None else str(self.before)}
+
+
+def resume_limits() -> ResumeLimits:
+    """What this process's supervisor says; no limits where it has none.
+
+    Where torchrun has started the processes again by itself, others may be there since.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return ResumeLimits()
+    saved, before = os.environ.get(_SAVED, ""), os.environ.get(_BEFORE, "")
+    return ResumeLimits(
+        saved=int(saved) if saved.isdecimal() else -1,
+        before=int(before) if before.isdecimal() else None,
+    )

@@ -6,8 +6,7 @@ is the one of its rank among those of tests/resilience/fake_nvml.cpp.
 
 from __future__ import annotations
 
-from llmfoundry.resilience.watch.gpu_reader import GpuReader
-from llmfoundry.resilience.watch.watch import Watch
+from llmfoundry.resilience.watch.watch import GpuReader, Watch
 from llmfoundry.train.trainer import Trainer
 
 _start = Watch.on_start

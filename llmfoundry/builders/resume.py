@@ -54,6 +54,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import check_alike
 from llmfoundry.distributed.launch import World, on_rank0
 from llmfoundry.errors import GivenUp, UserError
+from llmfoundry.exit_status import ResumeLimits, resume_limits
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import quantization
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -62,7 +63,6 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.bounds import out_of_bounds
-from llmfoundry.resume_limits import ResumeLimits, resume_limits
 
 OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
     r"(logger|plugins|parallel\.nproc_per_node|data\.(.*\.)?(paths|remote|local|storage_options"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmfoundry.events import NAME as EVENTS
-from llmfoundry.exit_status import FOLDER as SUPERVISED
+from llmfoundry.exit_status import ENDS_FOLDER as SUPERVISED
 from llmfoundry.files import parse_json
 
 FOLDERS = ("supervise", "hangs")

@@ -25,7 +25,7 @@ from llmfoundry.resilience.supervise import slurm
 from llmfoundry.resilience.supervise.attempt import SUPERVISED
 from llmfoundry.resilience.supervise.checkpoints import Look, look_in_store
 from llmfoundry.resilience.supervise.exporter import export_to
-from llmfoundry.resilience.supervise.final_event import tell_mlflow, tell_store
+from llmfoundry.resilience.supervise.notify import send_to_mlflow, send_to_store
 from llmfoundry.resilience.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.terminal import outlast_full_disks
 
@@ -77,10 +77,10 @@ def supervise(recipe: TrainRecipe) -> None:
 def _last_words(recipe: TrainRecipe, folder: Path) -> list[Callable[[str], str]]:
     """What tells those who keep the run's record how it ended."""
     logger = _logger(recipe)
-    found: list[Callable[[str], str]] = [lambda status: tell_mlflow(logger, folder, status)]
+    found: list[Callable[[str], str]] = [lambda status: send_to_mlflow(logger, folder, status)]
     if "://" in recipe.save_folder:
         options = FetchOptions.from_config(recipe.data)
-        found.append(lambda status: tell_store(recipe.save_folder, options, folder))
+        found.append(lambda status: send_to_store(recipe.save_folder, options, folder))
     return found
 
 

@@ -13,7 +13,7 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.events import add_event, read_events
 from llmfoundry.loggers.background_queue import event_tags
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.resilience.supervise import final_event
+from llmfoundry.resilience.supervise import notify
 from tests.loggers.hearing import closed_port
 
 
@@ -52,14 +52,14 @@ def test_a_store_that_does_not_answer_holds_no_supervisor_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
-    monkeypatch.setattr(final_event, "PATIENCE", 0.5)
+    monkeypatch.setattr(notify, "FINAL_SECONDS", 0.5)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         config = LoggerConfig(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
         config.fill()
         began = time.monotonic()
-        said = final_event.tell_mlflow(config, tmp_path, "failed")
+        said = notify.send_to_mlflow(config, tmp_path, "failed")
     assert time.monotonic() - began < 60 and "no answer in" in said
 
 
@@ -67,19 +67,19 @@ def test_a_store_that_does_not_answer_holds_no_supervisor_up(
 def test_the_store_of_a_runs_url_has_the_last_decision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(final_event, "PATIENCE", 300.0)  # a busy machine
+    monkeypatch.setattr(notify, "FINAL_SECONDS", 300.0)  # a busy machine
     folder, bucket = tmp_path / "copy", tmp_path / "bucket"
     decide(folder, 1, "killed", "stop", cause="unknown")
     (folder / "supervise/attempt-1").mkdir(parents=True)
     (folder / "supervise/attempt-1/rank-0.json").write_text("{}")
     (folder / "metrics.jsonl").write_text("of the run's own processes")
     options = FetchOptions(retry=0, timeout=1.0, storage_options={"s3": {"secret": "kanarie12"}})
-    assert final_event.tell_store(f"file://{bucket}", options, folder) == ""
+    assert notify.send_to_store(f"file://{bucket}", options, folder) == ""
     sent = sorted(p.relative_to(bucket).as_posix() for p in bucket.rglob("*") if p.is_file())
     assert sent == ["events.jsonl", "supervise/attempt-1/rank-0.json"]
     assert (bucket / "events.jsonl").read_bytes() == (folder / "events.jsonl").read_bytes()
     (tmp_path / "file").touch()
-    said = final_event.tell_store(f"file://{tmp_path}/file/kanarie12", options, folder)
+    said = notify.send_to_store(f"file://{tmp_path}/file/kanarie12", options, folder)
     assert "lacks the last decision: " in said and "kanarie12" not in said.partition(": ")[2]
 
 
@@ -87,9 +87,9 @@ def test_the_store_of_a_runs_url_has_the_last_decision(
 def test_a_store_that_is_away_is_told_without_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(final_event, "PATIENCE", 300.0)
+    monkeypatch.setattr(notify, "FINAL_SECONDS", 300.0)
     (tmp_path / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
     config = LoggerConfig(tracking_uri=f"http://me:secret@127.0.0.1:{closed_port()}")
     config.fill()
-    said = final_event.tell_mlflow(config, tmp_path, "failed")
+    said = notify.send_to_mlflow(config, tmp_path, "failed")
     assert said.startswith("MLflow lacks the last decision: ") and "me:***@127.0.0.1" in said

@@ -23,7 +23,7 @@ from llmfoundry.loggers.background_queue import BackgroundWriter
 from llmfoundry.loggers.mlflow_logger import metric_name, param_value
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public
-from llmfoundry.resilience.supervise import final_event
+from llmfoundry.resilience.supervise import notify
 from tests.loggers.hearing import Hears, closed_port, facts, finish, writer
 
 
@@ -87,7 +87,7 @@ def test_a_run_reads_back_from_sqlite(store: str, tmp_path: Path) -> None:
 def test_events_of_all_who_write_them_become_tags(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(final_event, "PATIENCE", 300.0)  # a busy machine
+    monkeypatch.setattr(notify, "FINAL_SECONDS", 300.0)  # a busy machine
     folder, heard = tmp_path / "told", Hears()
     add_event(folder, "hang", "rank 1 hung in the attempt before", action="end")
     sender = mlflow_writer(store, folder, heard)
@@ -108,12 +108,12 @@ def test_events_of_all_who_write_them_become_tags(
     add_event(folder, "decision", "attempt 1 ended: given up", action="stop", cause="given up")
     config = LoggerConfig(tracking_uri=store)
     config.fill()
-    assert final_event.tell_mlflow(config, folder, "failed") == ""
+    assert notify.send_to_mlflow(config, folder, "failed") == ""
     _, run = read_back(store, folder)
     assert run.data.tags["supervise.last"].endswith("attempt 1 ended: given up; stop")
     assert (run.info.status, run.data.tags["supervise.cause"]) == ("FAILED", "given up")
     config.mlflow = False
-    assert final_event.tell_mlflow(config, folder, "failed") == ""
+    assert notify.send_to_mlflow(config, folder, "failed") == ""
 
 
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run(store: str, tmp_path: Path) -> None:

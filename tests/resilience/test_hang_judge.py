@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from llmfoundry.heartbeat import PHASES
-from llmfoundry.resilience.hang.hub import COLLECT, END, WATCH, Hub, HubDoor, Line
 from llmfoundry.resilience.hang.judge import HangLimits, RankReading, judge, refine, waits_in_torch
+from llmfoundry.resilience.hang.monitor import COLLECT, END, WATCH, Hub, HubClient, HubServer
 
 LIMITS = HangLimits()
 USUAL = {"step": 0.8, "update": 0.2}
@@ -173,8 +173,8 @@ class Clock:
 def test_machines_speak_to_the_hub_and_one_that_falls_silent_is_named() -> None:
     clock = Clock()
     hub = Hub(LIMITS, ranks=4, clock=clock)
-    door = HubDoor(hub, "127.0.0.1")
-    far = Line(door.address)
+    door = HubServer(hub, "127.0.0.1")
+    far = HubClient(door.address)
     try:
         here = [reading(r, "update", 0.0) for r in (0, 1)]
         there = [reading(r, "step", 0.0) for r in (2, 3)]
@@ -189,7 +189,7 @@ def test_machines_speak_to_the_hub_and_one_that_falls_silent_is_named() -> None:
         assert hub.verdict is not None and hub.verdict.nodes == ("node1",)
         assert far.hear("node1", there, collected=False) == END  # it is back: it ends its own too
         assert far.verdict == hub.verdict and far.stamp == hub.stamp
-        stranger = Line(door.address[:-1] + ("0" if door.address[-1] != "0" else "1"))
+        stranger = HubClient(door.address[:-1] + ("0" if door.address[-1] != "0" else "1"))
         with pytest.raises(OSError):
             stranger.hear("node9", there, collected=True)
     finally:

@@ -18,9 +18,8 @@ import pytest
 
 from llmfoundry.events import read_events
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
-from llmfoundry.resilience.supervise import notify as module
-from llmfoundry.resilience.supervise import request
-from llmfoundry.resilience.supervise.notify import form_of, notify
+from llmfoundry.resilience.supervise import notify
+from llmfoundry.resilience.supervise.notify import form_of, post_to_webhook
 from llmfoundry.resilience.supervise.supervisor import _ends_folder
 from tests.resilience.test_supervisor import Place
 
@@ -68,7 +67,7 @@ def hook() -> Iterator[Hook]:
 def test_each_receiver_gets_what_it_takes(hook: Hook) -> None:
     text = "run <!channel> & co: http://me:pass@host" + "x" * 50_000
     for form in (None, "discord", "teams", "json"):
-        assert notify(hook.url, form, text, EVENT) == ""
+        assert post_to_webhook(hook.url, form, text, EVENT) == ""
     slack, discord, teams, plain = hook.heard
     # docs.slack.dev: &, < and > are escaped, or `<!channel>` would call everybody.
     assert slack["text"].startswith("run &lt;!channel&gt; &amp; co: http://me:***@host")
@@ -98,11 +97,11 @@ def test_the_form_goes_by_the_host() -> None:
 
 
 def test_one_that_is_busy_is_asked_again(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "PAUSE", 0.0)
+    monkeypatch.setattr(notify, "RETRY_SECONDS", 0.0)
     hook.answers = [(429, "rate_limited")]
-    assert notify(hook.url, None, "x", EVENT) == ""
+    assert post_to_webhook(hook.url, None, "x", EVENT) == ""
     hook.answers = [(503, ""), (503, "")]
-    assert notify(hook.url, None, "x", EVENT).endswith("status 503 (Service Unavailable)")
+    assert post_to_webhook(hook.url, None, "x", EVENT).endswith("status 503 (Service Unavailable)")
     assert len(hook.heard) == 4
 
 
@@ -110,18 +109,20 @@ def test_what_fails_is_told_without_the_address(
     hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook.answers = [(404, "no_service"), (400, f"<html>{hook.url}"), (302, hook.url)]
-    told = [notify(hook.url, None, "x", EVENT) for _ in range(3)]
+    told = [post_to_webhook(hook.url, None, "x", EVENT) for _ in range(3)]
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        told.append(notify(f"http://127.0.0.1:{closed.getsockname()[1]}/{SECRET}", None, "x", {}))
+        told.append(
+            post_to_webhook(f"http://127.0.0.1:{closed.getsockname()[1]}/{SECRET}", None, "x", {})
+        )
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        monkeypatch.setattr(module, "_PATIENCE", 0.3)
+        monkeypatch.setattr(notify, "_WEBHOOK_SECONDS", 0.3)
         port = silent.getsockname()[1]
-        told.append(notify(f"http://127.0.0.1:{port}/{SECRET}", None, "x", {}))
-    told.append(notify(f"http://host/{SECRET} x\n", None, "x", {}))
-    told.append(notify(f"http://[::1/{SECRET}", None, "x", {}))
+        told.append(post_to_webhook(f"http://127.0.0.1:{port}/{SECRET}", None, "x", {}))
+    told.append(post_to_webhook(f"http://host/{SECRET} x\n", None, "x", {}))
+    told.append(post_to_webhook(f"http://[::1/{SECRET}", None, "x", {}))
     assert [line.removeprefix("supervise.webhook: nobody was told: ") for line in told] == [
         "status 404 (no_service)",
         "status 400 (Bad Request)",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from llmfoundry.recipe.resilience.watch import WatchConfig
-from llmfoundry.resilience.watch.slow_ranks import History, RankTimes, RoundFinding, judge
+from llmfoundry.resilience.watch.anomalies import Anomaly, History, RankTimes, find_anomalies
 
 CONFIG = WatchConfig()
 
@@ -27,13 +27,11 @@ def a_round(draw: random.Random, ranks: int, noise: float, **changes: float) -> 
     ]
 
 
-def told(
-    rounds: list[list[RankTimes]], config: WatchConfig = CONFIG
-) -> list[tuple[int, RoundFinding]]:
+def told(rounds: list[list[RankTimes]], config: WatchConfig = CONFIG) -> list[tuple[int, Anomaly]]:
     """Findings by the number of their round; the history goes through a checkpoint each time."""
     history, found = History({"processes": 4}), []
     for number, table in enumerate(rounds):
-        findings, history = judge(table, history, config)
+        findings, history = find_anomalies(table, history, config)
         saved = json.loads(json.dumps(history.state()))
         history = History.restored(saved, {"processes": 4})
         found += [(number, finding) for finding in findings]

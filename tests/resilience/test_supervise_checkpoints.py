@@ -13,7 +13,7 @@ from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import GivenUp
-from llmfoundry.exit_status import FAILED, GIVE_UP
+from llmfoundry.exit_status import FAILED, GIVE_UP, ResumeLimits
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.resilience.supervise.checkpoints import (
     START,
@@ -26,7 +26,6 @@ from llmfoundry.resilience.supervise.checkpoints import (
     look_in_folder,
     look_in_store,
 )
-from llmfoundry.resume_limits import ResumeLimits
 from tests.data.s3_server import s3_server
 
 GONE = Look(missing="runs/x/checkpoints")

@@ -19,7 +19,7 @@ from llmfoundry.resilience.supervise.decide import (
     Policy,
     decide,
 )
-from llmfoundry.resilience.supervise.machines import launch_words
+from llmfoundry.resilience.supervise.nodes import launch_words
 
 
 def end(kind: str, line: str, *, rank: int = 0, status: int = 1) -> dict[str, Any]:

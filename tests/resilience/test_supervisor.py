@@ -37,7 +37,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from llmfoundry.exit_status import record_end
 from llmfoundry.heartbeat import beat, begin_beats, end_beats
-from llmfoundry.resume_limits import resume_limits
+from llmfoundry.exit_status import resume_limits
 
 run = Path("run")
 plan = json.loads(Path("plan.json").read_text())
@@ -121,13 +121,13 @@ SUPERVISE = """
 import json, os, sys
 from pathlib import Path
 from llmfoundry.exit_status import own_node
-from llmfoundry.resilience.supervise import kubernetes
+from llmfoundry.resilience.supervise import nodes
 from llmfoundry.resilience.supervise.checkpoints import look_in_folder
 from llmfoundry.resilience.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 config = SuperviseConfig(**{"wait_seconds": 0.1} | json.loads(sys.argv[1]))
 check = ["check.py", json.dumps([own_node()])]
-kubernetes.ACCOUNT = Path(sys.argv[2])
+nodes.ACCOUNT = Path(sys.argv[2])
 run = Path("run")
 attempts = earlier_attempts(run)
 facts = {"kernel_log": "kernel.log", "attempts": attempts}

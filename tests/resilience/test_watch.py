@@ -13,9 +13,8 @@ from torch import nn
 from llmfoundry.errors import RunFailure
 from llmfoundry.recipe.resilience.watch import WatchConfig
 from llmfoundry.resilience.watch import watch as module
-from llmfoundry.resilience.watch.phase_timer import Stopwatch
-from llmfoundry.resilience.watch.slow_ranks import RankTimes
-from llmfoundry.resilience.watch.watch import Watch
+from llmfoundry.resilience.watch.anomalies import RankTimes
+from llmfoundry.resilience.watch.watch import ForwardTimer, Watch
 
 
 class Clock:
@@ -49,7 +48,9 @@ def test_a_round_is_of_steps_without_evaluation_saving_compilation_and_waits(
     clock, rounds = Clock(), list[RankTimes]()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(
-        module, "judge", lambda table, history, config: (rounds.extend(table) or [], history)
+        module,
+        "find_anomalies",
+        lambda table, history, config: (rounds.extend(table) or [], history),
     )
     watch, trainer = Watch(WatchConfig(interval=10), {}), make_trainer()
     watch.on_start(trainer)
@@ -91,7 +92,7 @@ def test_processes_that_left_out_other_updates_end_the_run() -> None:
 def test_a_stopwatch_times_blocks_while_it_is_on_and_changes_nothing() -> None:
     blocks = [nn.Linear(64, 64) for _ in range(3)]
     expected = [block(torch.ones(64)) for block in blocks]
-    stopwatch = Stopwatch(blocks, torch.device("cpu"))
+    stopwatch = ForwardTimer(blocks, torch.device("cpu"))
     assert [torch.equal(b(torch.ones(64)), e) for b, e in zip(blocks, expected, strict=True)]
     stopwatch.end_step()
     assert math.isnan(stopwatch.take())

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.distributed.launch import World, on_each_machine, on_rank0, own_host
-from llmfoundry.exit_status import FOLDER as ENDS
+from llmfoundry.exit_status import ENDS_FOLDER as ENDS
 from llmfoundry.exit_status import own_node, record_place
 from llmfoundry.heartbeat import BEATS, RECORDER, begin_beats, end_beats, memory
 from llmfoundry.recipe.resilience.hang import HangConfig

@@ -22,12 +22,11 @@ from pathlib import Path
 import psutil
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.exit_status import DONE, SAVED, read_ends
-from llmfoundry.exit_status import FOLDER as ENDS
+from llmfoundry.exit_status import DONE, SAVED, ResumeLimits, read_ends
+from llmfoundry.exit_status import ENDS_FOLDER as ENDS
 from llmfoundry.heartbeat import BEATS, PHASES, read_beats
 from llmfoundry.processes import keep_children
 from llmfoundry.resilience.supervise import slurm
-from llmfoundry.resume_limits import ResumeLimits
 
 SUPERVISED = "LLMFOUNDRY_SUPERVISED"
 """In the environment of what a supervisor has started."""

@@ -17,7 +17,7 @@ from llmfoundry.exit_status import SAVED
 from llmfoundry.loggers.prometheus_logger import check_textfile, need_client, serve
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
-from llmfoundry.resilience.supervise.record import say
+from llmfoundry.resilience.supervise.notify import print_stderr
 
 STATES = ("starting", "training", "checking", "waiting", "ended")
 _APART, _LAST_PORT = 100, 65_535  # other runs of a machine have the ports beside the run's own
@@ -170,7 +170,7 @@ class Exporter:
             work()
         except OSError as error:
             if not self._told:
-                say(f"supervise: its state is not served for Prometheus: {error}")
+                print_stderr(f"supervise: its state is not served for Prometheus: {error}")
             self._told = True
 
     def _open(self) -> None:

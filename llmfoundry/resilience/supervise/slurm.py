@@ -11,8 +11,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 _PATIENCE = 60.0  # seconds, of a command of Slurm's
 _GRACE = 20.0  # of the 30 s (KillWait) from a requeue until Slurm kills
@@ -98,7 +100,7 @@ def answers(node: str) -> str:
     return (errors or ["srun failed"])[0].removeprefix("srun: error: ")
 
 
-def take_out(nodes: Iterable[str], why: str, *, state: str) -> str:
+def set_state(nodes: Iterable[str], why: str, *, state: str) -> str:
     """Let no job have machines any more; empty, or why that was not done.
 
     Args:
@@ -180,3 +182,54 @@ def _tell(*words: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     return "" if done.returncode == 0 else done.stderr.strip() or f"status {done.returncode}"
+
+
+# --- from llmfoundry.resilience.supervise.slurm_requeue: A process on another machine of a Slurm
+# job, should the supervisor's own machine be lost.
+#
+# With `--no-kill` Slurm lets a job go on without any machine that dies, even without the first: the
+# batch script and the supervisor are gone then, and the job holds the others and does nothing (seen
+# with 22.05). The supervisor starts this as a step; it ends with the job, or puts it back into the
+# queue once Slurm has taken the supervisor's machine out.
+#
+#     python -m llmfoundry.resilience.supervise.slurm NODE
+
+
+_SECONDS = 20.0  # between two looks
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def start_standby(own: str, without: Iterable[str]) -> subprocess.Popen[bytes] | None:
+    """Start it on another machine of this job; None: there is no other.
+
+    Args:
+        own: the machine of the supervisor.
+        without: others that are no use.
+    """
+    others = [node for node in job_nodes() if node not in {own, *without}]
+    if not others:
+        return None
+    env = step_environment()
+    paths = [str(_ROOT), *env.get("PYTHONPATH", "").split(os.pathsep)]
+    tasks = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={others[-1]}"]
+    return subprocess.Popen(
+        ["srun", *tasks, sys.executable, "-m", __name__, own],
+        env=env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def main() -> None:
+    """Look until the machine that the first argument names is no longer the job's."""
+    while True:
+        time.sleep(_SECONDS)
+        nodes = job_nodes()  # none: Slurm's controller is away
+        if nodes and sys.argv[1] not in nodes and requeue(()) == "requeued":
+            return
+
+
+if __name__ == "__main__":
+    main()

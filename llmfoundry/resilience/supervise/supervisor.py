@@ -33,6 +33,7 @@ from llmfoundry.exit_status import (
     MISTAKE,
     SAVED,
     STOPS,
+    ResumeLimits,
     on_stops,
     own_node,
     read_ends,
@@ -43,7 +44,7 @@ from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.resilience.supervise import EXCLUDE, SuperviseConfig
 from llmfoundry.redaction import public_override
 from llmfoundry.resilience.check import kernel_log
-from llmfoundry.resilience.supervise import machines, slurm, slurm_requeue
+from llmfoundry.resilience.supervise import nodes, slurm
 from llmfoundry.resilience.supervise.attempt import AttemptTimes, RunningAttempt
 from llmfoundry.resilience.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.resilience.supervise.checkpoints import (
@@ -64,8 +65,7 @@ from llmfoundry.resilience.supervise.decide import (
     decide,
 )
 from llmfoundry.resilience.supervise.exporter import Exporter, ExportTo
-from llmfoundry.resilience.supervise.record import Record, say
-from llmfoundry.resume_limits import ResumeLimits
+from llmfoundry.resilience.supervise.notify import Reporter, print_stderr
 
 FOLDER = "supervise"
 """Below a run's folder: what processes said at their ends, by attempt, and the check's report."""
@@ -110,7 +110,7 @@ class Supervisor:
         self._kept = set[str]()  # bad ones that the scheduler may still use
         self._without: tuple[str, ...] = ()  # of the attempt under way
         self._is_slurm = bool(self.config.launch) and slurm.in_job()
-        self._record = Record(self.config, self.folder)
+        self._record = Reporter(self.config, self.folder)
         self._tell = self._record.tell
         self._exporter = Exporter(self.folder.name, self.export)
         self._newest = self._recorded()
@@ -256,9 +256,9 @@ class Supervisor:
             left = len(there - excluded) if there else first - len(excluded)
             self._end_stand_by()
             if self.config.requeue:
-                self._stand_by = slurm_requeue.start(self.node, excluded)
+                self._stand_by = slurm.start_standby(self.node, excluded)
         self._without = tuple(sorted(excluded))
-        return machines.launch_words(self.config.launch, excluded, left)
+        return nodes.launch_words(self.config.launch, excluded, left)
 
     def _end_stand_by(self) -> None:
         if self._stand_by is not None:  # its machine may be the one that is lost
@@ -318,7 +318,7 @@ class Supervisor:
             ends=read_ends(running.ends),
             hang=_first(told, "end", "hang"),
             watch=_first(told, "stop", *_WATCHED),
-            kernel=machines.kernel_events(
+            kernel=nodes.kernel_events(
                 self.kernel_log,
                 self.node,
                 seconds=running.times.ended - running.times.started,
@@ -353,7 +353,7 @@ class Supervisor:
         done = decision.action
         if bad and self.config.act:
             self.excluded |= set(bad)
-            told, kept = machines.take_out(bad, cause.why, silent=self._silent)
+            told, kept = nodes.take_out_of_service(bad, cause.why, silent=self._silent)
             self._kept |= kept
             done += f" ({told})" if told else ""
         event = self._tell(
@@ -422,9 +422,9 @@ class Supervisor:
         words = [*self.check, f"level={self.config.confirm}", f"output={output}"]
         if self._is_slurm:
             command = [] if is_off else words
-            bad, self._silent, verdict = machines.find_bad(cause.nodes, command, output)
+            bad, self._silent, verdict = nodes.find_bad(cause.nodes, command, output)
         elif set(cause.nodes) <= {self.node}:
-            bad, verdict = machines.check([sys.executable, *words], output)
+            bad, verdict = nodes.run_check([sys.executable, *words], output)
         else:
             self._tell("check", f"{', '.join(cause.nodes)} cannot be checked from here", "none")
             return ()
@@ -473,7 +473,7 @@ class Supervisor:
             return
         status = "finished" if decision.status == DONE else "failed"
         for problem in filter(None, (tell(status) for tell in self.last_words)):
-            say(f"supervise: {problem}")
+            print_stderr(f"supervise: {problem}")
 
 
 def _seen(look: Callable[[], Look]) -> Look:

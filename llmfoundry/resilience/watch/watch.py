@@ -7,13 +7,18 @@ for it; all judge the same table by the same rule (`rounds.py`), and act at the 
 
 from __future__ import annotations
 
+import statistics
+import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from llmfoundry.builders.job import Job
 from llmfoundry.distributed.collectives import from_all
@@ -21,10 +26,9 @@ from llmfoundry.errors import RunFailure
 from llmfoundry.exit_status import own_node
 from llmfoundry.ops.torch_private import gather
 from llmfoundry.recipe.resilience.watch import WatchConfig
+from llmfoundry.resilience.check.nvml import SLOWED, WARM, open_nvml
 from llmfoundry.resilience.check.outliers import LEAST
-from llmfoundry.resilience.watch.gpu_reader import GpuReader, GpuState
-from llmfoundry.resilience.watch.phase_timer import Stopwatch
-from llmfoundry.resilience.watch.slow_ranks import History, RankTimes, RoundFinding, judge
+from llmfoundry.resilience.watch.anomalies import Anomaly, History, RankTimes, find_anomalies
 from llmfoundry.train.trainer import Callback, Trainer
 
 _WARM = 3  # first steps of a process: they compile, tune and fill caches
@@ -60,7 +64,7 @@ class Watch(Callback):
         """`configuration` is what must be equal for times to be compared."""
         self._config, self._configuration = config, configuration
         self._history = History(configuration)
-        self._stopwatch: Stopwatch | None = None
+        self._stopwatch: ForwardTimer | None = None
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
         self._last = self._paused = 0.0  # of the step before
         self._was_writing = False
@@ -78,7 +82,7 @@ class Watch(Callback):
     def on_start(self, trainer: Trainer) -> None:
         """Begin to time."""
         if self._config.slow_rank != "off" and trainer.world.size >= LEAST:
-            self._stopwatch = Stopwatch(trainer.root.model.blocks, trainer.world.device)
+            self._stopwatch = ForwardTimer(trainer.root.model.blocks, trainer.world.device)
         self._last, self._paused = time.perf_counter(), trainer.paused_seconds
 
         device = trainer.world.device
@@ -110,7 +114,7 @@ class Watch(Callback):
             if trainer.done:
                 self._finish(trainer)
 
-    def _time_next(self, stopwatch: Stopwatch, batch: int, interval: int) -> None:
+    def _time_next(self, stopwatch: ForwardTimer, batch: int, interval: int) -> None:
         if stopwatch.is_on:
             stopwatch.end_step()
         stopwatch.is_on = (batch + 1) % max(1, interval // _SAMPLES) == 0
@@ -194,14 +198,14 @@ class Watch(Callback):
             )
         known = [times.compute for times in table if times.compute > 0]
         self._ratio = max(known) / median(known) if known else float("nan")
-        found, self._history = judge(table, self._history, self._config)
+        found, self._history = find_anomalies(table, self._history, self._config)
         if not found:
             return
         hosts = from_all(trainer.world, own_node())
         for finding in found:
             self._act(trainer, finding, "" if finding.rank is None else hosts[finding.rank])
 
-    def _act(self, trainer: Trainer, finding: RoundFinding, host: str) -> None:
+    def _act(self, trainer: Trainer, finding: Anomaly, host: str) -> None:
         seen = finding.seen.replace("{host}", host)
         action = "log" if finding.is_over else getattr(self._config, finding.kind)
         key = f"callbacks.watch.{finding.kind}: {action}"
@@ -218,3 +222,202 @@ class Watch(Callback):
         )
         if action == "stop":
             trainer.stop_and_save(seen)
+
+
+# --- from llmfoundry.resilience.watch.phase_timer: How long a process computes before it waits for
+# others: the blocks' forward passes, timed.
+#
+# `watch.py` starts one where ranks are compared. The idea: in lockstep every process takes as long
+# as the slowest for a step, so a step's time says nothing; but FSDP's and DDP's collectives are in
+# hooks around a block's `forward`, and what is inside is this process's own. (Not so under tensor,
+# expert and context parallelism, whose collectives are inside: there a group is as slow as its
+# slowest.)
+# Only some steps are timed; in all others a block's call costs one look at a flag.
+
+
+class ForwardTimer:
+    """Times the forward passes of blocks while `is_on`."""
+
+    def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
+        """Wrap each block's forward pass, inside of FSDP's hooks, in place."""
+        self.is_on = False
+        self._on_device = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._steps: list[float] = []
+        self._waiting: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+        for block in blocks:
+            block.forward = self._timed(block.forward)
+
+    def end_step(self) -> None:
+        """The step whose blocks were timed is over."""
+        if self._on_device:
+            self._waiting.append(self._events)
+            self._events = []
+        elif self._seconds:
+            self._steps.append(self._seconds)
+        self._seconds, self.is_on = 0.0, False
+
+    def take(self) -> float:
+        """Seconds of a timed step since the last call, the median; NaN where there is none.
+
+        Of a GPU those that it has done; the host does not wait.
+        """
+        for pairs in self._waiting:
+            if pairs and pairs[-1][1].query():
+                self._steps.append(sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3)
+        found = statistics.median(self._steps) if self._steps else float("nan")
+        self._waiting, self._steps = [], []
+        return found
+
+    def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*inputs: Any, **named: Any) -> Any:
+            if not self.is_on:
+                return forward(*inputs, **named)
+            if self._on_device:
+                return self._on_stream(forward, inputs, named)
+            began = time.perf_counter()
+            made = forward(*inputs, **named)
+            self._seconds += time.perf_counter() - began
+            return made
+
+        return timed
+
+    def _on_stream(
+        self, forward: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        made = forward(*inputs, **named)
+        end.record()
+        self._events.append((begin, end))
+        return made
+
+
+# --- from llmfoundry.resilience.watch.gpu_reader: This process's GPU while it trains, by NVML:
+# errors (XIDs), slow-downs, temperature, power.
+#
+# `watch.py` starts one where there is a GPU. The idea: a thread waits for the driver's events and
+# reads the rest every few seconds, so that training never asks the driver anything; `take` gives
+# the
+# worst of what was read since the last time, as an XID's last value says neither when nor how
+# often.
+
+
+SECONDS = 5.0  # between two readings
+_SLOW = sum(SLOWED) | sum(WARM)
+
+
+@dataclass
+class GpuState:
+    """The worst since the last look; 0: nothing, or not known.
+
+    Attributes:
+        xid: the first error that the driver reported.
+        slowed: why the clock was lowered to protect the GPU: a mask of check/nvml.py's.
+        lost: whether it has fallen off the bus.
+        temperature: degrees Celsius, the highest.
+        power: watts, the latest.
+    """
+
+    xid: int = 0
+    slowed: int = 0
+    lost: bool = False
+    temperature: float = 0.0
+    power: float = 0.0
+
+
+class GpuReader:
+    """Reads one GPU in a thread of its own.
+
+    Attributes:
+        problem: why nothing can be read; empty: it can.
+    """
+
+    def __init__(self, uuid: str, *, seconds: float = SECONDS) -> None:
+        """Begin to read the GPU of this UUID, `GPU-…`, every so many seconds."""
+        self._seconds = seconds
+        self._state, self._lock, self._closed = GpuState(), threading.Lock(), threading.Event()
+        self._was_lost = False
+        self._thread = threading.Thread(target=self._run, name="gpu reader", daemon=True)
+        self._nvml, self.problem = open_nvml()
+        if self.problem:
+            return
+        try:
+            self._gpu = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except self._nvml.NVMLError as error:
+            self.problem = f"NVML: {error}"
+        else:
+            self._thread.start()
+
+    def take(self) -> GpuState:
+        """The worst since the last call."""
+        with self._lock:
+            found = self._state
+            self._state = GpuState(power=found.power)
+        return found
+
+    def close(self) -> None:
+        """Read no more."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * self._seconds)
+
+    def _run(self) -> None:
+        events = self._events()
+        while not self._closed.is_set():
+            xid = self._wait(events)
+            found = self._read()
+            with self._lock:
+                state = self._state
+                state.xid = state.xid or xid
+                state.slowed |= found.slowed
+                state.temperature = max(state.temperature, found.temperature)
+                state.power = found.power
+                state.lost = state.lost or (found.lost and not self._was_lost)
+            self._was_lost = found.lost
+
+    def _events(self) -> Any:
+        """The driver's queue of this GPU's XIDs; None where it has none."""
+        try:
+            events = self._nvml.nvmlEventSetCreate()
+            kind = self._nvml.nvmlEventTypeXidCriticalError
+            self._nvml.nvmlDeviceRegisterEvents(self._gpu, kind, events)
+        except self._nvml.NVMLError:
+            return None
+        return events
+
+    def _wait(self, events: Any) -> int:
+        """The XID that comes next, 0 if none does in the time between two readings."""
+        if events is None or self._was_lost:
+            self._closed.wait(self._seconds)
+            return 0
+        try:
+            return int(self._nvml.nvmlEventSetWait_v2(events, round(1e3 * self._seconds)).eventData)
+        except self._nvml.NVMLError as error:
+            if getattr(error, "value", None) != self._nvml.NVML_ERROR_TIMEOUT:
+                self._closed.wait(self._seconds)  # not at once again, for ever
+            return 0
+
+    def _read(self) -> GpuState:
+        nvml, gpu, state = self._nvml, self._gpu, GpuState()
+        for read in (self._slowed, self._temperature, self._power):
+            try:
+                read(nvml, gpu, state)
+            except nvml.NVMLError as error:
+                state.lost |= getattr(error, "value", None) == nvml.NVML_ERROR_GPU_IS_LOST
+            except AttributeError:  # a pynvml without that function
+                continue
+        return state
+
+    @staticmethod
+    def _slowed(nvml: Any, gpu: Any, state: GpuState) -> None:
+        state.slowed = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & _SLOW
+
+    @staticmethod
+    def _temperature(nvml: Any, gpu: Any, state: GpuState) -> None:
+        state.temperature = float(nvml.nvmlDeviceGetTemperature(gpu, 0))
+
+    @staticmethod
+    def _power(nvml: Any, gpu: Any, state: GpuState) -> None:
+        state.power = nvml.nvmlDeviceGetPowerUsage(gpu) / 1000

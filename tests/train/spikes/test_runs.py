@@ -24,7 +24,7 @@ from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.events import read_events
 from llmfoundry.models.decoder import Block
 from llmfoundry.ops.batch import Batch
-from llmfoundry.resilience.watch.slow_ranks import RankTimes
+from llmfoundry.resilience.watch.anomalies import RankTimes
 from llmfoundry.train import trainer as loop
 from llmfoundry.train.step import StepResult
 from tests.tiny import losses, write_recipe

@@ -1,9 +1,9 @@
 """What all processes told in a round, judged: pure numbers in, findings out.
 
-`watch.py` calls `judge` on every process with the same table, so all decide alike. The idea: a run
-is compared with itself. Other processes say what is usual of a process, earlier rounds what is
-usual of the run. What is told must be an outlier (`check/outliers.py`), matter, and come several
-times in a row, or a busy machine would be told every hour.
+`watch.py` calls `find_anomalies` on every process with the same table, so all decide alike. The
+idea: a run is compared with itself. Other processes say what is usual of a process, earlier rounds
+what is usual of the run. What is told must be an outlier (`check/outliers.py`), matter, and come
+several times in a row, or a busy machine would be told every hour.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RankTimes:
         stall_wait: of these steps, for data.
         left_out: updates so far; all processes must have the same.
         xid: an error of its GPU since the last round; 0: none.
-        slowed: why its GPU was slowed to protect it: a mask of check/gpus.py's.
+        slowed: why its GPU was slowed to protect it: a mask of check/nvml.py's.
         lost: 1 if its GPU has fallen off the bus since.
     """
 
@@ -57,7 +57,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class RoundFinding:
+class Anomaly:
     """Something unusual.
 
     Attributes:
@@ -104,9 +104,9 @@ class History:
         return cls(configuration, steps, waits, dict(state["unusual"]))
 
 
-def judge(
+def find_anomalies(
     table: Sequence[RankTimes], history: History, config: WatchConfig
-) -> tuple[list[RoundFinding], History]:
+) -> tuple[list[Anomaly], History]:
     """Findings of a round, and the history with it.
 
     Args:
@@ -134,12 +134,12 @@ def judge(
     return asked, replace(history, steps=steps, waits=waits, unusual=unusual)
 
 
-def _slow_ranks(table: Sequence[RankTimes], config: WatchConfig) -> dict[str, RoundFinding]:
+def _slow_ranks(table: Sequence[RankTimes], config: WatchConfig) -> dict[str, Anomaly]:
     """Processes that compute, or wait for data, far longer than the others."""
     effect = 1 - 1 / config.slow_rank_above
     rates = {n: 1 / t.compute for n, t in enumerate(table) if t.compute > 0}
     found = {
-        f"slow_rank/{slow.name}": RoundFinding(
+        f"slow_rank/{slow.name}": Anomaly(
             "slow_rank",
             f"rank {slow.name} ({{host}}) computes {1 / slow.share:.2f} times as long as the median"
             f" of {len(rates)} ({1e3 / slow.value:.4g} ms of a step's forward pass)",
@@ -153,7 +153,7 @@ def _slow_ranks(table: Sequence[RankTimes], config: WatchConfig) -> dict[str, Ro
     rates = {n: 1 / (step + t.data_wait) for n, t in enumerate(table)}
     for slow in too_small(rates, effect=effect, spread=0.02):
         wait, usual = table[slow.name].data_wait, statistics.median(t.data_wait for t in table)
-        found[f"slow_rank/{slow.name}"] = RoundFinding(
+        found[f"slow_rank/{slow.name}"] = Anomaly(
             "slow_rank",
             f"rank {slow.name} ({{host}}) waits {1e3 * wait:.4g} ms a step for data, the median of"
             f" {len(table)} {1e3 * usual:.4g} ms",
@@ -164,7 +164,7 @@ def _slow_ranks(table: Sequence[RankTimes], config: WatchConfig) -> dict[str, Ro
 
 def _slow_steps(
     table: Sequence[RankTimes], history: History, config: WatchConfig
-) -> dict[str, RoundFinding]:
+) -> dict[str, Anomaly]:
     """Steps that take longer than the run's own; MFU is one over their time, up to a factor."""
     step = _step(table)
     if len(history.steps) < LEAST or not math.isfinite(step):
@@ -177,12 +177,10 @@ def _slow_steps(
         f"the model FLOPs utilisation is {1 / step / usual:.0%} of the usual: a step takes"
         f" {step:.4g} s, and took {1 / usual:.4g} s"
     )
-    return {"mfu_drop": RoundFinding("mfu_drop", seen)}
+    return {"mfu_drop": Anomaly("mfu_drop", seen)}
 
 
-def _waits(
-    table: Sequence[RankTimes], history: History, config: WatchConfig
-) -> dict[str, RoundFinding]:
+def _waits(table: Sequence[RankTimes], history: History, config: WatchConfig) -> dict[str, Anomaly]:
     """Steps that wait longer for data than the run's own did."""
     share = _share(table)
     if len(history.waits) < LEAST or not math.isfinite(share):
@@ -195,12 +193,10 @@ def _waits(
         f"steps wait for data {share:.0%} of their time, and waited {usual:.0%}; rank {rank}"
         " ({host}) waits longest"
     )
-    return {"data_wait": RoundFinding("data_wait", seen, rank)}
+    return {"data_wait": Anomaly("data_wait", seen, rank)}
 
 
-def _stalls(
-    table: Sequence[RankTimes], history: History, config: WatchConfig
-) -> Iterator[RoundFinding]:
+def _stalls(table: Sequence[RankTimes], history: History, config: WatchConfig) -> Iterator[Anomaly]:
     """Single steps that took far longer; of each round the longest."""
     stall, step = max(t.stall for t in table), _step(table)
     usual = statistics.median(history.steps) if history.steps else step
@@ -214,45 +210,45 @@ def _stalls(
     else:
         why, rank = "no process waited for data", -1
     seen = f"a stretch between two logs took {stall:.3g} s longer than usual; {why}"
-    yield RoundFinding("stall", seen, rank if rank >= 0 else None)
+    yield Anomaly("stall", seen, rank if rank >= 0 else None)
 
 
-def _slowed_gpus(table: Sequence[RankTimes]) -> dict[str, RoundFinding]:
+def _slowed_gpus(table: Sequence[RankTimes]) -> dict[str, Anomaly]:
     """GPUs that heat, power or a brake from outside slows."""
     found = {}
     for rank, times in enumerate(table):
         mask = int(times.slowed)
         if names := [name for bit, name in (SLOWED | WARM).items() if mask & bit]:
             seen = f"the GPU of rank {rank} ({{host}}) is slowed: {', '.join(names)}"
-            found[f"gpu/{rank}"] = RoundFinding("gpu", seen, rank)
+            found[f"gpu/{rank}"] = Anomaly("gpu", seen, rank)
     return found
 
 
-def _gpu_errors(table: Sequence[RankTimes]) -> Iterator[RoundFinding]:
+def _gpu_errors(table: Sequence[RankTimes]) -> Iterator[Anomaly]:
     """What the driver reported since the last round, with what to do."""
     for rank, times in enumerate(table):
         if times.lost:
             action, why = XIDS[79]
             seen = f"the GPU of rank {rank} ({{host}}) is lost: {why}; {action}"
-            yield RoundFinding("gpu", seen, rank, is_bad=True)
+            yield Anomaly("gpu", seen, rank, is_bad=True)
         if times.xid:
             code = int(times.xid)
             action, why = XIDS.get(code, (WATCH, "not in the table"))
             seen = f"the GPU of rank {rank} ({{host}}): XID {code}, {why}; {action}"
             is_bad = action in TAKE_OUT and code not in NVLINK_5  # NVML leaves out if it was fatal
-            yield RoundFinding("gpu", seen, rank, is_bad=is_bad)
+            yield Anomaly("gpu", seen, rank, is_bad=is_bad)
 
 
-def _over(key: str) -> RoundFinding:
+def _over(key: str) -> Anomaly:
     kind, _, rank = key.partition("/")
     if kind == "gpu":
         seen = f"the GPU of rank {rank} ({{host}}) is no longer slowed"
-        return RoundFinding(kind, seen, int(rank), is_over=True)
+        return Anomaly(kind, seen, int(rank), is_over=True)
     if rank:
         seen = f"rank {rank} ({{host}}) is as fast as the others again"
-        return RoundFinding(kind, seen, int(rank), is_over=True)
+        return Anomaly(kind, seen, int(rank), is_over=True)
     what = {"mfu_drop": "the model FLOPs utilisation", "data_wait": "waiting for data"}[kind]
-    return RoundFinding(kind, f"{what} is as usual again", is_over=True)
+    return Anomaly(kind, f"{what} is as usual again", is_over=True)
 
 
 def _step(table: Sequence[RankTimes]) -> float:
