@@ -69,7 +69,7 @@ def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
     _leave(Path(folder) / f"rank-{rank}.json", end)
 
 
-def record_place(folder: Path, ranks: Sequence[int]) -> None:
+def record_ranks(folder: Path, ranks: Sequence[int]) -> None:
     """Leave word of which processes are on this machine; by the first of them."""
     _leave(folder / f"place-{ranks[0]}.json", {"node": own_node(), "ranks": list(ranks)})
 
@@ -82,7 +82,7 @@ def _leave(path: Path, word: dict[str, Any]) -> None:
         partial.replace(path)
 
 
-def read_places(folder: Path) -> dict[int, str]:
+def read_ranks(folder: Path) -> dict[int, str]:
     """The machine of each process that has begun, by rank."""
     found = dict[int, str]()
     for path in folder.glob("place-*.json"):

@@ -41,7 +41,7 @@ _WARM = 3  # steps that compile, tune and connect
 _WINDOW = 100  # steps, the longest of which is told
 
 
-def memory() -> str | None:
+def memory_folder() -> str | None:
     """Where files are in memory; None: there is no such place, or it is not ours or full."""
     if not os.access(MEMORY, os.W_OK):
         return None
@@ -99,14 +99,14 @@ class Heartbeat:
 _own: Heartbeat | None = None  # a process has one, as it has one log
 
 
-def begin_beats(folder: Path, rank: int) -> None:
+def start_heartbeat(folder: Path, rank: int) -> None:
     """From now on `beat` writes to a folder."""
     global _own
-    end_beats()
+    stop_heartbeat()
     _own = Heartbeat(folder, rank)
 
 
-def end_beats() -> None:
+def stop_heartbeat() -> None:
     """From now on `beat` does nothing."""
     global _own
     if _own is not None:
@@ -147,7 +147,7 @@ def stacks_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.stacks"
 
 
-def read_beats(folder: Path) -> list[dict[str, Any]]:
+def read_heartbeats(folder: Path) -> list[dict[str, Any]]:
     """The newest beat of every rank of this machine, by rank."""
     found = []
     for path in folder.glob("rank-*.beat"):

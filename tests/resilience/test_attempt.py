@@ -12,7 +12,7 @@ import pytest
 
 from llmfoundry.commands.supervise import is_supervised, supervise
 from llmfoundry.errors import UserError
-from llmfoundry.exit_status import read_places, record_place
+from llmfoundry.exit_status import read_ranks, record_ranks
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
@@ -54,8 +54,8 @@ def test_srun_counts_tasks_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_on_which_machine_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for first, node in ((0, "n1"), (2, "n2")):
         monkeypatch.setenv("SLURMD_NODENAME", node)
-        record_place(tmp_path, [first, first + 1])
-    assert read_places(tmp_path) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+        record_ranks(tmp_path, [first, first + 1])
+    assert read_ranks(tmp_path) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 
 
 def test_the_example_of_a_job_is_one_that_the_recipe_understands() -> None:

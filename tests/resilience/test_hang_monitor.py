@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.events import read_events
-from llmfoundry.heartbeat import RECORDER, read_beats
+from llmfoundry.heartbeat import RECORDER, read_heartbeats
 from llmfoundry.resilience.hang.judge import HangLimits
 from llmfoundry.resilience.hang.monitor import Settings
 from tests.tiny import ENV, ROOT
@@ -24,7 +24,8 @@ from tests.tiny import ENV, ROOT
 RANK = """
 import os, sys, threading, time
 from pathlib import Path
-from llmfoundry.heartbeat import RECORDER, beat, begin_beats, end_beats, in_callback, read_beats
+from llmfoundry.heartbeat import RECORDER, beat, in_callback, read_heartbeats
+from llmfoundry.heartbeat import start_heartbeat, stop_heartbeat
 
 folder, rank, ranks, asleep = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 done = folder.parent / "done"
@@ -47,7 +48,7 @@ def wait_for_a_store_that_never_answers():
 
 if RECORDER in os.environ:
     threading.Thread(target=record, daemon=True).start()
-begin_beats(folder, rank)
+start_heartbeat(folder, rank)
 for step in range(1, 100_000):
     beat("data", step)
     if rank == 1 and step == 20 and asleep == "data":
@@ -60,13 +61,13 @@ for step in range(1, 100_000):
     beat("update", step)
     with in_callback("Speed.on_log"):
         pass
-    while len(there := read_beats(folder)) < ranks or min(b["step"] for b in there) < step:
+    while len(there := read_heartbeats(folder)) < ranks or min(b["step"] for b in there) < step:
         time.sleep(0.002)
         if done.exists() and len(there) < ranks:
             break
     if done.exists():
         break
-end_beats()
+stop_heartbeat()
 """
 LIMITS = HangLimits(step=2.0, data=2.0, stopped=2.0, callback=2.0)
 RANKS = 3
@@ -91,7 +92,7 @@ class Group:
         commands = [["-c", RANK, str(self.beats), str(r), str(RANKS), asleep] for r in range(RANKS)]
         for command in [*commands, words]:
             if command == words:
-                until(lambda: bool(read_beats(self.beats)))
+                until(lambda: bool(read_heartbeats(self.beats)))
             process = subprocess.Popen(
                 [sys.executable, *command],
                 env=env,
@@ -103,14 +104,14 @@ class Group:
         self.ranks, self.monitor = self.processes[:RANKS], self.processes[RANKS]
         assert self.monitor.stdout is not None
         self.monitor.stdout.readline()  # it looks from now on
-        until(lambda: [b["step"] >= 10 for b in read_beats(self.beats)] == [True] * RANKS)
+        until(lambda: [b["step"] >= 10 for b in read_heartbeats(self.beats)] == [True] * RANKS)
 
     def wait(self) -> str:
         """What the monitor said by its end."""
         return self.monitor.communicate(timeout=100)[1]
 
     def steps(self) -> list[int]:
-        return [beat["step"] for beat in read_beats(self.beats)]
+        return [beat["step"] for beat in read_heartbeats(self.beats)]
 
 
 def until(is_so: Callable[[], bool]) -> None:

@@ -118,12 +118,12 @@ def test_what_fails_is_told_without_the_address(
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        monkeypatch.setattr(notify, "_WEBHOOK_SECONDS", 0.3)
+        monkeypatch.setattr(notify, "WEBHOOK_SECONDS", 0.3)
         port = silent.getsockname()[1]
         told.append(post_to_webhook(f"http://127.0.0.1:{port}/{SECRET}", None, "x", {}))
     told.append(post_to_webhook(f"http://host/{SECRET} x\n", None, "x", {}))
     told.append(post_to_webhook(f"http://[::1/{SECRET}", None, "x", {}))
-    assert [line.removeprefix("supervise.webhook: nobody was told: ") for line in told] == [
+    assert [line.removeprefix("supervise.webhook: nobody was notified: ") for line in told] == [
         "status 404 (no_service)",
         "status 400 (Bad Request)",
         "status 302 (Found)",
@@ -144,7 +144,7 @@ def test_a_webhook_hears_of_every_decision_and_may_be_away(tmp_path: Path, hook:
     hook.server.shutdown()
     hook.server.server_close()
     assert place.supervise([], webhook=hook.url) == 0  # nobody listens any more
-    assert "supervise.webhook: nobody was told: Connection refused" in place.said
+    assert "supervise.webhook: nobody was notified: Connection refused" in place.said
     assert "kanarie" not in place.said + json.dumps([*read_events(place.run)])
 
 

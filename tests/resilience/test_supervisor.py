@@ -36,7 +36,7 @@ RUN = (
 import json, os, signal, sys, time
 from pathlib import Path
 from llmfoundry.exit_status import record_end
-from llmfoundry.heartbeat import beat, begin_beats, end_beats
+from llmfoundry.heartbeat import beat, start_heartbeat, stop_heartbeat
 from llmfoundry.exit_status import resume_limits
 
 run = Path("run")
@@ -46,7 +46,7 @@ started = len(list(run.glob("started-*")))
 fault = plan[started] if started < len(plan) else ""
 beats = Path(os.environ["LLMFOUNDRY_BEATS"]) / "here"
 beats.mkdir()
-begin_beats(beats, 0)
+start_heartbeat(beats, 0)
 limits = resume_limits()
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
@@ -104,7 +104,7 @@ for step in range(done + 1, 11):
     if step % 3 == 0 or step == 10:
         beat("save", step)
         save(step)
-end_beats()
+stop_heartbeat()
 if fault != "says nothing":
     record_end(0, "done", [])
 """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from llmfoundry.heartbeat import STACKS, read_beats, stacks_path
+from llmfoundry.heartbeat import STACKS, read_heartbeats, stacks_path
 from llmfoundry.resilience.hang.judge import STOPPED, RankReading, waits_in_torch
 
 _STACK_SECONDS, _SPY_SECONDS = 2.0, 10.0
@@ -39,7 +39,7 @@ class Ranks:
     def read(self) -> list[RankReading]:
         """A reading of each process that has begun; one that has ended well is left out."""
         now, readings = time.monotonic(), []
-        for beat in read_beats(self._folder):
+        for beat in read_heartbeats(self._folder):
             rank, state = int(beat["rank"]), self._state(int(beat["rank"]), int(beat["pid"]))
             if state not in STOPPED:
                 self._stopped_at.pop(rank, None)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from llmfoundry.distributed.launch import World, on_each_machine, on_rank0, own_host
 from llmfoundry.exit_status import ENDS_FOLDER as ENDS
-from llmfoundry.exit_status import own_node, record_place
-from llmfoundry.heartbeat import BEATS, RECORDER, begin_beats, end_beats, memory
+from llmfoundry.exit_status import own_node, record_ranks
+from llmfoundry.heartbeat import BEATS, RECORDER, memory_folder, start_heartbeat, stop_heartbeat
 from llmfoundry.recipe.resilience.hang import HangConfig
 from llmfoundry.resilience.hang.collect import FLIGHT, PIPE
 from llmfoundry.resilience.hang.judge import HangLimits
@@ -66,12 +66,12 @@ def monitored(
         yield
         return
     beats = Path(on_each_machine(world, _make_folder))
-    begin_beats(beats, world.rank)
+    start_heartbeat(beats, world.rank)
     _record_place(world)
     if is_on:
         _start(config, world, folder, beats, is_compiled)
     yield
-    end_beats()  # not after an error: who fails alone is still waited for by others
+    stop_heartbeat()  # not after an error: who fails alone is still waited for by others
 
 
 def _start(config: HangConfig, world: World, folder: Path, beats: Path, is_compiled: bool) -> None:
@@ -101,7 +101,7 @@ def _record_place(world: World) -> None:
         if machine.group is not None:
             ranks = dist.get_process_group_ranks(machine.group)
     if world.rank == ranks[0]:
-        record_place(Path(os.environ[ENDS]), ranks)
+        record_ranks(Path(os.environ[ENDS]), ranks)
 
 
 def _limits(config: HangConfig, is_compiled: bool) -> HangLimits:
@@ -132,5 +132,5 @@ def _make_folder() -> str:
     """A folder in memory for the beats of this machine."""
     if BEATS in os.environ:  # of a machine on which the supervisor is not, perhaps
         Path(os.environ[BEATS]).mkdir(parents=True, exist_ok=True)
-    above = os.environ.get(BEATS) or memory()
+    above = os.environ.get(BEATS) or memory_folder()
     return tempfile.mkdtemp(prefix="llmfoundry-beats-", dir=above)

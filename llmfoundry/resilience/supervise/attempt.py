@@ -24,7 +24,7 @@ import psutil
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import DONE, SAVED, ResumeLimits, read_ends
 from llmfoundry.exit_status import ENDS_FOLDER as ENDS
-from llmfoundry.heartbeat import BEATS, PHASES, read_beats
+from llmfoundry.heartbeat import BEATS, PHASES, read_heartbeats
 from llmfoundry.processes import keep_children
 from llmfoundry.resilience.supervise import slurm
 
@@ -194,7 +194,7 @@ class RunningAttempt:
         return self._process.wait()
 
     def _note(self) -> None:
-        beats = [beat for folder in self._beats.glob("*/") for beat in read_beats(folder)]
+        beats = [beat for folder in self._beats.glob("*/") for beat in read_heartbeats(folder)]
         if not beats:
             return
         now, times = time.monotonic(), self.times

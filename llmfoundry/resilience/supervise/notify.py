@@ -1,8 +1,11 @@
-"""What a supervisor reports, and where: the run's events first, then standard error, the webhook.
+"""Who hears of a supervisor's decisions: events.jsonl, standard error, a webhook, MLflow, a store.
 
-`supervisor.py` calls it for all that it sees and decides. The idea: what cannot be written must not
-keep the supervisor from its work. A disk may be full, a terminal closed, a folder gone; each of the
-three is tried, and none of them raises.
+`supervisor.py` calls `Reporter` for all that it sees and decides, and at the end `send_to_mlflow`
+and `send_to_store`. The idea: what cannot be written or does not answer must not keep the
+supervisor from its work. A disk may be full, a terminal closed, a server away: each receiver is
+tried for a limited time, and none of them raises.
+
+    python -m llmfoundry.resilience.supervise.notify    # sends a final event, from standard input
 """
 
 from __future__ import annotations
@@ -35,6 +38,11 @@ from llmfoundry.recipe.resilience.supervise import WEBHOOK_FORMS, SuperviseConfi
 from llmfoundry.redaction import hide, public, public_texts
 from llmfoundry.retry import Late, within
 
+ANSWER_SECONDS, RETRY_SECONDS = 10.0, 3.0  # for an answer; before the second try
+WEBHOOK_SECONDS = 25.0  # for all of it
+FINAL_SECONDS = 60.0  # an import of MLflow takes 2 to 10, a request of its 20 at most
+_BUSY = (429, 500, 502, 503, 504)  # HTTP statuses that a moment later may be others
+
 
 class Reporter:
     """The events of a run, standard error, and a webhook."""
@@ -45,10 +53,10 @@ class Reporter:
         self._was_there = False
         self._notifier: threading.Thread | None = None
 
-    def tell(
+    def report(
         self, kind: str, what: str, action: str, step: int | None = None, **more: Any
-    ) -> dict[str, Any] | None:
-        """Add it to the run's events, and print it; the line, None if it cannot be written."""
+    ) -> dict[str, Any]:
+        """Add it to the run's events, and print it; the event, empty if it cannot be written."""
         event = self._add(kind, what, action, step, more)
         if kind != "start":
             done = more.get("done") or (action if action != "none" else "")
@@ -57,26 +65,30 @@ class Reporter:
 
     def _add(
         self, kind: str, what: str, action: str, step: int | None, more: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Any]:
         if self._was_there and not self._folder.is_dir():
-            return None  # a new folder would be in the way of the one that is brought back
+            return {}  # a new folder would be in the way of the one that is brought back
         with suppress(OSError):  # the disk may be what failed
             event = add_event(self._folder, kind, what, step=step, action=action, **more)
             self._was_there = True
             return event
-        return None
+        return {}
 
     def notify(self, text: str, event: dict[str, Any]) -> None:
-        """Tell the webhook, beside the restart: who does not answer holds nothing up."""
-        self.notified()
-        webhook, form = self._config.webhook, self._config.webhook_form
-        if webhook:
-            self._notifier = threading.Thread(target=_post, args=(webhook, form, text, event))
-            self._notifier.daemon = True
+        """Post to the webhook while the run is restarted: no answer holds nothing up."""
+        self.wait()
+        if self._config.webhook:
+            self._notifier = threading.Thread(target=self._post, args=(text, event), daemon=True)
             self._notifier.start()
 
-    def notified(self) -> None:
-        """Wait until the last line is told, or not; `post_to_webhook` has a limit of time."""
+    def _post(self, text: str, event: dict[str, Any]) -> None:
+        assert self._config.webhook is not None
+        problem = post_to_webhook(self._config.webhook, self._config.webhook_form, text, event)
+        if problem:
+            print_stderr(problem)
+
+    def wait(self) -> None:
+        """Wait until the last post has arrived or failed, at most WEBHOOK_SECONDS."""
         if self._notifier is not None:
             self._notifier.join()
 
@@ -87,25 +99,10 @@ def print_stderr(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _post(webhook: str, form: str | None, text: str, event: dict[str, Any]) -> None:
-    problem = post_to_webhook(webhook, form, text, event)
-    if problem:
-        print_stderr(problem)
-
-
-# --- from llmfoundry.resilience.supervise.notify: A decision to a webhook, in the form that its
-# receiver takes.
-#
-# The supervisor calls `post_to_webhook`. The idea: it is told or not told within seconds, whoever
-# does not answer; and a webhook's address lets whoever knows it in, so that nothing of it is ever
-# said.
-
-
-_WEBHOOK_SECONDS = 25.0  # seconds
-
-
 def post_to_webhook(webhook: str, form: str | None, text: str, event: Mapping[str, Any]) -> str:
-    """Post a text; empty, or why it did not get there, without the address.
+    """Post a text; empty, or why it did not arrive.
+
+    Who knows a webhook's address may post to it, so that no part of it is ever shown.
 
     Args:
         webhook: the URL.
@@ -117,14 +114,14 @@ def post_to_webhook(webhook: str, form: str | None, text: str, event: Mapping[st
         body = json.dumps(_BODIES[form or form_of(webhook)](public(text), event)).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "llmfoundry"}
         request = urllib.request.Request(webhook, data=body, headers=headers)
-        within(_WEBHOOK_SECONDS, lambda: send(request))
+        within(WEBHOOK_SECONDS, lambda: send(request))
     except (OSError, ValueError, http.client.HTTPException, Late) as error:
-        return f"supervise.webhook: nobody was told: {_reason(error)}"
+        return f"supervise.webhook: nobody was notified: {_reason(error)}"
     return ""
 
 
 def form_of(webhook: str) -> str:
-    """The form that an address takes, as its host says; slack where it says nothing.
+    """The form that an address takes, by its host; slack where the host is not known.
 
     Mattermost, Rocket.Chat and Google Chat take Slack's {"text": ...} too.
     """
@@ -142,19 +139,19 @@ _HOSTS = {
 
 
 def _slack(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """Slack reads <...> as links and calls to people; longer texts it cuts at 40,000 characters."""
-    text = _cut(text, 4000)
+    """Slack reads <...> as links and mentions, and truncates texts at 40,000 characters."""
+    text = _truncated(text, 4000)
     return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
 
 
 def _discord(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """Discord refuses more than 2000 characters, and calls nobody if told so."""
-    return {"content": _cut(text, 2000), "allowed_mentions": {"parse": []}}
+    """Discord refuses more than 2000 characters."""
+    return {"content": _truncated(text, 2000), "allowed_mentions": {"parse": []}}
 
 
 def _teams(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
     """Teams' workflows take adaptive cards alone."""
-    block = {"type": "TextBlock", "text": _cut(text, 4000), "wrap": True}
+    block = {"type": "TextBlock", "text": _truncated(text, 4000), "wrap": True}
     card = {
         "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
         "type": "AdaptiveCard",
@@ -178,13 +175,18 @@ _BODIES: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
 assert tuple(_BODIES) == WEBHOOK_FORMS
 
 
+def _truncated(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def _reason(error: Exception) -> str:
     """Why, in words that cannot hold a part of the address."""
     if isinstance(error, urllib.error.HTTPError):
         with error:
-            said = error.read(200).decode(errors="replace").strip().splitlines()
-        word = said[0] if said and _is_word(said[0]) else error.reason
-        return f"status {error.code} ({word})"
+            lines = error.read(200).decode(errors="replace").strip().splitlines()
+        # The answer is shown if it is a word such as Slack's `no_service`, and not a page.
+        is_word = lines and len(lines[0]) <= 40 and lines[0].replace("_", "").isalpha()
+        return f"status {error.code} ({lines[0] if is_word else error.reason})"
     if isinstance(error, urllib.error.URLError):
         error = error.reason if isinstance(error.reason, Exception) else error
     if isinstance(error, OSError) and error.strerror:
@@ -192,34 +194,15 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, TimeoutError | Late) else type(error).__name__
 
 
-def _is_word(text: str) -> bool:
-    """Whether an answer is a word such as Slack's `no_service`, and not a page."""
-    return len(text) <= 40 and text.replace("_", "").isalpha()
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-# --- from llmfoundry.resilience.supervise.request: A request that is sent where it is addressed, or
-# nowhere: to a webhook, or to a cluster's API.
-#
-# `notify` and `kubernetes` call `send`. What fails is theirs to tell, each in its words.
-
-
-ANSWER_SECONDS, RETRY_SECONDS = 10.0, 3.0  # seconds: for an answer, before the second try
-_BUSY = (429, 500, 502, 503, 504)  # which may take it a moment later
-
-
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Elsewhere it would arrive without its content, and perhaps with a secret."""
+    """Elsewhere a request would arrive without its content, and perhaps with a secret."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
 def send(request: urllib.request.Request, *handlers: urllib.request.BaseHandler) -> None:
-    """Send it, once more where the receiver is busy, and follow no redirection.
+    """Send an HTTP request, once more where the receiver is busy; no redirection is followed.
 
     Raises:
         OSError: nobody answers, or (an HTTPError) the receiver does not take it.
@@ -237,47 +220,39 @@ def send(request: urllib.request.Request, *handlers: urllib.request.BaseHandler)
         opener.open(request, timeout=ANSWER_SECONDS).close()
 
 
-# --- from llmfoundry.resilience.supervise.final_event: The last decision of a supervised run to
-# where its record is: MLflow, and the store of a URL.
-#
-# The run's own processes send events there (`loggers/background_queue.py`, `checkpoint/mirror.py`); after
-# the last decision there are none. The supervisor calls `send_to_mlflow` and `send_to_store`,
-# which have it
-# sent by a process: a store that does not answer holds nobody up, and the supervisor stays small.
-#
-#     python -m llmfoundry.resilience.supervise.notify    # what to send is on standard input
-
-
-FINAL_SECONDS = 60.0  # seconds; an import of MLflow takes 2 to 10, a request of its 20 at most
+# The run's own processes send events to MLflow and to the store (`loggers/background_queue.py`,
+# `checkpoint/mirror.py`); after the last decision there are none, so that the supervisor has a
+# process of its own send it: a store that does not answer holds nobody up, and the supervisor,
+# which lives for days, imports neither.
 
 
 def send_to_mlflow(logger: LoggerConfig, folder: Path, status: str) -> str:
     """Send the tags of a run that has ended; empty, or why MLflow does not have them.
 
     Args:
-        logger: filled.
+        logger: its section, filled.
         folder: the run's.
-        status: finished, failed or killed: how it ended, if MLflow still believes that it runs.
+        status: finished, failed or killed, for an MLflow run that is still marked as running.
     """
     if not logger.mlflow or not (folder / RUN_ID_FILE).is_file():
         return ""
-    told = {"uri": logger.tracking_uri, "folder": str(folder.absolute()), "status": status}
-    return _send_by_process("MLflow", {"mlflow": told})
+    facts = {"uri": logger.tracking_uri, "folder": str(folder.absolute()), "status": status}
+    return _send_by_process("MLflow", {"mlflow": facts})
 
 
 def send_to_store(url: str, options: FetchOptions, folder: Path) -> str:
-    """Send the events, and what else was written beside a run; empty, or why they are not there.
+    """Send the events, and what else the supervisor wrote; empty, or why they are not there.
 
     Args:
         url: the run's.
-        options: how its store is spoken to.
+        options: of its store.
         folder: the working copy.
     """
-    told = {"url": url, "options": asdict(options), "folder": str(folder.absolute())}
-    return _send_by_process(public(url), {"store": told})
+    facts = {"url": url, "options": asdict(options), "folder": str(folder.absolute())}
+    return _send_by_process(public(url), {"store": facts})
 
 
-def _send_by_process(place: str, told: dict[str, Any]) -> str:
+def _send_by_process(receiver: str, message: dict[str, Any]) -> str:
     paths = [str(ROOT), os.environ.get("PYTHONPATH")]
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -289,24 +264,27 @@ def _send_by_process(place: str, told: dict[str, Any]) -> str:
         text=True,
     )
     try:
-        said, _ = process.communicate(json.dumps(told), timeout=FINAL_SECONDS)
+        output, _ = process.communicate(json.dumps(message), timeout=FINAL_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()  # and not waited for: it may hang in a file system
-        return f"{place} lacks the last decision: no answer in {FINAL_SECONDS:.0f} s"
+        return f"{receiver} lacks the last decision: no answer in {FINAL_SECONDS:.0f} s"
     if process.returncode:
-        why = said.strip() or f"status {process.returncode}"
-        return f"{place} lacks the last decision: {why}"
+        why = output.strip() or f"status {process.returncode}"
+        return f"{receiver} lacks the last decision: {why}"
     return ""
 
 
 def main() -> int:
-    """Send what standard input says; the exit status."""
-    told = json.load(sys.stdin)
-    hide({"storage_options": told.get("store", {}).get("options", {}).get("storage_options")})
-    hide([value for section in told.values() for value in section.values()])
+    """Send the message on standard input; the exit status."""
+    message = json.load(sys.stdin)
+    hide({"storage_options": message.get("store", {}).get("options", {}).get("storage_options")})
+    hide([value for facts in message.values() for value in facts.values()])
     try:
-        for name, section in told.items():
-            _ACTIONS[name](section)
+        if "mlflow" in message:
+            facts = message["mlflow"]
+            tag_ended(facts["uri"], Path(facts["folder"]), facts["status"])
+        else:
+            _upload_events(**message["store"])
     except Exception as error:
         with suppress(OSError):
             print(public(describe(error)), flush=True)
@@ -314,27 +292,17 @@ def main() -> int:
     return 0
 
 
-def _to_mlflow(told: dict[str, Any]) -> None:
-    tag_ended(told["uri"], Path(told["folder"]), told["status"])
-
-
-def _to_store(told: dict[str, Any]) -> None:
+def _upload_events(url: str, options: dict[str, Any], folder: str) -> None:
     from llmfoundry.checkpoint.remote_run import CHECKPOINTS
     from llmfoundry.data.fetch.object_store import ObjectStore
 
-    store = ObjectStore(told["url"], FetchOptions(**told["options"]), key="save_folder")
-    sizes, folder = store.files(skip=(CHECKPOINTS,)), Path(told["folder"])
-    paths = [folder / EVENTS, *(path for name in FOLDERS for path in folder.glob(f"{name}/**/*"))]
+    store, local = ObjectStore(url, FetchOptions(**options), key="save_folder"), Path(folder)
+    sizes = store.files(skip=(CHECKPOINTS,))
+    paths = [local / EVENTS, *(path for name in FOLDERS for path in local.glob(f"{name}/**/*"))]
     for path in paths:
-        name = path.relative_to(folder).as_posix()
+        name = path.relative_to(local).as_posix()
         if path.is_file() and sizes.get(name) != path.stat().st_size:
             store.upload(name, path)
-
-
-_ACTIONS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "mlflow": _to_mlflow,
-    "store": _to_store,
-}
 
 
 if __name__ == "__main__":

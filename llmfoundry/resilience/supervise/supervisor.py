@@ -37,9 +37,9 @@ from llmfoundry.exit_status import (
     on_stops,
     own_node,
     read_ends,
-    read_places,
+    read_ranks,
 )
-from llmfoundry.heartbeat import memory
+from llmfoundry.heartbeat import memory_folder
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.resilience.supervise import EXCLUDE, SuperviseConfig
 from llmfoundry.redaction import public_override
@@ -110,8 +110,8 @@ class Supervisor:
         self._kept = set[str]()  # bad ones that the scheduler may still use
         self._without: tuple[str, ...] = ()  # of the attempt under way
         self._is_slurm = bool(self.config.launch) and slurm.in_job()
-        self._record = Reporter(self.config, self.folder)
-        self._tell = self._record.tell
+        self._reporter = Reporter(self.config, self.folder)
+        self._report = self._reporter.report
         self._exporter = Exporter(self.folder.name, self.export)
         self._newest = self._recorded()
         self._avoided: int | None = None  # resume from a checkpoint before this batch
@@ -123,7 +123,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the run as often as it is of use; the exit status."""
-        beats = Path(tempfile.mkdtemp(prefix="llmfoundry-supervise-", dir=memory()))
+        beats = Path(tempfile.mkdtemp(prefix="llmfoundry-supervise-", dir=memory_folder()))
         before = on_stops(self._hear)
         try:
             decision = self._until_last(beats)
@@ -137,7 +137,7 @@ class Supervisor:
             self._exporter.end(status, lambda: bool(self._asked))
             raise
         finally:
-            self._record.notified()
+            self._reporter.wait()
             self._end_stand_by()
             for number, handler in before.items():  # who was asked answers, if asked again too
                 signal.signal(number, signal.SIG_IGN if self._asked else handler)
@@ -159,8 +159,8 @@ class Supervisor:
 
     def _end_with(self, cause: str, line: str, *, status: int) -> Decision:
         """Report an end that no attempt has led to; `cause`: a word that no attempt ends with."""
-        event = self._tell("decision", line, STOP, cause=cause, exit_status=status)
-        self._record.notify(f"{self.folder.name} on {self.node}: {line}", event or {})
+        event = self._report("decision", line, STOP, cause=cause, exit_status=status)
+        self._reporter.notify(f"{self.folder.name} on {self.node}: {line}", event)
         return Decision(STOP, line, status)
 
     def _await_checkpoints(self) -> Decision | None:
@@ -186,7 +186,7 @@ class Supervisor:
                 why = f"not started: {verdict.why}"
                 return self._end_with("checkpoints", why, status=verdict.status)
             if verdict.why != told:
-                self._tell("checkpoints", verdict.why, "wait")
+                self._report("checkpoints", verdict.why, "wait")
             told = verdict.why
             self._exporter.update(state="waiting")
             self._pause(verdict.wait)
@@ -220,13 +220,13 @@ class Supervisor:
 
         Schedulers send TERM or USR1; INT is a person's, who does not want it back.
         """
-        self._record.notified()  # Slurm kills what is not done soon
+        self._reporter.wait()  # Slurm kills what is not done soon
         is_person = self._asked[:1] == [signal.SIGINT]
         if status == SAVED and self.config.requeue and slurm.in_job() and not is_person:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)  # Slurm ends the job with one
             done = slurm.requeue(self._kept)
-            self._tell("requeue", f"job {os.environ['SLURM_JOB_ID']}: {done}", "requeue")
+            self._report("requeue", f"job {os.environ['SLURM_JOB_ID']}: {done}", "requeue")
         return status
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -271,7 +271,7 @@ class Supervisor:
         words = [public_override(word) for word in command]
         self._exporter.update(state="starting", attempts=number, checkpoint=self._newest)
         known = len(list(read_events(self.folder)))
-        start = self._tell("start", f"attempt {number}", "start", attempt=number, command=words)
+        start = self._report("start", f"attempt {number}", "start", attempt=number, command=words)
         logged = kernel_log.log_size(self.kernel_log)
         running = RunningAttempt(
             command,
@@ -327,7 +327,7 @@ class Supervisor:
             gpu=_first((event for event in told if event.get("is_bad")), "log", "gpu"),
             tail=list(running.tail),
             expects_word=self.sees_checkpoints,
-            places=read_places(running.ends),
+            places=read_ranks(running.ends),
             lost=self._lost() if status else {},
             went_back=any(event.get("action") == "roll_back" for event in told),
         )
@@ -356,7 +356,7 @@ class Supervisor:
             told, kept = nodes.take_out_of_service(bad, cause.why, silent=self._silent)
             self._kept |= kept
             done += f" ({told})" if told else ""
-        event = self._tell(
+        event = self._report(
             "decision",
             f"attempt {number} ended: {decision.why}",
             decision.action,
@@ -377,7 +377,7 @@ class Supervisor:
             exit_status=decision.status,
         )
         text = f"{self.folder.name} on {self.node}: attempt {number} ended: {decision.why}"
-        self._record.notify(f"{text}; {done}", event or {})
+        self._reporter.notify(f"{text}; {done}", event)
         return decision
 
     def _as_attempt(self, cause: Cause, times: AttemptTimes, evidence: Evidence) -> Attempt:
@@ -426,9 +426,9 @@ class Supervisor:
         elif set(cause.nodes) <= {self.node}:
             bad, verdict = nodes.run_check([sys.executable, *words], output)
         else:
-            self._tell("check", f"{', '.join(cause.nodes)} cannot be checked from here", "none")
+            self._report("check", f"{', '.join(cause.nodes)} cannot be checked from here", "none")
             return ()
-        self._tell("check", f"{', '.join(cause.nodes)} suspected; {verdict}", "check")
+        self._report("check", f"{', '.join(cause.nodes)} suspected; {verdict}", "check")
         return tuple(node for node in bad if node in cause.nodes)
 
     def _returned(self, times: AttemptTimes) -> None:
@@ -447,7 +447,7 @@ class Supervisor:
         whole = times.stepped - died
         told = ", ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in parts.items())
         lost = max(0, before.last_step - (times.first_step or 0))
-        self._tell(
+        self._report(
             "returned",
             f"back at step {times.first_step} after {whole:.1f} s ({told});"
             f" {lost} steps are done again",
@@ -488,7 +488,7 @@ def _has_begun_elsewhere(running: RunningAttempt) -> bool:
     """Whether processes have begun none of which is on this machine."""
     times = running.times
     is_late = times.joined is None and time.monotonic() - times.started > _REMOTE_SECONDS
-    return is_late and bool(read_places(running.ends))
+    return is_late and bool(read_ranks(running.ends))
 
 
 def _said(error: BaseException) -> str:
