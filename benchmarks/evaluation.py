@@ -33,7 +33,7 @@ from benchmarks import harness
 from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.models.tree import grow
 from llmfoundry.gauntlet.questions import Request
-from llmfoundry.hf.config.settings import write_settings
+from llmfoundry.hf.config_json import write_settings
 from llmfoundry.hf.tensor_names import MAPS
 from llmfoundry.hf.weight_map import to_theirs
 from llmfoundry.models.decoder import Decoder, Root

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from llmfoundry.builders.job import build_autocast, served_precision, weight_dtype
-from llmfoundry.builders.weights.fill import fill_model
+from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -29,7 +29,6 @@ from llmfoundry.gauntlet.models.hugging_face import (
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.prompts.settings import RAW, Chat, PromptSettings
 from llmfoundry.gauntlet.questions import EvaluatedModel
-from llmfoundry.hf.read import hf_folder, open_hf
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 
@@ -124,6 +123,8 @@ def _by_decoder(
     Raises:
         UserError: it does not express the model exactly.
     """
+    from llmfoundry.hf.read import hf_folder, open_hf
+
     with open_hf(hf_folder(opened.name), note=lambda _: None) as found:
         with torch.device("meta"):
             root = Root(Decoder(found.config)).to(weight_dtype(precision))

@@ -56,9 +56,7 @@ def with_defaults(written: Recipe) -> Recipe:
 def build_root(recipe: TrainRecipe) -> Root:
     """The model on the meta device, in the dtype of its weights: shapes without memory."""
     if isinstance(recipe.model, HFModelConfig):
-        from llmfoundry.hf.transformers_models.causal_lm import (
-            HFCausalLM,  # transformers takes seconds
-        )
+        from llmfoundry.hf.causal_lm import HFCausalLM
 
         model = cast(Decoder, HFCausalLM(recipe.model))  # of which it keeps the contract
     else:

@@ -33,7 +33,7 @@ from llmfoundry.builders.job import (
     served_precision,
     with_defaults,
 )
-from llmfoundry.builders.weights.pretrained import base_of, open_pretrained, read_model
+from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
 from llmfoundry.checkpoint.commit import has_commit, unpin
 from llmfoundry.checkpoint.load import (
     batch_of,

@@ -30,6 +30,7 @@ from llmfoundry.builders.job import (
     with_defaults,
 )
 from llmfoundry.builders.preference import build_objective, open_reference, with_places
+from llmfoundry.builders.pretrained import Pretrained, fit_vocabulary, write_model
 from llmfoundry.builders.resume import (
     Start,
     check_same_recipe,
@@ -38,7 +39,6 @@ from llmfoundry.builders.resume import (
     find_start,
     run_identity,
 )
-from llmfoundry.builders.weights.pretrained import Pretrained, fit_vocabulary, write_model
 from llmfoundry.checkpoint.load import batch_of, read_state
 from llmfoundry.checkpoint.remote_run import named
 from llmfoundry.checkpoint.run_folder import run_folder

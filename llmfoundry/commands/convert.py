@@ -9,8 +9,8 @@ import torch
 
 from llmfoundry.builders.adapters.adapter import export_adapter
 from llmfoundry.builders.job import build_root, with_defaults
+from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity
-from llmfoundry.builders.weights.fill import fill_model
 from llmfoundry.checkpoint.remote_run import named
 from llmfoundry.checkpoint.run_folder import read_record
 from llmfoundry.checkpoint.save import Checkpointer
@@ -94,9 +94,9 @@ def _export_adapter(recipe: ConvertRecipe) -> None:
 
 def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
     """A model of transformers' own class, which is what it stays."""
-    from llmfoundry.hf.any_class import save_class
-    from llmfoundry.hf.transformers_models.adapters import merge_peft
-    from llmfoundry.hf.transformers_models.causal_lm import HFCausalLM
+    from llmfoundry.hf.causal_lm import HFCausalLM
+    from llmfoundry.hf.peft.class_adapter import merge_peft
+    from llmfoundry.hf.write import save_class
 
     if recipe.architecture is not None:
         raise UserError("architecture: has no effect on a model of transformers' class; remove it")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from llmfoundry.builders.job import attention_refusal, served_precision, with_defaults
+from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, memory_of_process, sketch
-from llmfoundry.builders.weights.pretrained import resolve
 from llmfoundry.checkpoint.commit import has_commit
 from llmfoundry.checkpoint.load import list_checkpoints
 from llmfoundry.checkpoint.remote_run import find_run, is_url, named

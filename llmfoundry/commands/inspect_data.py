@@ -21,8 +21,8 @@ import torch
 
 from llmfoundry.builders.data import Data, build_loader, build_phases, open_data
 from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.trainer import build_clock, make_tokenizer
-from llmfoundry.builders.weights.pretrained import resolve
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.remote_run import find_run, is_url, named
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint

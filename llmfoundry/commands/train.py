@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from llmfoundry.builders.job import Job, with_defaults
+from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.trainer import build_trainer
-from llmfoundry.builders.weights.pretrained import resolve
 from llmfoundry.checkpoint.load import list_checkpoints
 from llmfoundry.checkpoint.remote_run import named, stored_run
 from llmfoundry.checkpoint.run_folder import hold_run, run_folder

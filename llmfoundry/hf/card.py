@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmfoundry.files import atomic_write
-from llmfoundry.hf.config.settings import OWN
+from llmfoundry.hf.config_json import OWN
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmfoundry.builders.job import build_root
-from llmfoundry.builders.weights.hf_folder import open_folder
-from llmfoundry.builders.weights.pretrained import (
+from llmfoundry.builders.pretrained import (
     TRUST,
     fit_vocabulary,
+    open_folder,
     open_pretrained,
     read_model,
 )
-from llmfoundry.builders.weights.pretrained import write_model as write_model_file
+from llmfoundry.builders.pretrained import write_model as write_model_file
 from llmfoundry.commands.convert import ALONE
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer

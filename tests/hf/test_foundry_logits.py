@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config.settings import choose, read_settings
+from llmfoundry.hf.config_json import choose, read_settings
 from llmfoundry.hf.read import from_hf
 from llmfoundry.models.decoder import Decoder
 

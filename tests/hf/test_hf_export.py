@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config.common import ACTIVATIONS
-from llmfoundry.hf.config.settings import choose, write_settings
+from llmfoundry.hf.config_fields import ACTIVATIONS
+from llmfoundry.hf.config_json import choose, write_settings
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write import to_hf
 from llmfoundry.models.decoder import Decoder

@@ -11,9 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config.architectures import ARCHITECTURES
-from llmfoundry.hf.config.layers import FLOOR, SCALE
-from llmfoundry.hf.config.parts import ANYTHING, REQUIRED
+from llmfoundry.hf.architectures import ARCHITECTURES
+from llmfoundry.hf.config_fields import ANYTHING, REQUIRED
+from llmfoundry.hf.config_json import FLOOR, SCALE
 from llmfoundry.hf.read import from_hf
 from llmfoundry.models.decoder import Decoder
 from tests.hf.random_models import ROWS, logits, rewrite, written

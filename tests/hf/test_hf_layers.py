@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config.architectures import ARCHITECTURES
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.read import from_hf
 from tests.hf.random_models import rewrite, written
 

@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf import LlmfoundryConfig
-from llmfoundry.hf.config.architectures import ARCHITECTURES
-from llmfoundry.hf.config.coverage import markdown
-from llmfoundry.hf.config.parts import TRAINING, get
-from llmfoundry.hf.config.settings import choose, read_settings, unkept, write_settings
+from llmfoundry.hf.architectures import ARCHITECTURES, markdown
+from llmfoundry.hf.config_fields import TRAINING, get
+from llmfoundry.hf.config_json import choose, read_settings, unkept, write_settings
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write import to_hf
 from llmfoundry.recipe.architecture.model import ModelConfig

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config.architectures import ARCHITECTURES
-from llmfoundry.hf.config.settings import choose
+from llmfoundry.hf.architectures import ARCHITECTURES
+from llmfoundry.hf.config_json import choose
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write import to_hf
 from llmfoundry.models.decoder import Decoder

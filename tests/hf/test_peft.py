@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.peft.modules import CONFIG, splits_qkv
+from llmfoundry.hf.peft.names import CONFIG, splits_qkv
 from llmfoundry.hf.peft.read import read_adapter
 from llmfoundry.hf.peft.write import matrices, write_adapter
 from llmfoundry.hf.write import to_hf

@@ -11,9 +11,8 @@ import pytest
 
 from llmfoundry import bounded
 from llmfoundry.errors import UserError
-from llmfoundry.hf.peft import patterns
-from llmfoundry.hf.peft.modules import CONFIG
-from llmfoundry.hf.peft.patterns import check_patterns, first_matches
+from llmfoundry.hf.peft import names
+from llmfoundry.hf.peft.names import CONFIG, check_patterns, first_matches
 from llmfoundry.hf.peft.read import read_adapter
 from tests.hf.test_peft import adapted, save
 
@@ -43,7 +42,7 @@ def test_the_first_pattern_that_matches_is_that_of_peft(given):
 
 
 def test_names_need_no_child(monkeypatch):
-    monkeypatch.setattr(patterns, "run_bounded", None)
+    monkeypatch.setattr(names, "run_bounded", None)
     assert first_matches(["q_proj"], NAMES, file="f")
     check_patterns({"target_modules": ["q_proj"], "alpha_pattern": {"a.b": 1}}, NAMES, file="f")
     start = time.process_time()

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config.settings import choose
+from llmfoundry.hf.config_json import choose
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write import to_hf
 from llmfoundry.recipe.architecture.model import ModelConfig

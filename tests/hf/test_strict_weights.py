@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
 from llmfoundry.hf import read
-from llmfoundry.hf.config.architectures import ARCHITECTURES
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.tensor_names import MAPS
 from llmfoundry.hf.weight_map import to_theirs
 from llmfoundry.hf.write import to_hf

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmfoundry.builders.weights.hf_model import check_class, class_config, fill_class
+from llmfoundry.builders.pretrained import fill_class
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.errors import UserError
-from llmfoundry.hf.transformers_models.causal_lm import HFCausalLM
-from llmfoundry.hf.transformers_models.layouts import visible
+from llmfoundry.hf.causal_lm import HFCausalLM, visible
+from llmfoundry.hf.class_weights import check_class, class_config
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.packed_layout import Layout
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.builders.resume import load_checkpoint
-from llmfoundry.builders.weights.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE, convert
 from llmfoundry.commands.train import train
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend

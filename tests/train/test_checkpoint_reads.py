@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.builders.resume import find_start, load_checkpoint
-from llmfoundry.builders.weights.pretrained import open_pretrained
 from llmfoundry.checkpoint.crc import Piece, joined, share
 from llmfoundry.checkpoint.verify import Sums, find_damage
 from llmfoundry.distributed.launch import World, bound_waiting

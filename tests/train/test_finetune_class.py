@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmfoundry.builders.job import build_root
-from llmfoundry.builders.weights.pretrained import open_pretrained
+from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig

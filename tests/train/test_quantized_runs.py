@@ -11,9 +11,8 @@ import torch
 import yaml
 from torch import Tensor
 
+from llmfoundry.builders.pretrained import fill_model, open_pretrained
 from llmfoundry.builders.resume import load_checkpoint
-from llmfoundry.builders.weights.fill import fill_model
-from llmfoundry.builders.weights.pretrained import open_pretrained
 from llmfoundry.commands.convert import ALONE, convert
 from llmfoundry.commands.train import train
 from llmfoundry.distributed.launch import World

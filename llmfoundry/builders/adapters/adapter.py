@@ -18,9 +18,6 @@ from llmfoundry.builders.job import Job, weight_dtype
 from llmfoundry.checkpoint.safe_load import load_tensors
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
-from llmfoundry.hf.peft.modules import OWN_TYPE, read_config, splits_qkv
-from llmfoundry.hf.peft.read import read_adapter
-from llmfoundry.hf.peft.write import matrices, write_adapter
 from llmfoundry.loggers.console import size as memory_text
 from llmfoundry.models.adapters.adapt import (
     adapted_layers,
@@ -124,7 +121,7 @@ def hold_frozen(
 def _add_to_class(
     model: Decoder, recipe: FinetuneRecipe, note: Callable[[str], None], checkpoint: Path | None
 ) -> None:
-    from llmfoundry.builders.adapters.hf_adapter import add_to_class  # transformers takes seconds
+    from llmfoundry.hf.peft.class_adapter import add_to_class  # transformers takes seconds
 
     folder = _folder(recipe, checkpoint)
     add_to_class(model, recipe, folder, dtype=weight_dtype(recipe.precision), note=note)
@@ -139,6 +136,9 @@ def _folder(recipe: FinetuneRecipe, checkpoint: Path | None) -> Path | None:
 
 
 def _add(model: Decoder, recipe: FinetuneRecipe, checkpoint: Path | None) -> None:
+    from llmfoundry.hf.peft.names import splits_qkv
+    from llmfoundry.hf.peft.read import read_adapter
+
     config, folder = recipe.adapter, _folder(recipe, checkpoint)
     if folder is None:
         plan = plan_adapter(model, config, split_qkv=splits_qkv(model.config))
@@ -173,12 +173,14 @@ def begin_adapter(model: Decoder, recipe: TrainRecipe) -> None:
     if folder is not None:
         check_base(model, folder, "adapter.pretrained")
     if isinstance(recipe.model, HFModelConfig):
-        from llmfoundry.builders.adapters.hf_adapter import begin_in_class
+        from llmfoundry.hf.peft.class_adapter import begin_in_class
 
         begin_in_class(model, recipe, folder)
     else:
         init_adapter(model, recipe.seed)
         if folder is not None:
+            from llmfoundry.hf.peft.read import read_adapter
+
             fill_adapter_from(model, read_adapter(folder, model, dropout=0.0).tensors)
 
 
@@ -232,11 +234,13 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None]:
         (folder / FOLDER).mkdir()
         write_json(folder / FOLDER / BASE, sample)
         if isinstance(recipe.model, HFModelConfig):
-            from llmfoundry.builders.adapters.hf_adapter import write_class_adapter
+            from llmfoundry.hf.peft.class_adapter import write_class_adapter
 
             config = model.peft_config
             write_class_adapter(folder / FOLDER, config, tensors, base)
             return
+        from llmfoundry.hf.peft.write import matrices, write_adapter
+
         write_adapter(
             folder / FOLDER,
             model.config,
@@ -254,6 +258,9 @@ def export_adapter(loaded: Adapted, folder: Path, *, architecture: str | None, e
     Raises:
         UserError: the run has no adapter, or peft cannot serve it.
     """
+    from llmfoundry.hf.peft.names import OWN_TYPE, read_config
+    from llmfoundry.hf.peft.write import matrices, write_adapter
+
     model, parameters = loaded.root.model, dict(loaded.root.model.named_parameters())
     own = loaded.folder / FOLDER
     is_class = isinstance(loaded.recipe.model, HFModelConfig)

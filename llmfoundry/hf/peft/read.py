@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.peft.modules import (
+from llmfoundry.hf.peft.names import (
     CONFIG,
     DEFINED,
     OWN_TYPE,
@@ -26,10 +26,11 @@ from llmfoundry.hf.peft.modules import (
     RowRange,
     adapter_architecture,
     depth,
+    ends,
+    first_matches,
     peft_modules,
     read_config,
 )
-from llmfoundry.hf.peft.patterns import ends, first_matches
 from llmfoundry.hf.tensor_names import MAPS
 from llmfoundry.hf.weight_map import layers
 from llmfoundry.models.adapters.plan import find_targets

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.files import open_to_all, write_json
-from llmfoundry.hf.config.settings import OWN
-from llmfoundry.hf.peft.modules import (
+from llmfoundry.hf.config_json import OWN
+from llmfoundry.hf.peft.names import (
     CONFIG,
     OWN_TYPE,
     PREFIX,

@@ -1,6 +1,6 @@
 """A decoder's adapter added into its weights: tensor by tensor, never all of them at once.
 
-`hf/write.py` writes a `MergedState`; `builders/weights/pretrained.py` begins a run with a merged
+`hf/write.py` writes a `MergedState`; `builders/pretrained.py` begins a run with a merged
 adapter by `merge_into`. Sums are made in fp32.
 """
 

@@ -1,6 +1,6 @@
 """`HFModelConfig`: the shape of a model that a class of transformers computes.
 
-`builders/weights/pretrained.py` makes it from config.json; nobody writes it by hand. It is a
+`builders/pretrained.py` makes it from config.json; nobody writes it by hand. It is a
 `ModelConfig`, so that estimates and reports can ask it for widths and lengths; what decides the
 model is `hf_config`.
 """

@@ -1,25 +1,57 @@
 """A `model` section as config.json's keys and back, by the table in `architectures.py`.
 
-Called by `hf.py`. What cannot be said exactly is refused, with every key that is in the way; what
-only training feels goes along where there is a key for it, and is named by `unkept` where not.
+`write.py` and `read.py` call it. What cannot be expressed exactly is refused, naming every key in
+the way; a setting that affects training alone is written where there is a key for it, and reported
+by `unkept` where there is none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config.architectures import ARCHITECTURES
-from llmfoundry.hf.config.layers import missed_layers, read_layers, write_layers
-from llmfoundry.hf.config.mixture import TYPE, settle
-from llmfoundry.hf.config.parts import ANYTHING, REQUIRED, TRAINING, Architecture, Field, get, show
-from llmfoundry.hf.config.rope import read_rope, write_rope
+from llmfoundry.hf.architectures import (
+    ARCHITECTURES,
+    BALANCING,
+    EXPERTS,
+    LOSS,
+    MLP_TYPE,
+    SHARED,
+    TOP_K,
+    TYPE,
+)
+from llmfoundry.hf.config_fields import (
+    ANYTHING,
+    REQUIRED,
+    TRAINING,
+    Architecture,
+    Field,
+    Windows,
+    get,
+    read_nope,
+    show,
+)
 from llmfoundry.hf.llm_foundry import FOUNDRY, is_foundry, read_foundry
 from llmfoundry.hf.tensor_names import MAPS
 from llmfoundry.hf.weight_map import has_bias, padding
+from llmfoundry.recipe.architecture.attention import (
+    LLAMA3_KEYS,
+    ROPE_TYPES,
+    RopeConfig,
+    TemperatureConfig,
+)
+from llmfoundry.recipe.architecture.blocks import (
+    DEFAULT,
+    AttentionOverride,
+    BlockOverride,
+    BlockOverridesConfig,
+    BlockRun,
+    LayerConfig,
+)
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build, convert, to_dict
 from llmfoundry.recipe.schema import Schema
@@ -270,7 +302,7 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     if problems:
         raise UserError(*problems)
     if architecture.mixture:
-        settle(values)
+        _settle_mixture(values)
     return names[kind], _assemble(values)
 
 
@@ -344,6 +376,19 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
     return field.choices[value]
 
 
+def _settle_mixture(values: dict[str, Any]) -> None:
+    """Make settings that fit each other of what was read, in place."""
+    if values[EXPERTS] == 1 and values.get(SHARED) is None:
+        for key in [key for key in values if key.startswith("ffn_config.moe_")]:
+            del values[key]
+        del values[MLP_TYPE]
+        values[TYPE] = "mptglu"
+        return
+    weight = float(f"{(values[LOSS] or 0) * values[TOP_K]:.15g}")  # without its last digit
+    values[LOSS] = weight or None
+    values[BALANCING] = "loss" if weight else "none"
+
+
 def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: list[str]) -> None:
     for fixed in architecture.fixed:
         value = _look_up(written, fixed.theirs, fixed.default)
@@ -380,3 +425,276 @@ def _filled(config: ModelConfig, problems: list[str]) -> ModelConfig:
         raise UserError(*problems)
     config.fill()
     return config
+
+
+FLOOR, SCALE = 8192, 0.1  # Llama 4's tuning where config.json does not say
+FULL, SLIDING = "full_attention", "sliding_attention"
+NEO = {"global": FULL, "local": SLIDING}
+TUNING = "attn_config.attn_temperature_tuning"
+Tuning = tuple[int, float]  # floor_scale, attn_scale
+Kind = tuple[int, bool, Tuning | None]  # a layer's window, -1: none; whether it rotates; tuning
+
+
+def missed_layers(config: ModelConfig, architecture: Architecture) -> dict[str, str]:
+    """What stands in the way of an export as settings, and what they must be."""
+    layers, overrides = config.layers(), config.block_overrides
+    musts = {"attn_config.sliding_window_size": _missed_window(layers, architecture.windows)}
+    rotates = all(layer.rotary for layer in layers)
+    if config.attn_config.rope and not architecture.nope and not rotates:
+        musts["attn_config.nope"] = "nope: false in every layer"
+    if any(layer.kv_from != index for index, layer in enumerate(layers)):
+        musts["attn_config.reuse_kv_layer_idx"] = "no reuse_kv_layer_idx"
+    musts[f"{TUNING}.attn_scale"] = _missed_tuning(layers, architecture)
+    musts = {key: must for key, must in musts.items() if must}
+    if musts and overrides is not None and overrides.order:
+        return {"block_overrides": ", ".join(musts.values())}
+    return musts
+
+
+def _missed_window(layers: Sequence[LayerConfig], windows: Windows | None) -> str:
+    sizes = {layer.window for layer in layers}
+    if (windows is None or not windows.sizes) and sizes != {-1}:
+        return "sliding_window_size: -1 in every layer"
+    if windows is not None and windows.key == "sliding_window" and len(sizes) > 1:
+        return "the same sliding_window_size in every layer"
+    if len(sizes - {-1}) > 1:
+        return "one sliding_window_size, or -1, in every layer"
+    return ""
+
+
+def _missed_tuning(layers: Sequence[LayerConfig], architecture: Architecture) -> str:
+    if not architecture.tuned:
+        tuned = any(layer.temperature for layer in layers)
+        return "attn_temperature_tuning.attn_scale: 0 in every layer" if tuned else ""
+    rotary = {layer.temperature for layer in layers if layer.rotary} - {None}
+    others = {layer.temperature for layer in layers if not layer.rotary}
+    if rotary or len(others) > 1:
+        return "attn_temperature_tuning in the layers that do not rotate, the same in all of them"
+    return ""
+
+
+def write_layers(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """The keys of config.json that say it."""
+    layers = config.layers()
+    written: dict[str, Any] = {}
+    if architecture.nope:
+        written["no_rope_layers"] = [int(layer.rotary) for layer in layers]
+    if architecture.tuned:
+        tunings = [layer.temperature for layer in layers if layer.temperature]
+        floor, scale = tunings[0] if tunings else (FLOOR, 0.0)
+        written |= {"attn_temperature_tuning": True, "floor_scale": floor, "attn_scale": scale}
+    if architecture.windows is None:
+        return written
+    sizes = [layer.window for layer in layers]
+    return written | _write_windows(architecture.windows, sizes, config.max_seq_len or 1)
+
+
+def _write_windows(windows: Windows, sizes: Sequence[int], longest: int) -> dict[str, Any]:
+    size = max(sizes) + 1 or None
+    types = [FULL if window < 0 else SLIDING for window in sizes]
+    if windows.key == "attention_types":
+        kinds = {theirs: kind for kind, theirs in NEO.items()}
+        runs = [[[kinds[kind]], len(list(run))] for kind, run in groupby(types)]
+        return {"attention_types": runs, "window_size": size or longest}
+    if not windows.sizes:
+        return {"layer_types": types}
+    written: dict[str, Any] = {"sliding_window": size or (longest if windows.always else None)}
+    if windows.key == "layer_types":
+        written["layer_types"] = types
+    if windows.switch:
+        written["use_sliding_window"] = size is not None
+    return written
+
+
+def read_layers(
+    written: Mapping[str, Any], architecture: Architecture, n_layers: int, problems: list[str]
+) -> dict[str, Any]:
+    """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
+    sizes = _read_windows(written, architecture.windows, n_layers, problems)
+    rotary = [architecture.partial_rotary is not None] * n_layers
+    found: dict[str, Any] = {}
+    if architecture.nope:
+        rotary = read_nope(written, n_layers, problems)
+        found |= {"attn_config.rope": any(rotary), "attn_config.nope": not any(rotary)}
+    tuning = _read_tuning(written) if architecture.tuned else None
+    kinds = [
+        (size, rotates, None if rotates else tuning)
+        for size, rotates in zip(sizes, rotary, strict=True)
+    ]
+    return found | _overrides(kinds)
+
+
+def _read_tuning(written: Mapping[str, Any]) -> Tuning | None:
+    scale = written.get("attn_scale", SCALE)
+    on = written.get("attn_temperature_tuning", True) and scale
+    return (written.get("floor_scale", FLOOR), scale) if on else None
+
+
+def _read_windows(
+    written: Mapping[str, Any], windows: Windows | None, n_layers: int, problems: list[str]
+) -> list[int]:
+    """The window of every layer."""
+    none, given = [-1] * n_layers, list(written.get("layer_types") or [])
+    neo = windows is not None and windows.key == "attention_types"
+    types = _read_neo(written) if neo else given or _types(written, windows, n_layers)
+    key = "attention_types" if neo else "layer_types"
+    known = [FULL] if windows is not None and not windows.sizes else [FULL, SLIDING]
+    strange = sorted(set(types) - set(known))
+    if strange:
+        problems.append(f"config.json: {key} {strange[0]!r}; the decoder has {', '.join(known)}")
+        return none
+    passed_over = windows is None or windows.key == "sliding_window"  # as transformers does
+    if len(types) != n_layers or (passed_over and types != _types(written, windows, n_layers)):
+        problems.append(f"config.json: {key} do not fit the model's layers")
+        return none
+    if windows is None or SLIDING not in types:
+        return none
+    if windows.switch and not written.get("use_sliding_window", False):
+        problems.append("config.json: use_sliding_window false, but layer_types has windows")
+    name = "window_size" if neo else "sliding_window"
+    size = written.get(name, windows.default)
+    if not isinstance(size, int) or size < 2:
+        problems.append(f"config.json: {name} {size}; the decoder's windows begin at 2")
+        return none
+    return [size - 1 if kind == SLIDING else -1 for kind in types]
+
+
+def _types(written: Mapping[str, Any], windows: Windows | None, n_layers: int) -> list[str]:
+    """Every layer's kind where config.json does not list them."""
+    if windows is None:
+        return [FULL] * n_layers
+    has_size = written.get("sliding_window", windows.default) is not None
+    on = not windows.switch or (written.get("use_sliding_window", False) and has_size)
+    if windows.key == "sliding_window":
+        return [SLIDING if on and has_size else FULL] * n_layers
+    return windows.types(written, n_layers) if on else [FULL] * n_layers
+
+
+def _read_neo(written: Mapping[str, Any]) -> list[str]:
+    """GPT-Neo's runs of kinds, each with how often it is repeated."""
+    runs = written.get("attention_types") or [[["global", "local"], 12]]
+    return [NEO.get(kind, kind) for kinds, count in runs for kind in kinds * count]
+
+
+def _overrides(kinds: list[Kind]) -> dict[str, Any]:
+    """Settings and block_overrides of layers of these kinds."""
+    rotates = any(rotary for _, rotary, _ in kinds)
+    base = max(set(kinds), key=lambda kind: (kind[1], kind[0] == -1, kinds.count(kind)))
+    found: dict[str, Any] = {"attn_config.sliding_window_size": base[0]}
+    if base[2] is not None:
+        found[TUNING] = TemperatureConfig(*base[2])
+    if len(set(kinds)) == 1:
+        return found
+    overrides = {
+        _name(kind, base): BlockOverride(
+            AttentionOverride(
+                sliding_window_size=None if kind[0] == base[0] else kind[0],
+                nope=True if rotates and not kind[1] else None,
+                attn_temperature_tuning=TemperatureConfig(*kind[2]) if kind[2] else None,
+            )
+        )
+        for kind in dict.fromkeys(kinds)
+        if kind != base
+    }
+    names = (_name(kind, base) for kind in kinds)
+    found["block_overrides"] = BlockOverridesConfig(_runs(names), overrides)
+    return found
+
+
+def _name(kind: Kind, base: Kind) -> str:
+    if kind == base:
+        return DEFAULT
+    window, rotary, _ = kind
+    words = ["full" if window < 0 else "sliding"] * (window != base[0])
+    return "_".join([*words, *["nope"] * (rotary != base[1])])
+
+
+def _runs(names: Iterable[str]) -> list[BlockRun]:
+    return [BlockRun(name=name, repeat=len(list(run))) for name, run in groupby(names)]
+
+
+COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def write_rope(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """The keys for transformers from 5.0 on, and those that older readers know."""
+    theta, scaling = config.attn_config.rope_theta, config.attn_config.rope_hf_config
+    theta = architecture.theta if theta is None else theta  # None where no layer rotates
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling.type != "no_scaling":
+        given = {key: getattr(scaling, key) for key in ("factor", *LLAMA3_KEYS)}
+        given = {key: value for key, value in given.items() if value is not None}
+        rope = {"rope_type": scaling.type, **given}
+    written: dict[str, Any] = {"rope_theta": theta}
+    if scaling.type != "no_scaling":
+        written["rope_scaling"] = dict(rope)
+    if architecture.partial_rotary != 1.0:
+        rope["partial_rotary_factor"] = written["partial_rotary_factor"] = 1.0
+    return written | {"rope_parameters": {**rope, "rope_theta": theta}}
+
+
+def read_rope(
+    written: Mapping[str, Any], architecture: Architecture, problems: list[str]
+) -> dict[str, Any]:
+    """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
+    # transformers takes rope_scaling before rope_parameters, and folds theta into either
+    new, old = written.get("rope_parameters") or {}, written.get("rope_scaling") or {}
+    said = {**new, **old}
+    _check_agree(new, old, problems)
+    share = said.get("partial_rotary_factor", written.get("partial_rotary_factor"))
+    share = architecture.partial_rotary if share is None else share
+    if share != 1.0:
+        problems.append(
+            f"config.json: partial_rotary_factor {share}; the decoder's rotary turns the whole head"
+        )
+    return {
+        "attn_config.rope_theta": _read_theta(written, said, architecture.theta, problems),
+        "attn_config.rope_hf_config": _read_scaling(said, problems),
+    }
+
+
+def _check_agree(new: Mapping[str, Any], old: Mapping[str, Any], problems: list[str]) -> None:
+    kinds = [said.get("rope_type", said.get("type")) for said in (new, old) if said]
+    kinds = [kind for kind in kinds if kind is not None]
+    differing = [key for key in new if key in old and new[key] != old[key]]
+    if len(set(kinds)) > 1 or differing:
+        key = differing[0] if differing else "rope_type"
+        problems.append(
+            f"config.json: rope_parameters and rope_scaling disagree about {key}; write the one"
+            " it was trained with in both"
+        )
+
+
+def _read_scaling(said: Mapping[str, Any], problems: list[str]) -> RopeConfig:
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind == "default":
+        kind = "no_scaling"
+    if kind not in ROPE_TYPES:
+        can = ", ".join(("default", *ROPE_TYPES[1:]))
+        problems.append(f"config.json: rope_type {kind!r}; the decoder has only {can}")
+        return RopeConfig()
+    wanted = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(kind, ("factor",))
+    for key in sorted(said.keys() - COMMON - set(wanted)):
+        if said[key] is not None:
+            problems.append(f"config.json: rope_parameters.{key}; the decoder has nothing like it")
+    for key in wanted:
+        if said.get(key) is None:
+            problems.append(f"config.json: rope_parameters.{key} is missing; {kind} needs it")
+    return RopeConfig(type=kind, **{key: said.get(key) for key in wanted})
+
+
+def _read_theta(
+    written: Mapping[str, Any], said: Mapping[str, Any], default: float, problems: list[str]
+) -> float:
+    """The base of the rotary frequencies."""
+    attn = written.get("attn_config")
+    places = {
+        "rope_parameters.rope_theta": said.get("rope_theta"),
+        "rope_theta": written.get("rope_theta"),
+        "attn_config.rope_theta": attn.get("rope_theta") if isinstance(attn, dict) else None,
+    }
+    thetas = {key: theta for key, theta in places.items() if theta is not None}
+    if len({float(theta) for theta in thetas.values()}) > 1:
+        each = ", ".join(f"{key} {theta}" for key, theta in thetas.items())
+        problems.append(f"config.json: {each} disagree; write the one it was trained with in all")
+    return float(next(iter(thetas.values()), default))

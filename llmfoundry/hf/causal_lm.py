@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmfoundry.errors import UserError
-from llmfoundry.hf.transformers_models.build import build_class
-from llmfoundry.hf.transformers_models.cache import RowCache
-from llmfoundry.hf.transformers_models.layouts import WAYS, document_rows, mask_types
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.models.load_balance import Routing
 from llmfoundry.ops.batch import IGNORE
 from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy
@@ -369,3 +368,215 @@ def _real(tokens: Tensor, layout: Layout | None) -> Tensor | None:
         return None
     ends = tokens.shape[1] - torch.tensor(layout.padding, device=tokens.device)
     return (torch.arange(tokens.shape[1], device=tokens.device) < ends[:, None]).long()
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+HIDDEN = torch.finfo(torch.bfloat16).min  # finite in every dtype that has an exponent of 8 bits
+
+
+class Asked(Protocol):
+    """What the ways need to know of a class."""
+
+    def takes(self, name: str) -> bool:
+        """Whether it has an argument of this name."""
+
+    def mask_types(self) -> dict[str, int | None] | int | None:
+        """See `mask_types`."""
+
+
+def mask_types(config: Any) -> dict[str, int | None] | int | None:
+    """Windows by the names of a class's layers; or the one window of all of them, or none.
+
+    Raises:
+        NotImplementedError: there are layers of yet another kind.
+    """
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        return window
+    if not kinds <= {FULL, SLIDING}:
+        raise NotImplementedError(f"layers of {sorted(kinds)}")
+    if kinds == {FULL}:
+        return None
+    return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
+
+
+def by_positions(asked: Asked, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    """Positions alone."""
+    if not asked.takes("position_ids"):
+        raise NotImplementedError("positions")
+    return {"position_ids": layout.positions}
+
+
+def by_mask(asked: Asked, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    """An additive mask, and positions where the class takes them."""
+    windows = asked.mask_types()
+    seen = visible(layout)
+    if isinstance(windows, dict):
+        mask: Any = {
+            kind: _additive(seen, layout, window, dtype) for kind, window in windows.items()
+        }
+    else:
+        mask = _additive(seen, layout, windows, dtype)
+    given = {"attention_mask": mask}
+    if asked.takes("position_ids"):
+        given["position_ids"] = layout.positions
+    return given
+
+
+Way = Callable[[Any, Layout, torch.dtype], dict[str, Any]]
+WAYS: dict[str, Way] = {"positions": by_positions, "mask": by_mask}
+
+
+def visible(layout: Layout) -> Tensor:
+    """(B, T, T), whether token i of a row sees token j."""
+    places = torch.arange(layout.positions.shape[1], device=layout.positions.device)
+    seen = (places[:, None] >= places) & (
+        layout.documents[:, :, None] == layout.documents[:, None, :]
+    )
+    return seen if layout.ends is None else seen & (places[:, None] < layout.ends[:, None, :])
+
+
+def _additive(seen: Tensor, layout: Layout, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(B, 1, T, T): 0 where a token is seen, a window counted in positions."""
+    if window is not None:
+        places = layout.positions
+        seen = seen & (places[:, :, None] - places[:, None, :] < window)
+    hidden = max(HIDDEN, torch.finfo(dtype).min)
+    zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return zeros.masked_fill_(~seen, hidden)[:, None]
+
+
+def document_rows(layout: Layout) -> tuple[Tensor, Tensor]:
+    """How a layout's documents, or the paths of its trees, become rows of their own.
+
+    Returns:
+        (B * T,) for each flat place the flat place among the new rows where it is computed; (R, L)
+        the flat places that the new rows are made of, -1 after a row's end.
+    """
+    paths = _document_paths(layout) if layout.ends is None else _tree_paths(layout)
+    width = max(map(len, paths))
+    sources = torch.full((len(paths), width), -1)
+    back = torch.zeros(layout.positions.numel(), dtype=torch.int64)
+    for row, path in enumerate(paths):
+        places = torch.tensor(path)
+        sources[row, : len(path)] = places
+        back[places] = row * width + torch.arange(len(path))
+    return back, sources
+
+
+def _document_paths(layout: Layout) -> list[list[int]]:
+    width, paths = layout.positions.shape[1], []
+    for row, lengths in enumerate(layout.lengths):
+        at = row * width
+        for length in lengths:
+            paths.append(list(range(at, at + length)))
+            at += length
+    return [path for path in paths if path]
+
+
+def _tree_paths(layout: Layout) -> list[list[int]]:
+    """From each root to each leaf: a token is a leaf if its part ends right after it."""
+    assert layout.ends is not None
+    width, paths = layout.positions.shape[1], []
+    for row, ends in enumerate(layout.ends.tolist()):
+        above: list[int] = []
+        for place, end in enumerate(ends):
+            above = [j for j in above if ends[j] > place] + [place]
+            if end == place + 1 or place + 1 == width:
+                paths.append([row * width + j for j in above])
+    return paths
+
+
+class RowCache:
+    """Tokens of the rows so far, under the interface of `models.attention.KVCache`.
+
+    Attributes:
+        length: tokens of each row.
+    """
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self._tokens = torch.empty(batch, 0, dtype=torch.int64, device=device)
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row."""
+        return self._tokens.shape[1]
+
+    def append(self, tokens: Tensor) -> Tensor:
+        """Add tokens (B, T); all of them so far."""
+        self._tokens = torch.cat([self._tokens, tokens], dim=1)
+        return self._tokens
+
+    def start_from(self, prefix: RowCache) -> None:
+        """Begin every row with the tokens that the one row of another cache holds."""
+        self._tokens = prefix._tokens.expand(len(self._tokens), -1)
+
+    def keep(self, rows: list[int]) -> None:
+        """Make row i what row rows[i] was, and give the others up."""
+        self._tokens = self._tokens[rows]
+
+
+def read_hf_config(values: dict[str, Any], *, code: str | None = None) -> Any:
+    """Transformers' configuration of config.json's values.
+
+    Raises:
+        UserError: transformers does not know the class, or refuses a value.
+    """
+    from transformers import AutoConfig
+
+    kind = values.get("model_type")
+    try:
+        if code is not None:
+            config = AutoConfig.from_pretrained(code, trust_remote_code=True)
+            return type(config).from_dict({**config.to_dict(), **values})
+        plain = {key: value for key, value in values.items() if key != "auto_map"}
+        return AutoConfig.for_model(**{"model_type": kind, **plain})
+    except Exception as error:
+        raise UserError(
+            f"config.json: transformers cannot read it (model_type {kind!r}): {one_line(error)}"
+        ) from error
+
+
+def build_class(config: HFModelConfig) -> Any:
+    """The class, parameters on the meta device, buffers with their values.
+
+    Raises:
+        UserError: transformers has no causal language model of this kind.
+    """
+    from transformers import AutoModelForCausalLM
+
+    hf_config = read_hf_config(config.hf_config, code=config.code)
+    try:
+        with _parameters_on_meta():
+            return AutoModelForCausalLM.from_config(
+                hf_config,
+                attn_implementation=config.hf_attn_impl,
+                dtype=torch.float32,
+                trust_remote_code=config.code is not None,
+            )
+    except Exception as error:
+        raise UserError(
+            f"model.pretrained: transformers cannot build {config.hf_config.get('model_type')!r} as"
+            f" a causal language model (model.attn_impl {config.hf_attn_impl}): {one_line(error)}"
+        ) from error
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their memory as modules register them; buffers are computed and keep it."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and parameter.device.type != "meta":
+            empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            module._parameters[name] = empty
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,606 @@
+"""The model that a fine-tuning run begins with: what it is, and how its weights come in.
+
+`commands/train.py` opens it before anything else, `build_trainer` makes and fills the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from llmfoundry.builders.adapters.adapter import (
+    FOLDER,
+    check_base,
+    choose_trained,
+    has_adapter,
+    hold_frozen,
+)
+from llmfoundry.builders.job import build_root, with_defaults
+from llmfoundry.checkpoint.load import is_checkpoint, list_checkpoints, load_weights
+from llmfoundry.checkpoint.remote_run import find_run, is_url, named
+from llmfoundry.checkpoint.safe_load import load_tensors
+from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.launch import ALONE, World, on_rank0
+from llmfoundry.errors import UserError
+from llmfoundry.files import atomic_write
+from llmfoundry.models.adapters.adapt import is_added
+from llmfoundry.models.adapters.merge import merge_into
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.init import grown
+from llmfoundry.models.linear import whole
+from llmfoundry.models.quantized import as_held, is_quantized, place, quantized_shapes
+from llmfoundry.models.shard_layout import assign
+from llmfoundry.recipe.architecture.attention import ATTN_IMPLS
+from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
+from llmfoundry.recipe.front.paths import find_file
+from llmfoundry.recipe.front.typed import Problem, build, dump, flat, know_secrets, require, to_dict
+from llmfoundry.recipe.front.yamlfile import read
+from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.values.checks import nearest, one_of
+
+TRUST = "LLMFOUNDRY_TRUST_REMOTE_CODE"
+"""An environment variable: 1 runs the code of models that were trained with trust_remote_code."""
+MODEL = "model.yaml"
+"""Beside a fine-tuned run's recipe: the shape of its model, which the recipe does not tell."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model to begin with.
+
+    Attributes:
+        config: its shape, filled.
+        tokenizer: its own.
+        fill: writes its weights into a model of that shape, whole or in shards; every process
+            calls it.
+        summary: a line for the user: what it is, and how it is held.
+    """
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    fill: Callable[[Decoder], None]
+    summary: str
+
+
+def resolve(
+    written: FinetuneRecipe, world: World, *, note: Callable[[str], None]
+) -> tuple[FinetuneRecipe, Pretrained]:
+    """A filled copy whose `model` is the pretrained model's shape, and that model.
+
+    Args:
+        written: checked, unfilled.
+        world: this process.
+        note: reports checkpoints that are passed over.
+
+    Raises:
+        UserError: there is no such model, or it does not fit the recipe.
+    """
+    recipe = with_defaults(written)
+    assert isinstance(recipe, FinetuneRecipe)
+    asked = recipe.model
+    options = FetchOptions.from_config(recipe.data)
+    pretrained = open_pretrained(asked, world, note=note, options=options)
+    config = pretrained.config
+    assert config.max_seq_len is not None
+    if config.learned_pos_emb and recipe.max_seq_len > config.max_seq_len:
+        raise UserError(
+            f"max_seq_len: {recipe.max_seq_len}, but {asked.pretrained} has learned positions for"
+            f" {config.max_seq_len} tokens; write at most that"
+        )
+    config.max_seq_len = max(config.max_seq_len, recipe.max_seq_len)
+    if isinstance(config, HFModelConfig):
+        config.hf_attn_impl = asked.attn_impl or config.hf_attn_impl
+    else:
+        config.attn_config.attn_impl = asked.attn_impl or "auto"
+        problems = [*one_of("model.attn_impl", config.attn_config.attn_impl, ATTN_IMPLS)]
+        if problems:
+            raise UserError(*problems)
+    recipe.model = config  # type: ignore[assignment]
+    return recipe, pretrained
+
+
+def open_pretrained(
+    asked: PretrainedConfig,
+    world: World,
+    *,
+    note: Callable[[str], None],
+    options: FetchOptions | None = None,
+) -> Pretrained:
+    """The model that `model.pretrained` names; `options`: how a store is asked, if it is in one.
+
+    Raises:
+        UserError: there is none, or it cannot be held.
+    """
+    assert asked.pretrained is not None
+    if is_url(asked.pretrained):
+        folder = find_run(asked.pretrained, "model.pretrained", options=options)
+        return _open_run(asked, folder, world, note)
+    try:
+        folder = find_file(asked.pretrained, "model.pretrained")
+    except UserError:
+        if asked.pretrained.startswith((".", "/", "~", "runs/")):
+            raise
+        folder = _download(asked.pretrained, asked.revision, world)
+        return open_folder(folder, asked, note, world)
+    if asked.revision is not None:
+        raise UserError(f"model.revision: {folder} is a folder, not a hub id; remove it")
+    if is_checkpoint(folder) or on_rank0(world, lambda: list_checkpoints(folder)):
+        return _open_run(asked, folder, world, note)
+    return open_folder(folder, asked, note, world)
+
+
+def base_of(written: FinetuneRecipe, checkpoint: Path) -> PretrainedConfig:
+    """What an adapter's run began with, also where both were copied to another place together.
+
+    A relative path that is not there is looked for from each folder above the run; that it is the
+    right base is checked by its numbers (`check_base`).
+    """
+    asked = written.model
+    assert asked.pretrained is not None, "checked by the recipe"
+    given = Path(asked.pretrained).expanduser()
+    if is_url(asked.pretrained) or given.is_absolute():
+        return asked
+    try:
+        find_file(given, "model.pretrained")
+    except UserError:
+        for above in checkpoint.absolute().parents:
+            if (above / given).is_dir():
+                return replace(asked, pretrained=str(above / given))
+    return asked
+
+
+def _download(name: str, revision: str | None, world: World) -> Path:
+    """A hub id's files, fetched by one process of each machine."""
+    import torch.distributed as dist
+
+    from llmfoundry.hf.read import hf_folder
+
+    def fetch() -> Path:
+        return hf_folder(name, revision=revision, key="model.pretrained")
+
+    failures: list[UserError | None] = [None]
+    if world.local_rank == 0:
+        try:
+            fetch()
+        except UserError as error:
+            failures = [error]
+    if world.size > 1:
+        own, failures = failures[0], [None] * world.size
+        dist.all_gather_object(failures, own)
+    for failure in failures:
+        if failure is not None:
+            raise failure
+    return fetch()  # which is there now
+
+
+def _open_run(
+    asked: PretrainedConfig, path: Path, world: World, note: Callable[[str], None]
+) -> Pretrained:
+    folder = find_checkpoint(path, note=note, sums=Sums.WEIGHTS, world=world)
+    if folder is None:
+        raise UserError(
+            f"model.pretrained: {named(path)} holds no whole checkpoint; write a run's folder"
+        )
+
+    def read_run() -> tuple[Tokenizer, ModelConfig, TrainRecipe]:
+        model = read_model(folder, asked.config_overrides)
+        return Tokenizer.load(folder / "tokenizer"), model, load_run(folder / "recipe.yaml")
+
+    tokenizer, config, written = on_rank0(world, read_run)
+    know_secrets(written)
+    config.fill(vocab_size=tokenizer.vocab_size)
+    if asked.name not in ("auto", config.name):
+        raise UserError(
+            f"model.name: {asked.name}, but {folder} is of a run of {config.name}; write auto, or"
+            " the folder that scripts/convert.py to=hf makes of it"
+        )
+    if has_adapter(written):
+        assert isinstance(written, FinetuneRecipe)
+        if isinstance(config, HFModelConfig):
+            raise UserError(
+                f"model.pretrained: {folder} is an adapter on a model of transformers' class; merge"
+                " it first by scripts/convert.py to=hf, and write its output"
+            )
+        base = open_pretrained(base_of(written, folder), world, note=note)
+        own = copy.deepcopy(config)  # which does not grow
+
+        def merge(model: Decoder) -> None:
+            merge_run(model, base, folder, written, own)
+
+        how = f"{folder}, its adapter merged into {written.model.pretrained}, held by the decoder"
+        return Pretrained(config, tokenizer, merge, how)
+    rows = config.vocab_size
+    assert rows is not None, "filled"
+
+    def fill(model: Decoder) -> None:
+        fill_from_run(model, folder, rows, world)
+
+    holder = "transformers' class" if isinstance(config, HFModelConfig) else "the decoder"
+    return Pretrained(config, tokenizer, fill, f"{folder}, held by {holder}")
+
+
+def fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer, asked: PretrainedConfig) -> None:
+    """Add rows, in place, for the tokens that the model has none for, where that is asked.
+
+    Raises:
+        UserError: there are such tokens, and the recipe does not ask for rows; or it asks for them
+            without need.
+    """
+    assert config.vocab_size is not None, "the model's own files say it"
+    size, rows = tokenizer.vocab_size, config.vocab_size
+    if size <= rows:
+        if asked.resize_embeddings:
+            raise UserError(
+                f"model.resize_embeddings: has no effect, as the embedding has {rows} rows for the"
+                f" tokenizer's {size} tokens; remove it"
+            )
+        return
+    if not asked.resize_embeddings:
+        raise UserError(
+            f"model.resize_embeddings: the tokenizer has {size} tokens, and the model {rows} rows;"
+            " write true to add rows, which begin as the mean of the others"
+        )
+    config.vocab_size = -(-size // 64) * 64
+    if isinstance(config, HFModelConfig):
+        config.hf_config["vocab_size"] = config.vocab_size
+
+
+def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The shape of a checkpoint's model, filled but for the vocabulary.
+
+    Args:
+        folder: the checkpoint's.
+        overrides: dotted or nested keys of the model section to change.
+
+    Raises:
+        UserError: a key that the model section does not have, or a value that cannot be.
+    """
+    if (folder / MODEL).is_file():
+        values, max_seq_len = read(folder / MODEL), None
+    else:
+        written = load_run(folder / "recipe.yaml")
+        require(written, "model", "max_seq_len")
+        values, max_seq_len = to_dict(written.model), written.max_seq_len
+    for key, value in flat(overrides or {}):
+        _override(values, key, value)
+    problems: list[Problem] = []
+    schema = HFModelConfig if values.get("name") == HF_CAUSAL_LM else ModelConfig
+    config = build(schema, values, problems)
+    lines = [problem.line for problem in problems] or [*config.check("")]
+    if lines:
+        where = "model.config_overrides." if overrides else f"{named(folder)}: model."
+        raise UserError(*(f"{where}{line}" for line in lines))
+    if isinstance(config, HFModelConfig):
+        from llmfoundry.hf.config_json import check_layers
+
+        check_layers(config.hf_config)
+    if isinstance(config, HFModelConfig) and config.code and os.environ.get(TRUST) != "1":
+        raise UserError(
+            f"{folder}: its class is the Python code of {config.code}, which is not run; set"
+            f" {TRUST}=1 in the environment if you trust it"
+        )
+    config.fill(max_seq_len=max_seq_len)
+    return config
+
+
+def _override(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    schema = Schema.of(ModelConfig)
+    if schema.find(key) is None:
+        near = nearest(key, schema.keys)
+        raise UserError(f"model.config_overrides.{key}: the model section has no such key{near}")
+    for parent in parents:
+        values = values.setdefault(parent, {}) or {}
+    values[last] = value
+
+
+def write_model(folder: Path, config: ModelConfig) -> None:
+    """Write down a fine-tuned model's shape beside its recipe."""
+    atomic_write(folder / MODEL, dump(to_dict(config)))
+
+
+def open_folder(
+    folder: Path, asked: PretrainedConfig, note: Callable[[str], None], world: World = ALONE
+) -> Pretrained:
+    """A Hugging Face folder, held by the decoder where it expresses the model, else by its class.
+
+    Every process calls it; rank 0 reads all but the weights.
+
+    Raises:
+        UserError: neither can hold it; or the one that was asked for cannot.
+    """
+    from llmfoundry.hf.config_json import check_layers
+    from llmfoundry.hf.read import read_json
+
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        raise UserError(
+            f"model.pretrained: {folder} is an adapter; write it as adapter.pretrained, and the"
+            " model that it was made for as model.pretrained"
+        )
+    written = on_rank0(world, lambda: read_json(folder / "config.json"))
+    if not isinstance(written, dict):
+        raise UserError(
+            f"{folder / 'config.json'}: is not a model's; write a folder that holds one"
+        )
+    code = _trusted_code(folder, written, asked, note)
+    for key, value in asked.config_overrides.items():
+        _override_hf(written, key, value, code)
+    check_layers(written)
+    tokenizer = on_rank0(world, lambda: Tokenizer.load(folder))
+    reason = "model.name asks for it"
+    if asked.name != HF_CAUSAL_LM and code is None:
+        try:
+            return _by_decoder(folder, written, tokenizer, note, world)
+        except UserError as error:
+            if asked.name != "auto":
+                raise
+            reason = error.problems[0].partition(" (can be:")[0]
+    return _by_class(folder, written, asked, code, tokenizer, reason, note, world)
+
+
+def _by_decoder(
+    folder: Path,
+    written: dict[str, Any],
+    tokenizer: Tokenizer,
+    note: Callable[[str], None],
+    world: World,
+) -> Pretrained:
+    from llmfoundry.hf.read import open_hf
+
+    def read() -> tuple[ModelConfig, str]:
+        with open_hf(folder, written=written, note=note) as opened:  # reads all but the weights
+            return opened.config, opened.architecture
+
+    config, name = on_rank0(world, read)
+
+    def fill(model: Decoder) -> None:
+        with open_hf(folder, written=written, note=lambda _: None) as again:
+            fill_model(model, with_new_rows(model, again.tensors(), model.vocabulary()))
+
+    return Pretrained(config, tokenizer, fill, f"{folder}, {name} held by the decoder")
+
+
+def _by_class(
+    folder: Path,
+    written: dict[str, Any],
+    asked: PretrainedConfig,
+    code: str | None,
+    tokenizer: Tokenizer,
+    reason: str,
+    note: Callable[[str], None],
+    world: World,
+) -> Pretrained:
+    from llmfoundry.hf.class_weights import check_class, class_config
+    from llmfoundry.hf.read import UNTIED
+
+    if asked.quantize != "none":
+        raise UserError(
+            f"model.quantize: {asked.quantize} is the decoder's, which cannot hold this model"
+            f" ({reason}); write none"
+        )
+    if written.get("quantization_config") is not None:
+        raise UserError("config.json: quantization_config; write a folder that is not quantised")
+    config = class_config(written, attn_impl=asked.attn_impl, code=code)
+    if on_rank0(world, lambda: check_class(config, folder)):
+        note(UNTIED.format(embedding="the embedding"))
+        untied = {**written, "tie_word_embeddings": False}
+        config = class_config(untied, attn_impl=asked.attn_impl, code=code)
+
+    def fill(model: Decoder) -> None:
+        fill_class(model, folder)
+
+    named = written.get("architectures")
+    kind = named[0] if isinstance(named, list) and named else written.get("model_type")
+    summary = f"{folder}, {kind} held by transformers' class ({reason})"
+    return Pretrained(config, tokenizer, fill, summary)
+
+
+def fill_class(model: nn.Module, folder: Path) -> None:
+    """Fill a model of transformers, whole or in shards, from a folder that was checked."""
+    from llmfoundry.hf.causal_lm import HFCausalLM
+    from llmfoundry.hf.class_weights import class_tensors
+    from llmfoundry.hf.read import open_weights
+
+    assert isinstance(model, HFCausalLM)
+    with open_weights(folder) as weights:
+        tensors = class_tensors(model, weights.names, weights.get, may_grow=True)
+        grown = with_new_rows(model, tensors, model.vocabulary())
+        fill_model(model, grown, computed=model.computed())
+
+
+def _trusted_code(
+    folder: Path, written: dict[str, Any], asked: PretrainedConfig, note: Callable[[str], None]
+) -> str | None:
+    """The folder, where its own code is to make the class; None: transformers and we have it.
+
+    Raises:
+        UserError: there is only the folder's own code, and it is not trusted.
+    """
+    if "auto_map" not in written:
+        if asked.trust_remote_code:
+            raise UserError(
+                f"model.trust_remote_code: has no effect, as {folder} brings no code; remove it"
+            )
+        return None
+    if asked.trust_remote_code:
+        return str(folder)
+    if not _is_known(written):
+        raise UserError(
+            f"model.trust_remote_code: {folder} is a model of its own Python code (auto_map), which"
+            " is not run; write true if you trust it"
+        )
+    note(f"{folder}: the Python code that it brings (auto_map) is not run")
+    return None
+
+
+def _is_known(written: Mapping[str, Any]) -> bool:
+    """Whether transformers has a class for it, or the decoder reads it."""
+    from transformers import CONFIG_MAPPING
+
+    return written.get("model_type") in CONFIG_MAPPING
+
+
+def _override_hf(written: dict[str, Any], key: str, value: Any, code: str | None) -> None:
+    """Change a key of config.json in place; sections are merged, not replaced.
+
+    Raises:
+        UserError: neither config.json nor transformers' configuration has such a key.
+    """
+    from llmfoundry.hf.causal_lm import read_hf_config
+    from llmfoundry.hf.config_json import OWN_TYPE
+
+    parts = key.split(".")
+    if len(parts) > 1:
+        return _override_hf(written, parts[0], _nested(parts[1:], value), code)
+    known = dict(written)
+    if written.get("model_type") != OWN_TYPE:
+        known = {**read_hf_config(dict(written), code=code).to_dict(), **written}
+    _merge(written, known, {key: value}, "model.config_overrides.")
+
+
+def _nested(parts: list[str], value: Any) -> dict[str, Any]:
+    return {parts[0]: value if len(parts) == 1 else _nested(parts[1:], value)}
+
+
+def _merge(into: dict[str, Any], known: Mapping[str, Any], new: dict[str, Any], at: str) -> None:
+    """Write `new` into `into`, section by section; `known` are the keys that there may be."""
+    for key, value in new.items():
+        if key not in known:
+            raise UserError(
+                f"{at}{key}: the model's config.json has no such key{nearest(key, known)}"
+            )
+        if isinstance(value, dict) and isinstance(known[key], dict) and known[key]:
+            section = into.get(key) or dict(known[key])
+            into[key] = dict(section)
+            _merge(into[key], {**known[key], **section}, value, f"{at}{key}.")
+        else:
+            into[key] = value
+
+
+def fill_from_run(model: Decoder, folder: Path, rows: int, world: World) -> None:
+    """Fill a model from a checkpoint, whose embedding and head have `rows` rows."""
+    names = model.vocabulary() & get_model_state_dict(model).keys()  # of tied ones the first
+    grows = [name for name in sorted(names) if len(model.get_parameter(name)) > rows]
+    load_weights(folder, model, world=world, left=grows)
+    for name in grows:
+        shape = model.get_parameter(name).shape
+        own = torch.empty(rows, *shape[1:])
+        load_tensors({"model": {name: own}}, folder)
+        fill_tensor(model, name, grown(own, shape[0]))
+    fill_quantized(model, folder)
+
+
+def merge_run(
+    model: Decoder, base: Pretrained, folder: Path, written: FinetuneRecipe, config: ModelConfig
+) -> None:
+    """Fill a model with an adapter's base, and add the adapter of that checkpoint.
+
+    Args:
+        model: with memory.
+        base: what the adapter's run began with.
+        folder: its checkpoint.
+        written: its recipe as written.
+        config: the shape of its model.
+    """
+    from llmfoundry.hf.peft.read import read_adapter
+
+    if is_quantized(model):
+        raise UserError(
+            f"model.quantize: {folder} is an adapter, and is not added to weights of 4 bits; merge"
+            " it first by scripts/convert.py to=hf, and write its output as model.pretrained"
+        )
+    base.fill(model)
+    check_base(model, folder / FOLDER, "model.pretrained", rows=config.vocab_size)
+    with torch.device("meta"):
+        plain = Decoder(config)
+    read = read_adapter(folder / FOLDER, plain, dropout=0.0)
+    for name, hold in as_held(_trained(written, config, folder)):
+        parameter = model.get_parameter(name)
+        assign(parameter, hold(whole(parameter)))
+    merge_into(model, read.plan, read.tensors, rows=config.vocab_size)
+
+
+def _trained(written: FinetuneRecipe, config: ModelConfig, folder: Path) -> Decoder:
+    """The run's model on the meta device, held as it was trained."""
+    recipe = with_defaults(written)
+    recipe.model = config  # type: ignore[assignment]
+    model = build_root(recipe).model
+    choose_trained(model, recipe, lambda line: None, checkpoint=folder)
+    hold_frozen(model, recipe, written, lambda line: None)
+    return model
+
+
+def fill_model(
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, computed: Collection[str] = ()
+) -> None:
+    """Fill every parameter and buffer that `model` saves, whole or in shards, one at a time.
+
+    Args:
+        model: with memory, and names as `tensors` has them; an adapter's are left alone.
+        tensors: all of its state, each of them whole.
+        computed: what has its values already, where `tensors` lacks it.
+
+    Raises:
+        UserError: a tensor that is to be quantised holds values that are not finite.
+    """
+    left = {name for name in model.state_dict(keep_vars=True) if not is_added(name)}
+    for name, tensor in tensors:
+        fill_tensor(model, name, tensor)
+        left.remove(name)
+    left -= set(computed)
+    assert not left, f"not filled: {sorted(left)}"
+
+
+def fill_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """`place`, and what it refuses said to the user."""
+    try:
+        place(model, name, tensor)
+    except ValueError as error:
+        raise UserError(
+            f"model.quantize: {name} {error}, and 4 bits are scaled by the largest; write none, or"
+            " mend the weights"
+        ) from error
+
+
+def fill_quantized(model: nn.Module, folder: Path) -> None:
+    """Fill what is kept in 4 bits from a checkpoint of ours; every process reads for itself."""
+    for name, tensor in _whole_tensors(folder, quantized_shapes(model)):
+        fill_tensor(model, name, tensor)
+
+
+def _whole_tensors(
+    folder: Path, shapes: Iterable[tuple[str, tuple[int, int]]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, shape in shapes:
+        tensor = torch.empty(shape)
+        load_tensors({"model": {name: tensor}}, folder)
+        yield name, tensor
+
+
+def with_new_rows(
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]], names: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Embeddings and heads of fewer rows than the model's, as `grown` makes them.
+
+    Args:
+        model: with the rows that it is to have.
+        tensors: its state, one by one.
+        names: those that may grow.
+    """
+    names = set(names)
+    for name, tensor in tensors:
+        yield name, grown(tensor, len(model.get_parameter(name))) if name in names else tensor

@@ -1,1 +1,0 @@
-"""Where weights come from when a run begins with someone's."""

@@ -1,1 +1,0 @@
-"""A `model` section as transformers' config.json, and back."""
