@@ -25,10 +25,10 @@ because mosaicml-streaming excludes today's numpy:
     python -m venv RIVALS && RIVALS/bin/pip install torch mosaicml-streaming==0.13 litdata==0.2.76
 
 `preparation`: next to `datasets.map`, on the Python standard library, with the same tokenizer. Ours
-is all of `prepare`: it reads files, splits, encodes, writes shards with checksums and indices to
-the disk. `datasets.map` gets the texts in memory, encodes them in batches of 1,000 and writes its
-Arrow cache: by transformers' tokenizer, as most scripts do, and by the very call that ours makes.
-By the clock and by the CPU time of all processes.
+is all of `prepare_corpus`: it reads files, splits, encodes, writes shards with checksums and
+indices to the disk. `datasets.map` gets the texts in memory, encodes them in batches of 1,000 and
+writes its Arrow cache: by transformers' tokenizer, as most scripts do, and by the very call that
+ours makes. By the clock and by the CPU time of all processes.
 
 `wait`: training steps on batches as they are read, next to the same batches made before.
 Interleaved in one process, a few steps each, and on the same rows, because a step's time depends on
@@ -64,7 +64,7 @@ from llmfoundry.data.loader import BatchPrefetcher
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-from llmfoundry.data.preparation.prepare import prepare
+from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -376,7 +376,7 @@ def preparation_rows(turns: dict[str, list[PreparationTurn]], size: int) -> list
 
 def _ours(data: DataConfig, tokenizer: Tokenizer, cache: Path) -> None:
     data.cache_folder = str(cache)
-    prepare(data, tokenizer, progress=False)
+    prepare_corpus(data, tokenizer, progress=False)
 
 
 Encode = Callable[[list[str]], Any]

@@ -33,7 +33,7 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     try:
         if name == "--complete":
-            complete(arguments)
+            print_completions(arguments)
         elif name in _FLAGS:
             print(_FLAGS[name]())
         elif name in _OWN:
@@ -117,7 +117,7 @@ def print_completion(arguments: Sequence[str]) -> None:
     print(_SHELLS[arguments[0]].strip())
 
 
-def complete(words: Sequence[str]) -> None:
+def print_completions(words: Sequence[str]) -> None:
     """Print what the last word can become; of a command's own words the script knows."""
     command, *others = words or [""]
     found: list[str] = []

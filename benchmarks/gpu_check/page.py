@@ -16,7 +16,7 @@ from benchmarks.gpu_check.charts import share_bar, share_chart
 from benchmarks.gpu_check.results import DEFECTS, OK, PAGE_NAME, Results, Row, StepResult
 from benchmarks.gpu_check.verdict import TARGET, product_rate
 from llmfoundry.files import atomic_write
-from llmfoundry.loggers.console import count, duration, number, percent
+from llmfoundry.loggers.console import duration, number, percent, short_count
 from llmfoundry.loggers.pages.page import Tile, page, pairs, table
 
 STATUS = {"running": "not finished: running", "finished": "finished", "stopped": "stopped"}
@@ -247,7 +247,7 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(_text(key, one) for one in value)
     if key == "tokens/s":
-        return count(value)
+        return short_count(value)
     return number(value, digits=4) if isinstance(value, float) else str(value)
 
 

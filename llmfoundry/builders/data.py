@@ -22,7 +22,7 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
 from llmfoundry.data.mixture import Mixture, Phase, stream_weights
 from llmfoundry.data.order import Order
-from llmfoundry.data.preparation.prepare import prepare
+from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.shard_index import Index, read_index, with_sample
 from llmfoundry.data.sources import (
     ONLY,
@@ -30,7 +30,7 @@ from llmfoundry.data.sources import (
     RowOptions,
     Stream,
     TokenSource,
-    open_folder,
+    open_shards,
     open_source,
     stream_key,
     too_short,
@@ -41,7 +41,7 @@ from llmfoundry.data.supervised.pack import (
     PackOptions,
     bad_lines,
     open_rows,
-    summary,
+    packing_summary,
 )
 from llmfoundry.data.supervised.prepare_rows import prepare_rows
 from llmfoundry.data.supervised.source import SupervisedHeldOut, SupervisedSource, brings_others
@@ -300,7 +300,7 @@ class _Opening:
             self.silent += lines
             self.bad_rows += bad_rows
             return rows
-        key, folder = "data.validation", open_folder(config, self._options)
+        key, folder = "data.validation", open_shards(config, self._options)
         index = on_rank0(self._world, lambda: self._read_index(key, folder))
         source = open_source("validation", key, folder, index, self._reading(config))
         kinds: dict[type, Callable[[Any], HeldOut]] = {
@@ -325,7 +325,7 @@ class _Opening:
 
     def _corpus(self, name: str, source: SourceConfig) -> _Opened:
         config = self._config if name == ONLY else self._config.alone(source)
-        opened = partial(prepare, config, self._tokenizer, progress=self._world.is_main)
+        opened = partial(prepare_corpus, config, self._tokenizer, progress=self._world.is_main)
         prepared = on_each_machine(self._world, opened, patient=True)
         dataset = prepared.train
         found = TokenSource(name, dataset, self._recipe.max_seq_len)
@@ -340,7 +340,7 @@ class _Opening:
         )
 
     def _shards(self, name: str, config: SourceConfig) -> _Opened:
-        folder = open_folder(config, self._options)
+        folder = open_shards(config, self._options)
         reading = self._reading(config)
 
         def opened(index: Index) -> TokenSource | MDSTokens | MDSTexts:
@@ -514,4 +514,4 @@ def _open(
         key=key,
     )
     packed = open_rows(store, options, tokenizer.token_bytes(), config.cache_folder)
-    return store, packed, summary(key, store.facts, packed, options)
+    return store, packed, packing_summary(key, store.facts, packed, options)

@@ -33,7 +33,7 @@ from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.prompts.settings import Chat, PromptSettings
 from llmfoundry.gauntlet.questions import EvaluatedModel
-from llmfoundry.loggers.pages.report import read_json
+from llmfoundry.loggers.pages.report import read_json_if_there
 from llmfoundry.models.positions import longest_document
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file
@@ -313,7 +313,7 @@ class EvalBudget:
         """What this run decided before, for the same fraction."""
         if not self._file.is_file():
             return None
-        kept = read_json(self._file)
+        kept = read_json_if_there(self._file)
         return float(kept["share"]) if kept["max_fraction"] == self._max_fraction else None
 
     def _agreed(self, share: float | None) -> float | None:

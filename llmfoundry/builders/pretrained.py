@@ -46,7 +46,7 @@ from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.front.typed import Problem, build, dump, flat, know_secrets, require, to_dict
-from llmfoundry.recipe.front.yamlfile import read
+from llmfoundry.recipe.front.yamlfile import read_yaml
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -270,7 +270,7 @@ def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mode
         UserError: a key that the model section does not have, or a value that cannot be.
     """
     if (folder / MODEL).is_file():
-        values, max_seq_len = read(folder / MODEL), None
+        values, max_seq_len = read_yaml(folder / MODEL), None
     else:
         written = load_run(folder / "recipe.yaml")
         require(written, "model", "max_seq_len")

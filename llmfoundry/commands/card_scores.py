@@ -12,8 +12,8 @@ from typing import Any
 
 from llmfoundry.hf.card import CardScore
 from llmfoundry.loggers.metrics import BATCH, read_metrics
-from llmfoundry.loggers.pages.report import read_json
-from llmfoundry.loggers.pages.score_charts import Estimate, in_parts, percents, written
+from llmfoundry.loggers.pages.report import read_json_if_there
+from llmfoundry.loggers.pages.score_charts import ShownScore, in_parts, percents, written
 from llmfoundry.loggers.pages.titles import LOSS, title
 
 
@@ -25,8 +25,10 @@ def card_scores(checkpoint: Path, batch: int) -> list[CardScore]:
         batch: of the checkpoint; measurements of others are not its.
     """
     run_folder = checkpoint.parents[1]
-    asked = read_json(run_folder / "eval" / checkpoint.name / "results.json")
-    result = asked.get("gauntlet") or read_json(run_folder / "eval" / f"{checkpoint.name}.json")
+    asked = read_json_if_there(run_folder / "eval" / checkpoint.name / "results.json")
+    result = asked.get("gauntlet") or read_json_if_there(
+        run_folder / "eval" / f"{checkpoint.name}.json"
+    )
     metrics = asked.get("metrics") or _logged(run_folder / "metrics.jsonl", batch)
     return [*_losses(metrics), *_categories(result), *_tasks(result)]
 
@@ -49,14 +51,14 @@ def _categories(result: Mapping[str, Any]) -> Iterator[CardScore]:
     for kind in ("averages", "categories"):
         for name, value in (result.get(kind) or {}).items():
             score, within = in_parts(
-                written(Estimate(value, errors.get(name), intervals.get(name)))
+                written(ShownScore(value, errors.get(name), intervals.get(name)))
             )
             yield CardScore(name.replace("_", " "), score, within, "0")
 
 
 def _tasks(result: Mapping[str, Any]) -> Iterator[CardScore]:
     for task in result.get("tasks", ()):
-        accuracy = Estimate(task["accuracy"], task["stderr"], task.get("interval"))
+        accuracy = ShownScore(task["accuracy"], task["stderr"], task.get("interval"))
         yield CardScore(
             f"{task['label']}, {task['num_fewshot']}-shot, {task['n']} questions",
             *in_parts(percents(accuracy)),

@@ -1,7 +1,7 @@
 """`--dry-run` of every script: what the command would do; nothing is written, nothing trained.
 
-`recipe/front/script.py` calls `plan` in the command's place, once the recipe is checked. The idea:
-what a command refuses before it begins is refused here too, with the same words.
+`recipe/front/script.py` calls `print_plan` in the command's place, once the recipe is checked. The
+idea: what a command refuses before it begins is refused here too, with the same words.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
-from llmfoundry.loggers.console import Console, count, size
+from llmfoundry.loggers.console import Console, format_gib, short_count
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.plan.communication import Messages, communication, spanning
@@ -72,7 +72,7 @@ TOKENS = {("allenai/c4", "en"): 156e9}
 """Of data sets of the hub, about: of C4 by Dodge et al., 2021 (arXiv 2104.08758), table 1."""
 
 
-def plan(command: str, recipe: Any, hardware: Hardware | None = None) -> None:
+def print_plan(command: str, recipe: Any, hardware: Hardware | None = None) -> None:
     """Print what `command`, a function of this folder, would do with a checked recipe.
 
     Args:
@@ -184,9 +184,9 @@ def _is_on_hub(recipe: FinetuneRecipe) -> bool:
 
 
 def _size(recipe: TrainRecipe, need: MemoryEstimate) -> str:
-    model = f"{recipe.model.name}, about {count(need.parameters)} parameters"
+    model = f"{recipe.model.name}, about {short_count(need.parameters)} parameters"
     if recipe.model.ffn_config.ffn_type == "dmoe":
-        model += f", of which a token meets {count(active_parameter_count(recipe.model))}"
+        model += f", of which a token meets {short_count(active_parameter_count(recipe.model))}"
     return model
 
 
@@ -221,7 +221,9 @@ def _length(recipe: TrainRecipe) -> str:
         return f"{recipe.max_duration} of the text, in {shape}"
     tokens = Clock(rows, step, 1.0, length).total * step
     passes = passes_over(recipe.data, tokens)
-    return f"{tokens // step:,} {shape}, {count(tokens)} tokens in all{passes and f', {passes}'}"
+    return (
+        f"{tokens // step:,} {shape}, {short_count(tokens)} tokens in all{passes and f', {passes}'}"
+    )
 
 
 def passes_over(data: DataConfig, tokens: int) -> str:
@@ -231,13 +233,13 @@ def passes_over(data: DataConfig, tokens: int) -> str:
         return ""
     passes = tokens / has
     times = f"{passes:.1f}" if passes < 9.95 else f"{passes:.0f}"
-    return f"about {times} passes over the {count(has)} of {data.dataset} {data.subset}"
+    return f"about {times} passes over the {short_count(has)} of {data.dataset} {data.subset}"
 
 
 def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
     """The total and its parts, which add up to it but for rounding."""
-    total = f"about {size(need.total(rows) / GIB)} a process"
-    return f"{total}: {parts_text(need, rows)}; {size(free / GIB)} are free"
+    total = f"about {format_gib(need.total(rows) / GIB)} a process"
+    return f"{total}: {parts_text(need, rows)}; {format_gib(free / GIB)} are free"
 
 
 def _layout(guessed: TrainRecipe, world: World, fit: Fit, node: int) -> Rows:
@@ -258,12 +260,12 @@ def _sends(messages: Iterable[Messages]) -> str:
         between[message.what] += message.between
 
     def part(what: str, sent: int) -> str:
-        out = f" ({size(between[what] / GIB)})" if between[what] else ""
-        return f"{what} {size(sent / GIB)}{out}"
+        out = f" ({format_gib(between[what] / GIB)})" if between[what] else ""
+        return f"{what} {format_gib(sent / GIB)}{out}"
 
-    out = f", {size(between.total() / GIB)} of it to other nodes" if between.total() else ""
+    out = f", {format_gib(between.total() / GIB)} of it to other nodes" if between.total() else ""
     parts = ", ".join(part(what, sent) for what, sent in each.most_common())
-    return f"about {size(each.total() / GIB)} a process and step{out}: {parts}"
+    return f"about {format_gib(each.total() / GIB)} a process and step{out}: {parts}"
 
 
 def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | None) -> str:
@@ -274,7 +276,7 @@ def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | Non
     each = ""
     if model is None:
         whole = width * (1 + OPTIMIZERS[recipe.optimizer.name].moments) * need.parameters
-        each = f", about {size(whole / GIB)} each"
+        each = f", about {format_gib(whole / GIB)} each"
     return f"every {recipe.save_interval} and at the end{each}; {kept}"
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare, prepare_to
-from llmfoundry.data.preparation.write.manifest import summary
+from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare_corpus, prepare_to
+from llmfoundry.data.preparation.write.manifest import manifest_summary
 from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import Output, token_output
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def prepare_data(written: PrepareRecipe) -> None:
 
 
 def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
-    """What the filled `prepare` section asks for."""
+    """What the filled `prepare_corpus` section asks for."""
     if config.format == "tokens":
         return token_output(tokenizer, shard_bytes=config.size_limit, hashes=tuple(config.hashes))
     output = Output(
@@ -67,7 +67,7 @@ def _fill_cache(recipe: PrepareRecipe) -> None:
         data = learning_corpus(data)
     tokenizer = build_tokenizer(recipe.tokenizer, data, progress=True)
     for name, corpus in _corpora(recipe.data).items():
-        prepared = prepare(corpus, tokenizer, progress=True)
+        prepared = prepare_corpus(corpus, tokenizer, progress=True)
         print(public(prepared.summary).replace("data:", f"{name}:"))
         rows = prepared.train.n_rows(recipe.max_seq_len)
         print(f"{name}: {rows:,} training rows of {recipe.max_seq_len:,} tokens")
@@ -84,7 +84,7 @@ def _write(recipe: PrepareRecipe, config: PrepareConfig, output: str) -> None:
         execution=ExecutionOptions(recipe.data.num_workers, config.engine, progress=True),
         about={"licence": config.licence or "", "source": config.source or ""},
     )
-    print(public(summary(manifest)))
+    print(public(manifest_summary(manifest)))
     total = manifest.total
     if total.samples:
         print(f"data: {total.samples:,} samples of MDS")

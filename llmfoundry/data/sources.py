@@ -219,7 +219,7 @@ class RowOptions:
     dtype: str = "int64"
 
 
-def open_folder(config: SourceConfig, options: FetchOptions) -> ShardFolder:
+def open_shards(config: SourceConfig, options: FetchOptions) -> ShardFolder:
     """The folder of a source of shards, its split included."""
     remote, local = (_below(folder, config.split) for folder in (config.remote, config.local))
     return ShardFolder.open(remote, local, options)

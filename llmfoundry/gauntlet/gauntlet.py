@@ -18,7 +18,7 @@ from typing import Any
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.grading.categories import (
-    combine,
+    combine_tasks,
     grade,
     missing_benchmarks,
     wrong_baselines,
@@ -26,7 +26,7 @@ from llmfoundry.gauntlet.grading.categories import (
 from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.metrics import Interval, empty_aliases, wilson
 from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
-from llmfoundry.gauntlet.prompts.cache import cached_questions, pack, unpack
+from llmfoundry.gauntlet.prompts.cache import cached_questions, pack_questions, unpack_questions
 from llmfoundry.gauntlet.prompts.settings import PromptSettings
 from llmfoundry.gauntlet.questions import (
     EvaluatedModel,
@@ -74,13 +74,13 @@ class _Ready:
 
     def __reduce__(self) -> tuple[Any, ...]:
         rows = [question.row for question in self.questions]
-        return _unpacked, (self.task, self.blank, rows, pack(self.questions))
+        return _unpacked, (self.task, self.blank, rows, pack_questions(self.questions))
 
 
 def _unpacked(
     task: TaskConfig, blank: TaskResult, rows: Sequence[TaskRow], packed: bytes
 ) -> _Ready:
-    return _Ready(task, blank, unpack(packed, rows))
+    return _Ready(task, blank, unpack_questions(packed, rows))
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Gauntlet:
             self._settings.unit,
         )
         notes = [*self._left_out, *self._baselines]
-        found = combine(results, self._file.gauntlet, notes, cost=cost)
+        found = combine_tasks(results, self._file.gauntlet, notes, cost=cost)
         return dataclasses.replace(found, asked=self._settings.describe()), answered
 
     def _choose(self, share: float) -> _Chosen:

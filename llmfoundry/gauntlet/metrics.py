@@ -204,7 +204,7 @@ def choice_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estim
     found = {}
     for name, unit in CHOICE_ACCURACIES.items():
         rights = [judge_by(answer, unit).right for answer in answers]
-        found[name] = share([*rights, *[False] * n_refused])
+        found[name] = share_right([*rights, *[False] * n_refused])
     return found | _choice_calibration(answers)
 
 
@@ -216,7 +216,7 @@ def greedy_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estim
 def generation_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estimate]:
     """The share of gold answers that are greedy."""
     rights = [*(answer.scores[0].greedy for answer in answers), *[False] * n_refused]
-    return {NOT_GENERATED: share(rights)}
+    return {NOT_GENERATED: share_right(rights)}
 
 
 def is_whole(task: TaskConfig, answer: Answer) -> bool:
@@ -227,7 +227,7 @@ def is_whole(task: TaskConfig, answer: Answer) -> bool:
     return is_right(answer.text, row, task) and not runs_on(answer.text, row, task)
 
 
-def share(rights: Sequence[bool]) -> Estimate:
+def share_right(rights: Sequence[bool]) -> Estimate:
     """The share that is right, with the binomial standard error; that of one row is not known."""
     share = sum(rights) / len(rights)
     error = math.sqrt(share * (1 - share) / len(rights)) if len(rights) > 1 else None
@@ -302,7 +302,7 @@ def _greedy_calibration(answers: Sequence[Answer]) -> dict[str, Estimate]:
     return {name: Estimate(calibration_error(judged)) for name, judged in found.items()}
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
+def until_stop(text: str, stops: Sequence[str]) -> str:
     """What is before the first of `stops`, plain strings; all of `text` where there is none.
 
     First is the one that is complete first, so that more text after it changes nothing. (LLM
@@ -323,7 +323,7 @@ def normalize(text: str) -> str:
 
 def final_answer(text: str, task: TaskConfig) -> str:
     """What is compared with the aliases: what follows the chain of thought, cleaned."""
-    text = cut(text, task.early_stopping_criteria)
+    text = until_stop(text, task.early_stopping_criteria)
     if task.cot_delimiter:
         text = text.split(task.cot_delimiter)[-1]
     return _clean(text, task)
@@ -335,7 +335,7 @@ def is_right(text: str, row: TaskRow, task: TaskConfig) -> bool:
     A row with checks of its own must meet all of them instead, to its last character.
     """
     if row.checks:
-        return checks.is_right(cut(text, task.early_stopping_criteria), row.checks)
+        return checks.meets_checks(until_stop(text, task.early_stopping_criteria), row.checks)
     return bool(_matches(final_answer(text, task), row, task))
 
 

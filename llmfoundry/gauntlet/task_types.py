@@ -73,7 +73,7 @@ def type_of(task: TaskConfig) -> TaskType:
     return TASK_TYPES[task.icl_task_type]
 
 
-def judge(task: TaskConfig, answer: Answer) -> Verdict:
+def judge_answer(task: TaskConfig, answer: Answer) -> Verdict:
     """Whether an answer counts as right by the task's own accuracy."""
     if not answer.is_finite or answer.refusal is not None:
         return Verdict(None, False)
@@ -110,7 +110,7 @@ def read_generation(row: Mapping[str, Any], place: str) -> TaskRow:
     thought = _text(row, "chain_of_thought") if row.get("chain_of_thought") is not None else ""
     aliases = tuple(dict.fromkeys([answer, *given]))
     if "checks" in row:
-        for problem in checks.problems(row["checks"]):
+        for problem in checks.check_problems(row["checks"]):
             raise ValueError(problem)
     return TaskRow(
         (context,),
@@ -156,7 +156,7 @@ def _messages(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(
-                f"field 'messages' holds {shortened(message)}; write role and content of each"
+                f"field 'messages' holds {short_repr(message)}; write role and content of each"
             )
     if messages and (
         messages[-1]["role"] != "user" or not isinstance(messages[-1]["content"], str)
@@ -170,14 +170,14 @@ def _messages(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 def _mappings(row: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     value = row.get(name, [])
     if not isinstance(value, list) or not all(isinstance(part, Mapping) for part in value):
-        raise ValueError(f"field '{name}' is {shortened(value)}; write a list of mappings")
+        raise ValueError(f"field '{name}' is {short_repr(value)}; write a list of mappings")
     return value
 
 
 def _mapping(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = row.get(name, {})
     if not isinstance(value, Mapping):
-        raise ValueError(f"field '{name}' is {shortened(value)}; write a mapping")
+        raise ValueError(f"field '{name}' is {short_repr(value)}; write a mapping")
     return value
 
 
@@ -198,7 +198,7 @@ def _options(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def _texts(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = _field(row, name)
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"field '{name}' is {shortened(value)}; write a list of texts")
+        raise ValueError(f"field '{name}' is {short_repr(value)}; write a list of texts")
     return tuple(value)
 
 
@@ -213,7 +213,7 @@ def filled_text(row: Mapping[str, Any], name: str, what: str) -> str:
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = _field(row, name)
     if not isinstance(value, str):
-        raise ValueError(f"field '{name}' is {shortened(value)}; write a text")
+        raise ValueError(f"field '{name}' is {short_repr(value)}; write a text")
     return value
 
 
@@ -226,7 +226,7 @@ def _field(row: Mapping[str, Any], name: str) -> Any:
     return row[name]
 
 
-def shortened(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value in at most 60 characters, for messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

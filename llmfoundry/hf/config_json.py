@@ -53,7 +53,7 @@ from llmfoundry.recipe.architecture.blocks import (
     LayerConfig,
 )
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
-from llmfoundry.recipe.front.typed import Problem, build, convert, to_dict
+from llmfoundry.recipe.front.typed import Problem, build, to_dict, to_type
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.bounds import MOST_LAYERS
 from llmfoundry.recipe.values.checks import nearest
@@ -366,7 +366,7 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
         found: list[Problem] = []
         key = f"config.json: {field.theirs}"
         declared = Schema.of(ModelConfig).find(field.ours)
-        value = convert(declared.hint if declared else None, value, key, found)
+        value = to_type(declared.hint if declared else None, value, key, found)
         problems += [problem.line for problem in found]
         return value
     if value not in list(field.choices):  # a list, for what cannot be a dictionary's key

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmfoundry.events import is_restart, names_in, read_events
-from llmfoundry.loggers.console import count
+from llmfoundry.loggers.console import short_count
 from llmfoundry.loggers.metrics import find_lacking
 from llmfoundry.recipe.front.called import command_line
 from llmfoundry.redaction import public
@@ -282,7 +282,9 @@ class BackgroundWriter:
                 if self._out_of_time():
                     return
         if lacking:
-            self._note(f"{self._target.label} has {count(len(lacking))} values that it lacked")
+            self._note(
+                f"{self._target.label} has {short_count(len(lacking))} values that it lacked"
+            )
 
     def _send_some(self, session: Session) -> bool:
         """Wait for work and send one request; False when nothing more can come."""
@@ -400,7 +402,7 @@ class BackgroundWriter:
         with self._changed:
             self._count_lost(list(self._waiting))
         missing = [
-            f"{count(n)} {kind}" if kind in KINDS else kind for kind, n in self._lost.items()
+            f"{short_count(n)} {kind}" if kind in KINDS else kind for kind, n in self._lost.items()
         ]
         if cut_off or not self._is_ended:
             missing.append("the end of the run")

@@ -138,8 +138,8 @@ def step_cells(batch: int, metrics: Mapping[str, float], *, total: int) -> list[
         ("bpb", _cell("bpb ", get("metrics/train/bits_per_byte"), _fixed, 6)),
         ("grad", _cell("grad ", get("l2_norm/grad/global"), _short, 7)),
         ("lr", _cell("lr ", rate, _rate, 7)),
-        ("memory", _cell("", get("memory/peak_allocated_mem"), size, 9)),
-        ("speed", _cell("", get("throughput/tokens_per_sec"), count, 5, " tok/s")),
+        ("memory", _cell("", get("memory/peak_allocated_mem"), format_gib, 9)),
+        ("speed", _cell("", get("throughput/tokens_per_sec"), short_count, 5, " tok/s")),
         ("mfu", _cell("mfu ", get("throughput/device/mfu"), percent, 5)),
         ("left", _cell("", get("time/remaining_estimate"), duration, 6, " left")),
     ]
@@ -185,7 +185,7 @@ def _rate(value: float) -> str:
 _STEPS = ("", "k", "M", "G", "T", "P", "E")
 
 
-def count(value: float) -> str:
+def short_count(value: float) -> str:
     """Three or four digits and a decimal suffix: 950, 12.3k, 1.40M, 2.00G."""
     if not math.isfinite(value):
         return str(value)
@@ -198,7 +198,7 @@ def count(value: float) -> str:
     return f"{sign}{_three_digits(scaled)}{_STEPS[step]}"
 
 
-def size(gib: float) -> str:
+def format_gib(gib: float) -> str:
     """Memory given in GiB: 812 MiB, 1.2 GiB, 79.3 GiB."""
     if not math.isfinite(gib):
         return str(gib)

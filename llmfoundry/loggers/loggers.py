@@ -26,7 +26,7 @@ from llmfoundry.loggers.background_queue import (
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.environment import environment
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
-from llmfoundry.loggers.pages.report import STATUS, read_json, write_report
+from llmfoundry.loggers.pages.report import STATUS, read_json_if_there, write_report
 from llmfoundry.loggers.pages.report_charts import TRAIN_LOSS
 from llmfoundry.recipe.front.typed import as_written, flat
 from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
@@ -88,7 +88,7 @@ class Tracker:
         if facts:
             self.console.banner(facts)
         self._drop_after(first_batch)
-        before = read_json(self._folder / "run.json") if first_batch > 0 else {}
+        before = read_json_if_there(self._folder / "run.json") if first_batch > 0 else {}
         # Until this process has made a step, the record is the earlier one's.
         self._run |= {"facts": facts, "environment": before.get("environment", {})}
         self._run["summary"] = {"status": "running"}
@@ -105,7 +105,7 @@ class Tracker:
         if self._has_routing:
             dropped += self._routing.start(batch)
         for path in sorted(self._folder.glob("eval/*.json")):
-            if batch == 0 or int(read_json(path)[BATCH]) > batch:
+            if batch == 0 or int(read_json_if_there(path)[BATCH]) > batch:
                 path.unlink()
                 dropped += 1
         if dropped:
@@ -292,7 +292,7 @@ def send_record(
     writers = stores(make_writers(recipe.logger, folder, note=note, warn=warn), note)
     if not writers:
         raise UserError("logger: names no place; write logger.mlflow=true, tensorboard or wandb")
-    run = read_json(folder / "run.json")
+    run = read_json_if_there(folder / "run.json")
     facts = RunFacts(
         name=run.get("name") or folder.resolve().name,
         folder=folder,

@@ -20,7 +20,7 @@ import torch
 from llmfoundry.distributed.activation_checkpoint import check_graphs
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.loggers.console import size
+from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
@@ -256,7 +256,7 @@ def _does_not_fit_frozen(
 
 def parts_text(need: MemoryEstimate, rows: int) -> str:
     """What a process's memory at a microbatch of `rows` is for; it adds up to the total."""
-    return ", ".join(f"{what} {size(n / GIB)}" for what, n in need.parts(rows).items() if n)
+    return ", ".join(f"{what} {format_gib(n / GIB)}" for what, n in need.parts(rows).items() if n)
 
 
 def largest_fitting_recipe(world_size: int, available: int, device: torch.device) -> str | None:

@@ -15,7 +15,7 @@ from llmfoundry.recipe.values.bounds import (
     choice,
     out_of_bounds,
 )
-from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.checks import inert, set_defaults
 from llmfoundry.recipe.values.choices import ChoiceTable, Entry, check_plugins, settings_of
 from llmfoundry.recipe.values.duration import check_duration
 from llmfoundry.redaction import public
@@ -165,7 +165,7 @@ class GenerateConfig:
     def fill(self) -> None:
         """Write derived values in place."""
         if self.temperature > 0:
-            fill(self, top_p=DEFAULT_TOP_P)
+            set_defaults(self, top_p=DEFAULT_TOP_P)
 
 
 @dataclass
@@ -195,7 +195,7 @@ class EarlyStopperConfig:
         if self.metric is not None:
             small = ("loss", "CrossEntropy", "Perplexity", "bits_per_byte")
             mode = "min" if any(word in self.metric for word in small) else "max"
-            fill(self, mode=mode, patience=3, min_delta=0.0)
+            set_defaults(self, mode=mode, patience=3, min_delta=0.0)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import AUTO, SourceConfig
 from llmfoundry.recipe.values.bounds import POSITIVE, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.checks import inert, set_defaults
 
 FORMATS = {"dpo": "preference", "kto": "unpaired", "orpo": "preference", "simpo": "preference"}
 """The format of the rows that each method reads."""
@@ -128,4 +128,4 @@ class PreferenceConfig:
     def fill(self) -> None:
         """Write derived values in place."""
         if self.name in _DEFAULTS:
-            fill(self, **_DEFAULTS[self.name])
+            set_defaults(self, **_DEFAULTS[self.name])

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 from llmfoundry.recipe.row_format import TEXT, columns_of_rows, format_of
 from llmfoundry.recipe.values.bounds import PATH, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.checks import inert, set_defaults
 
 CORPORA = ("python_stdlib", "files", "huggingface")
 INSTRUCTIONS = "instructions"
@@ -200,11 +200,11 @@ class SourceConfig:
         if self.format == AUTO:
             self.format = TEXT
         if self.name in ("files", "huggingface") and not self.is_supervised:
-            fill(self, text_column="text")
+            set_defaults(self, text_column="text")
         if self.name == INSTRUCTIONS:
-            fill(self, rows=20_000)
+            set_defaults(self, rows=20_000)
         if self.name == "huggingface":
-            fill(self, split="train")
+            set_defaults(self, split="train")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from llmfoundry.recipe.values.bounds import (
     choice,
     out_of_bounds,
 )
-from llmfoundry.recipe.values.checks import fill, inert, inert_change
+from llmfoundry.recipe.values.checks import inert, inert_change, set_defaults
 
 TOKENIZERS = ("train", "bytes", "huggingface", "tiktoken")
 PRETRAINED = "pretrained"
@@ -75,6 +75,6 @@ class TokenizerConfig:
     def fill(self) -> None:
         """Write derived values in place."""
         if self.name == "train":
-            fill(self, vocab_size=8192, train_bytes=20_000_000)
+            set_defaults(self, vocab_size=8192, train_bytes=20_000_000)
         if self.name == "tiktoken":
-            fill(self, encoding="gpt-4")
+            set_defaults(self, encoding="gpt-4")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmfoundry.commands import dry_run as plans
-from llmfoundry.loggers.console import count, size
+from llmfoundry.loggers.console import format_gib, short_count
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import ROOT, YAMLS
@@ -47,7 +47,7 @@ def test_a_training_run_is_planned_and_nothing_is_written(
     out = capsys.readouterr().out
     recipe = checked(TrainRecipe, QUICKSTART, words)
     recipe.fill()
-    assert f"about {count(parameter_count(recipe.model))} parameters" in out
+    assert f"about {short_count(parameter_count(recipe.model))} parameters" in out
     assert "100 steps of 2 rows of 512 tokens (1,024)" in out and "runs/quickstart" in out
     assert [*tmp_path.iterdir()] == []
 
@@ -61,7 +61,7 @@ def test_processes_are_told_what_they_send_to_each_other(
     assert dry(TrainRecipe, "train:train", QUICKSTART, *words, "parallel.nproc_per_node=2") == 0
     recipe = checked(TrainRecipe, QUICKSTART, words)
     recipe.fill()
-    gradients = size(4 * parameter_count(recipe.model) / 2**30)  # half of them, to and fro
+    gradients = format_gib(4 * parameter_count(recipe.model) / 2**30)  # half of them, to and fro
     said = f"sends about {gradients} a process and step: gradients {gradients}"
     assert said in " ".join(capsys.readouterr().out.split())
 

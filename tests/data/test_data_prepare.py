@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmfoundry.data.preparation.prepare import Prepared, prepare
+from llmfoundry.data.preparation.prepare import Prepared, prepare_corpus
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.split import (
     content_hash,
@@ -21,7 +21,7 @@ from llmfoundry.data.preparation.split import (
     training_sample,
 )
 from llmfoundry.data.preparation.write import encode
-from llmfoundry.data.preparation.write.encode import cut, cuts_at_lines
+from llmfoundry.data.preparation.write.encode import cuts_at_lines, split_text
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -60,7 +60,9 @@ def test_rows_are_slices_of_the_concatenated_documents(
     tmp_path: Path, plain: Tokenizer, shard_bytes: int, seq_len: int
 ) -> None:
     texts = documents(12 if shard_bytes == 6 else 60)
-    prepared = prepare(write(tmp_path, texts), plain, progress=False, shard_bytes=shard_bytes)
+    prepared = prepare_corpus(
+        write(tmp_path, texts), plain, progress=False, shard_bytes=shard_bytes
+    )
     bound = int(0.1 * 2**64)
     held_out = [text for text in texts if content_hash(text) < bound]
     trained_on = [text for text in texts if content_hash(text) >= bound]
@@ -88,7 +90,7 @@ def test_rows_are_slices_of_the_concatenated_documents(
 
 
 def test_a_partial_last_row_holds_what_is_left(tmp_path: Path, plain: Tokenizer) -> None:
-    validation = prepare(write(tmp_path, documents()), plain, progress=False).validation
+    validation = prepare_corpus(write(tmp_path, documents()), plain, progress=False).validation
     seq_len = 50
     rows = [validation.row(r, seq_len) for r in range(validation.n_rows(seq_len, partial=True))]
     labels = [token for ids, _ in rows for token in ids[1:].tolist()]
@@ -98,7 +100,7 @@ def test_a_partial_last_row_holds_what_is_left(tmp_path: Path, plain: Tokenizer)
 
 
 def test_summary_counts_what_was_read_and_dropped(tmp_path: Path, plain: Tokenizer) -> None:
-    prepared = prepare(write(tmp_path, [*documents(), "", " \n"]), plain, progress=False)
+    prepared = prepare_corpus(write(tmp_path, [*documents(), "", " \n"]), plain, progress=False)
     held_out = len(prepared.validation_texts())
     first, second = prepared.summary.splitlines()
     n_bytes = sum(len(text.encode()) for text in documents())
@@ -113,20 +115,20 @@ def test_reopening_reads_the_cache_and_changed_text_does_not(
     tmp_path: Path, plain: Tokenizer
 ) -> None:
     config = write(tmp_path, documents())
-    first = prepare(config, plain, progress=False)
+    first = prepare_corpus(config, plain, progress=False)
     files = {f: f.stat().st_mtime_ns for f in (tmp_path / "cache/tokens").rglob("*")}
-    again = prepare(config, plain, progress=False)
+    again = prepare_corpus(config, plain, progress=False)
     assert again.summary == first.summary
     assert again.train.fingerprint == first.train.fingerprint
     assert files == {f: f.stat().st_mtime_ns for f in (tmp_path / "cache/tokens").rglob("*")}
-    changed = prepare(write(tmp_path, documents(201)), plain, progress=False)
+    changed = prepare_corpus(write(tmp_path, documents(201)), plain, progress=False)
     assert changed.train.fingerprint != first.train.fingerprint
 
 
 def test_fingerprint_names_the_tokens_and_not_their_place(tmp_path: Path, plain: Tokenizer) -> None:
     (tmp_path / "elsewhere").mkdir()
-    here = prepare(write(tmp_path, documents()), plain, progress=False)
-    there = prepare(write(tmp_path / "elsewhere", documents()), plain, progress=False)
+    here = prepare_corpus(write(tmp_path, documents()), plain, progress=False)
+    there = prepare_corpus(write(tmp_path / "elsewhere", documents()), plain, progress=False)
     assert here.train.fingerprint == there.train.fingerprint
     assert here.validation.fingerprint == there.validation.fingerprint
 
@@ -138,7 +140,7 @@ def test_streams_do_not_depend_on_the_number_of_threads(
     monkeypatch.setattr(encode, "_CHUNK", 100)
     config = write(tmp_path, documents())
     config.num_workers = workers
-    prepared = prepare(config, plain, progress=False)
+    prepared = prepare_corpus(config, plain, progress=False)
     bound = int(0.1 * 2**64)
     trained_on = [text for text in documents() if content_hash(text) >= bound]
     ids, _ = prepared.train.row(0, prepared.train.n_tokens - 1)
@@ -158,7 +160,7 @@ def test_a_tiny_corpus_gives_up_the_document_of_the_smallest_hash(
     tmp_path: Path, plain: Tokenizer
 ) -> None:
     texts = ["one", "two", "three", "one"]
-    prepared = prepare(write(tmp_path, texts, fraction=1e-6), plain, progress=False)
+    prepared = prepare_corpus(write(tmp_path, texts, fraction=1e-6), plain, progress=False)
     smallest = min(texts, key=content_hash)
     assert set(prepared.validation_texts()) == {smallest}
     assert prepared.train.n_documents == len([text for text in texts if text != smallest])
@@ -173,7 +175,7 @@ def test_of_the_only_document_the_end_is_held_out(
     texts = ("\n".join(f"line {n} of {k}" for n in range(300)) + "\n" for k in range(1000))
     below = (text for text in texts if (content_hash(text) < fraction * 2**64) == hash_below_bound)
     text = next(below)
-    prepared = prepare(write(tmp_path, [text], fraction=fraction), plain, progress=False)
+    prepared = prepare_corpus(write(tmp_path, [text], fraction=fraction), plain, progress=False)
     (tail,) = prepared.validation_texts()
     assert text.endswith(tail) and tail.startswith("line ")
     assert fraction <= len(tail) / len(text) < fraction + 0.01
@@ -194,7 +196,7 @@ def test_the_end_of_a_document_without_lines_begins_at_a_word_or_anywhere() -> N
 
 
 def test_no_validation_is_an_empty_stream(tmp_path: Path, plain: Tokenizer) -> None:
-    prepared = prepare(write(tmp_path, ["only"], fraction=0.0), plain, progress=False)
+    prepared = prepare_corpus(write(tmp_path, ["only"], fraction=0.0), plain, progress=False)
     assert prepared.train.n_documents == 1
     assert prepared.validation.n_tokens == prepared.validation.n_rows(4, partial=True) == 0
     assert prepared.validation_texts() == []
@@ -213,7 +215,7 @@ def test_splits_that_leave_nothing_are_errors(
     tmp_path: Path, plain: Tokenizer, texts: list[str], fraction: float, line: str
 ) -> None:
     with pytest.raises(UserError, match=line):
-        prepare(write(tmp_path, texts, fraction=fraction), plain, progress=False)
+        prepare_corpus(write(tmp_path, texts, fraction=fraction), plain, progress=False)
     assert list((tmp_path / "cache/tokens").glob("*/")) == []
 
 
@@ -221,7 +223,7 @@ def test_damaged_caches_are_named(tmp_path: Path, plain: Tokenizer) -> None:
     config = write(tmp_path, documents())
 
     def again() -> Prepared:
-        return prepare(config, plain, progress=False, shard_bytes=4096)
+        return prepare_corpus(config, plain, progress=False, shard_bytes=4096)
 
     def last_row() -> None:
         train = again().train
@@ -255,12 +257,12 @@ def test_an_interrupted_preparation_leaves_nothing_that_counts(
     whole = file.read_bytes()
     file.write_bytes(whole[:-20])
     with pytest.raises(UserError, match=r"rows\.jsonl\.gz: not a whole gzip"):
-        prepare(config, plain, progress=False)
+        prepare_corpus(config, plain, progress=False)
     file.write_bytes(whole)
-    prepare(config, plain, progress=False)
+    prepare_corpus(config, plain, progress=False)
     made = next(path for path in (tmp_path / "cache/tokens").iterdir() if path.is_dir())
     leftover = made.rename(made.with_name(f"{made.name}.tmp.1"))  # what a killed one leaves
-    prepare(config, plain, progress=False)
+    prepare_corpus(config, plain, progress=False)
     assert made.is_dir() and not leftover.exists()
 
 
@@ -269,11 +271,11 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, plain: T
     (tmp_path / "file").write_text("")
     config.cache_folder = str(tmp_path / "file" / "cache")
     with pytest.raises(UserError, match=r"data\.cache_folder: cannot write .*choose another"):
-        prepare(config, plain, progress=False)
+        prepare_corpus(config, plain, progress=False)
 
 
 def _prepare_elsewhere(config: DataConfig) -> str:
-    return prepare(config, Tokenizer(bytes_backend(), END_OF_TEXT), progress=False).summary
+    return prepare_corpus(config, Tokenizer(bytes_backend(), END_OF_TEXT), progress=False).summary
 
 
 def test_processes_that_prepare_at_once_agree(tmp_path: Path, plain: Tokenizer) -> None:
@@ -281,26 +283,26 @@ def test_processes_that_prepare_at_once_agree(tmp_path: Path, plain: Tokenizer) 
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(3, mp_context=context) as pool:
         summaries = list(pool.map(_prepare_elsewhere, [config] * 3))
-    assert summaries == [prepare(config, plain, progress=False).summary] * 3
+    assert summaries == [prepare_corpus(config, plain, progress=False).summary] * 3
     assert len([p for p in (tmp_path / "cache/tokens").iterdir() if p.is_dir()]) == 1
 
 
 def test_long_texts_are_cut_without_changing_the_ids() -> None:
     text = Path(json.decoder.__file__).read_text() + "ä\n\n b\r\nc\n\tx y\n'll 12\n345\n"
-    assert "".join(cut(text, 40)) == text
-    assert len(list(cut(text, 40))) > 5
+    assert "".join(split_text(text, 40)) == text
+    assert len(list(split_text(text, 40))) > 5
     tokenizer = Tokenizer(train_backend([text], 600, progress=False), END_OF_TEXT)
     assert cuts_at_lines(tokenizer)
-    parts = [token for part in cut(text, 40) for token in tokenizer.encode(part)]
+    parts = [token for part in split_text(text, 40) for token in tokenizer.encode(part)]
     assert parts == tokenizer.encode(text)
 
 
 def test_a_cut_document_is_one_document(
     tmp_path: Path, plain: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cut, "__defaults__", (20,))
+    monkeypatch.setattr(split_text, "__defaults__", (20,))
     texts = documents(40)
-    dataset = prepare(write(tmp_path, texts, fraction=0.0), plain, progress=False).train
+    dataset = prepare_corpus(write(tmp_path, texts, fraction=0.0), plain, progress=False).train
     assert dataset.row(0, dataset.n_tokens - 1)[0].tolist() == stream(texts)
     assert dataset.n_documents == 40
 
@@ -323,7 +325,7 @@ def test_large_vocabularies_need_four_bytes(tmp_path: Path, plain: Tokenizer) ->
     config = write(tmp_path, documents())
     backend = bytes_backend()
     backend.add_tokens([f"extra{n}" for n in range(1 << 16)])
-    wide = prepare(config, Tokenizer(backend, END_OF_TEXT), progress=False).train
-    narrow = prepare(config, plain, progress=False).train
+    wide = prepare_corpus(config, Tokenizer(backend, END_OF_TEXT), progress=False).train
+    narrow = prepare_corpus(config, plain, progress=False).train
     assert (narrow.index.dtype, wide.index.dtype) == ("<u2", "<u4")
     assert wide.row(3, 20)[0].tolist() == narrow.row(3, 20)[0].tolist()

@@ -23,7 +23,7 @@ import pytest
 import zstandard
 
 from llmfoundry.data.preparation import pipeline
-from llmfoundry.data.preparation.prepare import prepare
+from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.preparation.read import remote_input
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.read.open_files import Input, InputFile
@@ -275,9 +275,9 @@ def test_a_corpus_that_changes_while_it_is_read_is_not_kept(
 
     monkeypatch.setattr(pipeline, "make_part", changing)
     with pytest.raises(UserError, match=r"data: files of the corpus changed while they were read"):
-        prepare(config, tokenizer, progress=False)
+        prepare_corpus(config, tokenizer, progress=False)
     monkeypatch.undo()
-    prepared = prepare(config, tokenizer, progress=False)
+    prepared = prepare_corpus(config, tokenizer, progress=False)
     assert prepared.train.n_documents + prepared.validation.n_documents == 100
 
 

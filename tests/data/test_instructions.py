@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.data.instructions.checks import is_right, problems
-from llmfoundry.data.instructions.instruction_rows import LIST_TASKS, TASKS, draw, instruction_rows
+from llmfoundry.data.instructions.checks import check_problems, meets_checks
+from llmfoundry.data.instructions.instruction_rows import (
+    LIST_TASKS,
+    TASKS,
+    draw_exchange,
+    instruction_rows,
+)
 from llmfoundry.data.instructions.knowledge import world_facts
 from llmfoundry.errors import UserError
 
@@ -125,14 +130,14 @@ def test_a_length_of_lists_is_never_trained() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_the_grader_takes_the_right_answer_and_no_wrong_one(task: str) -> None:
     for number in range(80):
-        exchange = draw(task, number, seed=4)
+        exchange = draw_exchange(task, number, seed=4)
         right, wrong = exchange.answer, exchange.wrong
         if exchange.call is not None:
             right = f"<tool_call>\n{json.dumps(exchange.call)}\n</tool_call>"
             wrong = f"<tool_call>\n{json.dumps(exchange.wrong_call)}\n</tool_call>"
-        assert is_right(right, exchange.checks)
-        assert not is_right(wrong, exchange.checks)
-        assert not is_right("", exchange.checks)
+        assert meets_checks(right, exchange.checks)
+        assert not meets_checks(wrong, exchange.checks)
+        assert not meets_checks("", exchange.checks)
 
 
 def test_preferences_have_a_right_answer_and_a_worse_one() -> None:
@@ -177,8 +182,8 @@ def test_preferences_have_a_right_answer_and_a_worse_one() -> None:
     ],
 )
 def test_what_each_check_takes(text: str, check: dict[str, Any], expected: bool) -> None:
-    assert list(problems([check])) == []
-    assert is_right(text, [check]) == expected
+    assert list(check_problems([check])) == []
+    assert meets_checks(text, [check]) == expected
 
 
 @pytest.mark.parametrize(
@@ -192,7 +197,7 @@ def test_what_each_check_takes(text: str, check: dict[str, Any], expected: bool)
     ],
 )
 def test_wrong_checks_are_named(checks: Any, line: str) -> None:
-    assert line in "\n".join(problems(checks))
+    assert line in "\n".join(check_problems(checks))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmfoundry.data.preparation import tasks as tasks_module
-from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare, prepare_to
+from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare_corpus, prepare_to
 from llmfoundry.data.preparation.read.corpus import Corpus
 from llmfoundry.data.preparation.read.open_files import Input
 from llmfoundry.data.preparation.split import content_hash
@@ -140,7 +140,7 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path, plain: To
     three = run(tmp_path / "three", tmp_path / "data", plain, workers=3)
     assert one == three
     assert not [name for name in one if WORK in name or "scratch" in name]
-    train = prepare(config_of(tmp_path / "data"), plain, progress=False).train
+    train = prepare_corpus(config_of(tmp_path / "data"), plain, progress=False).train
     bound = int(0.1 * 2**64)
     kept = [text for text in texts if content_hash(text) >= bound]
     expected = [token for text in kept for token in [256, *text.encode()]]
@@ -220,7 +220,7 @@ def test_after_a_kill_finished_parts_stay_and_the_output_is_the_same(
 def test_a_killed_cache_is_gone_on_with(tmp_path: Path, plain: Tokenizer) -> None:
     write_all(tmp_path / "data")
     config = config_of(tmp_path / "data", num_workers=1)
-    whole = prepare(config, plain, progress=False)
+    whole = prepare_corpus(config, plain, progress=False)
     (made,) = (path for path in (tmp_path / "cache/tokens").iterdir() if path.is_dir())
     files = everything(made)
     made.rename(made.with_name("aside"))
@@ -235,11 +235,13 @@ def test_a_killed_cache_is_gone_on_with(tmp_path: Path, plain: Tokenizer) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmfoundry.data.preparation.pipeline.make_part", stop)
         with pytest.raises(KeyboardInterrupt):
-            prepare(config, plain, progress=False)
+            prepare_corpus(config, plain, progress=False)
     (left,) = (tmp_path / "cache/tokens").glob("*.tmp.*")
     assert len(list((left / WORK).glob("part-*.json"))) == len(stopped) == 3
     left.rename(left.with_name(left.name.rpartition(".")[0] + ".1"))  # another process' number
-    assert prepare(config, plain, progress=False).train.fingerprint == whole.train.fingerprint
+    assert (
+        prepare_corpus(config, plain, progress=False).train.fingerprint == whole.train.fingerprint
+    )
     assert everything(made) == files
     assert not list((tmp_path / "cache/tokens").glob("*.tmp.*"))
 

@@ -16,7 +16,7 @@ import fsspec
 import pytest
 
 from llmfoundry.data.fetch import download, remote_backends, remote_errors
-from llmfoundry.data.fetch.remote_backends import resolve
+from llmfoundry.data.fetch.remote_backends import backend_for
 from llmfoundry.data.fetch.request_rate import take_turn
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
@@ -130,7 +130,7 @@ def test_a_refused_list_is_called_so() -> None:
     botocore = pytest.importorskip("botocore.exceptions")
     facts = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
     error = botocore.ClientError(facts, "ListObjectsV2")
-    line = remote_errors.explain(error, kind="s3", attempts=1, timeout=1)
+    line = remote_errors.remote_problem(error, kind="s3", attempts=1, timeout=1)
     assert "to ListObjectsV2: listing is a permission of its own" in line
 
 
@@ -225,7 +225,7 @@ def test_urls_and_llm_foundrys_variables_decide_the_file_system(
     monkeypatch.setenv("S3_ENDPOINT_URL", "http://s3")
     monkeypatch.setenv("OCI_REGION", "r")
     monkeypatch.setenv("GCS_KEY", "k")
-    found = resolve(url, {}, 7.0)
+    found = backend_for(url, {}, 7.0)
     assert (found.protocol, found.root) == (protocol, root)
     assert options.items() <= dict(found.options).items()
     if protocol == "s3":
@@ -235,12 +235,14 @@ def test_urls_and_llm_foundrys_variables_decide_the_file_system(
 def test_storage_options_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("s3fs")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a")
-    assert resolve("s3://b", {}, 1.0).options["endpoint_url"] == "http://a"
+    assert backend_for("s3://b", {}, 1.0).options["endpoint_url"] == "http://a"
     given = {"s3": {"endpoint_url": "http://g"}, "oci": {"namespace": "n", "region": "r"}}
-    assert resolve("s3a://b", given, 1.0).options["endpoint_url"] == "http://g"
-    assert "//n.compat.objectstorage.r." in resolve("oci://b", given, 1.0).options["endpoint_url"]
+    assert backend_for("s3a://b", given, 1.0).options["endpoint_url"] == "http://g"
+    assert (
+        "//n.compat.objectstorage.r." in backend_for("oci://b", given, 1.0).options["endpoint_url"]
+    )
     with pytest.raises(UserError, match=r"region is not known; .*oci: \{region: …\}.*OCI_REGION"):
-        resolve("oci://b", {"oci": {"namespace": "n"}}, 1.0)
+        backend_for("oci://b", {"oci": {"namespace": "n"}}, 1.0)
 
 
 def test_azures_account_is_in_the_environment_or_in_the_url(
@@ -251,20 +253,23 @@ def test_azures_account_is_in_the_environment_or_in_the_url(
 
     monkeypatch.setattr(remote_backends, "_check_package", lambda kind, url: None)
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: Azure)
-    found = resolve("azure://name.blob.core.windows.net/container/p", {}, 1.0)
+    found = backend_for("azure://name.blob.core.windows.net/container/p", {}, 1.0)
     assert (found.protocol, found.root) == ("az", "container/p")
     assert found.options == {"account_name": "name"}
     monkeypatch.setenv("AZURE_ACCOUNT_NAME", "other")
     monkeypatch.setenv("AZURE_ACCOUNT_ACCESS_KEY", "key")
-    assert resolve("az://c/p", {}, 1.0).options == {"account_name": "other", "account_key": "key"}
+    assert backend_for("az://c/p", {}, 1.0).options == {
+        "account_name": "other",
+        "account_key": "key",
+    }
 
 
 def test_a_missing_package_is_told_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(remote_backends._PACKAGES, "gs", "no_such_package_of_ours")
     with pytest.raises(UserError, match=r"gs:// needs .*; write: pip install no_such_package_of"):
-        resolve("gs://b/p", {}, 1.0)
+        backend_for("gs://b/p", {}, 1.0)
     with pytest.raises(UserError, match="Protocol not known: nosuch"):
-        resolve("nosuch://b/p", {}, 1.0)
+        backend_for("nosuch://b/p", {}, 1.0)
 
 
 class HttpError(Exception):
@@ -303,7 +308,9 @@ def test_which_errors_pass(error: Exception, passing: bool) -> None:
 
 def test_missing_credentials_are_told_with_how_to_give_them() -> None:
     botocore = pytest.importorskip("botocore.exceptions")
-    line = remote_errors.explain(botocore.NoCredentialsError(), kind="s3", attempts=1, timeout=1)
+    line = remote_errors.remote_problem(
+        botocore.NoCredentialsError(), kind="s3", attempts=1, timeout=1
+    )
     assert "Unable to locate credentials; give credentials, AWS_ACCESS_KEY_ID" in line
 
 

@@ -17,8 +17,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from llmfoundry.commands.prepare_data import prepare_data
 from llmfoundry.data.held_out import TokenShards
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-from llmfoundry.data.preparation.prepare import prepare
-from llmfoundry.data.preparation.write.encode import cut
+from llmfoundry.data.preparation.prepare import prepare_corpus
+from llmfoundry.data.preparation.write.encode import split_text
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -170,14 +170,14 @@ def test_token_shards_hold_what_the_tokenizer_adds_and_the_end_of_text_once(
 ) -> None:
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(cut, "__defaults__", (30,))  # documents in several pieces
+    monkeypatch.setattr(split_text, "__defaults__", (30,))  # documents in several pieces
     loaded = Tokenizer.load(saved[kind])
     theirs = AutoTokenizer.from_pretrained(saved[kind], split_special_tokens=True)
     start, end = KINDS[kind][2]
     texts = train_documents(source)
     plain = [theirs(text, add_special_tokens=False)["input_ids"] for text in texts]
     expected = [[*start, *ids, *end] for ids in plain]
-    dataset = prepare(recipe(source).data, loaded, progress=False).train
+    dataset = prepare_corpus(recipe(source).data, loaded, progress=False).train
     ids, lengths = dataset.row(0, dataset.n_tokens - 1)
     assert ids.tolist() == [i for document in expected for i in document]
     assert dataset.n_documents == len(texts) and lengths[:-1] == [*map(len, expected)][:-1]

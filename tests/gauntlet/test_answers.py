@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from llmfoundry.gauntlet.metrics import (
-    cut,
     empty_aliases,
     final_answer,
     is_right,
     normalize,
     runs_on,
+    until_stop,
 )
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 
@@ -50,7 +50,7 @@ GSM8K: dict[str, Any] = {
 def test_a_text_is_cut_before_the_first_complete_stop(
     text: str, stops: list[str], expected: str
 ) -> None:
-    assert cut(text, stops) == expected
+    assert until_stop(text, stops) == expected
 
 
 @pytest.mark.parametrize("stops", [["ab", "b"], ["b", "ab"], ["bc", "abcd"], ["\n", "\n\n"]])
@@ -58,7 +58,7 @@ def test_text_after_the_first_stop_changes_nothing(stops: list[str]) -> None:
     """So that it does not matter when a generator looks for stops."""
     whole = "xyabcd\n\nab"
     first = next(n for n in range(len(whole)) if any(stop in whole[:n] for stop in stops))
-    assert len({cut(whole[:n], stops) for n in range(first, len(whole) + 1)}) == 1
+    assert len({until_stop(whole[:n], stops) for n in range(first, len(whole) + 1)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness_model import HarnessModel
 from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
-from llmfoundry.gauntlet.prompts.chat import conversation, prompt_text
+from llmfoundry.gauntlet.prompts.chat import chat_messages, prompt_text
 from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.prompts.settings import Chat
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
@@ -220,10 +220,10 @@ def test_a_system_instruction_leaves_a_conversation_s_own_alone(folder: Path) ->
     own = Tokenizer.load(folder)
     task = TaskConfig("t", "x", "generation_task_with_answers", [0])
     chat = Chat(own.chat, system="Be brief.")
-    said = conversation(CONVERSATION, "and b?", [], task, chat, reasoned=False)
+    said = chat_messages(CONVERSATION, "and b?", [], task, chat, reasoned=False)
     assert [message["content"] for message in said][:1] == ["a is 1, b is 2."]
     without = TaskRow(("a?",), ("1",), 0, "x", messages=({"role": "user", "content": "a?"},))
-    said = conversation(without, "a?", [], task, chat, reasoned=False)
+    said = chat_messages(without, "a?", [], task, chat, reasoned=False)
     assert [message["content"] for message in said] == ["Be brief.", "a?"]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.gauntlet.grading.categories import (
-    combine,
+    combine_tasks,
     grade,
     missing_benchmarks,
     wrong_baselines,
@@ -155,7 +155,7 @@ def test_a_saved_table_gives_what_llm_foundrys_loop_gives(
             "known": ["world_knowledge", "reading_comprehension"],
         },
     }
-    result = combine(table_tasks(), table_gauntlet(**settings), [])
+    result = combine_tasks(table_tasks(), table_gauntlet(**settings), [])
     assert result.categories == {n: pytest.approx(float(v), abs=1e-12) for n, v in expected.items()}
     known = (expected["world_knowledge"] + expected["reading_comprehension"]) / 2
     assert result.averages["known"] == pytest.approx(float(known))
@@ -179,9 +179,9 @@ def test_core_of_both_versions_is_one_category_with_the_files_baselines(
         / (1 - Fraction(str(entry[version])) / 100)
         for entry in CORE
     ]
-    result = combine([task(name, drawn[name]) for name, *_ in CORE], core, [])
+    result = combine_tasks([task(name, drawn[name]) for name, *_ in CORE], core, [])
     assert result.averages["default_average"] == pytest.approx(float(sum(centred) / 22), abs=1e-12)
-    guessed = combine([task(entry[0], entry[3] / 100) for entry in CORE], core, [])
+    guessed = combine_tasks([task(entry[0], entry[3] / 100) for entry in CORE], core, [])
     assert guessed.average == pytest.approx(at_chance, abs=5e-4)
 
 
@@ -193,10 +193,10 @@ def test_standard_errors_are_those_of_independent_tasks(weighting: str) -> None:
     again = CategoryConfig("again", first.benchmarks[:3])  # counted in two categories
     settings = dataclasses.replace(settings, categories=[first, *others, again])
     tasks = table_tasks()
-    result = combine(tasks, settings, [])
+    result = combine_tasks(tasks, settings, [])
 
     def scores(of: list[TaskResult]) -> dict[str, float]:
-        moved = combine(of, settings, [])
+        moved = combine_tasks(of, settings, [])
         return {**moved.categories, **moved.averages}  # type: ignore[dict-item]
 
     variances: dict[str, float] = defaultdict(float)
@@ -220,7 +220,7 @@ def test_intervals_of_categories_follow_from_those_of_tasks() -> None:
     ones, halves = wilson(20, 20), wilson(10, 20)
     tasks = [task("a", 1.0, n=20, stderr=0.0, interval=ones),
              task("b", 0.5, n=20, stderr=0.11, interval=halves)]  # fmt: skip
-    result = combine(
+    result = combine_tasks(
         tasks, gauntlet({"all": ["one"], "none": ["two"]}, one=["a", "b"], two=["c"]), []
     )
     value = (1 + 1 / 3) / 2
@@ -241,14 +241,14 @@ def test_intervals_of_categories_follow_from_those_of_tasks() -> None:
 def test_weights_are_of_all_rows_where_some_were_asked() -> None:
     tasks = [task("a", 0.55, n=50, rows_total=64), task("b", 0.75, n=4)]
     settings = dataclasses.replace(gauntlet(one=["a", "b"]), weighting="SAMPLE_SZ")
-    score = combine(tasks, settings, []).categories["one"]
+    score = combine_tasks(tasks, settings, []).categories["one"]
     assert score == pytest.approx((64 * 0.4 + 4 * 0.5 / 0.75) / 68)
 
 
 def test_a_task_of_one_row_still_weighs_something_by_the_logarithm() -> None:
     tasks = [task("a", 1.0, n=1), task("b", 0.25, n=8)]
     settings = dataclasses.replace(gauntlet(one=["a", "b"]), weighting="LOG_SAMPLE_SZ")
-    assert combine(tasks, settings, []).categories["one"] == pytest.approx(1 / (1 + 3))
+    assert combine_tasks(tasks, settings, []).categories["one"] == pytest.approx(1 / (1 + 3))
 
 
 @pytest.mark.parametrize(("baseline", "of"), [("file", 0.4), ("chance", 0.25), ("majority", 0.3)])
@@ -257,27 +257,29 @@ def test_what_is_subtracted_is_a_choice(baseline: str, of: float) -> None:
     settings = EvalGauntlet([CategoryConfig("one", members)], baseline=baseline)
     b = 0.3 if baseline == "majority" else 0.25  # the file gives none: chance
     expected = ((0.55 - of) / (1 - of) + (0.55 - b) / (1 - b)) / 2
-    score = combine([task("a", 0.55), task("b", 0.55)], settings, []).categories["one"]
+    score = combine_tasks([task("a", 0.55), task("b", 0.55)], settings, []).categories["one"]
     assert score == pytest.approx(expected)
 
 
 def test_a_baseline_of_one_leaves_no_score_and_says_so() -> None:
     constant = task("stories", 0.9, majority=1.0)
     settings = dataclasses.replace(gauntlet(one=["stories"]), baseline="majority")
-    result = combine([constant], settings, [])
+    result = combine_tasks([constant], settings, [])
     assert result.categories == {"one": None} and result.average is None
     assert result.problems == [
         "one: n/a, and so is default_average:"
         " the majority baseline of stories/0-shot is 1: nothing can be gained"
     ]
     plain = dataclasses.replace(settings, rescale_accuracy=False)
-    assert combine([constant], plain, []).categories["one"] == pytest.approx(-0.1)
+    assert combine_tasks([constant], plain, []).categories["one"] == pytest.approx(-0.1)
 
 
 def test_what_is_missing_or_failed_takes_everything_that_needs_it() -> None:
     averages = {"all": ["one", "two", "three"], "few": ["one"], "odd": ["one", "programming"]}
     tasks = [task("a", 0.5), task("b", None, failure="why"), task("c", 0.5)]
-    result = combine(tasks, gauntlet(averages, one=["a"], two=["b", "c"], three=["copa"]), ["note"])
+    result = combine_tasks(
+        tasks, gauntlet(averages, one=["a"], two=["b", "c"], three=["copa"]), ["note"]
+    )
     assert result.categories == {"one": pytest.approx(1 / 3), "two": None, "three": None}
     assert result.averages == {"all": None, "few": pytest.approx(1 / 3), "odd": None}
     assert [name for name, error in result.stderrs.items() if error is None] == [
@@ -299,7 +301,7 @@ def test_what_is_missing_or_failed_takes_everything_that_needs_it() -> None:
 
 
 def test_without_categories_there_is_no_average() -> None:
-    result = combine([task("a", 0.5)], EvalGauntlet(), [])
+    result = combine_tasks([task("a", 0.5)], EvalGauntlet(), [])
     assert (result.categories, result.averages, result.average) == ({}, {}, None)
     assert result.metrics() == {f"metrics/a/0-shot/{MC}": 0.5}
 
@@ -376,7 +378,7 @@ def test_categories_of_rows_have_metrics_of_their_own() -> None:
     result = grade(blank(5), config(has_categories=True), questions, scores)
     assert result.accuracy == pytest.approx((1 / 3 + 1) / 2)
     assert result.stderr == pytest.approx(math.sqrt(1 / 3 * 2 / 3 / 3) / 2)
-    metrics = combine([result], gauntlet(), []).metrics()
+    metrics = combine_tasks([result], gauntlet(), []).metrics()
     assert metrics[f"metrics/words/2-shot/law/{MC}"] == pytest.approx(1 / 3)
     assert metrics[f"metrics/words/2-shot/art/{MC}"] == 1
     assert metrics[f"metrics/words/2-shot/{MC}"] == result.accuracy
@@ -398,7 +400,7 @@ def generation() -> tuple[TaskConfig, list[Question]]:
 def test_an_accuracy_without_generation_is_named_and_told() -> None:
     kind, questions = generation()
     scores = [[Score(-1.0, greedy=True, tied=False, best_logprob=-1.0)], choose(-2.0)]
-    result = combine([grade(blank(2), kind, questions, scores)], gauntlet(one=["words"]), [])
+    result = combine_tasks([grade(blank(2), kind, questions, scores)], gauntlet(one=["words"]), [])
     assert result.tasks[0].metric == "TeacherForcedGreedyAccuracy"
     assert result.tasks[0].accuracy == 0.5
     assert "metrics/words/2-shot/TeacherForcedGreedyAccuracy" in result.metrics()
@@ -406,7 +408,7 @@ def test_an_accuracy_without_generation_is_named_and_told() -> None:
     assert "not generated" in result.table()
     done = grade(blank(2), kind, questions, scores, ["12.", "8"])
     assert (done.metric, done.accuracy) == (GENERATION, 0.5)
-    assert combine([done], gauntlet(), []).problems == []
+    assert combine_tasks([done], gauntlet(), []).problems == []
 
 
 def test_the_table_shows_every_number_and_every_gap() -> None:
@@ -416,7 +418,7 @@ def test_the_table_shows_every_number_and_every_gap() -> None:
     ]
     averages = {"core": ["one"], "both": ["one", "two"]}
     settings = gauntlet(averages, one=["words"], two=["sums"])
-    assert combine(tasks, settings, ["note"]).table() == (
+    assert combine_tasks(tasks, settings, ["note"]).table() == (
         "task   shots         n  accuracy %  chance %  majority %  notes\n"
         "words      0  100/2000  50.0 ± 5.0      25.0        30.0\n"
         "sums       0       100         n/a      25.0        30.0"
@@ -436,7 +438,7 @@ def test_the_table_shows_every_number_and_every_gap() -> None:
 def test_json_holds_everything_and_null_for_what_does_not_exist() -> None:
     tasks = [task("a", 0.5, metrics={MC: 0.5, "acc": 0.25}), task("b", None, stderr=None)]
     cost = Cost(tokens_computed=1024, tokens_unshared=4096, seconds=1.5)
-    result = combine(tasks, gauntlet(one=["a"], two=["b"]), [], cost=cost)
+    result = combine_tasks(tasks, gauntlet(one=["a"], two=["b"]), [], cost=cost)
     saved = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert saved["average"] is None and saved["averages"] == {"default_average": None}
     assert saved["categories"] == {"one": pytest.approx(1 / 3), "two": None}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.grading.categories import measure
+from llmfoundry.gauntlet.grading.categories import measure_task
 from llmfoundry.gauntlet.metrics import (
     Answer,
     answers_of,
@@ -19,11 +19,11 @@ from llmfoundry.gauntlet.metrics import (
     calibration_error,
     combined,
     judge_by,
-    share,
+    share_right,
     wilson,
 )
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
-from llmfoundry.gauntlet.task_types import judge
+from llmfoundry.gauntlet.task_types import judge_answer
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"
 GENERATION = "InContextLearningGenerationExactMatchAccuracy"
@@ -69,7 +69,7 @@ def generated(text: str | None, answer: str = "12", *, greedy: bool | None = Non
 
 
 def values(task: TaskConfig, answers: list[Answer]) -> dict[str, float]:
-    return {name: e.value for name, e in measure(task, answers).estimates.items()}
+    return {name: e.value for name, e in measure_task(task, answers).estimates.items()}
 
 
 def test_each_normalisation_prefers_the_option_that_its_formula_says() -> None:
@@ -116,25 +116,27 @@ def test_schema_compares_one_continuation_after_several_contexts() -> None:
 @pytest.mark.parametrize("gold", [0, 1, 2])
 def test_ties_are_wrong_and_counted_wherever_gold_is(gold: int) -> None:
     answers = [choice([-2.0, -2.0, -2.0], gold), choice([-1.0, -1.0 - 5e-7, -3.0], gold)]
-    measured = measure(task(), answers)
+    measured = measure_task(task(), answers)
     assert measured.ties == 2
     assert measured.estimates[MC].value == 0
-    assert judge(task(), answers[0]).chosen is None
+    assert judge_answer(task(), answers[0]).chosen is None
 
 
 def test_a_difference_of_more_than_rounding_is_no_tie() -> None:
-    measured = measure(task(), [choice([-1.0, -1.0 + 3e-6], 1), choice([-1.0, -1.0 + 3e-6], 0)])
+    measured = measure_task(
+        task(), [choice([-1.0, -1.0 + 3e-6], 1), choice([-1.0, -1.0 + 3e-6], 0)]
+    )
     assert (measured.ties, measured.estimates[MC].value) == (0, 0.5)
 
 
 def test_a_tie_below_the_best_does_not_count() -> None:
-    assert measure(task(), [choice([-1.0, -2.0, -2.0], 0)]).ties == 0
+    assert measure_task(task(), [choice([-1.0, -2.0, -2.0], 0)]).ties == 0
 
 
 def test_a_written_answer_is_right_where_it_alone_is_greedy() -> None:
     answers = [written(-0.1, greedy=True, best=-0.1)] * 3 + [written(-2, greedy=False, best=-0.1)]
     tied = Answer(answers[0].question, [Score(-0.7, greedy=False, tied=True, best_logprob=-0.7)])
-    measured = measure(task("language_modeling"), [*answers, tied])
+    measured = measure_task(task("language_modeling"), [*answers, tied])
     assert measured.estimates[LM].value == 3 / 5
     assert measured.ties == 1
 
@@ -263,13 +265,13 @@ def test_generated_texts_are_judged_by_their_answer() -> None:
 def test_what_was_not_generated_is_judged_by_its_gold_under_another_name() -> None:
     kind = task("generation_task_with_answers")
     answers = [generated(None, greedy=greedy) for greedy in (True, False, False, False)]
-    measured = measure(kind, answers)
+    measured = measure_task(kind, answers)
     assert measured.metric == "TeacherForcedGreedyAccuracy"
     assert measured.estimates[measured.metric].value == 0.25
     assert GENERATION not in measured.estimates
     bits = 2 / math.log(2) / 2
     assert measured.estimates["gold_bits_per_byte"].value == pytest.approx(bits)
-    both = measure(kind, [generated("12", greedy=False), generated("no", greedy=True)])
+    both = measure_task(kind, [generated("12", greedy=False), generated("no", greedy=True)])
     assert both.metric == GENERATION and both.estimates[GENERATION].value == 0.5
     assert both.estimates["TeacherForcedGreedyAccuracy"].value == 0.5
 
@@ -282,7 +284,7 @@ def test_categories_weigh_the_same_whatever_their_size() -> None:
         for right in rights
     ]
     random.Random(3).shuffle(answers)
-    measured = measure(task(has_categories=True), answers)
+    measured = measure_task(task(has_categories=True), answers)
     shares = [Fraction(3, 4), Fraction(1, 2), Fraction(1, 6)]
     accuracy = measured.estimates[MC]
     assert accuracy.value == pytest.approx(float(sum(shares) / 3))
@@ -297,7 +299,7 @@ def test_categories_weigh_the_same_whatever_their_size() -> None:
 
 def test_the_standard_error_of_one_row_is_not_known_nor_is_that_of_a_mean_with_it() -> None:
     answers = [choice([-1.0, -2.0], category=c) for c in ("law", "art", "art")]
-    measured = measure(task(has_categories=True), answers)
+    measured = measure_task(task(has_categories=True), answers)
     assert measured.by_category["law"][1][MC].stderr is None
     assert measured.by_category["art"][1][MC].stderr == 0
     assert measured.estimates[MC].value == 1 and measured.estimates[MC].stderr is None
@@ -306,7 +308,7 @@ def test_the_standard_error_of_one_row_is_not_known_nor_is_that_of_a_mean_with_i
 def test_a_refused_question_counts_as_wrong_and_only_where_right_ones_are_counted() -> None:
     taken = [choice([-1.0, -2.0], 0), choice([-1.0, -3.0], 1)]
     refused = Answer(taken[0].question, (), None, "too long")
-    alone, measured = measure(task(), taken), measure(task(), [*taken, refused])
+    alone, measured = measure_task(task(), taken), measure_task(task(), [*taken, refused])
     for name in (MC, "acc", "acc_norm", "acc_byte"):
         assert measured.estimates[name].value == pytest.approx(alone.estimates[name].value * 2 / 3)
     for name in ("gold_bits_per_byte", "expected_calibration_error"):
@@ -317,7 +319,7 @@ def test_a_metric_that_one_category_lacks_has_no_mean() -> None:
     known = choice([-1.0, -2.0], category="a")
     scores = [replace(score, mean_probability=0.5) for score in known.scores]
     answers = [replace(known, scores=scores), choice([-1.0, -2.0], category="b")]
-    measured = measure(task(has_categories=True), answers)
+    measured = measure_task(task(has_categories=True), answers)
     assert MC_ERROR in measured.by_category["a"][1] and MC_ERROR not in measured.estimates
     assert "gold_bits_per_byte" in measured.estimates
 
@@ -349,7 +351,7 @@ def test_answers_go_with_their_questions_in_order() -> None:
 )
 def test_the_interval_of_a_share_is_wilsons(rights: int, n: int, low: float, high: float) -> None:
     assert wilson(rights, n) == pytest.approx((low, high), rel=1e-12, abs=1e-15)
-    found = share([True] * rights + [False] * (n - rights))
+    found = share_right([True] * rights + [False] * (n - rights))
     assert found.interval == wilson(rights, n)
     assert (found.stderr == 0) == (n > 1 and rights in (0, n))  # which knows of no doubt
 
@@ -370,7 +372,7 @@ def test_the_interval_of_a_sum_of_shares_is_newcombes() -> None:
 
 def test_categories_of_right_answers_alone_are_no_points() -> None:
     answers = [choice([-1.0, -2.0], category="ab"[n % 2]) for n in range(8)]
-    found = measure(task(has_categories=True), answers)
+    found = measure_task(task(has_categories=True), answers)
     estimate = found.estimates[MC]
     assert (estimate.value, estimate.stderr) == (1.0, 0.0)
     low, high = wilson(4, 4)

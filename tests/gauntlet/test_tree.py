@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmfoundry.gauntlet.models import tree
-from llmfoundry.gauntlet.models.tree import Forest, cut, grow, widths, write_row
+from llmfoundry.gauntlet.models.tree import Forest, grow, split_into_rows, widths, write_row
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.ops.packed_layout import Layout
 
@@ -110,7 +110,7 @@ def test_where_a_row_ends_the_path_is_computed_again(monkeypatch: pytest.MonkeyP
 def test_a_row_ends_where_little_is_shared_rather_than_where_it_is_full() -> None:
     lengths = np.array([30, 31, 30, 31, 30, 31])
     shared = np.array([0, 30, 1, 30, 1, 30])  # three questions of two choices
-    rows = cut(lengths, shared, np.ones_like(lengths), [62])
+    rows = split_into_rows(lengths, shared, np.ones_like(lengths), [62])
     assert [(row.start, row.stop, row.used) for row in rows] == [(0, 4, 61), (4, 6, 31)]
 
 

@@ -14,7 +14,7 @@ from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write import to_hf
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import build
-from llmfoundry.recipe.front.yamlfile import read
+from llmfoundry.recipe.front.yamlfile import read_yaml
 from tests.hf.random_models import CARD, ROWS, decoder, logits, rows, write_tokenizer
 
 MODELS = Path(__file__).resolve().parents[2] / "yamls" / "model"
@@ -31,7 +31,7 @@ NONE = "mpt-7b-storywriter"  # transformers' MPT has ALiBi of exponent 8 alone
 
 
 def shipped(name: str, vocab_size: int) -> ModelConfig:
-    config = build(ModelConfig, read(MODELS / f"{name}.yaml"), [])
+    config = build(ModelConfig, read_yaml(MODELS / f"{name}.yaml"), [])
     config.fill(max_seq_len=64, vocab_size=vocab_size)
     return config
 

@@ -17,7 +17,7 @@ from llmfoundry.loggers.pages.score_charts import (
     BAR,
     LEFT,
     RIGHT,
-    Estimate,
+    ShownScore,
     TaskDots,
     accuracy_bar,
     bars,
@@ -172,11 +172,11 @@ def test_results_of_older_runs_can_be_shown() -> None:
 def test_a_bar_is_as_long_as_its_score_and_its_whisker_as_its_error() -> None:
     draw = random.Random(0)
     names = ["one", "two", "three", "four"]
-    scores: list[list[Estimate]] = [
-        [Estimate(draw.uniform(-0.3, 0.9), draw.uniform(0.01, 0.1)) for _ in names]
+    scores: list[list[ShownScore]] = [
+        [ShownScore(draw.uniform(-0.3, 0.9), draw.uniform(0.01, 0.1)) for _ in names]
         for _ in range(3)
     ]
-    scores[1][2] = Estimate(None)
+    scores[1][2] = ShownScore(None)
     figure = bars("t", names, ["a", "b", "c"], scores)
     (v0, x0), (v1, x1) = ticks(figure)[0], ticks(figure)[-1]
     assert [x0, x1] == [LEFT, WIDTH - RIGHT]
@@ -207,7 +207,7 @@ def test_a_bar_is_as_long_as_its_score_and_its_whisker_as_its_error() -> None:
 
 
 def test_bars_of_a_group_have_their_models_colours_and_do_not_overlap() -> None:
-    figure = bars("t", ["x", "y"], ["a", "b"], [[Estimate(0.1), Estimate(0.2)]] * 2)
+    figure = bars("t", ["x", "y"], ["a", "b"], [[ShownScore(0.1), ShownScore(0.2)]] * 2)
     found = drawn(figure).findall("rect[@class='value']")
     colours = [re.search(r"--s\d", bar.attrib["style"]) for bar in found]
     assert [c and c[0] for c in colours] == ["--s0", "--s1", "--s0", "--s1"]
@@ -218,23 +218,23 @@ def test_bars_of_a_group_have_their_models_colours_and_do_not_overlap() -> None:
         None,
         None,
     ]
-    assert "legend" not in bars("t", ["x"], ["a"], [[Estimate(0.1)]])
+    assert "legend" not in bars("t", ["x"], ["a"], [[ShownScore(0.1)]])
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.4, 1e-4])
 def test_any_single_score_can_be_drawn(value: float) -> None:
-    figure = bars("t", ["x"], ["a"], [[Estimate(value, 0.0)]])
+    figure = bars("t", ["x"], ["a"], [[ShownScore(value, 0.0)]])
     (bar,) = drawn(figure).findall("rect[@class='value']")
     left = float(bar.attrib["x"])
     assert left >= LEFT - 0.1 and left + float(bar.attrib["width"]) <= WIDTH - RIGHT + 0.1
     assert bars("t", [], ["a"], [[]]) == ""
-    assert "n/a" in bars("t", ["x"], ["a"], [[Estimate(None)]])
+    assert "n/a" in bars("t", ["x"], ["a"], [[ShownScore(None)]])
 
 
 def test_accuracies_are_dots_at_their_share_beside_chance() -> None:
     asked = [
-        TaskDots("copa, 3-shot", 0.5, 0.55, [Estimate(0.25, 0.05), Estimate(0.75)]),
-        TaskDots("svamp, 0-shot", 0.0, 0.1, [Estimate(None), Estimate(0.0)]),
+        TaskDots("copa, 3-shot", 0.5, 0.55, [ShownScore(0.25, 0.05), ShownScore(0.75)]),
+        TaskDots("svamp, 0-shot", 0.0, 0.1, [ShownScore(None), ShownScore(0.0)]),
     ]
     figure = drawn(dots("t", asked, ["a", "b"]))
 
@@ -256,7 +256,8 @@ def test_accuracies_are_dots_at_their_share_beside_chance() -> None:
 
 def test_scores_at_chance_do_not_fill_the_frame() -> None:
     values = [
-        ticks(bars("t", ["x"], ["a"], [[Estimate(score, 0.01)]]))[-1][0] for score in (0.004, -0.01)
+        ticks(bars("t", ["x"], ["a"], [[ShownScore(score, 0.01)]]))[-1][0]
+        for score in (0.004, -0.01)
     ]
     assert min(values) >= 0.25
 
@@ -289,7 +290,7 @@ def test_models_lead_to_their_pages(tmp_path: Path) -> None:
 
 
 def test_the_small_bar_marks_chance_and_majority() -> None:
-    bar = svg(accuracy_bar(Estimate(0.75, 0.05), chance=0.25, majority=0.4, model=11))
+    bar = svg(accuracy_bar(ShownScore(0.75, 0.05), chance=0.25, majority=0.4, model=11))
     track, value = bar.findall("rect")
     chance, majority = bar.findall("line")
     assert (track.attrib["width"], value.attrib["width"]) == ("120", "90.0")
@@ -298,7 +299,7 @@ def test_the_small_bar_marks_chance_and_majority() -> None:
     assert "M84.0 6H96.0" in bar.find("path").attrib["d"]  # type: ignore[union-attr]
     assert "--s1" in value.attrib["style"]
     assert bar.findtext("title") == "75.0% ± 5.0; chance 25.0%, majority 40.0%"
-    assert "path" not in accuracy_bar(Estimate(0.75), chance=0, majority=0, model=0)
+    assert "path" not in accuracy_bar(ShownScore(0.75), chance=0, majority=0, model=0)
 
 
 def test_intervals_that_are_not_symmetric_are_what_is_written_and_drawn() -> None:
@@ -314,11 +315,11 @@ def test_intervals_that_are_not_symmetric_are_what_is_written_and_drawn() -> Non
         "Lines: chance (solid), majority class (dashed); whiskers: 95% interval.",
     ):
         assert text in Page(page).text, text
-    asked = [TaskDots("copa", 0.25, 0.31, [Estimate(0.0, 0.0, (0.0, 0.1611))])]
+    asked = [TaskDots("copa", 0.25, 0.31, [ShownScore(0.0, 0.0, (0.0, 0.1611))])]
     (line,) = drawn(dots("t", asked, ["m"])).findall("path[@class='line']")
     begin, end = (float(x) for x in re.findall(r"[MH]([\d.]+)", line.attrib["d"]))
     assert (end - begin) / (WIDTH - LEFT - RIGHT) == pytest.approx(0.1611, abs=1e-3)
-    bar = svg(accuracy_bar(Estimate(1.0, 0.0, (0.8389, 1.0)), chance=0, majority=0))
+    bar = svg(accuracy_bar(ShownScore(1.0, 0.0, (0.8389, 1.0)), chance=0, majority=0))
     assert "M100.7 6H120.0" in bar.find("path").attrib["d"]  # type: ignore[union-attr]
 
 

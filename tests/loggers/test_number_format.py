@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from llmfoundry.loggers.console import count, duration, number, percent, size
+from llmfoundry.loggers.console import duration, format_gib, number, percent, short_count
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from llmfoundry.loggers.console import count, duration, number, percent, size
     ],
 )
 def test_counts(value: float, text: str) -> None:
-    assert count(value) == text
+    assert short_count(value) == text
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_counts(value: float, text: str) -> None:
     [(0.5, "512 MiB"), (1.2, "1.2 GiB"), (79.34, "79.3 GiB"), (2048, "2.0 TiB")],
 )
 def test_sizes(gib: float, text: str) -> None:
-    assert size(gib) == text
+    assert format_gib(gib) == text
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_random_numbers_read_back_within_their_digits() -> None:
     draw, units = random.Random(1), {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
     for _ in range(2000):
         value = 10 ** draw.uniform(0, 16)
-        match = re.fullmatch(r"([\d.]+)([kMGTP]?)", count(value))
-        assert match, count(value)
+        match = re.fullmatch(r"([\d.]+)([kMGTP]?)", short_count(value))
+        assert match, short_count(value)
         assert float(match[1]) < 1000
         assert float(match[1]) * units[match[2]] == pytest.approx(value, rel=0.006)
         assert float(number(value)) == pytest.approx(value, rel=6e-4)

@@ -18,7 +18,7 @@ from llmfoundry.builders.job import Job, weight_dtype
 from llmfoundry.checkpoint.safe_load import load_tensors
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
-from llmfoundry.loggers.console import size as memory_text
+from llmfoundry.loggers.console import format_gib as memory_text
 from llmfoundry.models.adapters.adapt import (
     adapted_layers,
     adapter_table,

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.http_part import http_part
-from llmfoundry.data.fetch.remote_backends import resolve, without_secrets
+from llmfoundry.data.fetch.remote_backends import backend_for, without_secrets
 from llmfoundry.errors import UserError
 from llmfoundry.retry import backoff, retry
 
@@ -68,7 +68,7 @@ class Remote:
             UserError: the protocol is not known, or its package or a setting is missing.
         """
         self.url = without_secrets(url).rstrip("/")
-        self._backend = resolve(url.rstrip("/"), storage_options, timeout)
+        self._backend = backend_for(url.rstrip("/"), storage_options, timeout)
         self._key = key
         self._retry = retry
         self._timeout = timeout
@@ -208,7 +208,7 @@ class Remote:
         return _within(timeout, lambda: bytes(files.cat_file(path, start=start, end=end)))
 
     def _failed(self, name: str, error: Exception, attempts: int) -> UserError:
-        line = remote_errors.explain(
+        line = remote_errors.remote_problem(
             error,
             kind=self._backend.kind,
             attempts=attempts,

@@ -71,7 +71,7 @@ def without_secrets(url: str) -> str:
     return f"{scheme}{separator}{host}{slash}{rest}"
 
 
-def resolve(url: str, storage_options: Mapping[str, Any], timeout: float) -> Backend:
+def backend_for(url: str, storage_options: Mapping[str, Any], timeout: float) -> Backend:
     """The backend of a folder at a URL.
 
     Args:

@@ -114,7 +114,7 @@ def is_timeout(error: BaseException) -> bool:
     return any(isinstance(e, TimeoutError) or "Timeout" in type(e).__name__ for e in _chain(error))
 
 
-def explain(
+def remote_problem(
     error: BaseException,
     *,
     kind: str,

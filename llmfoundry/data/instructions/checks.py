@@ -1,8 +1,8 @@
 """Whether a text is what was asked for: each requirement is a function of the text alone.
 
-`is_right` is called with the `checks` of a row, mappings such as {"check": "words", "n": 3}: of
-generated instructions, or of a file for the gauntlet. All must hold. `problems` says what is wrong
-with such mappings before any model is asked.
+`meets_checks` is called with the `checks` of a row, mappings such as {"check": "words", "n": 3}: of
+generated instructions, or of a file for the gauntlet. All must hold. `check_problems` says what is
+wrong with such mappings before any model is asked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _SENTENCE = re.compile(r"[^.!?]*[^\W_][^.!?]*[.!?]+")
 
 
-def is_right(text: str, checks: Sequence[Mapping[str, Any]]) -> bool:
+def meets_checks(text: str, checks: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a text meets every requirement; an empty one meets none."""
     text = text.strip()
     return bool(text) and all(holds(text, check) for check in checks)
@@ -31,7 +31,7 @@ def holds(text: str, check: Mapping[str, Any]) -> bool:
     return CHECKS[check["check"]][0](text, **arguments)
 
 
-def problems(checks: Any) -> Iterator[str]:
+def check_problems(checks: Any) -> Iterator[str]:
     """A line for each mistake in a row's requirements as they are written."""
     if not isinstance(checks, list) or not checks:
         yield f"field 'checks' is {checks!r:.60}; write a list of one or more mappings"

@@ -29,12 +29,12 @@ LIST_TASKS: dict[str, Callable[[random.Random, Sequence[int]], Exchange]] = {
     "reverse": lists.reverse,
     "sort": lists.sort,
     "largest": lists.largest,
-    "count": lists.count,
+    "count": lists.word_count,
     "nth": lists.nth,
 }
 OTHER_TASKS: dict[str, Callable[[random.Random], Exchange]] = {
     "recall": knowledge.recall,
-    "arithmetic": sums.arithmetic,
+    "arithmetic": sums.two_digit_sum,
     "json": answer_formats.json_object,
     "upper": answer_formats.upper,
     "repeat": answer_formats.repeat,
@@ -104,14 +104,14 @@ def instruction_row(
     task: str, number: int, *, seed: int, format: str, split: str = "train"
 ) -> dict[str, Any]:
     """Row `number` of a task."""
-    exchange = draw(task, number, seed=seed, split=split)
+    exchange = draw_exchange(task, number, seed=seed, split=split)
     row = _WRITERS[format](exchange, number, random.Random(f"answers {task} {seed} {number}"))
     if exchange.tools:
         row["tools"] = [dict(tool) for tool in exchange.tools]
     return row
 
 
-def draw(task: str, number: int, *, seed: int, split: str = "train") -> Exchange:
+def draw_exchange(task: str, number: int, *, seed: int, split: str = "train") -> Exchange:
     """Exchange `number` of a task; the first of its draws that is of the split."""
     attempt = 0
     while True:

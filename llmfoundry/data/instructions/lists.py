@@ -42,7 +42,7 @@ def largest(rng: random.Random, lengths: Sequence[int]) -> Exchange:
     return ask(f"Largest number: {' '.join(map(str, numbers))}", str(top), str(wrong))
 
 
-def count(rng: random.Random, lengths: Sequence[int]) -> Exchange:
+def word_count(rng: random.Random, lengths: Sequence[int]) -> Exchange:
     """`How many words: key moon key` → 3."""
     words = rng.choices(WORDS, k=rng.choice(lengths))
     n = len(words)

@@ -7,7 +7,7 @@ import random
 from llmfoundry.data.instructions.exchange import Exchange, another, ask
 
 
-def arithmetic(rng: random.Random) -> Exchange:
+def two_digit_sum(rng: random.Random) -> Exchange:
     """`47 + 25` → `7 + 5 = 12, 4 + 2 + 1 = 7 #### 72`; numbers below 100."""
     a, b = rng.randrange(10, 100), rng.randrange(10, 100)
     right = {"check": "final_number", "value": a + b}

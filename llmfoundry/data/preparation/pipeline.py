@@ -1,4 +1,4 @@
-"""`fill`: a corpus to shards, by parts that are made once and joined in the corpus' order.
+"""`prepare_folder`: a corpus to shards, by parts made once and joined in corpus order.
 
 Called by `prepare` with a folder of the cache or of the user's. What is finished there is kept,
 what is missing is made, and the indices come last.
@@ -90,7 +90,9 @@ class PreparationPlan:
         }
 
 
-def fill(place: OutputFolder, plan: PreparationPlan, execution: ExecutionOptions) -> Manifest:
+def prepare_folder(
+    place: OutputFolder, plan: PreparationPlan, execution: ExecutionOptions
+) -> Manifest:
     """Make what is missing at a place that nobody else writes to.
 
     Raises:

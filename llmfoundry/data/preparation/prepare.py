@@ -1,4 +1,4 @@
-"""`prepare`: the recipe's corpus to two streams of shards, made once, then only opened.
+"""`prepare_corpus`: the recipe's corpus to two streams of shards, made once, then only opened.
 
 Called before training on every process; one of each machine does the work while the others wait.
 `prepare_to` is the same for a folder of the user's, here or at a URL. The one idea: the corpus is
@@ -17,9 +17,9 @@ from typing import Any
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.preparation.pipeline import ExecutionOptions, PreparationPlan, fill
+from llmfoundry.data.preparation.pipeline import ExecutionOptions, PreparationPlan, prepare_folder
 from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.write.manifest import MANIFEST, Manifest, summary
+from llmfoundry.data.preparation.write.manifest import MANIFEST, Manifest, manifest_summary
 from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import STREAMS, Output, token_output
 from llmfoundry.data.preparation.write.parts import WORK
@@ -29,7 +29,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import try_lock
 from llmfoundry.recipe.data import DataConfig
 
-__all__ = ["ExecutionOptions", "Prepared", "prepare", "prepare_to"]
+__all__ = ["ExecutionOptions", "Prepared", "prepare_corpus", "prepare_to"]
 
 _SETTINGS = f"{WORK}/settings.json"
 
@@ -53,7 +53,7 @@ class Prepared:
         return self.validation.texts()
 
 
-def prepare(
+def prepare_corpus(
     config: DataConfig, tokenizer: Tokenizer, *, progress: bool, shard_bytes: int = 64 << 20
 ) -> Prepared:
     """The corpus in tokens, from the cache where it is there.
@@ -112,7 +112,7 @@ def prepare_to(
             with place.scratch(WORK) as folder:
                 tokenizer.save(folder / "tokenizer")
                 place.put(folder / "tokenizer", "tokenizer")
-            manifest = fill(place, plan, execution)
+            manifest = prepare_folder(place, plan, execution)
         else:
             _check_same(place, manifest.settings, plan.settings)
             if manifest.corpus != plan.corpus.fingerprint():
@@ -123,7 +123,7 @@ def prepare_to(
 
 def _fill_cache(place: OutputFolder, plan: PreparationPlan, execution: ExecutionOptions) -> None:
     try:
-        fill(place, plan, execution)
+        prepare_folder(place, plan, execution)
     except UserError:
         if not any(name.endswith(".json") for name in place.names_below(WORK)):
             place.remove(WORK)  # not one part to go on with
@@ -142,7 +142,7 @@ def _open(folder: Path, config: DataConfig) -> Prepared:
         raise UserError(
             f"{folder}: prepared tokens are damaged: {error}; delete it, it will be made again"
         ) from error
-    return Prepared(train, validation, summary(manifest))
+    return Prepared(train, validation, manifest_summary(manifest))
 
 
 def _check_free(place: OutputFolder) -> None:

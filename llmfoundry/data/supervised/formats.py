@@ -28,10 +28,10 @@ from llmfoundry.data.supervised.messages import (
     variables_of,
 )
 from llmfoundry.data.supervised.turns import (
-    Asked,
     ExampleOptions,
     Segment,
     SegmentedText,
+    TemplateInputs,
     conversation_documents,
 )
 from llmfoundry.errors import UserError
@@ -156,10 +156,10 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any], ExampleOptions], Example]] = {
 }
 
 
-def _asked(row: Mapping[str, Any]) -> Asked:
+def _asked(row: Mapping[str, Any]) -> TemplateInputs:
     variables = variables_of(row.get("chat_template_kwargs"))
     tools = variables.pop("tools", None) or row.get("tools")
-    return Asked(tools_of(tools), variables)
+    return TemplateInputs(tools_of(tools), variables)
 
 
 def _compared(row: Mapping[str, Any], name: str, options: ExampleOptions) -> SegmentedText:
@@ -170,7 +170,7 @@ def _compared(row: Mapping[str, Any], name: str, options: ExampleOptions) -> Seg
 
 
 def _answered(
-    prompt: Any, answer: Any, name: str, options: ExampleOptions, asked: Asked
+    prompt: Any, answer: Any, name: str, options: ExampleOptions, asked: TemplateInputs
 ) -> list[SegmentedText]:
     """A prompt and its answer: both text, or both messages, or a whole conversation as answer."""
     if not is_messages(answer):
@@ -194,7 +194,7 @@ def _answered(
 
 
 def _rendered(
-    messages: Messages, asked: Asked, options: ExampleOptions, name: str
+    messages: Messages, asked: TemplateInputs, options: ExampleOptions, name: str
 ) -> list[SegmentedText]:
     """A conversation by the template, which takes its order and leaves none of it out."""
     check_answers(messages, last_only=options.last_only)

@@ -321,7 +321,9 @@ def _reasons(counts: ExampleCounts) -> str:
     )
 
 
-def summary(key: str, facts: StoreFacts, packed: PackedExamples, options: PackOptions) -> list[str]:
+def packing_summary(
+    key: str, facts: StoreFacts, packed: PackedExamples, options: PackOptions
+) -> list[str]:
     """Lines for the user: counts, and what was left out or changed."""
     counts, rows = packed.counts, packed.counts.rows
     padding = 1 - counts.tokens / (rows * options.seq_len)

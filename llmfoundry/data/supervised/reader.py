@@ -43,7 +43,7 @@ _TOLD_BY = {
 Preprocess = Callable[[dict[str, Any]], Any]
 
 
-def format_of(row: Mapping[str, Any]) -> str | None:
+def format_of_row(row: Mapping[str, Any]) -> str | None:
     """The format that a row's columns show; None: none or several."""
     found = [f for f, names in _TOLD_BY.items() if all(row.get(n) is not None for n in names)]
     return found[0] if len(found) == 1 else None
@@ -102,7 +102,7 @@ class RowReader:
             self.note_unread(unread)
             return made
         except ValueError as error:
-            found, fitting = bad_row(where, error), format_of(row)
+            found, fitting = bad_row(where, error), format_of_row(row)
             is_other = fitting is not None and not (self._columns or fitting == self._name)
             what = f"write {self._key}.format={fitting}, or " if is_other else ""
             why = f"{found.why}; {what}correct it, or {self._key}.columns"
@@ -117,7 +117,11 @@ class RowReader:
     def _check_columns(self, where: object, row: dict[str, Any]) -> None:
         for name in _NEEDED[self.format]:
             if row.get(name) is None:
-                has, no, fitting = ", ".join(row) or "none", f"no column {name!r}", format_of(row)
+                has, no, fitting = (
+                    ", ".join(row) or "none",
+                    f"no column {name!r}",
+                    format_of_row(row),
+                )
                 what = f"write {self._key}.columns, as in {{{name}: theirs}}"
                 if fitting not in (None, self._name) and not self._columns:
                     what = f"write {self._key}.format={fitting}"

@@ -102,7 +102,7 @@ class ExampleOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TemplateInputs:
     """What a row gives the template beside its messages.
 
     Attributes:
@@ -115,7 +115,7 @@ class Asked:
 
 
 def conversation_documents(
-    messages: Messages, asked: Asked, options: ExampleOptions
+    messages: Messages, asked: TemplateInputs, options: ExampleOptions
 ) -> list[SegmentedText]:
     """The documents of a conversation: one, or one for each answer.
 
@@ -142,7 +142,7 @@ class _Conversation:
     """A conversation that is rendered."""
 
     def __init__(
-        self, chat: ChatTemplate, messages: Messages, asked: Asked, options: ExampleOptions
+        self, chat: ChatTemplate, messages: Messages, asked: TemplateInputs, options: ExampleOptions
     ) -> None:
         self._chat, self._asked, self._options = chat, asked, options
         self._weights = [float(m.get("weight", 1.0)) for m in messages]

@@ -15,7 +15,7 @@ from llmfoundry.gauntlet.fetch.maps import MAPS
 from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
 from llmfoundry.gauntlet.tasks.task_reader import read_section
 from llmfoundry.recipe.front.paths import find_file, show
-from llmfoundry.recipe.front.yamlfile import read
+from llmfoundry.recipe.front.yamlfile import read_yaml
 from llmfoundry.recipe.values.checks import nearest, one_of
 
 FOLDER = "local_data/"
@@ -57,7 +57,7 @@ def read_table(path: Path) -> dict[str, DataFile]:
     Raises:
         UserError: every unknown key, missing key and unknown mapping.
     """
-    entries = read(path).get("files")
+    entries = read_yaml(path).get("files")
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{show(path)}: files: is missing or empty; write a list of files")
     problems: list[str] = []
@@ -95,7 +95,7 @@ def files_of_tasks(labels: Iterable[str], folder: str = "eval/tasks") -> dict[st
     defined = {
         str(task["label"]): str(task["dataset_uri"])
         for path in sorted(find_file(folder, "tasks").glob("*.yaml"))
-        for task in read(path)["tasks"]
+        for task in read_yaml(path)["tasks"]
     }
     unknown = [
         f"tasks: {label}: is not defined in {folder}{nearest(label, defined)}"

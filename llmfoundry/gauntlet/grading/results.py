@@ -16,7 +16,7 @@ from typing import Any
 
 from llmfoundry.gauntlet.metrics import NOT_GENERATED, UNITS, Answer, Interval, answers_of
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
-from llmfoundry.gauntlet.task_types import judge
+from llmfoundry.gauntlet.task_types import judge_answer
 from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
 
@@ -203,7 +203,7 @@ def rows_lines(
     same floats; one that is not finite is null.
     """
     for answer in answers_of(questions, scores, texts):
-        verdict = judge(task, answer)
+        verdict = judge_answer(task, answer)
         row = answer.question.row
         head: dict[str, Any] = {"task": task.label, "shots": num_fewshot, "row": public(row.place)}
         if row.category is not None:

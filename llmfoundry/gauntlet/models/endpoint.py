@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.metrics import cut
+from llmfoundry.gauntlet.metrics import until_stop
 from llmfoundry.gauntlet.models.echo import ECHO, read_score
 from llmfoundry.gauntlet.questions import Prompt, Refusal, Request, Score
 from llmfoundry.retry import backoff, retry
@@ -214,7 +214,7 @@ class Endpoint:
             body["prompt"] = prompt.text
         path = "/chat/completions" if self.chat else "/completions"
         try:
-            return cut(self._text(self._post(path, body, given_up)), prompt.stops)
+            return until_stop(self._text(self._post(path, body, given_up)), prompt.stops)
         except _Refused as error:
             return Refusal(str(error))
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.metrics import cut
+from llmfoundry.gauntlet.metrics import until_stop
 from llmfoundry.gauntlet.questions import Prompt, common_prefix
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
@@ -125,7 +125,7 @@ class _Answer:
 
     @property
     def text(self) -> str:
-        return cut(self._tokenizer.decode(self._tokens), self.prompt.stops)
+        return until_stop(self._tokenizer.decode(self._tokens), self.prompt.stops)
 
     def take(self, place: int, tokens: list[int], is_finite: bool) -> None:
         """Tokens of the row from `place` on; those of the prompt are passed over."""

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet.metrics import cut
-from llmfoundry.gauntlet.models.own import HEAD_CHUNK, judge
+from llmfoundry.gauntlet.metrics import until_stop
+from llmfoundry.gauntlet.models.own import HEAD_CHUNK, score_targets
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class HuggingFaceModel:
             out = self.model(input_ids=ids.to(self._device), use_cache=False, **kept)
         judged = torch.cat(
             [
-                judge(
+                score_targets(
                     out.logits[rows[part], columns[part]].float(),
                     targets[part],
                     torch.arange(len(part), device=self._device),
@@ -226,7 +226,7 @@ class HuggingFaceModel:
         texts: list[str | None] = []
         for row, prompt, room in zip(output[:, start:].tolist(), prompts, rooms, strict=True):
             end = next((n for n, t in enumerate(row[:room]) if t in self._end_ids), room)
-            texts.append(cut(self._tokenizer.decode(row[:end]), prompt.stops))
+            texts.append(until_stop(self._tokenizer.decode(row[:end]), prompt.stops))
         return texts
 
 
@@ -268,7 +268,7 @@ class _Watch:
 
 
 def _read(judged: Tensor) -> Score:
-    """The score of a request from `judge`'s four numbers of each target (n, 4)."""
+    """The score of a request from `score_targets`'s four numbers of each target (n, 4)."""
     logprob, best, beaten, crowded = judged.sum(0).tolist()
     return Score(
         logprob,

@@ -283,8 +283,8 @@ def write_rows(
 def _finish(call: _Call, device: torch.device) -> Callable[[Decoder, Tensor], Tensor]:
     """What happens inside the model's forward pass: the head, at scored places only.
 
-    It gives what `judge` says of each target. Logits are computed in fp32 whatever the model's
-    precision: those of bf16 are so coarse that the first two tokens often tie.
+    It gives what `score_targets` says of each target. Logits are computed in fp32 whatever the
+    model's precision: those of bf16 are so coarse that the first two tokens often tie.
     """
     parts = call.places.tensor_split(call.chunks)
     first = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)  # place of each part
@@ -297,7 +297,7 @@ def _finish(call: _Call, device: torch.device) -> Callable[[Decoder, Tensor], Te
         flat = hidden.flatten(0, 1)
         with torch.autocast(device.type, enabled=False):
             found = [
-                judge(model.head(flat[place].float()), target, index)
+                score_targets(model.head(flat[place].float()), target, index)
                 for place, target, index in zip(places, targets, indices.split(counts), strict=True)
             ]
         return torch.cat(found)
@@ -305,7 +305,7 @@ def _finish(call: _Call, device: torch.device) -> Callable[[Decoder, Tensor], Te
     return finish
 
 
-def judge(logits: Tensor, targets: Tensor, indices: Tensor) -> Tensor:
+def score_targets(logits: Tensor, targets: Tensor, indices: Tensor) -> Tensor:
     """(S, 4) for each target, of logits (P, V) in row indices[s], which are overwritten.
 
     Its log-probability, that of the likeliest token, whether another is likelier, and whether the

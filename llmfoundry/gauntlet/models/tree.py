@@ -87,7 +87,7 @@ def grow(requests: Sequence[Request], *, seq_len: int) -> Forest:
     lengths = np.array([len(tokens) for tokens in inputs], dtype=np.int64)
     scored = [sum(len(requests[i].targets) for i in each) for each in readers]
     common = np.array(shared, dtype=np.int64)
-    rows = cut(lengths, common, np.array(scored, dtype=np.int64), widths(seq_len))
+    rows = split_into_rows(lengths, common, np.array(scored, dtype=np.int64), widths(seq_len))
     unshared = sum(len(request.tokens) for request in requests)
     return Forest(inputs, common, readers, rows, len(requests), unshared)
 
@@ -100,7 +100,7 @@ def widths(seq_len: int) -> list[int]:
     return [*reversed(halves), *eighths]
 
 
-def cut(
+def split_into_rows(
     lengths: NDArray[np.int64],
     shared: NDArray[np.int64],
     targets: NDArray[np.int64],

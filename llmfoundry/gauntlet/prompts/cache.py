@@ -119,15 +119,15 @@ def cached_questions(
     return _make_once(place, asked, make)
 
 
-def pack(asked: Sequence[Question]) -> bytes:
+def pack_questions(asked: Sequence[Question]) -> bytes:
     """Questions without their rows, for another process."""
     file = io.BytesIO()
     save_questions(file, asked)
     return file.getvalue()
 
 
-def unpack(packed: bytes, rows: Sequence[TaskRow]) -> list[Question]:
-    """What `pack` packed, about the same rows."""
+def unpack_questions(packed: bytes, rows: Sequence[TaskRow]) -> list[Question]:
+    """What `pack_questions` packed, about the same rows."""
     return load_questions(io.BytesIO(packed), rows)
 
 

@@ -62,7 +62,7 @@ def chat_joints(
     asked: list[tuple[str, Sequence[str]]] = []
     for i, its in examples.items():
         for context in rows[i].contexts:
-            messages = conversation(
+            messages = chat_messages(
                 rows[i], context, [rows[j] for j in its], task, chat, reasoned=reasoned
             )
             text = prompt_text(messages, rows[i], chat)
@@ -75,7 +75,7 @@ def chat_joints(
         yield i, [next(joints) for _ in rows[i].contexts]
 
 
-def conversation(
+def chat_messages(
     row: TaskRow,
     context: str,
     examples: Sequence[TaskRow],

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.prompts.chat import chat_joints, check_chat, conversation
+from llmfoundry.gauntlet.prompts.chat import chat_joints, chat_messages, check_chat
 from llmfoundry.gauntlet.prompts.encode import (
     Joint,
     check_answer,
@@ -278,7 +278,7 @@ def _spoken(
     if chat is None or question.prompt is None:
         return question
     row, its = question.row, [rows[j] for j in examples[question.dropped :]]
-    messages = conversation(row, row.contexts[0], its, task, chat, reasoned=reasons(rows))
+    messages = chat_messages(row, row.contexts[0], its, task, chat, reasoned=reasons(rows))
     prompt = replace(question.prompt, messages=tuple(messages), tools=row.tools)
     return replace(question, prompt=prompt)
 

@@ -17,7 +17,13 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
-from llmfoundry.gauntlet.tasks.task_reader import HARNESS, find, place, read_section, translate
+from llmfoundry.gauntlet.tasks.task_reader import (
+    HARNESS,
+    find,
+    place_in_list,
+    read_section,
+    translate,
+)
 from llmfoundry.recipe.front import yamlfile
 from llmfoundry.recipe.values.checks import at_least, fraction, nearest, one_of
 
@@ -99,7 +105,7 @@ def read_gauntlet(path: Path) -> GauntletFile:
         UserError: every unknown key, wrong value and missing file, with the place of each.
     """
     path = find(str(path), beside=Path("."), key="eval.gauntlet")
-    top = yamlfile.read(path)
+    top = yamlfile.read_yaml(path)
     problems = [
         f"{path}: unknown key '{key}'{nearest(key, _KEYS)} (keys: {', '.join(_KEYS)})"
         for key in top
@@ -132,7 +138,7 @@ def _follow(path: Path, top: Mapping[str, Any], key: str) -> tuple[Path, Mapping
     if not isinstance(name, str):
         return path, top
     other = find(name, beside=path, key=f"{path}: {key}")
-    content = yamlfile.read(other)
+    content = yamlfile.read_yaml(other)
     if content.get(key) is None or isinstance(content[key], str):
         hint = nearest(key, content)
         raise UserError(f"{path}: {key}: {name} has no key {key} with something below it{hint}")
@@ -160,12 +166,12 @@ def _read_definitions(
         names = content.get("definitions") or []
         for name in names if isinstance(names, list) else [names]:
             source = find(str(name), beside=path, key=f"{path}: definitions")
-            entries = yamlfile.read(source).get("tasks")
+            entries = yamlfile.read_yaml(source).get("tasks")
             if not isinstance(entries, list) or not entries:
                 problems.append(f"{source}: tasks: is missing or empty; write a list of tasks")
                 continue
             for i, entry in enumerate(entries):
-                where = place(f"{source}: tasks", i, entry)
+                where = place_in_list(f"{source}: tasks", i, entry)
                 task = _defined(entry, where, problems, notes)
                 _anchor(task, source)
                 label = str(task.get("label"))
@@ -210,7 +216,7 @@ def _read_tasks(
         return []
     tasks = []
     for i, entry in enumerate(raw):
-        at = place(where, i, entry)
+        at = place_in_list(where, i, entry)
         if isinstance(entry, Mapping):
             entry = translate(entry, at, problems, notes)
             base = defined.get(str(entry.get("label")), {})

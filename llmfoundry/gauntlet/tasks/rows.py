@@ -27,7 +27,7 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.remote_input import list_url
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
-from llmfoundry.gauntlet.task_types import TaskType, filled_text, shortened, type_of
+from llmfoundry.gauntlet.task_types import TaskType, filled_text, short_repr, type_of
 from llmfoundry.gauntlet.tasks.generated import chats
 from llmfoundry.gauntlet.tasks.generated.sets import SCHEME, generated_rows
 from llmfoundry.gauntlet.tasks.task_reader import BROKEN, is_broken
@@ -139,7 +139,7 @@ def _row(raw: RawRow, place: str, task: TaskConfig) -> TaskRow:
         value = row.get(name)
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and is_broken(text):
-                raise ValueError(f"field '{name}' is {shortened(text)}: it {BROKEN}")
+                raise ValueError(f"field '{name}' is {short_repr(text)}: it {BROKEN}")
     for name in _OF_CONVERSATIONS:
         if is_broken(json.dumps(row.get(name), ensure_ascii=False)):
             raise ValueError(f"field '{name}' {BROKEN}")

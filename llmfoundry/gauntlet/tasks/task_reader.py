@@ -66,7 +66,7 @@ def find(name: str, *, beside: Path, key: str) -> Path:
     return path
 
 
-def place(where: str, i: int, entry: Any) -> str:
+def place_in_list(where: str, i: int, entry: Any) -> str:
     """How messages name the entry i of a list: its number, and its label or name in brackets."""
     name = entry.get("label", entry.get("name")) if isinstance(entry, Mapping) else None
     return f"{where}[{i}]" + (f" ({name})" if name is not None else "")
@@ -112,14 +112,14 @@ def _bracketed(hint: Any, value: Any) -> Any:
 
 
 def _line(schema: Schema, problem: Problem, raw: Any, where: str) -> str:
-    """What a user is told: the entries that the key lies in are named as `place` names them."""
+    """The message, in which list entries are named as `place_in_list` names them."""
     inside = re.match(r"(\w+)\[(\d+)\]\.", problem.key)
     if inside is not None and problem.key not in raw:
         name, i = inside[1], int(inside[2])
         item, entry = schema.keys[name].item, raw[name][i]
         assert item is not None, f"{name} lists sections"
         inner = problem._replace(key=problem.key[inside.end() :])
-        return _line(item, inner, entry, place(f"{where}: {name}", i, entry))
+        return _line(item, inner, entry, place_in_list(f"{where}: {name}", i, entry))
     keys = f" (keys: {', '.join(schema.keys)})" if problem.is_unknown else ""
     return f"{where}: {problem.line}{keys}"
 

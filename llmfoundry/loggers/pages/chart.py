@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from llmfoundry.loggers.console import count, number
+from llmfoundry.loggers.console import number, short_count
 from llmfoundry.loggers.pages.chart_data import FORMS, script, stretches
 from llmfoundry.loggers.pages.frame import COLOURS, TOP, WIDTH, Axis, Frame, figure, short, svg
 
@@ -206,8 +206,8 @@ def _tick_label(value: float, ticks: list[float], *, log: bool) -> str:
     """The value with as many decimals as its neighbours need."""
     top = max(abs(t) for t in ticks)
     if log or top < 1e-3:
-        return number(value, digits=3) if top < 1e4 else short(count(value))
+        return number(value, digits=3) if top < 1e4 else short(short_count(value))
     if top >= 1e4:
-        return short(count(value))
+        return short(short_count(value))
     step = ticks[1] - ticks[0] if len(ticks) > 1 else top
     return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"

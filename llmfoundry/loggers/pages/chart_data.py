@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from llmfoundry.loggers.console import count, number, size
+from llmfoundry.loggers.console import format_gib, number, short_count
 
 LIMIT = 800
 DIGITS = 6  # of a value: more than a screen has pixels
@@ -21,8 +21,8 @@ DIGITS = 6  # of a value: more than a screen has pixels
 Points = Sequence[tuple[float, float]]
 FORMS: dict[str, Callable[[float], str]] = {
     "number": number,
-    "count": count,
-    "size": size,
+    "count": short_count,
+    "size": format_gib,
     "tenth": lambda value: f"{value:.1f}",
 }
 """How values are read; charts.js has the same by these names."""

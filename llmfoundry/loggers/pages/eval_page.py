@@ -16,10 +16,10 @@ from typing import Any
 from urllib.parse import quote
 
 from llmfoundry.files import atomic_write
-from llmfoundry.loggers.console import count, duration, number
+from llmfoundry.loggers.console import duration, number, short_count
 from llmfoundry.loggers.pages.page import Tile, page, table
 from llmfoundry.loggers.pages.score_charts import (
-    Estimate,
+    ShownScore,
     TaskDots,
     accuracy_bar,
     bars,
@@ -90,7 +90,7 @@ def eval_page(
         ("Not comparable", not_comparable(results)),
         (_scores_title(results), score_charts(results) + score_table(results)),
         ("Tasks", task_table(results)),
-        ("Problems", problems(results)),
+        ("Problems", problem_list(results)),
         ("How they were asked", ways(results)),
         ("Cost", cost_table(results)),
         ("Every metric", metric_tables(results)),
@@ -99,7 +99,7 @@ def eval_page(
         title=f"{title}: {names[0]}" if n == 1 else title,
         status="finished" if whole else "not complete",
         reached=f"{_count(n, 'model')}, {_count(n_tasks, 'task')}",
-        tiles=tiles(results) if n == 1 else [],
+        tiles=average_tiles(results) if n == 1 else [],
         sections=[(name, body) for name, body in sections if body],
     )
 
@@ -110,7 +110,7 @@ def _scores_title(results: Results) -> str:
     return " and ".join(words).capitalize() or "Accuracy"
 
 
-def tiles(results: Results) -> list[Tile]:
+def average_tiles(results: Results) -> list[Tile]:
     """The averages of one model."""
     found = []
     for _, result in results:
@@ -165,7 +165,7 @@ def score_charts(results: Results) -> str:
     tasks = []
     for (label, shots), entries in _tasks(results).items():
         first = next(entry for entry in entries if entry is not None)
-        accuracies = [_accuracy_of(e) if e else Estimate(None) for e in entries]
+        accuracies = [_accuracy_of(e) if e else ShownScore(None) for e in entries]
         name = f"{label}, {shots}-shot"
         tasks.append(TaskDots(name, first["chance"], first["majority"], accuracies))
     parts = [
@@ -209,7 +209,7 @@ def task_table(results: Results) -> str:
     return f'{listed}<p class="hint">{hint}</p>' if rows else ""
 
 
-def problems(results: Results) -> str:
+def problem_list(results: Results) -> str:
     """What a reader must know, model by model."""
     parts = []
     for name, result in results:
@@ -238,8 +238,8 @@ def cost_table(results: Results) -> str:
             unit = cost.get("unit", "tokens")
             ratio = f"{unshared / computed:.2f}" if computed and unit == "tokens" else "n/a"
             seconds = duration(cost["seconds"])
-            known = count(computed) if computed else "not told"
-            shown = count(unshared) + f" {unit}" * (unit != "tokens")
+            known = short_count(computed) if computed else "not told"
+            shown = short_count(unshared) + f" {unit}" * (unit != "tokens")
             rows.append((name, known, shown, ratio, seconds))
     head = ("model", "tokens computed", "tokens unshared", "unshared over computed", "time")
     if len(results) == 1:  # which the title names
@@ -280,7 +280,7 @@ def _names(results: Results, key: str) -> list[str]:
     return list(dict.fromkeys(name for _, result in results for name in result.get(key) or {}))
 
 
-def _scores(results: Results, key: str, names: Sequence[str]) -> list[list[Estimate]]:
+def _scores(results: Results, key: str, names: Sequence[str]) -> list[list[ShownScore]]:
     """Of every model the score of every name; (None, None) where it has none."""
     return [
         [_estimate(result, name, (result.get(key) or {}).get(name)) for name in names]
@@ -293,15 +293,15 @@ def _members(result: Result, name: str) -> list[str]:
     return (result.get("members") or {}).get(name, [])
 
 
-def _estimate(result: Result, name: str, value: float | None) -> Estimate:
+def _estimate(result: Result, name: str, value: float | None) -> ShownScore:
     """A category's or an average's; results of older versions have no intervals."""
     known = [(result.get(key) or {}).get(name) for key in ("stderrs", "intervals")]
-    return Estimate(value, *known)
+    return ShownScore(value, *known)
 
 
-def _accuracy_of(entry: Result) -> Estimate:
+def _accuracy_of(entry: Result) -> ShownScore:
     """A task's."""
-    return Estimate(entry["accuracy"], entry["stderr"], entry.get("interval"))
+    return ShownScore(entry["accuracy"], entry["stderr"], entry.get("interval"))
 
 
 def _all_scores(result: Result) -> list[float | None]:

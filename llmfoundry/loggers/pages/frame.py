@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 
-from llmfoundry.loggers.console import count
+from llmfoundry.loggers.console import short_count
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 20, 10, 38  # of a picture's edges to its drawing
@@ -109,7 +109,7 @@ class Frame:
         yield self.horizontal("base", self.base)
         for value in self.x_axis.ticks():
             yield self.vertical("base", value, self.base, self.base + 4)
-        yield from self.x_labels(lambda n: short(count(n)))
+        yield from self.x_labels(lambda n: short(short_count(n)))
         yield text(WIDTH - self.right, HEIGHT - 4, "tokens", anchor="end")
 
     def y_label(self, y: float, words: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmfoundry.events import read_events
 from llmfoundry.files import atomic_write
-from llmfoundry.loggers.console import count, number, printable
+from llmfoundry.loggers.console import number, printable, short_count
 from llmfoundry.loggers.metrics import BATCH, TOKEN, read_metrics
 from llmfoundry.loggers.pages.before_after import before_and_after, changes
 from llmfoundry.loggers.pages.event_marks import event_table, marks
@@ -25,7 +25,7 @@ from llmfoundry.loggers.pages.page import page, pairs, table
 from llmfoundry.loggers.pages.report_charts import Rows, experts, gauntlet_charts, training_charts
 from llmfoundry.loggers.pages.report_tiles import averages, tiles
 from llmfoundry.loggers.pages.score_charts import (
-    Estimate,
+    ShownScore,
     accuracy_bar,
     in_parts,
     percents,
@@ -43,7 +43,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
 
     `summary` (label → value, `status` among them) is added to what run.json says.
     """
-    run = read_json(run_folder / "run.json")
+    run = read_json_if_there(run_folder / "run.json")
     result = {**run.get("summary", {}), **(summary or {})}
     status = str(result.pop("status", "running"))
     rows = metric_rows(run_folder)
@@ -91,7 +91,7 @@ def final_tables(result: Mapping[str, Any]) -> str:
     errors = result.get("stderrs") or {}
     intervals = result.get("intervals") or {}
     rows = [
-        (n, *in_parts(written(Estimate(s, errors.get(n), intervals.get(n))))) for n, s in scores
+        (n, *in_parts(written(ShownScore(s, errors.get(n), intervals.get(n))))) for n, s in scores
     ]
     categories = table(("category", "score", "95% interval"), rows, right=(1, 2))
     problems = "".join(f"<li>{escape(str(p))}</li>" for p in result.get("problems", []))
@@ -157,7 +157,7 @@ def is_drawn(name: str) -> bool:
 
 def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:
     """The gauntlet's results, oldest first."""
-    results = [read_json(path) for path in sorted(run_folder.glob("eval/*.json"))]
+    results = [read_json_if_there(path) for path in sorted(run_folder.glob("eval/*.json"))]
     return sorted((r for r in results if BATCH in r), key=lambda r: int(r[BATCH]))
 
 
@@ -166,13 +166,13 @@ def metric_rows(run_folder: Path) -> Rows:
     return _read_rows(run_folder / "metrics.jsonl", is_drawn)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_if_there(path: Path) -> dict[str, Any]:
     """A file's object; empty where there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _task_row(task: Mapping[str, Any]) -> tuple[str, ...]:
-    accuracy = Estimate(task["accuracy"], task["stderr"], task.get("interval"))
+    accuracy = ShownScore(task["accuracy"], task["stderr"], task.get("interval"))
     chance, majority = task["chance"], task["majority"]
     is_known = accuracy.value is not None
     drawn = accuracy_bar(accuracy, chance=chance, majority=majority) if is_known else ""
@@ -202,7 +202,7 @@ def _reached(rows: Rows) -> str:
     """How far the run came."""
     if not rows:
         return ""
-    return f"{rows[-1][BATCH]:,} batches, {count(rows[-1][TOKEN])} tokens"
+    return f"{rows[-1][BATCH]:,} batches, {short_count(rows[-1][TOKEN])} tokens"
 
 
 def _read_rows(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Rows:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from llmfoundry.loggers.console import count, percent
+from llmfoundry.loggers.console import percent, short_count
 from llmfoundry.loggers.metrics import TOKEN
 from llmfoundry.loggers.pages.chart import Series, line_chart
 from llmfoundry.loggers.pages.event_marks import Marks
@@ -75,7 +75,9 @@ def training_charts(rows: Rows, marks: Marks = ()) -> str:
             groups.setdefault(known.group, []).append(chart)
     parts = []
     for group in GROUPS:
-        drawn = [text for chart in groups.get(group, []) if (text := draw(chart, rows, marks))]
+        drawn = [
+            text for chart in groups.get(group, []) if (text := chart_figure(chart, rows, marks))
+        ]
         more = rates(rows) if group == SPEED else ""
         if drawn or more:
             opened = " open" if group in _OPEN else ""
@@ -123,7 +125,7 @@ def rates(rows: Rows) -> str:
     for name in metric_names(rows):
         if name.startswith("throughput/") and name != SPEED_METRIC:
             value = median([row[name] for row in rows if is_number(row.get(name))])
-            shown = percent(value) if name == MFU else count(value)
+            shown = percent(value) if name == MFU else short_count(value)
             found.append((f'<span title="{escape(name)}">{title(name).text}</span>', shown))
     return table(("median", ""), found, right=(1,), raw=(0,))
 
@@ -154,7 +156,7 @@ def experts(rows: Rows, loads: Rows) -> str:
         Chart("Load of experts", spread, "over the mean: the most, the least, the deviation"),
         Chart("Router entropy", {"": "moe/router_entropy"}, "nats, mean over layers"),
     ]
-    drawn = "".join(draw(chart, rows) for chart in charts) + load_maps(loads)
+    drawn = "".join(chart_figure(chart, rows) for chart in charts) + load_maps(loads)
     return f'<div class="charts">{drawn}</div>' if drawn else ""
 
 
@@ -169,11 +171,11 @@ def gauntlet_charts(rows: Rows, averages: Sequence[str]) -> str:
         Chart("Gauntlet", categories, "categories, above chance where the file says so"),
         Chart("Tasks", tasks, "accuracy in %", "tenth", scale=100),
     ]
-    drawn = "".join(draw(chart, rows) for chart in charts)
+    drawn = "".join(chart_figure(chart, rows) for chart in charts)
     return f'<div class="charts apart">{drawn}</div>' if drawn else ""
 
 
-def draw(chart: Chart, rows: Rows, marks: Marks = ()) -> str:
+def chart_figure(chart: Chart, rows: Rows, marks: Marks = ()) -> str:
     """The chart's figure over tokens; empty where none of its metrics was logged."""
     lines = []
     for label, name in chart.metrics.items():

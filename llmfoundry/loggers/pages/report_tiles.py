@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
-from llmfoundry.loggers.console import count, duration, percent, size
+from llmfoundry.loggers.console import duration, format_gib, percent, short_count
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL
 from llmfoundry.loggers.pages.page import Tile
 from llmfoundry.loggers.pages.report_charts import (
@@ -24,7 +24,7 @@ from llmfoundry.loggers.pages.report_charts import (
     Rows,
     is_number,
 )
-from llmfoundry.loggers.pages.score_charts import Estimate, in_parts, written
+from llmfoundry.loggers.pages.score_charts import ShownScore, in_parts, written
 
 _TRAINING, _EVALUATION = "time/train", "time/val"
 
@@ -72,14 +72,14 @@ def _averages(result: Mapping[str, Any]) -> Iterator[Tile]:
         return
     for name, value in averages(result).items():
         known = [(result.get(key) or {}).get(name) for key in ("stderrs", "intervals")]
-        yield Tile(name.replace("_", " "), *in_parts(written(Estimate(value, *known))))
+        yield Tile(name.replace("_", " "), *in_parts(written(ShownScore(value, *known))))
 
 
 def _length(rows: Rows) -> Iterator[Tile]:
     """Tokens, duration and dates."""
     if not rows:
         return
-    yield Tile("tokens", count(rows[-1][TOKEN]), f"{rows[-1][BATCH]:,} batches")
+    yield Tile("tokens", short_count(rows[-1][TOKEN]), f"{rows[-1][BATCH]:,} batches")
     training, evaluation = _last(rows, _TRAINING), _last(rows, _EVALUATION) or 0.0
     if training is not None:
         rest = f"{duration(evaluation)} of it evaluation" if evaluation >= 1 else ""
@@ -97,11 +97,11 @@ def _length(rows: Rows) -> Iterator[Tile]:
 def _speed(rows: Rows) -> Iterator[Tile]:
     speed, use, memory = (_finite(rows, name) for name in (SPEED_METRIC, MFU, MEMORY))
     if speed:
-        yield Tile("median tokens per second", count(median(speed)))
+        yield Tile("median tokens per second", short_count(median(speed)))
     if use:
         yield Tile("median MFU", percent(median(use)))
     if memory:
-        yield Tile("peak memory", size(max(memory)))
+        yield Tile("peak memory", format_gib(max(memory)))
 
 
 def _hardware(run: Mapping[str, Any]) -> Iterator[Tile]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from llmfoundry.loggers.pages.frame import COLOURS, Axis, Frame, figure, svg, text
 
 
-class Estimate(NamedTuple):
+class ShownScore(NamedTuple):
     """A score, its standard error and its 95 % interval; None: not known."""
 
     value: float | None
@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
         return self.value - self.stderr, self.value + self.stderr
 
 
-Scores = Sequence[Sequence[Estimate]]  # of every model: of every name
+Scores = Sequence[Sequence[ShownScore]]  # of every model: of every name
 
 LEFT, RIGHT, TOP, BOTTOM = 24, 52, 6, 24  # of the frame; numbers of models stand to the left
 BAR, GAP, NAME = 14, 8, 20  # heights of a bar, of the room between groups, of a group's name
@@ -49,7 +49,7 @@ class TaskDots:
     name: str
     chance: float
     majority: float
-    accuracies: Sequence[Estimate]
+    accuracies: Sequence[ShownScore]
 
 
 def bars(title: str, names: Sequence[str], models: Sequence[str], scores: Scores) -> str:
@@ -94,14 +94,14 @@ def dots(title: str, asked: Sequence[TaskDots], models: Sequence[str]) -> str:
     return _figure(title, hint, models, frame, parts)
 
 
-def whiskers_of(estimates: Iterable[Estimate]) -> str:
+def whiskers_of(estimates: Iterable[ShownScore]) -> str:
     """What whiskers mean, as words; results of older versions have standard errors alone."""
     has_intervals = {e.interval is not None for e in estimates if e.ends is not None}
     words = {True: "95% interval", False: "± one standard error"}
     return " or ".join(words[kind] for kind in sorted(has_intervals or {True}, reverse=True))
 
 
-def percents(estimate: Estimate) -> str:
+def percents(estimate: ShownScore) -> str:
     """A share for people: 54.3% [45.9, 62.5], or 54.3% ± 4.3."""
     value, error, interval = estimate
     if value is None:
@@ -111,7 +111,7 @@ def percents(estimate: Estimate) -> str:
     return f"{100 * value:.1f}%" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
-def accuracy_bar(estimate: Estimate, *, chance: float, majority: float, model: int = 0) -> str:
+def accuracy_bar(estimate: ShownScore, *, chance: float, majority: float, model: int = 0) -> str:
     """A small bar of a share of one: lines at chance (solid) and majority (dashed), a whisker."""
     width, share, ends = 120, estimate.value or 0.0, estimate.ends
     title = f"{percents(estimate)}; chance {100 * chance:.1f}%, majority {100 * majority:.1f}%"
@@ -169,7 +169,7 @@ def _guesses(frame: Frame, task: TaskDots, top: float, height: float) -> Iterato
 
 
 def _dot(
-    frame: Frame, y: float, estimate: Estimate, model: int, label: str, task: TaskDots
+    frame: Frame, y: float, estimate: ShownScore, model: int, label: str, task: TaskDots
 ) -> Iterator[str]:
     value = estimate.value
     if value is None:
@@ -186,7 +186,7 @@ def _dot(
     )
 
 
-def _bar(frame: Frame, top: float, estimate: Estimate, model: int, label: str) -> Iterator[str]:
+def _bar(frame: Frame, top: float, estimate: ShownScore, model: int, label: str) -> Iterator[str]:
     value = estimate.value
     zero, middle = frame.x(0.0), top + BAR / 2
     if value is None:
@@ -208,7 +208,7 @@ def _bar(frame: Frame, top: float, estimate: Estimate, model: int, label: str) -
     yield text(max(zero, end, reach) + 5, middle + 4, f"{value:.3f}")
 
 
-def written(estimate: Estimate) -> str:
+def written(estimate: ShownScore) -> str:
     """A score for people: 0.3333 [0.3098, 0.3568], 0.3333 ± 0.0120, or n/a."""
     value, error, interval = estimate
     if value is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from llmfoundry.recipe.values.bounds import FRACTION, PATH, POSITIVE, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.checks import inert, set_defaults
 
 ADAPTERS = ("none", "lora")
 _NO_PROMPTS = "trains vectors in front of documents, which is not supported; write lora"
@@ -85,9 +85,9 @@ class AdapterConfig:
     def fill(self) -> None:
         """Write derived values in place."""
         if self.name == "lora" and self.pretrained is not None:  # whose folder says the rest
-            fill(self, lora_dropout=0.0, lora_plus_ratio=1.0)
+            set_defaults(self, lora_dropout=0.0, lora_plus_ratio=1.0)
         elif self.name == "lora":
-            fill(
+            set_defaults(
                 self,
                 r=16,
                 lora_dropout=0.0,
@@ -100,7 +100,7 @@ class AdapterConfig:
                 lora_plus_ratio=1.0,
             )
             assert self.r is not None
-            fill(self, lora_alpha=2.0 * self.r)
+            set_defaults(self, lora_alpha=2.0 * self.r)
 
 
 _LORA = (

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from llmfoundry.attention_limits import ALIBI, DROPOUT, LIMITS, SOFTCAP, limit
 from llmfoundry.recipe.values.bounds import FRACTION, POSITIVE, TOKENS, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import divides, fill, inert
+from llmfoundry.recipe.values.checks import divides, inert, set_defaults
 from llmfoundry.recipe.values.choices import ChoiceTable, Entry
 
 ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
@@ -95,7 +95,7 @@ class TemperatureConfig:
     def fill(self) -> None:
         """Write derived values in place."""
         if self.attn_scale:
-            fill(self, floor_scale=FLOOR_SCALE)
+            set_defaults(self, floor_scale=FLOOR_SCALE)
 
 
 @dataclass
@@ -190,13 +190,13 @@ class AttentionConfig:
 
     def fill(self, n_heads: int, norm_type: str, norm_eps: float) -> None:
         """Write derived values in place; the norm is the model's."""
-        fill(self, kv_n_heads=self.derived_kv_heads(n_heads))
+        set_defaults(self, kv_n_heads=self.derived_kv_heads(n_heads))
         if self.qk_ln or self.qk_gn:
-            fill(self, norm_type=norm_type, norm_eps=norm_eps)
+            set_defaults(self, norm_type=norm_type, norm_eps=norm_eps)
         if self.alibi:
-            fill(self, alibi_bias_max=8)
+            set_defaults(self, alibi_bias_max=8)
         if self.rope:
-            fill(self, rope_theta=10000.0)
+            set_defaults(self, rope_theta=10000.0)
         self.attn_temperature_tuning.fill()
 
 

@@ -1,6 +1,6 @@
 """The `model.block_overrides` section: layers that differ from the model's own settings.
 
-`layers` expands it, one `LayerConfig` a block, which is all that the decoder asks.
+`layer_configs` expands it, one `LayerConfig` a block, which is all that the decoder asks.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class LayerConfig:
     temperature: tuple[int, float] | None = None
 
 
-def layers(
+def layer_configs(
     attn: AttentionConfig, overrides: BlockOverridesConfig | None, n_layers: int
 ) -> list[LayerConfig]:
     """The settings of every layer of a checked model."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from llmfoundry.recipe.values.bounds import POSITIVE, WIDTH, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import fill, inert, one_of
+from llmfoundry.recipe.values.checks import inert, one_of, set_defaults
 
 FFN_TYPES = ("mptmlp", "mptglu", "dmoe")
 OTHER_MOE_NAMES = {  # LLM Foundry's, of which each is something else
@@ -182,14 +182,14 @@ class FFNConfig:
         """Write derived values in place."""
         if self.ffn_type != "dmoe":
             return
-        fill(self, moe_top_k=1, mlp_type="mlp", moe_balancing="loss", moe_impl="grouped_mm")
-        fill(self, uniform_expert_assignment=False, moe_force_balance=False)
+        set_defaults(self, moe_top_k=1, mlp_type="mlp", moe_balancing="loss", moe_impl="grouped_mm")
+        set_defaults(self, uniform_expert_assignment=False, moe_force_balance=False)
         if self.moe_balancing == "loss":
-            fill(self, moe_loss_weight=0.01, moe_lbl_scope="row")
+            set_defaults(self, moe_loss_weight=0.01, moe_lbl_scope="row")
         if self.moe_balancing == "bias":
-            fill(self, moe_bias_update_rate=1e-3)
+            set_defaults(self, moe_bias_update_rate=1e-3)
         if self.moe_impl == "grouped_mm":
-            fill(self, moe_compress_activations=False)
+            set_defaults(self, moe_compress_activations=False)
 
 
 OF_EVERY_LAYER = ("ffn_type", "ffn_act_fn", "ffn_hidden_size")

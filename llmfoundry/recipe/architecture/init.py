@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from llmfoundry.recipe.values.bounds import POSITIVE, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import above, fill, inert
+from llmfoundry.recipe.values.checks import above, inert, set_defaults
 
 INITS = (
     "default_",
@@ -89,12 +89,12 @@ class InitConfig:
     def fill(self) -> None:
         """Write derived values in place."""
         if self.name == "baseline_":
-            fill(self, init_std=0.02)
+            set_defaults(self, init_std=0.02)
         if self.name.startswith("kaiming"):
-            fill(self, fan_mode="fan_in", init_nonlinearity="relu")
+            set_defaults(self, fan_mode="fan_in", init_nonlinearity="relu")
             if self.init_nonlinearity == "leaky_relu":
-                fill(self, init_gain=0.0)
+                set_defaults(self, init_gain=0.0)
         if self.name.startswith("xavier"):
-            fill(self, init_gain=1.0)
+            set_defaults(self, init_gain=1.0)
         if self.name not in ("neox_init_", "default_"):
-            fill(self, init_div_is_residual=True)
+            set_defaults(self, init_div_is_residual=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from llmfoundry.recipe.architecture.attention import NORMS, AttentionConfig
-from llmfoundry.recipe.architecture.blocks import BlockOverridesConfig, LayerConfig, layers
+from llmfoundry.recipe.architecture.blocks import BlockOverridesConfig, LayerConfig, layer_configs
 from llmfoundry.recipe.architecture.ffn import FFNConfig
 from llmfoundry.recipe.architecture.init import InitConfig
 from llmfoundry.recipe.values.bounds import (
@@ -23,7 +23,7 @@ from llmfoundry.recipe.values.bounds import (
     choice,
     out_of_bounds,
 )
-from llmfoundry.recipe.values.checks import divides, fill, inert
+from llmfoundry.recipe.values.checks import divides, inert, set_defaults
 
 __all__ = ["AttentionConfig", "FFNConfig", "InitConfig", "ModelConfig"]
 
@@ -144,17 +144,17 @@ class ModelConfig:
         """
         attn = self.attn_config
         if self.ffn_config.ffn_hidden_size is None:
-            fill(self, expansion_ratio=4.0)
+            set_defaults(self, expansion_ratio=4.0)
             self.ffn_config.ffn_hidden_size = int(self.d_model * (self.expansion_ratio or 4))
         self.ffn_config.fill()
-        fill(self, head_dim=self.d_model // self.n_heads, max_seq_len=max_seq_len)
-        fill(self, learned_pos_emb=not (attn.alibi or attn.rope or attn.nope))
-        fill(self, attention_bias=not self.no_bias)
+        set_defaults(self, head_dim=self.d_model // self.n_heads, max_seq_len=max_seq_len)
+        set_defaults(self, learned_pos_emb=not (attn.alibi or attn.rope or attn.nope))
+        set_defaults(self, attention_bias=not self.no_bias)
         attn.fill(self.n_heads, self.norm_type, self.norm_eps)
         self.init_config.fill()
         if vocab_size is not None:
-            fill(self, vocab_size=-(-vocab_size // 64) * 64)
+            set_defaults(self, vocab_size=-(-vocab_size // 64) * 64)
 
     def layers(self) -> list[LayerConfig]:
         """What each block's attention does; the model must be checked."""
-        return layers(self.attn_config, self.block_overrides, self.n_layers)
+        return layer_configs(self.attn_config, self.block_overrides, self.n_layers)

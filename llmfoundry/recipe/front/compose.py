@@ -21,7 +21,7 @@ from llmfoundry.recipe.front.defaults import YamlSource, parts
 from llmfoundry.recipe.front.grammar import DEFAULT, split
 from llmfoundry.recipe.front.paths import group_options, search_folders, show
 from llmfoundry.recipe.front.typed import flat, to_dict
-from llmfoundry.recipe.front.yamlfile import line_of, read
+from llmfoundry.recipe.front.yamlfile import line_of, read_yaml
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.redaction import MASK, hide, masked_keys, public_values
 
@@ -33,7 +33,7 @@ _NAMED = re.compile(r"\$\{(\.*[A-Za-z_][\w.\[\]]*)\}")
 
 
 @dataclass(frozen=True)
-class Places:
+class ValueSources:
     """Where the values of a recipe come from."""
 
     sources: list[YamlSource]
@@ -73,7 +73,7 @@ class Composed:
     """The untyped recipe, interpolations still in place, and where its values come from."""
 
     config: DictConfig
-    places: Places
+    places: ValueSources
 
     def where(self, key: str) -> str:
         """As `Places.where`."""
@@ -209,7 +209,7 @@ def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) 
         raise UserError("a value is nested too deep; flatten it") from None
     final = OmegaConf.to_container(config)
     notes = [*_replacements(groups | implied, sources, final)]
-    return Composed(config, Places(sources, list(values), notes))
+    return Composed(config, ValueSources(sources, list(values), notes))
 
 
 def _replacements(
@@ -220,7 +220,7 @@ def _replacements(
         for source in sources:
             if source.package or group not in source.replaced:
                 continue
-            said = read(source.path).get(group)
+            said = read_yaml(source.path).get(group)
             hide({group: said})
             values = flat(public_values(said), group) if isinstance(said, dict) else ()
             gone = [f"{k}: {v}" for k, v in values if v is not None and value_at(final, k) != v]

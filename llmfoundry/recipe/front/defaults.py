@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.paths import show
-from llmfoundry.recipe.front.yamlfile import line_of, read
+from llmfoundry.recipe.front.yamlfile import line_of, read_yaml
 from llmfoundry.recipe.values.checks import nearest
 
 _ROOT = "__recipe__"
@@ -40,7 +40,7 @@ class YamlSource:
 
     def load(self) -> dict[str, Any]:
         """Its values, nested as the recipe is."""
-        values = read(self.path)
+        values = read_yaml(self.path)
         values.pop("defaults", None)
         for part in reversed(self.package.split(".") if self.package else []):
             values = {part: values}
@@ -144,7 +144,7 @@ def _replaced(
 
 def _defaults(recipe: Path) -> list[Any]:
     """A copy of a file's list, empty where it has none."""
-    defaults = read(recipe).get("defaults") or []
+    defaults = read_yaml(recipe).get("defaults") or []
     where = f"{show(recipe)}:{line_of(recipe, 'defaults')}"
     if not isinstance(defaults, list):
         raise UserError(f"{where}: defaults: is not a list; write [model: mpt-125m, data: c4]")

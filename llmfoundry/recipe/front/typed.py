@@ -59,7 +59,7 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
             problems.append(Problem(dotted, near, is_unknown=True))
             continue
         before = len(problems)
-        converted = convert(keys[name].hint, value, dotted, problems)
+        converted = to_type(keys[name].hint, value, dotted, problems)
         if len(problems) == before:
             given[keys[name].field] = converted
     for name in (k.name for k in keys.values() if k.required and k.name not in values):
@@ -198,7 +198,7 @@ def _escape(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
+def to_type(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
     """`value` as the type `hint`; appends to `problems` where it cannot be."""
     allowed = options(hint)
     if value is None and types.NoneType in allowed:
@@ -249,7 +249,7 @@ def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> l
         instead = "[...]" if value in (None, "") else f"[{value}]"
         problems.append(Problem(key, f"{_show(value)} is not a list; write {instead}"))
         return None
-    return [convert(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
+    return [to_type(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
 
 
 def _convert_dict(hint: Any, value: Any, key: str, problems: list[Problem]) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def _convert_dict(hint: Any, value: Any, key: str, problems: list[Problem]) -> d
         return {}
     if hint is Any:
         return dict(value)
-    return {str(k): convert(hint, item, f"{key}.{k}", problems) for k, item in value.items()}
+    return {str(k): to_type(hint, item, f"{key}.{k}", problems) for k, item in value.items()}
 
 
 def _integer(value: Any) -> int:

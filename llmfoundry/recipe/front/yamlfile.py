@@ -65,7 +65,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in the file at `path`; empty for an empty file.
 
     Raises:
@@ -77,7 +77,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = _Loader("").construct_document(node)
     except yaml.YAMLError as error:
-        raise UserError(explain(error, path)) from error
+        raise UserError(yaml_problem(error, path)) from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -101,7 +101,7 @@ def _node(path: Path) -> yaml.Node | None:
     except RecursionError:
         raise UserError(f"{show(path)}: is nested more than {DEEPEST} deep; flatten it") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(explain(error, path)) from error
+        raise UserError(yaml_problem(error, path)) from error
 
 
 @functools.lru_cache(maxsize=64)  # values, defaults and lines are read one after the other
@@ -160,7 +160,7 @@ def _error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-def explain(error: Exception, path: Path) -> str:
+def yaml_problem(error: Exception, path: Path) -> str:
     """A YAML error as `path:line: problem`."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:

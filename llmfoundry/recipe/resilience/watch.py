@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from llmfoundry.recipe.values.bounds import Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import fill, inert, inert_change
+from llmfoundry.recipe.values.checks import inert, inert_change, set_defaults
 
 SPIKE_ACTIONS = ("off", "log", "skip", "roll_back", "stop")
 NOT_FINITE_ACTIONS = ("skip", "roll_back", "stop")
@@ -97,7 +97,7 @@ class WatchConfig:
     def fill(self) -> None:
         """Write derived values in place."""
         if "roll_back" in (self.loss_spike, self.gradient_spike, self.not_finite):
-            fill(self, roll_back_steps=100, roll_back_skip=100, roll_back_most=3)
+            set_defaults(self, roll_back_steps=100, roll_back_skip=100, roll_back_most=3)
 
     @property
     def sees_spikes(self) -> bool:

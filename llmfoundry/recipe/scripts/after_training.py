@@ -25,7 +25,7 @@ from llmfoundry.recipe.values.bounds import (
     choice,
     out_of_bounds,
 )
-from llmfoundry.recipe.values.checks import fill, inert
+from llmfoundry.recipe.values.checks import inert, set_defaults
 
 FORMATS = ("hf",)
 EXPORTS = ("hf", "peft")
@@ -179,7 +179,7 @@ class DrawRecipe:
     def fill(self) -> None:
         """Write derived values in place."""
         if self.temperature > 0:
-            fill(self, top_p=DEFAULT_TOP_P)
+            set_defaults(self, top_p=DEFAULT_TOP_P)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import find_recipe
-from llmfoundry.recipe.front.yamlfile import read
+from llmfoundry.recipe.front.yamlfile import read_yaml
 from llmfoundry.recipe.parallel_limits import tensor_adapters
 from llmfoundry.recipe.preference import PreferenceConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -111,5 +111,5 @@ def is_finetuning(recipe: str | Path | None, overrides: Sequence[str] = ()) -> b
     """
     if any(word.lstrip("+").startswith("model.pretrained=") for word in overrides):
         return True
-    model = None if recipe is None else read(find_recipe(recipe)).get("model")
+    model = None if recipe is None else read_yaml(find_recipe(recipe)).get("model")
     return isinstance(model, dict) and "pretrained" in model

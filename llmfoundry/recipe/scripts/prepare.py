@@ -9,7 +9,7 @@ from typing import Annotated
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import AUTO, CORPORA, TEXT
 from llmfoundry.recipe.values.bounds import PATH, TOKENS, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import fill, inert, one_of
+from llmfoundry.recipe.values.checks import inert, one_of, set_defaults
 
 FORMATS = ("tokens", "mds")
 COLUMNS = ("tokens", "text")
@@ -91,9 +91,9 @@ class PrepareConfig:
     def fill(self, *, max_seq_len: int) -> None:
         """Write derived values in place."""
         if self.format == "mds" and not self.columns:
-            fill(self, column="tokens")
+            set_defaults(self, column="tokens")
         if self.column == "tokens":
-            fill(self, concat_tokens=max_seq_len, bos_text="", no_wrap=False, dtype="int32")
+            set_defaults(self, concat_tokens=max_seq_len, bos_text="", no_wrap=False, dtype="int32")
 
 
 @dataclass

@@ -163,7 +163,7 @@ def inert_change(key: str, section: Any, fields: Iterable[str], why: str) -> Ite
             yield f"{key}{field}: has no effect {why}; remove it"
 
 
-def fill(section: Any, **defaults: Any) -> None:
+def set_defaults(section: Any, **defaults: Any) -> None:
     """Give fields that are still None the value that a run uses."""
     for field, value in defaults.items():
         if getattr(section, field) is None:

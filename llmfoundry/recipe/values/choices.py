@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.values.checks import fill, nearest, not_a_choice
+from llmfoundry.recipe.values.checks import nearest, not_a_choice, set_defaults
 
 T = TypeVar("T")
 REQUIRED = "???"
@@ -108,7 +108,9 @@ class Entry:
     def fill(self, section: Any) -> None:
         """Write defaults in place, into the section's fields and its kwargs."""
         given = copy.deepcopy({k: v for k, v in self.keys.items() if v != REQUIRED})
-        fill(section, **{key: value for key, value in given.items() if hasattr(section, key)})
+        set_defaults(
+            section, **{key: value for key, value in given.items() if hasattr(section, key)}
+        )
         own = {key: value for key, value in given.items() if key in self.own_keys(section)}
         section.kwargs = own | section.kwargs
 

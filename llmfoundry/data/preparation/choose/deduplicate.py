@@ -89,7 +89,7 @@ def deduplicate(folder: Path, sources: Sequence[Path], run: Run) -> list[Path]:
     left = [both for both in zip(tasks, pairs, strict=True) if not both[1].exists()]
     for _ in run(partial(_find, list(sources)), left):
         pass
-    decide(sources, pairs, targets)
+    mark_duplicates(sources, pairs, targets)
     for file in pairs:
         file.unlink()
     return targets
@@ -128,7 +128,7 @@ def find_repeats(sources: Sequence[Path], target: Path, *, search: KeyRange) -> 
     _save(target, np.stack([numbers[firsts], numbers[others]], axis=1))
 
 
-def decide(sources: Sequence[Path], pairs: Sequence[Path], targets: Sequence[Path]) -> int:
+def mark_duplicates(sources: Sequence[Path], pairs: Sequence[Path], targets: Sequence[Path]) -> int:
     """Join all pairs to groups, and write for each source which of its documents are left out.
 
     Takes 8 bytes of memory for each document of the corpus.

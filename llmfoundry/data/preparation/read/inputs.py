@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.open_files import InputFile
-from llmfoundry.data.preparation.read.readers import is_readable, readable, suffix_of
+from llmfoundry.data.preparation.read.readers import is_readable, readable_kinds, suffix_of
 from llmfoundry.data.preparation.read.remote_input import list_url
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
@@ -63,7 +63,7 @@ def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
     """Files of data.paths, in the order written, each folder's and glob's sorted."""
     places: dict[str, int] = {}  # by what a link stands for
     files: dict[str, InputFile] = {}
-    ignored, reads = 0, readable(config.text_column)
+    ignored, reads = 0, readable_kinds(config.text_column)
     for place, name in enumerate(config.paths):
         for is_folder, below in _matches(config, name):
             read = [file for file in below if is_readable(file.name, config.text_column)]

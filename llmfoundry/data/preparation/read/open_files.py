@@ -50,7 +50,7 @@ class InputFile:
         Raises:
             UserError: there is none, or something that has no end or no content of its own.
         """
-        with readable(path):
+        with read_errors(path):
             status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             kind = next((n for known, n in _KINDS.items() if known(status.st_mode)), "no file")
@@ -95,13 +95,13 @@ class Input:
         """
         if "://" in self.name:
             return open_url(self.name, self.file.size, self.options)
-        with readable(self.name):
+        with read_errors(self.name):
             return Path(self.name).open("rb")
 
     def chunks(self, place: int = 0) -> Iterator[bytes]:
         """Its bytes from `place` on, beyond `stop` too, as they are kept."""
         left = self.n_bytes
-        with self.open() as file, readable(self.name):
+        with self.open() as file, read_errors(self.name):
             if place:
                 file.seek(place)
             while chunk := file.read(CHUNK):
@@ -192,7 +192,7 @@ _KINDS: dict[Callable[[int], bool], str] = {
 
 
 @contextmanager
-def readable(name: str | Path) -> Iterator[None]:
+def read_errors(name: str | Path) -> Iterator[None]:
     """What the system says of a file that cannot be read, in a line.
 
     Raises:

@@ -98,7 +98,7 @@ def _types(names: tuple[str, ...]) -> dict[str, str]:
     return {f"{name}{end}": name for name in names for end in packed[name]}
 
 
-def readable(text_column: str | None) -> str:
+def readable_kinds(text_column: str | None) -> str:
     """The kinds of files that are read, for people."""
     kinds = {name: kind for name, kind in FILE_TYPES.items() if kind.serves(text_column)}
     packed = " ".join(name for name, kind in kinds.items() if kind.packed)

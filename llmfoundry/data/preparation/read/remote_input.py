@@ -13,7 +13,7 @@ from typing import Any
 
 from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.download import MissingError, Remote
-from llmfoundry.data.fetch.remote_backends import Backend, resolve
+from llmfoundry.data.fetch.remote_backends import Backend, backend_for
 from llmfoundry.data.fetch.remote_file import open_parts
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
@@ -37,12 +37,12 @@ def list_url(
         MissingError: there is nothing.
         UserError: it cannot be reached.
     """
-    backend = resolve(url.rstrip("/"), options.storage_options, options.timeout)
+    backend = backend_for(url.rstrip("/"), options.storage_options, options.timeout)
 
     def again(error: Exception, failures: int) -> float:
         if failures <= options.retry and remote_errors.is_passing(error):
             return backoff(failures)
-        line = remote_errors.explain(
+        line = remote_errors.remote_problem(
             error, kind=backend.kind, attempts=failures, timeout=options.timeout
         )
         kind = MissingError if remote_errors.is_missing(error) else UserError

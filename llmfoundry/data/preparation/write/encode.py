@@ -46,7 +46,7 @@ class DocumentPart:
         return len(self.text.encode())
 
 
-def cut(text: str, longest: int = _LONGEST) -> Iterator[str]:
+def split_text(text: str, longest: int = _LONGEST) -> Iterator[str]:
     """A long text in parts of about `longest` characters whose ids join to those of the whole."""
     start = 0
     while (place := _CUT.search(text, start + longest)) is not None:
@@ -56,7 +56,7 @@ def cut(text: str, longest: int = _LONGEST) -> Iterator[str]:
 
 
 def cuts_at_lines(tokenizer: Tokenizer) -> bool:
-    """Whether `cut` keeps the ids; SentencePiece vocabularies mark the start of each text."""
+    """Whether `split_text` keeps the ids; SentencePiece marks the start of each text."""
     before, after = "end.\n", "Start here"
     whole = tokenizer.encode(before + after)
     parts = tokenizer.encode(before) + tokenizer.encode(after)

@@ -118,7 +118,7 @@ def make_manifest(
     )
 
 
-def summary(manifest: Manifest) -> str:
+def manifest_summary(manifest: Manifest) -> str:
     """Lines for the user: counts, sizes, and what was dropped."""
     total, held_out = manifest.total, manifest.counts["validation"]
     tokens, share = "", ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmfoundry.data.fetch import remote_errors
-from llmfoundry.data.fetch.remote_backends import Backend, resolve
+from llmfoundry.data.fetch.remote_backends import Backend, backend_for
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write, publish
 from llmfoundry.retry import backoff, retry
@@ -122,7 +122,7 @@ class OutputFolder:
             FileNotFoundError: nothing is there.
             UserError: the store cannot be reached, or refuses.
         """
-        backend = resolve(self.folder, self.storage_options, _TIMEOUT_S)
+        backend = backend_for(self.folder, self.storage_options, _TIMEOUT_S)
 
         def again(error: Exception, failures: int) -> float:
             if remote_errors.is_missing(error):
@@ -134,7 +134,7 @@ class OutputFolder:
         return retry(lambda: call(backend.file_system(), backend.root), again=again)
 
     def _failed(self, backend: Backend, error: Exception, attempts: int) -> UserError:
-        line = remote_errors.explain(
+        line = remote_errors.remote_problem(
             error, kind=backend.kind, attempts=attempts, timeout=_TIMEOUT_S
         )
         return UserError(f"{self.folder}: {line}")

@@ -20,7 +20,12 @@ from llmfoundry.data.preparation.read.corpus import Corpus, Document
 from llmfoundry.data.preparation.read.open_files import Input
 from llmfoundry.data.preparation.split import Split
 from llmfoundry.data.preparation.tasks import Task
-from llmfoundry.data.preparation.write.encode import DocumentPart, cut, cuts_at_lines, encode_all
+from llmfoundry.data.preparation.write.encode import (
+    DocumentPart,
+    cuts_at_lines,
+    encode_all,
+    split_text,
+)
 from llmfoundry.data.preparation.write.output_folder import OutputFolder
 from llmfoundry.data.preparation.write.outputs import STREAMS, TEXTS, Output, StreamCounts
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -181,7 +186,7 @@ class _Reader:
             for side, held_out in self.job.split.sides(document.text):
                 if held_out:
                     self.keep(side)
-                parts = list(cut(side)) if cuttable else [side]
+                parts = list(split_text(side)) if cuttable else [side]
                 for n, text in enumerate(parts):
                     yield DocumentPart(text, held_out, n == 0, n == len(parts) - 1)
 

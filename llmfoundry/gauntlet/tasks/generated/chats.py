@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from llmfoundry.data.instructions.exchange import Exchange
-from llmfoundry.data.instructions.instruction_rows import check_tasks, draw, right_message
+from llmfoundry.data.instructions.instruction_rows import check_tasks, draw_exchange, right_message
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.values.checks import nearest
 
@@ -35,7 +35,7 @@ def chat_rows(uri: str, *, key: str) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
     number = in_vain = 0
     while len(seen) < n:
-        exchange = draw(task, number, seed=seed, split=split)
+        exchange = draw_exchange(task, number, seed=seed, split=split)
         number += 1
         asked = json.dumps([exchange.messages, exchange.tools])
         if asked in seen:
