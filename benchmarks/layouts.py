@@ -35,7 +35,8 @@ from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
 from llmfoundry.models.counts import PEAK_FLOPS, flops_per_token
 from llmfoundry.models.decoder import Root
-from llmfoundry.models.shard_layout import all_stacked_rows, held_blocks
+from llmfoundry.models.tensor_ranks import all_stacked_rows
+from llmfoundry.ops.shard_layout import local_blocks
 from llmfoundry.plan.communication import Messages, communication, waited_for
 from llmfoundry.plan.fit import choose_fit
 from llmfoundry.plan.memory import GIB, estimate
@@ -209,7 +210,7 @@ def rows(root: Root) -> Iterator[str]:
     stacked = all_stacked_rows(root.model)
     for name, parameter in root.model.named_parameters():
         if name.startswith("blocks.0.") and name.endswith(SHOWN):
-            blocks = held_blocks(parameter, stacked.get(name, ()))
+            blocks = local_blocks(parameter, stacked.get(name, ()))
             held = " and ".join(_place(block.whole) for block in blocks) or "nothing"
             yield f"  {name} {tuple(parameter.shape)}: {held}"
 

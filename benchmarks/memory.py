@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.harness import table
 from llmfoundry.builders.job import build_autocast, build_root, product_dtype, with_defaults
 from llmfoundry.distributed.apply import parallelize
-from llmfoundry.distributed.context import token_cut
+from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes, build_mesh
 from llmfoundry.models.decoder import Root
@@ -326,7 +326,7 @@ def _step(
             autocast=build_autocast(recipe.precision, CPU),
             clipping=recipe.gradient_clipping,
             guard=Guard(CPU),
-            cut=token_cut(root),
+            cut=token_sharding(root),
             reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
             objective=_Labelled(),
             on_gradients=note,

@@ -33,7 +33,7 @@ LONG = (  # by the seconds of CPU that they take, from 45 to 10
     "tests/loggers/test_secrets.py",
     "tests/recipe/test_front.py",
     "tests/distributed/test_frozen.py",
-    "tests/distributed/test_blocks.py",
+    "tests/distributed/test_activation_checkpoint.py",
     "tests/benchmarks/test_gpu_check.py",
     "tests/distributed/test_ranks.py",
     "tests/resilience/test_run_check.py",

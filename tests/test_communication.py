@@ -18,7 +18,7 @@ from benchmarks.layouts import formula
 from benchmarks.memory import SentBytes, count, read
 from llmfoundry.builders.job import build_root
 from llmfoundry.distributed.apply import parallelize
-from llmfoundry.distributed.fsdp import replicate
+from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.plan.communication import Messages, between_nodes, communication, spanning
@@ -233,7 +233,7 @@ def replicas(rank: int, folder: Path) -> None:
     parallelize(root, world, meshes, recipe.parallel, precision="fp32")
     root.model.init_weights(1)
     tokens = torch.zeros(2, 128, dtype=torch.long)
-    module = replicate(root, meshes)
+    module = apply_ddp(root, meshes)
     with SentBytes() as sent:
         module(tokens, None, lambda model, hidden: model.loss(hidden, tokens)).backward()
     if rank == 0:

@@ -48,7 +48,8 @@ from llmfoundry.data.supervised.source import SupervisedHeldOut, SupervisedSourc
 from llmfoundry.data.supervised.store import Store
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, probe
-from llmfoundry.distributed.launch import World, on_each_machine, on_rank0
+from llmfoundry.distributed.collectives import on_each_machine, on_rank0
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.filter import FilterConfig

@@ -25,7 +25,8 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.files import write_json
 from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet

@@ -13,7 +13,7 @@ import torch
 
 from llmfoundry.builders.data import Data
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.collectives import least
+from llmfoundry.distributed.collectives import all_reduce_min
 from llmfoundry.distributed.launch import World
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.decoder import Decoder, Root
@@ -77,7 +77,11 @@ def served_precision(precision: str, world: World, note: Callable[[str], None]) 
 
     Both keep fp32 weights, so a run may go on in one from the other. `note` reports it.
     """
-    if precision != "amp_bf16" or world.device.type != "cpu" or least(world, cpu_features.HAS_BF16):
+    if (
+        precision != "amp_bf16"
+        or world.device.type != "cpu"
+        or all_reduce_min(world, cpu_features.HAS_BF16)
+    ):
         return precision
     its = "another machine's" if cpu_features.HAS_BF16 else "this"
     note(

@@ -35,7 +35,7 @@ from llmfoundry.data.make_batch import Row, Rows
 from llmfoundry.data.preparation.cache import cache_key
 from llmfoundry.data.sources import OrderedStream, RowSource
 from llmfoundry.data.supervised.source import SupervisedSource
-from llmfoundry.distributed.launch import on_rank0
+from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
 from llmfoundry.models.adapters.adapt import switched_off

@@ -30,7 +30,8 @@ from llmfoundry.checkpoint.safe_load import load_tensors
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import ALONE, World, on_rank0
+from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
 from llmfoundry.models.adapters.adapt import is_added
@@ -39,7 +40,7 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import grown
 from llmfoundry.models.linear import whole
 from llmfoundry.models.quantized import as_held, is_quantized, place, quantized_shapes
-from llmfoundry.models.shard_layout import assign
+from llmfoundry.ops.shard_layout import assign
 from llmfoundry.recipe.architecture.attention import ATTN_IMPLS
 from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig

@@ -51,8 +51,8 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.collectives import check_alike
-from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.distributed.collectives import check_same_on_all_ranks, on_rank0
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.exit_status import ResumeLimits, resume_limits
 from llmfoundry.models.decoder import Decoder, Root
@@ -272,7 +272,9 @@ def check_same_recipe(recipe: TrainRecipe, world: World) -> None:
     found = {
         key: _digest(v) for key, v in settings if not (OF_MACHINE.fullmatch(key) or _is_path(v))
     }
-    check_alike(world, found, advice="start every process with the same recipe and overrides")
+    check_same_on_all_ranks(
+        world, found, advice="start every process with the same recipe and overrides"
+    )
 
 
 def check_same_rows(
@@ -288,7 +290,7 @@ def check_same_rows(
         "data": _digest([loader.n_rows, loader.state(0)]),
         "data.validation": _digest(validation.n_bytes),
     }
-    check_alike(world, found, advice="every machine must read the same files")
+    check_same_on_all_ranks(world, found, advice="every machine must read the same files")
 
 
 def _digest(value: Any) -> str:

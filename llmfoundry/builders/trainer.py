@@ -49,11 +49,16 @@ from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokeniz
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.activation_checkpoint import check_compiler
 from llmfoundry.distributed.apply import parallelize
-from llmfoundry.distributed.collectives import check_alike, least, together
-from llmfoundry.distributed.context import token_cut
-from llmfoundry.distributed.fsdp import replicate
-from llmfoundry.distributed.launch import World, on_rank0
-from llmfoundry.distributed.mesh import Meshes, build_mesh, on_mesh
+from llmfoundry.distributed.collectives import (
+    all_reduce_min,
+    check_same_on_all_ranks,
+    on_all_ranks,
+    on_rank0,
+)
+from llmfoundry.distributed.context import token_sharding
+from llmfoundry.distributed.fsdp import apply_ddp
+from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mesh import Meshes, build_mesh, with_mesh
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.events import read_events
@@ -109,7 +114,7 @@ def build_trainer(
     recipe = with_defaults(written) if recipe is None else recipe
     world, meshes = _join_mesh(recipe, world, tracker.note)
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
-    together(world, partial(_check_machine, recipe, world, fit))
+    on_all_ranks(world, partial(_check_machine, recipe, world, fit))
     start = find_start(recipe, world, tracker.note)
     tokenizer = make_tokenizer(recipe, world, pretrained)
     data = _open_data(recipe, tokenizer, world, tracker.note)
@@ -135,7 +140,7 @@ def build_trainer(
         recipe=recipe,
         world=world,
         root=root,
-        module=replicate(root, meshes),
+        module=apply_ddp(root, meshes),
         optimizer=optimizer,
         loader=loader,
         clock=clock,
@@ -147,7 +152,7 @@ def build_trainer(
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
         objective=build_objective(job) or CROSS_ENTROPY,
-        cut=token_cut(root),
+        cut=token_sharding(root),
         callbacks=build_callbacks(job, state.get("callbacks", {})),
         first_batch=state["batch"],
         window=tuple(state["window"]),
@@ -174,10 +179,12 @@ def _join_mesh(
     recipe.precision = served_precision(recipe.precision, world, note)
     if recipe.parallel.expert_parallel_degree == -1:
         found = {f"parallel.{EXPERT}": str(node_size())}
-        check_alike(world, found, advice="nodes have other numbers of processes; write a number")
+        check_same_on_all_ranks(
+            world, found, advice="nodes have other numbers of processes; write a number"
+        )
     check_layout(recipe, world)
     meshes = build_mesh(recipe.parallel, world)
-    return on_mesh(world, meshes), meshes
+    return with_mesh(world, meshes), meshes
 
 
 def _memory_fit(
@@ -376,7 +383,7 @@ def memory_of_process(world: World) -> int:
     free, sharing = available_memory(world.device), world.size
     if world.device.type == "cuda":
         sharing = 1 if world.machine is None else world.machine.sharing
-    return least(world, free // sharing)
+    return all_reduce_min(world, free // sharing)
 
 
 def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer) -> None:

@@ -35,14 +35,14 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from llmfoundry.checkpoint.commit import Written
-from llmfoundry.checkpoint.dcp_tensors import CutTensor, as_blocks
+from llmfoundry.checkpoint.dcp_tensors import BlockTensor, as_block_tensors
 from llmfoundry.checkpoint.replicas import own_names
 from llmfoundry.checkpoint.staging import HostCopies, Staging
-from llmfoundry.checkpoint.synced_steps import SaveError, Together
 from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mailbox import CollectiveError, Mailbox
 from llmfoundry.errors import one_line
 from llmfoundry.files import atomic_write
-from llmfoundry.models.shard_layout import Stacked
+from llmfoundry.ops.shard_layout import Stacked
 
 TABLE = ".metadata"
 _OPTIMIZER = "optimizer"
@@ -106,8 +106,8 @@ class _Plan:
 class TensorFiles:
     """Writes states, one after another."""
 
-    def __init__(self, world: World, together: Together) -> None:
-        self._world, self._together = world, together
+    def __init__(self, world: World, mailbox: Mailbox) -> None:
+        self._world, self._mailbox = world, mailbox
         self._staging = Staging()
         self._listed: tuple[Any, SavePlan] | None = None  # of the state before: form and part
         self._plan: _Plan | None = None
@@ -116,12 +116,12 @@ class TensorFiles:
         """List what this process writes of a state, and begin to copy it if asked.
 
         No message is sent and nothing written. Copies last until the next call. `stacked` is of the
-        state's parameters, as in `models.shard_layout`.
+        state's parameters, as in `ops.shard_layout`.
         """
         planner = _Planner()
         planner.set_up_planner(state, is_coordinator=self._world.is_main)
         own = own_names(planner.state_dict, self._world)
-        planner.state_dict = as_blocks(planner.state_dict, stacked)
+        planner.state_dict = as_block_tensors(planner.state_dict, stacked)
         form = _form(planner)
         if self._listed is None or self._listed[0] != form:
             self._listed = form, self._list(planner, own)
@@ -147,49 +147,49 @@ class TensorFiles:
         Returns:
             The files of this process, with the bytes and checksum that were written.
 
-        `stacked` is of its parameters, as in `models.shard_layout`.
+        `stacked` is of its parameters, as in `ops.shard_layout`.
 
         Raises:
-            SaveError: it failed on one of them; on all.
+            CollectiveError: it failed on one of them; on all.
         """
-        self._together.run(staged.wait)
+        self._mailbox.run(staged.wait)
         writer = _Writer(folder)
         kept = self._plan is not None and self._plan.form == staged.form
-        if self._together.is_everywhere(kept):
+        if self._mailbox.all_true(kept):
             assert self._plan is not None
             self._write_as_before(folder, staged, self._plan, writer)
             return writer.files
         self._plan = None
         part = self._write_anew(staged, writer)
-        table = self._together.run((folder / TABLE).read_bytes, only_main=True)
+        table = self._mailbox.run((folder / TABLE).read_bytes, only_main=True)
         self._plan = _Plan(staged.form, part, writer.written, table)
         return writer.files
 
     def _write_anew(self, staged: Staged, writer: _Writer) -> SavePlan:
         """What `dcp.save` does, which speaks by a process group, and sends the table to all."""
-        together, planner = self._together, DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        writer.set_up_storage_writer(together.is_main)
-        plans, table = together.to_main(staged.part), Metadata({})
+        mailbox, planner = self._mailbox, DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        writer.set_up_storage_writer(mailbox.is_main)
+        plans, table = mailbox.gather(staged.part), Metadata({})
 
         def share() -> list[SavePlan]:
             nonlocal table
             parts, table = planner.create_global_plan(plans)
             return writer.prepare_global_plan(parts)
 
-        part = together.from_main(together.run(share, only_main=True))
-        together.run_long(lambda: writer.write_data(part, staged.values))
-        told = together.to_main(writer.written)
-        together.run(lambda: writer.finish(table, told), only_main=True)
+        part = mailbox.scatter(mailbox.run(share, only_main=True))
+        mailbox.run_long(lambda: writer.write_data(part, staged.values))
+        told = mailbox.gather(writer.written)
+        mailbox.run(lambda: writer.finish(table, told), only_main=True)
         return part
 
     def _write_as_before(self, folder: Path, staged: Staged, plan: _Plan, writer: _Writer) -> None:
-        self._together.run_long(lambda: writer.write_data(plan.part, staged.values))
+        self._mailbox.run_long(lambda: writer.write_data(plan.part, staged.values))
         moved = writer.written != plan.written  # a value that is no tensor has another length
-        if not self._together.is_everywhere(not moved):
-            told = self._together.to_main(writer.written if moved else [])
-            plan.table = self._together.run(lambda: _moved(plan.table, told), only_main=True)
+        if not self._mailbox.all_true(not moved):
+            told = self._mailbox.gather(writer.written if moved else [])
+            plan.table = self._mailbox.run(lambda: _moved(plan.table, told), only_main=True)
             plan.written = writer.written
-        self._together.run(lambda: atomic_write(folder / TABLE, plan.table), only_main=True)
+        self._mailbox.run(lambda: atomic_write(folder / TABLE, plan.table), only_main=True)
 
 
 class _Copied(DefaultSavePlanner):
@@ -212,7 +212,7 @@ def _form(planner: DefaultSavePlanner) -> Any:
 
 
 def _form_of(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, CutTensor):
+    if isinstance(value, BlockTensor):
         return *_form_of(value.tensor), value.stacked
     if isinstance(value, DTensor):
         how = value.device_mesh, value.placements, type(value.to_local())
@@ -234,7 +234,7 @@ class _Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        if isinstance(value, CutTensor):
+        if isinstance(value, BlockTensor):
             return value.__get_tensor_shard__(index)
         return super().lookup_object(index)
 
@@ -270,7 +270,7 @@ class _Writer(FileSystemWriter):
                     part = replace(plan, items=items, storage_data=place)
                     self.written += super().write_data(part, planner).value()
         except Exception as error:
-            raise SaveError(one_line(error)) from error
+            raise CollectiveError(one_line(error)) from error
         done: Future[list[WriteResult]] = Future()
         done.set_result(self.written)
         return done

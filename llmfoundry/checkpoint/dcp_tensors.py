@@ -1,6 +1,6 @@
 """Tensors that several dimensions of the mesh cut, as torch.distributed.checkpoint takes them.
 
-`safe_load.py` and `tensor_files.py` plan with what `as_blocks` gives. The idea is DCP's own
+`safe_load.py` and `tensor_files.py` plan with what `as_block_tensors` gives. The idea is DCP's own
 protocol: an object that says which blocks of the whole it holds is saved and loaded block by block,
 whatever the layout on the other side. DTensor knows one block a process; a fused Wqkv under tensor
 parallelism is three, and uneven cuts by two dimensions have places that it does not compute.
@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from llmfoundry.models.shard_layout import Stacked, at, cutting_axes, held_blocks
+from llmfoundry.ops.shard_layout import Stacked, block_view, local_blocks, sharding_axes
 
 
-class CutTensor:
-    """A DTensor in the blocks of `models.shard_layout`; its values stay where they are.
+class BlockTensor:
+    """A DTensor in the blocks of `ops.shard_layout`; its values stay where they are.
 
     Attributes:
         tensor: the DTensor.
@@ -37,7 +37,7 @@ class CutTensor:
         self._local = tensor.to_local().detach()
         self._blocks = {
             torch.Size(begin for begin, _ in block.whole): block
-            for block in held_blocks(tensor, stacked)
+            for block in local_blocks(tensor, stacked)
         }
 
     def size(self) -> torch.Size:
@@ -70,11 +70,11 @@ class CutTensor:
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The block that begins at `index.offset`, to be read from or written to."""
         assert index.offset is not None
-        return at(self._local, self._blocks[torch.Size(index.offset)].local)
+        return block_view(self._local, self._blocks[torch.Size(index.offset)].local)
 
 
-def as_blocks(state: dict[str, Any], stacked: Stacked) -> dict[str, Any]:
-    """A flat state whose DTensors that several dimensions of the mesh cut are `CutTensor`s.
+def as_block_tensors(state: dict[str, Any], stacked: Stacked) -> dict[str, Any]:
+    """A flat state whose DTensors that several dimensions of the mesh cut are `BlockTensor`s.
 
     Args:
         state: by names as planners have them: model.NAME, optimizer.state.NAME.KEY.
@@ -95,5 +95,5 @@ _MOMENTS = "optimizer.state."
 def _shown(value: Any, stacked: Sequence[int]) -> Any:
     if not isinstance(value, DTensor):
         return value
-    cuts = [axis for dim in range(value.ndim) for axis in cutting_axes(value, dim)]
-    return CutTensor(value, stacked) if len(cuts) > 1 else value
+    cuts = [axis for dim in range(value.ndim) for axis in sharding_axes(value, dim)]
+    return BlockTensor(value, stacked) if len(cuts) > 1 else value

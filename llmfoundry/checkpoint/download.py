@@ -22,8 +22,14 @@ from llmfoundry.checkpoint.dcp import holds_tensors
 from llmfoundry.checkpoint.peer_copies import CopyDoor, Told, exchange, parts_given_back
 from llmfoundry.checkpoint.remote_run import StoredRun, local_size, named
 from llmfoundry.data.fetch.download import DamagedError
-from llmfoundry.distributed.collectives import from_all, least, together, wait_with_others
-from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.distributed.collectives import (
+    all_gather_object,
+    all_reduce_min,
+    on_all_ranks,
+    on_rank0,
+    with_keepalive,
+)
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write
 
@@ -69,7 +75,7 @@ def bring(run: StoredRun, folder: Path, sizes: Mapping[str, int], world: World) 
         if run.local_copies:
             _get_back(run, folder, {name: sizes[name] for name in tensors}, lacking, world)
         return
-    together(world, lambda: None)  # all have looked before one of them fetches
+    on_all_ranks(world, lambda: None)  # all have looked before one of them fetches
 
     def fetch() -> None:
         with _reported(folder):
@@ -77,9 +83,9 @@ def bring(run: StoredRun, folder: Path, sizes: Mapping[str, int], world: World) 
                 run.store.download(run.name(folder / name), folder / name, sizes[name])
 
     def all_done(done: bool) -> bool:
-        return bool(least(world, int(done)))
+        return bool(all_reduce_min(world, int(done)))
 
-    together(world, wait_with_others(fetch, all_done, world.timeout))
+    on_all_ranks(world, with_keepalive(fetch, all_done, world.timeout))
 
 
 def _get_back(
@@ -91,14 +97,14 @@ def _get_back(
     """
     door = CopyDoor()
     here = {name: size for name, size in sizes.items() if name not in lacking}
-    told = from_all(world, Told(door.address, run.identity(), here))
+    told = all_gather_object(world, Told(door.address, run.identity(), here))
     part = parts_given_back(told, {name: writer_of(name) for name in sizes})[world.rank]
 
     def get() -> None:
         with suppress(OSError):
             exchange(door, folder, part)
 
-    wait_with_others(get, lambda done: bool(least(world, int(done))), world.timeout)()
+    with_keepalive(get, lambda done: bool(all_reduce_min(world, int(done))), world.timeout)()
     door.close()
 
 
@@ -142,7 +148,7 @@ def _share_record(folder: Path, sizes: Mapping[str, int], world: World) -> None:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 atomic_write(folder / name, content)
 
-    together(world, write)
+    on_all_ranks(world, write)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import parse_json
 from llmfoundry.models.adapters.adapt import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.shard_layout import all_stacked_rows
+from llmfoundry.models.tensor_ranks import all_stacked_rows
 
 # said by torch for every save and load of a run that has one process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -14,7 +14,8 @@ from llmfoundry.checkpoint.mirror import READ, Mirror, pull
 from llmfoundry.checkpoint.remote_run import StoredRun, find_run, is_url, open_run, stored_run
 from llmfoundry.checkpoint.run_lock import only_run
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.scripts.train import TrainRecipe

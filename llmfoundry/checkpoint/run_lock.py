@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import LockedFile, remove_partials, try_lock
 

@@ -36,13 +36,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from llmfoundry.checkpoint.dcp import TABLE, holds_tensors
-from llmfoundry.checkpoint.dcp_tensors import CutTensor, as_blocks
+from llmfoundry.checkpoint.dcp_tensors import BlockTensor, as_block_tensors
 from llmfoundry.checkpoint.remote_run import named, open_file
 from llmfoundry.checkpoint.replicas import own_names, pass_on
-from llmfoundry.distributed.collectives import from_all, least
-from llmfoundry.distributed.launch import ALONE, World, on_rank0
+from llmfoundry.distributed.collectives import all_gather_object, all_reduce_min, on_rank0
+from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.models.shard_layout import Stacked
+from llmfoundry.ops.shard_layout import Stacked
 
 _DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")  # PyTorch's words and advice
 
@@ -64,7 +64,7 @@ def load_tensors(
         state: tensors in dictionaries; the same names on every process.
         folder: the checkpoint's.
         world: the processes that fill theirs together, each of which calls; ALONE: this one alone.
-        stacked: of its parameters, as in `models.shard_layout`; None: none is.
+        stacked: of its parameters, as in `ops.shard_layout`; None: none is.
         table: what `check_shapes` has read of it already.
 
     Raises:
@@ -76,14 +76,16 @@ def load_tensors(
         table = table or parse_metadata(content)
         planner.set_up_planner(state, table, is_coordinator=world.is_main)
         held = planner.state_dict
-        planner.state_dict = as_blocks(held, stacked or {})
+        planner.state_dict = as_block_tensors(held, stacked or {})
         _read(planner, table, folder, own_names(held, world))
     except Exception as error:  # whatever an untrusted file leads to
         problem = one_line(error)
         if any(word in problem for word in _DAMAGED):
             problem = "a file of tensors is damaged, or holds something else"
-    if not least(world, 1 if problem is None else 0):
-        raise _unreadable(folder, *sorted({line for line in from_all(world, problem) if line}))
+    if not all_reduce_min(world, 1 if problem is None else 0):
+        raise _unreadable(
+            folder, *sorted({line for line in all_gather_object(world, problem) if line})
+        )
     pass_on(held, world)
 
 
@@ -158,7 +160,7 @@ class _Planner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        if isinstance(value, CutTensor):  # PyTorch asks tensors alone
+        if isinstance(value, BlockTensor):  # PyTorch asks tensors alone
             return value.__get_tensor_shard__(index)
         return super().lookup_tensor(index)
 

@@ -22,13 +22,14 @@ from llmfoundry.checkpoint.dcp import Staged, TensorFiles
 from llmfoundry.checkpoint.load import training_state
 from llmfoundry.checkpoint.remote_run import named
 from llmfoundry.checkpoint.storage import home_of
-from llmfoundry.checkpoint.synced_steps import Together
 from llmfoundry.checkpoint.verify import find_checkpoint
-from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.shard_layout import all_stacked_rows
+from llmfoundry.models.tensor_ranks import all_stacked_rows
 from llmfoundry.ops.device_threads import device_thread
 
 
@@ -89,9 +90,9 @@ class Checkpointer:
         # the others hear of it by a collective, which has its own limit
         self._max_wait = max_wait and min(max_wait, world.timeout.total_seconds() / 2)
         self.waits = Waits()  # of the latest save
-        self._together = Together(world)
-        self._home = home_of(run_folder, world, self._together, warn)
-        self._tensor_files = TensorFiles(world, self._together)
+        self._mailbox = Mailbox(world)
+        self._home = home_of(run_folder, world, self._mailbox, warn)
+        self._tensor_files = TensorFiles(world, self._mailbox)
         self._staged: Staged | Exception | None = None  # whose copies may be under way
         self._thread: threading.Thread | None = None
         self._saved = saved  # the newest batch that this process knows to be saved
@@ -143,7 +144,7 @@ class Checkpointer:
         last: bool,
     ) -> None:
         """Write in the background, where asked, or now."""
-        self._together.begin()
+        self._mailbox.begin()
         if last or not self._background:
             self._write(batch, folder, stage(False), state, last)
             self.check()
@@ -217,8 +218,8 @@ class Checkpointer:
     def forget_after(self, batch: int) -> None:
         """Remove what was saved after more steps, as the run goes on from there; all call."""
         self.wait()
-        self._together.begin()
-        self._together.run(lambda: self._home.forget_after(batch))
+        self._mailbox.begin()
+        self._mailbox.run(lambda: self._home.forget_after(batch))
         self._saved = None
 
     @property
@@ -263,7 +264,7 @@ class Checkpointer:
         try:
             began = time.perf_counter()
             size = self._write_files(folder, staged, state)
-        except Exception as error:  # SaveError, or the other processes cannot be reached
+        except Exception as error:  # CollectiveError, or the other processes cannot be reached
             self._fail(batch, error, last=last)
             self._home.discard(folder)
             if last:
@@ -296,12 +297,12 @@ class Checkpointer:
         """Every step on every process before the next one begins; the bytes of all files.
 
         Raises:
-            SaveError: a step failed on one of them; on all.
+            CollectiveError: a step failed on one of them; on all.
         """
-        sound = self._together.run(lambda: _sound(staged))
+        sound = self._mailbox.run(lambda: _sound(staged))
         self._home.prepare(folder)
         written = self._tensor_files.write(folder, sound)
-        self._together.run(lambda: self._write_extras(folder, state), only_main=True)
+        self._mailbox.run(lambda: self._write_extras(folder, state), only_main=True)
         return self._home.commit(folder, written)
 
     def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:

@@ -29,9 +29,9 @@ from llmfoundry.checkpoint.commit import (
 from llmfoundry.checkpoint.load import batch_of, list_checkpoints
 from llmfoundry.checkpoint.peer_copies import CopyDoor, Told, copies_on_next, exchange
 from llmfoundry.checkpoint.remote_run import CHECKPOINTS, StoredRun, local_size, stored_run
-from llmfoundry.checkpoint.synced_steps import SaveError, Together
 from llmfoundry.checkpoint.verify import Sums, find_damage
 from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.mailbox import CollectiveError, Mailbox
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write, write_json
 
@@ -69,29 +69,27 @@ class Home(Protocol):
         """The name of the newest checkpoint that seems whole; the main process."""
 
 
-def home_of(
-    run_folder: Path, world: World, together: Together, warn: Callable[[str], None]
-) -> Home:
+def home_of(run_folder: Path, world: World, mailbox: Mailbox, warn: Callable[[str], None]) -> Home:
     """Where the checkpoints of the run of a folder are kept; `warn` tells what is not vital."""
     run = stored_run(run_folder)
     if run is None:
-        return FolderHome(run_folder, world, together)
-    return StoreHome(run, world, together, warn)
+        return FolderHome(run_folder, world, mailbox)
+    return StoreHome(run, world, mailbox, warn)
 
 
 class FolderHome:
     """A folder on a file system of all processes."""
 
-    def __init__(self, run_folder: Path, world: World, together: Together) -> None:
+    def __init__(self, run_folder: Path, world: World, mailbox: Mailbox) -> None:
         """Nothing is made yet."""
-        self._folder, self._world, self._together = run_folder, world, together
+        self._folder, self._world, self._mailbox = run_folder, world, mailbox
         self._began = time.time()
 
     def prepare(self, folder: Path) -> None:  # noqa: D102
-        self._together.run(lambda: _make_anew(folder), only_main=True)
+        self._mailbox.run(lambda: _make_anew(folder), only_main=True)
 
     def commit(self, folder: Path, written: Written) -> int:  # noqa: D102
-        told = self._together.to_main(written)
+        told = self._mailbox.gather(written)
 
         def mark() -> Written:
             _await_files(folder, told)
@@ -99,7 +97,7 @@ class FolderHome:
             write_commit(folder, files)
             return files
 
-        return _bytes(self._together.run(mark, only_main=True) or {})
+        return _bytes(self._mailbox.run(mark, only_main=True) or {})
 
     def discard(self, folder: Path) -> None:  # noqa: D102
         if self._world.is_main:
@@ -129,10 +127,10 @@ class StoreHome:
     """An object store, and a folder of each machine in which files are written before they go."""
 
     def __init__(
-        self, run: StoredRun, world: World, together: Together, warn: Callable[[str], None]
+        self, run: StoredRun, world: World, mailbox: Mailbox, warn: Callable[[str], None]
     ) -> None:
         """Nothing is asked of the store yet."""
-        self._run, self._world, self._together, self._warn = run, world, together, warn
+        self._run, self._world, self._mailbox, self._warn = run, world, mailbox, warn
         self._door: CopyDoor | None = None
         self._leads = world.local_rank == 0  # of its machine's processes
         self._whole: dict[str, bool] = {}  # by name: whether it has a marker
@@ -144,13 +142,13 @@ class StoreHome:
             if self._world.is_main:
                 self._remove(folder.name)
 
-        self._together.run(make)
+        self._mailbox.run(make)
 
     def commit(self, folder: Path, written: Written) -> int:  # noqa: D102
-        own = self._together.run(lambda: written | self._record(folder))
-        files = _joined(self._together.to_main(own))
-        self._together.run_long(lambda: self._send(folder, own))
-        self._together.run(lambda: self._mark(folder, files), only_main=True)
+        own = self._mailbox.run(lambda: written | self._record(folder))
+        files = _joined(self._mailbox.gather(own))
+        self._mailbox.run_long(lambda: self._send(folder, own))
+        self._mailbox.run(lambda: self._mark(folder, files), only_main=True)
         if self._run.local_copies and self._world.size > local_size():
             self._copy(folder, written)
         self._settle(folder)
@@ -210,20 +208,20 @@ class StoreHome:
     def _copy(self, folder: Path, written: Written) -> None:
         """Keep this machine's files on the next one's disk, too; a failure costs the copy alone."""
         marker = (folder / COMMIT).read_bytes() if self._world.is_main else b""
-        marker = self._together.from_main([marker] * self._world.size)
+        marker = self._mailbox.scatter([marker] * self._world.size)
         sizes = {name: file["bytes"] for name, file in written.items()}
         try:
-            door = self._door = self._together.run(lambda: self._door or CopyDoor())
-            told = self._together.to_main(Told(door.address, self._run.identity(), sizes))
-            part = self._together.from_main(copies_on_next(told))
+            door = self._door = self._mailbox.run(lambda: self._door or CopyDoor())
+            told = self._mailbox.gather(Told(door.address, self._run.identity(), sizes))
+            part = self._mailbox.scatter(copies_on_next(told))
 
             def hand_over() -> None:
                 exchange(door, folder, part)
                 if self._leads:
                     atomic_write(folder / COMMIT, marker)
 
-            self._together.run_long(hand_over)
-        except SaveError as error:
+            self._mailbox.run_long(hand_over)
+        except CollectiveError as error:
             if self._world.is_main:
                 self._warn(f"save_local_copies: not every machine's files were copied: {error}")
 

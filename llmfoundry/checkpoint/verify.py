@@ -25,8 +25,8 @@ from llmfoundry.checkpoint.dcp import holds_optimizer, holds_tensors
 from llmfoundry.checkpoint.download import bring, fetch_record, forget
 from llmfoundry.checkpoint.load import batch_of, is_checkpoint, list_checkpoints
 from llmfoundry.checkpoint.remote_run import local_size, named, stored_run
-from llmfoundry.distributed.collectives import from_all, least
-from llmfoundry.distributed.launch import ALONE, World, on_rank0
+from llmfoundry.distributed.collectives import all_gather_object, all_reduce_min, on_rank0
+from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.processes import cores
 
@@ -123,7 +123,7 @@ def _counts(folder: Path) -> bool:
 
 def _pinned_damage(folder: Path, sums: Sums, world: World) -> str | None:
     """What is wrong with a checkpoint; None: it is whole, and stays while this process reads it."""
-    is_there = bool(least(world, int(pin(folder))))
+    is_there = bool(all_reduce_min(world, int(pin(folder))))
     try:
         problem = find_damage(folder, sums=sums, world=world)
     except UserError as error:  # the store does not give a file
@@ -162,7 +162,7 @@ def find_damage(folder: Path, *, sums: Sums = Sums.ALL, world: World = ALONE) ->
             return found
         damaged = [name for name, (_, crc) in listed.items() if found.get(name, 0) != crc]
         # A copy on some machine's disk may be what is damaged.
-        if is_last or not any(from_all(world, forget(folder, damaged))):
+        if is_last or not any(all_gather_object(world, forget(folder, damaged))):
             break
     return f"its file {damaged[0]} is damaged (checksum)" if damaged else None
 
@@ -206,7 +206,7 @@ def _sum_together(folder: Path, sizes: Mapping[str, int], world: World) -> dict[
     reading = _Reading(folder, deal(sizes, world.rank, world.size))
     while True:
         reading.wait(min(_SECONDS, limit / 4))
-        told = from_all(world, reading.progress())
+        told = all_gather_object(world, reading.progress())
         problem = next((one.problem for one in told if one.problem), None)
         still = next((rank for rank, one in enumerate(told) if one.idle > limit), None)
         if problem is None and still is not None and world.size > 1:

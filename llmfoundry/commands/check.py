@@ -17,7 +17,8 @@ from typing import NoReturn
 
 import psutil
 
-from llmfoundry.distributed.launch import World, join, on_rank0, slurm_environment, wanted_processes
+from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.launch import World, join, slurm_environment, wanted_processes
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.files import read_json
 from llmfoundry.processes import keep_children

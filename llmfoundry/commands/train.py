@@ -14,8 +14,9 @@ from llmfoundry.checkpoint.remote_run import named, stored_run
 from llmfoundry.checkpoint.run_folder import hold_run, run_folder
 from llmfoundry.commands.check import before_run
 from llmfoundry.commands.supervise import is_supervised, supervise
+from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.fsdp import set_deterministic
-from llmfoundry.distributed.launch import World, join, on_rank0, relaunch
+from llmfoundry.distributed.launch import World, join, relaunch
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import DONE, SAVED, record_end
 from llmfoundry.files import atomic_write

@@ -27,7 +27,7 @@ from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import MoE
 from llmfoundry.ops.torch_private import (
     compiler_errors,
-    keep_graphs_whole_under_ddp,
+    disable_ddp_graph_splits,
     selective_contexts,
 )
 from llmfoundry.recipe.parallel import LEVELS, recomputation
@@ -167,7 +167,7 @@ def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:
     # would run them uncompiled and only warn.
     limits = torch.compiler.config
     limits.recompile_limit = max(limits.recompile_limit, 8 * n_blocks)
-    keep_graphs_whole_under_ddp()  # blocks are smaller than its buckets
+    disable_ddp_graph_splits()  # blocks are smaller than its buckets
     return torch.compile(forward, mode=mode)
 
 

@@ -7,12 +7,12 @@ they share is the mesh (`mesh.py`).
 from __future__ import annotations
 
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
-from llmfoundry.distributed.context import share_rows
-from llmfoundry.distributed.experts import share_experts, share_statistics
+from llmfoundry.distributed.context import apply_context_parallel
+from llmfoundry.distributed.experts import apply_expert_parallel, share_router_statistics
 from llmfoundry.distributed.fsdp import materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes
-from llmfoundry.distributed.tensor import share_matrices
+from llmfoundry.distributed.tensor import apply_tensor_parallel
 from llmfoundry.models.decoder import Root
 from llmfoundry.recipe.parallel import ParallelConfig
 
@@ -39,13 +39,13 @@ def parallelize(
         compile_mode: torch.compile's; None: not compiled.
     """
     # 1. Tensor: matrices of the dense layers are cut, and each process has its own tokens between.
-    share_matrices(root, meshes)
+    apply_tensor_parallel(root, meshes)
     # 2. Experts: each process holds some of them whole, and tokens travel to them.
-    share_experts(root, meshes)
+    apply_expert_parallel(root, meshes)
     # 3. Context: attention asks the processes that share this one's rows for what it needs. What
     # routers' losses count are the tokens of all that share a row.
-    share_rows(root, meshes, config)
-    share_statistics(root, world, meshes)
+    apply_context_parallel(root, meshes, config)
+    share_router_statistics(root, world, meshes)
     # 4. Activation memory, and compilation inside of it: each block's forward pass is replaced.
     wrap_blocks(root, checkpointing=config.activation_checkpointing, compile_mode=compile_mode)
     # 5. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or

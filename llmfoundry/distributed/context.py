@@ -1,9 +1,9 @@
 """Context parallelism: processes that share the tokens of each row, and see it whole in attention.
 
-`apply.py` calls `share_rows`; from then on `Decoder.exchange` is one of the two classes below. The
-training step asks it for this process's tokens of each microbatch (`cut`), attention for what it
-needs of the others'. Everything else looks at single tokens. In evaluation nothing is exchanged:
-these processes then have whole rows, each its own.
+`apply.py` calls `apply_context_parallel`; from then on `Decoder.exchange` is one of the two classes
+below. The training step asks it for this process's tokens of each microbatch (`cut`), attention for
+what it needs of the others'. Everything else looks at single tokens. In evaluation nothing is
+exchanged: these processes then have whole rows, each its own.
 
 What a layer sends, in elements, of B rows of T tokens, C processes, H query heads, KV key-value
 heads and heads of width d. Each process, forward pass:
@@ -40,7 +40,7 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.parallel_limits import context_method
 
 
-def share_rows(root: Root, meshes: Meshes | None, config: ParallelConfig) -> None:
+def apply_context_parallel(root: Root, meshes: Meshes | None, config: ParallelConfig) -> None:
     """Let the processes of the context dimension share each row while training."""
     if meshes is None or meshes.context is None:
         return
@@ -50,7 +50,7 @@ def share_rows(root: Root, meshes: Meshes | None, config: ParallelConfig) -> Non
     root.model.exchange = EXCHANGES[method](group, index, meshes.degrees.context)
 
 
-def token_cut(root: Root) -> Callable[[Batch], Batch] | None:
+def token_sharding(root: Root) -> Callable[[Batch], Batch] | None:
     """Gives this process's tokens of a microbatch; None: it has all of its rows."""
     exchange = getattr(root.model, "exchange", None)  # other classes have none
     return exchange.cut if isinstance(exchange, Sharing) else None

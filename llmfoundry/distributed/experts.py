@@ -1,6 +1,6 @@
 """Expert parallelism: each process holds some of a layer's experts, whole, and tokens travel.
 
-`apply.py` calls `share_experts` on the meta device, before FSDP. The stacked weights become
+`apply.py` calls `apply_expert_parallel` on the meta device, before FSDP. The stacked weights become
 DTensors cut along the mesh's expert dimension, expert after expert; `sharding.py` then cuts each
 process's experts once more, over the processes that hold the same ones. What travels, how much, and
 when it is waited for is in `ops/moe/dispatch.py`; the layer that calls it is `models/moe.py`.
@@ -26,7 +26,7 @@ from llmfoundry.models.load_balance import OtherTokens
 from llmfoundry.models.moe import ExpertWeights, MoE
 
 
-def share_experts(root: Root, meshes: Meshes | None) -> None:
+def apply_expert_parallel(root: Root, meshes: Meshes | None) -> None:
     """Give each process its experts, where the mesh shares them; on the meta device."""
     if meshes is None or meshes.expert is None:
         return
@@ -35,7 +35,7 @@ def share_experts(root: Root, meshes: Meshes | None) -> None:
         _cut(layer.experts, meshes)
 
 
-def share_statistics(root: Root, world: World, meshes: Meshes | None) -> None:
+def share_router_statistics(root: Root, world: World, meshes: Meshes | None) -> None:
     """Let routers' losses count the tokens of other processes, where rows or the recipe ask for it.
 
     Processes of the context and tensor dimensions have other tokens of the same rows; with

@@ -50,7 +50,7 @@ def explain(
     missing, timed_out = _missing(store, rank, size, timed_out)
     where = _place(failure)
     if timed_out:
-        who = names(missing) or "though all are there, a collective"
+        who = name_ranks(missing) or "though all are there, a collective"
         return RunFailure(
             f"parallel.dist_timeout: {who} did not come within {timeout.total_seconds():.0f} s"
             f" (waited for in {where}): it hangs, was stopped or is slow; look at that process, or"
@@ -58,7 +58,7 @@ def explain(
         )
     if not missing:
         return None
-    return RunFailure(f"{names(missing)} ended before the others (seen in {where})")
+    return RunFailure(f"{name_ranks(missing)} ended before the others (seen in {where})")
 
 
 def failed_collective(error: BaseException) -> BaseException | None:
@@ -107,7 +107,7 @@ def _missing(store: dist.Store, rank: int, size: int, timed_out: bool) -> tuple[
     return found[0] if found else ([0], timed_out)  # it is rank 0's, or its launcher's
 
 
-def names(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     """Processes in a message: `rank 3`, `ranks 3, 4`, or the first of many and their number."""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     listed = ", ".join(map(str, ranks[:_NAMED])) + more

@@ -95,7 +95,7 @@ _NEW = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).para
 _OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW else "broadcast_buffers": False}
 
 
-def replicate(root: Root, meshes: Meshes | None) -> nn.Module:
+def apply_ddp(root: Root, meshes: Meshes | None) -> nn.Module:
     """Around filled weights: DDP where the mesh has replicas only; `root` itself elsewhere."""
     if meshes is None or not meshes.degrees.is_replicas:
         return root
@@ -162,7 +162,7 @@ def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterat
     yield
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full value of a tensor that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -1,7 +1,9 @@
 """How a process joins a run: alone, started again under torchrun, under torchrun, or by Slurm.
 
-`commands` call `relaunch` before anything heavy and `join` afterwards. The environment variables
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are PyTorch's.
+`commands` call `relaunch` before anything heavy and `join` afterwards; what a process then knows of
+the run is its `World`. The environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT are PyTorch's. A wrong address is the one mistake that no process sees by itself: each
+reports after `parallel.rendezvous_timeout` where it looked and why nobody was there, in one line.
 """
 
 from __future__ import annotations
@@ -11,22 +13,18 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from llmfoundry.distributed.broadcast_files import hand_on
 from llmfoundry.distributed.failures import explain
-from llmfoundry.distributed.rendezvous import meet
-from llmfoundry.distributed.rlimit import raise_limit
-from llmfoundry.errors import UserError
+from llmfoundry.errors import RunFailure, UserError
 from llmfoundry.exit_status import own_node
 from llmfoundry.ops.host_memory import keep_memory
 from llmfoundry.ops.torch_private import default_store, set_timeouts
@@ -34,13 +32,20 @@ from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import GLOO, NCCL, ParallelConfig
 from llmfoundry.terminal import is_watched
 
-Made = TypeVar("Made")
-
 SHARE = "parallel.dist_backend: gloo for processes that share a GPU"
 FULL_MESH = 128
 """Processes up to which each connects to every other as it joins; of more only to those that it has
 something for. To connect all takes n gets of n + 19 words each from the one store by each of n
 processes: counted, and at 3,072 19 million requests and 233 GB."""
+GLOO_SOCKETS, STORE_SOCKETS = 1, 3
+"""Sockets for each process of the run. Measured with gloo on 2, 4 and 8 processes: a group opens
+one to each other process, and one that listens. Who holds the store has one of each process, and
+one or two more of NCCL's watchers."""
+MOST_FILES = 1 << 20
+"""Some hard limits are a thousand times higher, and some programs walk through all numbers."""
+OTHER_FILES = 256
+"""What else a process opens: libraries, shards, logs, pipes of workers, NCCL's own sockets."""
+_PROBE = 5.0  # seconds to connect, when nobody was met
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class World:
     timeout: timedelta = timedelta(minutes=10)
     """How long a collective waits for the others."""
     data_mesh: DeviceMesh | None = None
-    """The processes that read other rows than this one, as `mesh.on_mesh` finds them; None: all."""
+    """The processes that read other rows than this one, set by `mesh.with_mesh`; None: all."""
     token_mesh: DeviceMesh | None = None
     """Those that hold other tokens: other rows, or another part of the same rows; None: all."""
     machine: Machine | None = None
@@ -200,7 +205,7 @@ def join(config: ParallelConfig) -> Iterator[World]:
         yield world
         return
     limit = timedelta(seconds=config.rendezvous_timeout)
-    _meet(world, default_backend(device, config.dist_backend), limit)
+    _init_process_group(world, default_backend(device, config.dist_backend), limit)
     try:
         yield replace(world, machine=find_machine(world))
     except Exception as error:
@@ -210,6 +215,135 @@ def join(config: ParallelConfig) -> Iterator[World]:
             raise
         raise lost from error
     _leave(world)
+
+
+def _init_process_group(world: World, backend: str, limit: timedelta) -> None:
+    """Make the default group, within a limit: the only one of gloo among all processes.
+
+    `collectives.py` goes through it, and so do, on a CPU, sums over gradients: every process calls
+    them in the same order. Another thread has a `Mailbox`.
+    """
+    raise_open_file_limit(world.size, holds_store=world.is_main)
+    if world.size > FULL_MESH:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # of PyTorch 2.8
+    store = meet_at_store(world.rank, world.size, limit=limit, timeout=world.timeout)
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=world.timeout
+    )
+    assert dist.group.WORLD is not None
+    set_group_timeouts(dist.group.WORLD, world)
+
+
+def raise_open_file_limit(n_processes: int, *, holds_store: bool) -> None:
+    """Let this process open as many files and sockets as the system allows.
+
+    Many systems set 1,024 as a default that programs raise: the hard limit is far higher.
+
+    Args:
+        n_processes: of the run.
+        holds_store: whether all connect to this one first.
+
+    Raises:
+        UserError: they are too few for so many processes.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (MOST_FILES if n == resource.RLIM_INFINITY else n for n in (soft, hard))
+    if soft < min(most, MOST_FILES):
+        with suppress(OSError, ValueError):  # macOS promises more than it gives
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_FILES), hard))
+            soft = min(most, MOST_FILES)
+    needed = needed_files(n_processes, holds_store=holds_store)
+    if soft < needed:
+        raise UserError(
+            f"ulimit -n: a process may open {soft:,} files and sockets here, and one of"
+            f" {n_processes:,} needs {needed:,}; raise the hard limit (limits.conf, LimitNOFILE of"
+            f" slurmd, docker run --ulimit nofile={needed}), or start fewer processes"
+        )
+
+
+def needed_files(n_processes: int, *, holds_store: bool) -> int:
+    """How many files and sockets one of so many processes opens; of one alone nothing is asked."""
+    if n_processes == 1:
+        return 0
+    return n_processes * (GLOO_SOCKETS + STORE_SOCKETS * holds_store) + OTHER_FILES
+
+
+def meet_at_store(rank: int, size: int, *, limit: timedelta, timeout: timedelta) -> dist.Store:
+    """The store by which all processes of the run find each other.
+
+    Args:
+        rank: this process.
+        size: number of processes.
+        limit: until all are there.
+        timeout: of what is asked of the store from then on.
+
+    Raises:
+        RunFailure: not all have come.
+    """
+    try:
+        store = _store(rank, size, limit)
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        raise RunFailure(_no_rendezvous(error, limit)) from error
+    store.set_timeout(timeout)
+    return store
+
+
+def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if restart in (None, "0"):
+        found: dist.Store = next(dist.rendezvous("env://", timeout=limit))[0]
+        return dist.PrefixStore("default_pg", found)  # as init_process_group has it
+    # After an in-place restart the agent's store still holds the dead attempt's addresses.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    shared = dist.TCPStore(address, port, size, is_master=rank == 0 and not agent, timeout=limit)
+    return dist.PrefixStore(f"attempt{restart}", shared)
+
+
+def _no_rendezvous(error: RuntimeError, limit: timedelta) -> str:
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return (
+        f"MASTER_ADDR: the processes did not meet at {address}:{port} within"
+        f" {limit.total_seconds():.0f} s: {_unreachable(address, port) or said}; give every process"
+        " the name of rank 0's machine by which it reaches it, and a free port there; where"
+        " processes start minutes apart, write a larger parallel.rendezvous_timeout"
+    )
+
+
+def _unreachable(address: str, port: str) -> str:
+    """Why nothing can be sent there; empty: it can, or that is this process's own store."""
+    try:
+        socket.getaddrinfo(address, port)
+        if os.environ.get("RANK") != "0":
+            socket.create_connection((address, int(port)), _PROBE).close()
+    except (OSError, ValueError, OverflowError) as error:
+        return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return ""
+
+
+def default_backend(device: torch.device, backend: str | None) -> str:
+    """Of the default group, as `init_process_group` takes it.
+
+    gloo alone serves GPUs too: it copies to pinned memory of the host and back for broadcast,
+    all_reduce, reduce, all_gather, reduce_scatter, all_to_all_single, gather and scatter. What it
+    has for CPUs alone (send and recv, coalesced collectives, lists of all_to_all and
+    reduce_scatter) no layout calls: `tests/distributed/test_matrix.py` watches.
+    """
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != GLOO else GLOO
+
+
+def set_group_timeouts(group: dist.ProcessGroup, world: World) -> None:
+    """Let every collective of a group wait for `parallel.dist_timeout`; each group is given here.
+
+    NCCL ends a process without a word that helps; the host's messages are to notice before it.
+    """
+    device = world.timeout + timedelta(seconds=30 if world.device.type == "cuda" else 0)
+    set_timeouts(group, host=world.timeout, device=device)
 
 
 def _leave(world: World) -> None:
@@ -277,7 +411,7 @@ def find_machine(world: World) -> Machine | None:
     group = dist.new_group(
         own, timeout=world.timeout, backend="gloo", use_local_synchronization=True
     )
-    bound_waiting(group, world)
+    set_group_timeouts(group, world)
     return Machine(own[0], group, sharing)
 
 
@@ -324,57 +458,3 @@ def own_host() -> str:
         found: str = probe.getsockname()[0]
         return found
     return socket.gethostbyname(socket.gethostname())
-
-
-def on_rank0(world: World, make: Callable[[], Made], *, patient: bool = False) -> Made:
-    """What rank 0 makes, on every process; so is what it raises. See `hand_on`."""
-    if world.size == 1:
-        return make()
-    return hand_on(make, source=0, patient=patient)
-
-
-def on_each_machine(world: World, make: Callable[[], Made], *, patient: bool = False) -> Made:
-    """What the first process of each machine makes, on all of that machine; so is what it raises.
-
-    For files that each machine may have of its own. Every process calls it. See `hand_on`.
-    """
-    if world.machine is None:
-        return make()
-    return hand_on(make, source=world.machine.first, group=world.machine.group, patient=patient)
-
-
-def bound_waiting(group: dist.ProcessGroup, world: World) -> None:
-    """Let every collective of a group wait for `parallel.dist_timeout`; each group is given here.
-
-    NCCL ends a process without a word that helps; the host's messages are to notice before it.
-    """
-    device = world.timeout + timedelta(seconds=30 if world.device.type == "cuda" else 0)
-    set_timeouts(group, host=world.timeout, device=device)
-
-
-def _meet(world: World, backend: str, limit: timedelta) -> None:
-    """Make the default group, within a limit: the only one of gloo among all processes.
-
-    What the main threads tell each other goes through it, and so do, on a CPU, sums over gradients:
-    every process calls them in the same order. Another thread has `host_messages`.
-    """
-    raise_limit(world.size, holds_store=world.is_main)
-    if world.size > FULL_MESH:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # of PyTorch 2.8
-    store = meet(world.rank, world.size, limit=limit, timeout=world.timeout)
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=world.timeout
-    )
-    assert dist.group.WORLD is not None
-    bound_waiting(dist.group.WORLD, world)
-
-
-def default_backend(device: torch.device, backend: str | None) -> str:
-    """Of the default group, as `init_process_group` takes it.
-
-    gloo alone serves GPUs too: it copies to pinned memory of the host and back for broadcast,
-    all_reduce, reduce, all_gather, reduce_scatter, all_to_all_single, gather and scatter. What it
-    has for CPUs alone (send and recv, coalesced collectives, lists of all_to_all and
-    reduce_scatter) no layout calls: `tests/distributed/test_matrix.py` watches.
-    """
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != GLOO else GLOO

@@ -1,9 +1,10 @@
-"""What processes tell each other beside the training step: by the store at which they all met.
+"""Messages that must not wait for the training step: through the store at which all processes met.
 
-The checkpoint's thread speaks so. A process group would mix its messages with the step's, and one
-of its own is a socket to every other process, which at 512 processes is what a system lets a
-process open. The store has a connection to each already; messages are few and small. And a message
-that does not come ends this exchange alone: gloo closes the connection, for the step too.
+A save's thread speaks so (`checkpoint/save.py`); everything else is in `collectives.py`. The idea:
+a process group would mix its messages with the step's, and one of its own is a socket to every
+other process, which at 512 processes is what a system lets a process open. The store has a
+connection to each already; messages are few and small. And a message that does not come ends this
+exchange alone: gloo closes the connection, for the step too.
 """
 
 from __future__ import annotations
@@ -12,98 +13,116 @@ import itertools
 import pickle
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from llmfoundry.distributed.failures import names
+from llmfoundry.distributed.collectives import with_keepalive
+from llmfoundry.distributed.failures import name_ranks
 from llmfoundry.distributed.launch import World
+from llmfoundry.errors import one_line
 from llmfoundry.ops.torch_private import default_store
 
 Value = TypeVar("Value")
 
-_made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # alike on all processes
+_numbers = itertools.count()  # of mailboxes, which all processes make in the same order
 _FIRST, _LAST = 0.005, 0.5  # seconds between two looks at the store: the first, and at most
 
 
-class HostMessages:
+class CollectiveError(Exception):
+    """Why an action failed on some process, in one line; the same on every process."""
+
+
+class Mailbox:
     """Exchanges among all processes, each of which makes the same calls in the same order.
 
-    Only one thread of a process speaks at a time. Every exchange waits for `parallel.dist_timeout`.
+    Only one thread of a process uses it at a time. Every exchange waits for `parallel.dist_timeout`
+    and raises DistStoreError where a process did not come in time, or the store is gone.
     """
 
-    def __init__(self, world: World, subject: str) -> None:
-        """Prepare to exchange.
-
-        Args:
-            world: this process.
-            subject: what it is about; messages of two subjects never mix, nor those of two objects.
-        """
-        self._world, self._subject = world, f"{subject}.{next(_made[subject])}"
+    def __init__(self, world: World) -> None:
+        """Prepare to exchange; messages of two mailboxes never mix."""
+        self._world, self._name = world, f"llmfoundry/mailbox/{next(_numbers)}"
         self._store = None if world.size == 1 else default_store()
         self._round = self._step = 0
-        self._sent: list[str] = []  # by this process; removed once it is known that all have read
+        self._sent: list[str] = []  # by this process; deleted once it is known that all have read
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0."""
+        return self._world.is_main
 
     def begin(self) -> None:
-        """Begin anew, and hear nothing more of an exchange that was cut short on some process."""
+        """Start a round: messages of one that was cut short on some process are not read."""
         self._round += 1
         self._step = 0
 
-    def to_main(self, value: Value) -> list[Value]:
-        """The values of all processes, by rank, on rank 0; nothing on the others.
+    def run(self, action: Callable[[], Value], *, only_main: bool = False) -> Value:
+        """What `action` returns, once it succeeded on every process (or on rank 0).
 
         Raises:
-            DistStoreError: a process did not come in time, or the store is gone.
+            CollectiveError: on every process, with the reasons of those where it failed.
         """
+        result, problem = None, None
+        try:
+            result = action() if self.is_main or not only_main else None
+        except Exception as error:
+            problem = one_line(error)
+        found = sorted({line for line in self.all_gather(problem) if line})
+        if found:
+            raise CollectiveError("; ".join(found))
+        return cast(Value, result)
+
+    def run_long(self, action: Callable[[], Value]) -> Value:
+        """`run` of what may take longer than `parallel.dist_timeout`."""
+        return self.run(with_keepalive(action, self.all_true, self._world.timeout))
+
+    def all_true(self, value: bool) -> bool:
+        """Whether it is true on every process."""
+        return all(self.all_gather(value))
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all processes, by rank, on rank 0; nothing on the others."""
         if self._store is None:
             return [value]
         keys = self._keys()
-        if not self._world.is_main:
+        if not self.is_main:
             self._send(keys[self._world.rank], value)
             return []
         self._wait(keys[1:])
-        told = [value, *map(pickle.loads, self._store.multi_get(keys[1:]))]
-        self._forget()  # who told this has read what was told before
-        return told
+        values = [value, *map(pickle.loads, self._store.multi_get(keys[1:]))]
+        self._delete_sent()  # who sent this has read what was sent before
+        return values
 
-    def from_main(self, values: list[Value]) -> Value:
-        """To each process its own of rank 0's values; elsewhere `values` is ignored.
-
-        Raises:
-            DistStoreError: rank 0 did not come in time, or the store is gone.
-        """
+    def scatter(self, values: list[Value]) -> Value:
+        """To each process its own of rank 0's values; elsewhere `values` is ignored."""
         if self._store is None:
             return values[0]
         keys = self._keys()
-        if self._world.is_main:
+        if self.is_main:
             for key, value in zip(keys[1:], values[1:], strict=True):
                 self._send(key, value)
             return values[0]
-        told: Value = self._receive(keys[self._world.rank])
-        return told
+        received: Value = self._receive(keys[self._world.rank])
+        return received
 
-    def all(self, value: Value) -> list[Value]:
-        """The values of all processes, by rank, on each.
-
-        Raises:
-            DistStoreError: a process did not come in time, or the store is gone.
-        """
-        told = self.to_main(value)
+    def all_gather(self, value: Value) -> list[Value]:
+        """The values of all processes, by rank, on each."""
+        values = self.gather(value)
         if self._store is None:
-            return told
+            return values
         key = self._keys()[0]
-        if not self._world.is_main:
-            found: list[Value] = self._receive(key)
-            return found
-        self._send(key, told)
-        return told
+        if not self.is_main:
+            received: list[Value] = self._receive(key)
+            return received
+        self._send(key, values)
+        return values
 
     def _keys(self) -> list[str]:
         """Of the next message, by the rank that it is of or for."""
         self._step += 1
-        where = f"llmfoundry/{self._subject}/{self._round}/{self._step}"
+        where = f"{self._name}/{self._round}/{self._step}"
         return [f"{where}/{rank}" for rank in range(self._world.size)]
 
     def _send(self, key: str, value: Any) -> None:
@@ -112,15 +131,15 @@ class HostMessages:
         self._sent.append(key)
 
     def _receive(self, key: str) -> Any:
-        """What rank 0 says; it has read all that this process has told it before."""
+        """A message of rank 0, which has read all that this process sent before."""
         assert self._store is not None
         self._wait([key])
         value = pickle.loads(self._store.get(key))
-        self._forget()
+        self._delete_sent()
         return value
 
     def _wait(self, keys: list[str]) -> None:
-        """Until all are there. Looks again and again: a store that waits serves no other thread."""
+        """Until all are there. Polls: a store that waits serves no other thread."""
         assert self._store is not None
         limit, pause = self._world.timeout.total_seconds(), _FIRST
         deadline = time.monotonic() + limit
@@ -129,12 +148,12 @@ class HostMessages:
                 raise dist.DistStoreError("the run has ended")
             if time.monotonic() > deadline:
                 lost = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
-                who = names(lost if self._world.is_main else [0])
+                who = name_ranks(lost if self.is_main else [0])
                 raise dist.DistStoreError(f"timed out: {who} did not come within {limit:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, _LAST)
 
-    def _forget(self) -> None:
+    def _delete_sent(self) -> None:
         assert self._store is not None
         for key in self._sent:
             self._store.delete_key(key)

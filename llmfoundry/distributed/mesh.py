@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llmfoundry.distributed.launch import World, bound_waiting
-from llmfoundry.models.shard_layout import TENSOR
-from llmfoundry.ops.torch_private import beside, flattened, unflattened
+from llmfoundry.distributed.launch import World, set_group_timeouts
+from llmfoundry.ops.shard_layout import TENSOR
+from llmfoundry.ops.torch_private import concatenated, flattened, unflattened
 from llmfoundry.recipe.parallel import NCCL, Degrees, ParallelConfig
 
 REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
@@ -96,7 +96,7 @@ def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
     meshes = Meshes(
         degrees,
         root,
-        weights=beside(root[REPLICATE], flattened(root, [SHARD, CONTEXT], backend))
+        weights=concatenated(root[REPLICATE], flattened(root, [SHARD, CONTEXT], backend))
         if context
         else root[REPLICATE, SHARD],
         data=over(REPLICATE, SHARD),
@@ -107,18 +107,18 @@ def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
     if degrees.tensor > 1 or degrees.expert > 1:
         lent = flattened(root, [name for name in sizes if name != REPLICATE], backend)
     if degrees.tensor > 1:
-        meshes = replace(meshes, mixture_weights=beside(root[REPLICATE], lent))
+        meshes = replace(meshes, mixture_weights=concatenated(root[REPLICATE], lent))
     if degrees.expert > 1:
         shape = {f"{EXPERT}_shard": degrees.expert_shard, EXPERT: degrees.expert}
         lent = unflattened(lent, shape, backend)
-        shards = beside(root[REPLICATE], lent[f"{EXPERT}_shard"])
+        shards = concatenated(root[REPLICATE], lent[f"{EXPERT}_shard"])
         meshes = replace(meshes, expert=lent[EXPERT], expert_weights=shards)
     for group in meshes.groups():  # each would wait for PyTorch's own time otherwise
-        bound_waiting(group, world)
+        set_group_timeouts(group, world)
     return meshes
 
 
-def on_mesh(world: World, meshes: Meshes | None) -> World:
+def with_mesh(world: World, meshes: Meshes | None) -> World:
     """The world as a mesh cuts it: which processes have other rows, and which other tokens."""
     if meshes is None:
         return world

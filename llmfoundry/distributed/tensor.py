@@ -1,10 +1,10 @@
 """Tensor parallelism: processes share each matrix, and between the matrices the tokens of each row.
 
-`apply.py` calls `share_matrices` on the meta device, before FSDP. DTensor's own plans do the layers
-(Shoeybi et al., 2019; Korthikanti et al., 2022): queries, keys and values and the up projections
-are cut by rows (heads, inner width), what leads back to the residual stream by columns, and norms
-see this process's tokens alone. What no plan knows is elsewhere: a fused Wqkv whose rows lie head
-by head (`models/shard_layout.py`), rows of any length (`models/tensor_ranks.py`), the loss
+`apply.py` calls `apply_tensor_parallel` on the meta device, before FSDP. DTensor's own plans do the
+layers (Shoeybi et al., 2019; Korthikanti et al., 2022): queries, keys and values and the up
+projections are cut by rows (heads, inner width), what leads back to the residual stream by columns,
+and norms see this process's tokens alone. What no plan knows is elsewhere: a fused Wqkv whose rows
+lie head by head (`ops/shard_layout.py`), rows of any length (`models/tensor_ranks.py`), the loss
 over a head cut by its vocabulary (`ops/logits.py`). Layers with experts are not cut: each process
 routes its own tokens, and FSDP cuts their weights over tensor ranks too.
 
@@ -55,7 +55,7 @@ from llmfoundry.recipe.parallel_limits import tensor_adapters
 KEY = "parallel.tensor_parallel_degree"
 
 
-def share_matrices(root: Root, meshes: Meshes | None) -> None:
+def apply_tensor_parallel(root: Root, meshes: Meshes | None) -> None:
     """Give each process of the tensor dimension its part of the dense layers.
 
     Raises:

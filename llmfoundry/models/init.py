@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.models.shard_layout import assign, stacked_rows
+from llmfoundry.models.tensor_ranks import stacked_rows
+from llmfoundry.ops.shard_layout import assign
 from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
 
 # projections that write to the residual stream
@@ -179,7 +180,7 @@ def draw(
 ) -> None:
     """Fill a parameter, whole or cut; the numbers follow from seed and name.
 
-    `stacked` is as in `models.shard_layout`.
+    `stacked` is as in `ops.shard_layout`.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big"))

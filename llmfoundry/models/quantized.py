@@ -19,8 +19,9 @@ from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.linear import Linear
 from llmfoundry.models.moe import ExpertWeights, Router
-from llmfoundry.models.shard_layout import at, held_blocks, runs, stacked_rows
+from llmfoundry.models.tensor_ranks import stacked_rows
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize, quantize
+from llmfoundry.ops.shard_layout import block_view, local_blocks, local_ranges
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 
@@ -182,14 +183,14 @@ def _write(
     assert value.shape == (height, *parameter.shape[1:]), (value.shape, parameter.shape, copies)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     start, stop = index * height, (index + 1) * height
-    for block in held_blocks(parameter, stacked):
+    for block in local_blocks(parameter, stacked):
         (row, _), *across = block.local
         (begin, end), *columns = block.whole
         low, high = max(begin, start), min(end, stop)
         if low < high:
-            here = at(local.detach(), [(row + low - begin, row + high - begin), *across])
-            here.copy_(at(value, [(low - start, high - start), *columns]))
+            here = block_view(local.detach(), [(row + low - begin, row + high - begin), *across])
+            here.copy_(block_view(value, [(low - start, high - start), *columns]))
 
 
 def _holds(parameter: Tensor, begin: int, length: int) -> bool:
-    return any(low < begin + length and begin < high for low, high in runs(parameter, 0))
+    return any(low < begin + length and begin < high for low, high in local_ranges(parameter, 0))

@@ -12,12 +12,37 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from llmfoundry.models.shard_layout import runs
 from llmfoundry.ops.logits import VocabularyShard
+from llmfoundry.ops.shard_layout import local_ranges
+from llmfoundry.recipe.architecture.model import ModelConfig
+
+STACKED = ("attn.Wqkv.weight", "attn.Wqkv.bias")
+
+
+def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """Heights of the matrices that a parameter stacks, of which each tensor rank has its part.
+
+    Empty: tensor parallelism cuts it as one.
+    """
+    if not name.endswith(STACKED) or config.head_dim is None:
+        return ()
+    kv_heads = config.attn_config.kv_n_heads
+    assert kv_heads is not None, "the recipe was not filled"
+    kv_width = kv_heads * config.head_dim
+    return (config.n_heads * config.head_dim, kv_width, kv_width)
+
+
+def all_stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """`stacked_rows` of those parameters that stack some, by name; of our decoder alone."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, ModelConfig):
+        return {}
+    found = {name: stacked_rows(name, config) for name, _ in model.named_parameters()}
+    return {name: rows for name, rows in found.items() if rows}
 
 
 @dataclass(frozen=True)
@@ -98,7 +123,7 @@ class TensorRanks:
     def vocabulary(self, weight: Tensor) -> tuple[Tensor, VocabularyShard]:
         """The rows (V', D) that this process has of an output head (V, D), and which they are."""
         assert isinstance(weight, DTensor)
-        (rows,) = runs(weight, 0)
+        (rows,) = local_ranges(weight, 0)
         return weight.to_local(), VocabularyShard(self.mesh.get_group(), rows[0], weight.shape[0])
 
     def all_logits(self, logits: Tensor, shard: VocabularyShard) -> Tensor:

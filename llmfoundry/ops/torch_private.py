@@ -107,7 +107,7 @@ def leave_group(group: Any, *, failed: bool) -> None:
         end()
 
 
-def gather(every: Tensor, own: Tensor) -> dist.Work | None:
+def start_all_gather(every: Tensor, own: Tensor) -> dist.Work | None:
     """Begin to put the `own` of all processes into the rows of `every`.
 
     `dist.all_gather_into_tensor`, which PyTorch 2.13 calls `all_gather_single`, and warns of.
@@ -138,7 +138,7 @@ def unflattened(mesh: DeviceMesh, sizes: dict[str, int], backend: str | None) ->
     return mesh._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override=override)
 
 
-def beside(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+def concatenated(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """Two views of one mesh, of one dimension each, as one of two.
 
     `DeviceMesh._concatenate`, which FSDP calls for weights that are cut twice; without it none can
@@ -237,7 +237,7 @@ def selective_contexts(is_kept: Callable[..., bool]) -> tuple[Any, Any]:
     return Keep(), Give()
 
 
-def keep_graphs_whole_under_ddp() -> None:
+def disable_ddp_graph_splits() -> None:
     """Compiled graphs are not cut where DDP's buckets end.
 
     `torch._dynamo.config.optimize_ddp`; without it they may be cut, which is slower. Imported here:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmfoundry.distributed.launch import World
-from llmfoundry.distributed.local_shards import l2_norms
 from llmfoundry.errors import UserError
+from llmfoundry.ops.shard_layout import l2_norms
 from llmfoundry.recipe.logger import EarlyStopperConfig, GenerateConfig
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.values.checks import nearest

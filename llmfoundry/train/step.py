@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.distributed.fsdp import gradient_sync, sum_factor
-from llmfoundry.distributed.local_shards import Shards, l2_norms, local, total_norm
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.load_balance import Routing
 from llmfoundry.models.moe import move_biases
 from llmfoundry.ops import torch_private
 from llmfoundry.ops.batch import IGNORE, Batch
+from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.train.spikes.guard import Guard
 
@@ -121,7 +121,7 @@ class StepResult:
 def not_finite(model: nn.Module) -> str:
     """A parameter with numbers that are not finite in what this process holds; empty: none."""
     every = model.named_parameters()
-    return next((name for name, p in every if not local(p.detach()).isfinite().all()), "")
+    return next((name for name, p in every if not local_shard(p.detach()).isfinite().all()), "")
 
 
 def not_a_step(model: nn.Module | None, batch: int) -> UserError:
@@ -302,7 +302,7 @@ def clip_value(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -
 
 def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     """What this process holds of them; those of several meshes meet in no operation of DTensors."""
-    return [local(p.grad) for p in parameters if p.grad is not None]
+    return [local_shard(p.grad) for p in parameters if p.grad is not None]
 
 
 def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
@@ -317,17 +317,17 @@ def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor
         if parameter.ndim >= 2:
             assert parameter.grad is not None
             share = _share(_row_norms(parameter.detach()), _row_norms(parameter.grad), threshold)
-            local(parameter.grad).mul_(share)
+            local_shard(parameter.grad).mul_(share)
     if vectors:
         gradients = [parameter.grad for parameter in vectors if parameter.grad is not None]
         shares = _share(l2_norms([p.detach() for p in vectors]), l2_norms(gradients), threshold)
         for gradient, share in zip(gradients, shares.unbind(), strict=True):
-            local(gradient).mul_(share)
+            local_shard(gradient).mul_(share)
 
 
 def _row_norms(matrix: Tensor) -> Tensor:
     """(rows, 1, …), in fp32, of the rows that are here, whole also where their columns are not."""
-    own, across = local(matrix), Shards.of(matrix).across
+    own, across = local_shard(matrix), ShardLayout.of(matrix).across
     dims = tuple(range(1, matrix.ndim))
     norms = torch.linalg.vector_norm(own, dim=dims, keepdim=True, dtype=torch.float32)
     if across is None or across.dim == 0:

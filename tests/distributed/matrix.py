@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.memory import LiveBytes
 from llmfoundry.builders.job import weight_dtype
 from llmfoundry.distributed.apply import parallelize
-from llmfoundry.distributed.context import token_cut
-from llmfoundry.distributed.fsdp import replicate as wrap
+from llmfoundry.distributed.context import token_sharding
+from llmfoundry.distributed.fsdp import apply_ddp as wrap
 from llmfoundry.distributed.launch import World, choose_device, default_backend
-from llmfoundry.distributed.mesh import Meshes, build_mesh, on_mesh
+from llmfoundry.distributed.mesh import Meshes, build_mesh, with_mesh
 from llmfoundry.models.adapters.adapt import add_adapter, init_adapter, is_added
 from llmfoundry.models.adapters.plan import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
@@ -123,7 +123,7 @@ def spread(entry: Entry, world: World) -> tuple[Root, World, Meshes | None]:
     """A model on a layout, without values yet."""
     config = entry.config
     mesh = build_mesh(config, world)
-    world = on_mesh(world, mesh)
+    world = with_mesh(world, mesh)
     with torch.device("meta"):
         root = Root(make_model(entry, world.device)).to(weight_dtype(entry.precision))
     mode = "default" if entry.compiled else None
@@ -154,7 +154,7 @@ def train(entry: Entry, root: Root, module: nn.Module, world: World) -> dict[str
                 guard=Guard(world.device),
                 data_group=world.data_group,
                 token_group=world.token_group,
-                cut=token_cut(root),
+                cut=token_sharding(root),
                 reduce_scatter_each=not entry.once,
                 on_gradients=on_gradients if step == STEPS - 1 else None,
             )

@@ -23,7 +23,7 @@ from llmfoundry.builders.job import weight_dtype
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.fsdp import materialize
 from llmfoundry.distributed.launch import World
-from llmfoundry.distributed.mesh import build_mesh, on_mesh
+from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import Batch
 from llmfoundry.plan.memory import MemoryEstimate, estimate
@@ -65,7 +65,7 @@ def make_recipe(shard: int, precision: str, each: bool | None) -> TrainRecipe:
 def take_step(recipe: TrainRecipe, world: World) -> tuple[list[int], int]:
     """Bytes that a step of one row at a time has made and keeps between two, and the most ever."""
     mesh = build_mesh(recipe.parallel, world)
-    world = on_mesh(world, mesh)
+    world = with_mesh(world, mesh)
     with torch.device("meta"):
         root = Root(Decoder(recipe.model)).to(weight_dtype(recipe.precision))
     wrap_blocks(root, checkpointing=True, compile_mode=None)
@@ -134,7 +134,7 @@ def dbrx_steps(layout: str, clipping: str, world: World) -> dict[str, Any]:
     recipe.parallel.data_parallel_shard_degree = shard
     recipe.fill()
     mesh = build_mesh(recipe.parallel, world)
-    world = on_mesh(world, mesh)
+    world = with_mesh(world, mesh)
     with torch.device("meta"):
         root = Root(Decoder(recipe.model))
     materialize(root, world, mesh, recipe.parallel, precision="fp32")

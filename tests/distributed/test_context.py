@@ -19,7 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.distributed.context import EXCHANGES, Gathered, share_rows, token_cut
+from llmfoundry.distributed.context import (
+    EXCHANGES,
+    Gathered,
+    apply_context_parallel,
+    token_sharding,
+)
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.errors import UserError
@@ -162,8 +167,8 @@ def shared_loss(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """This process's part of the loss, and of its gradients."""
     root = Root(make_model(model_config).double())
-    share_rows(root, meshes, config)
-    cut = token_cut(root)
+    apply_context_parallel(root, meshes, config)
+    cut = token_sharding(root)
     assert cut is not None
     rows = list(make_batch().split(4 // meshes.degrees.data))[data_rank]
     part = cut(rows)
@@ -213,7 +218,7 @@ def test_loss_and_gradients_are_those_of_the_plain_decoder(name: str) -> None:
 def test_rows_are_whole_in_evaluation_and_must_be_cut_in_training() -> None:
     root = Root(make_model(make_config()))
     root.model.exchange = Gathered("no such group", 1, 2)
-    cut = token_cut(root)
+    cut = token_sharding(root)
     assert cut is not None
     batch = make_batch()
     root.eval()
@@ -287,7 +292,7 @@ def test_what_cannot_share_rows_is_one_line(recipe: Any, words: list[str], line:
 
 def test_a_class_of_transformers_cannot_share_rows() -> None:
     root: Any = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    assert token_cut(root) is None
+    assert token_sharding(root) is None
     lines = list(limits(HFModelConfig(), ParallelConfig(), Degrees(2, 2, 2, 1, 4)))
     keys = ["parallel.context_parallel_degree: 2, but", "parallel.expert_parallel_degree: 4, but"]
     assert [line[: len(key)] for line, key in zip(lines, keys, strict=True)] == keys

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from llmfoundry.builders.job import build_autocast, weight_dtype
 from llmfoundry.distributed.apply import parallelize
-from llmfoundry.distributed.fsdp import whole
+from llmfoundry.distributed.fsdp import full_tensor
 from llmfoundry.distributed.launch import World
-from llmfoundry.distributed.mesh import build_mesh, on_mesh
+from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.gauntlet.models.generation import generate_texts
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.models.adapters.adapt import add_adapter, init_adapter
@@ -166,7 +166,7 @@ def take_steps(case: Case, world: World, degrees: dict[str, int]) -> dict[str, A
     config = ParallelConfig(**degrees)
     config.fill()
     meshes = build_mesh(config, world)
-    world = on_mesh(world, meshes)
+    world = with_mesh(world, meshes)
     root = make_root(case)
     parallelize(root, world, meshes, config, precision=case.precision)
     fill(root.model, case)
@@ -194,7 +194,9 @@ def take_steps(case: Case, world: World, degrees: dict[str, int]) -> dict[str, A
         found["loss"].append(result.loss.item())
         found["norm"].append(result.grad_norm.item())
         found["load"].append(result.routing.load.tolist())
-    found["weights"] = {n: whole(p.detach()).clone() for n, p in root.model.named_parameters()}
+    found["weights"] = {
+        n: full_tensor(p.detach()).clone() for n, p in root.model.named_parameters()
+    }
     found["sample"] = base_sample(root.model, frozen=False)
     return found
 
@@ -294,7 +296,7 @@ def spread(world: World, degrees: dict[str, int]) -> Root:
     config.fill()
     meshes = build_mesh(config, world)
     root = make_root(Case())
-    parallelize(root, on_mesh(world, meshes), meshes, config, precision="fp32")
+    parallelize(root, with_mesh(world, meshes), meshes, config, precision="fp32")
     fill(root.model, Case())
     return root
 

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from llmfoundry.builders.job import build_autocast
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
-from llmfoundry.distributed.fsdp import materialize, replicate
+from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.models.adapters.adapt import add_adapter, init_adapter, is_added
@@ -110,7 +110,7 @@ def take_steps(kind: Kind, layout: str, world: World) -> dict[str, Any]:
     wrap_blocks(root, checkpointing=kind.checkpointing, compile_mode=None)
     materialize(root, world, mesh, config, precision=kind.precision)
     fill(root.model, kind)
-    module, optimizer = replicate(root, mesh), build_optimizer(root.model, make_optimizer_config())
+    module, optimizer = apply_ddp(root, mesh), build_optimizer(root.model, make_optimizer_config())
     losses, norms = [], []
     for step in range(STEPS):
         result = train_step(

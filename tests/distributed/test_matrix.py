@@ -22,7 +22,7 @@ import pytest
 from llmfoundry.builders.data import build_loader
 from llmfoundry.builders.evaluate import build_evaluated, build_validation
 from llmfoundry.distributed.launch import World
-from llmfoundry.distributed.mesh import build_mesh, on_mesh
+from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.gauntlet.questions import Prompt, Request
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -43,7 +43,7 @@ GLOO_ON_GPUS = {  # what gloo has for tensors on GPUs, by PyTorch's ProcessGroup
 def beside_data(world: World) -> World:
     """Two shares of rows on four processes; neighbours read the same."""
     config = ParallelConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2)
-    return on_mesh(world, build_mesh(config, world))
+    return with_mesh(world, build_mesh(config, world))
 
 
 def measured(world: World, folder: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llmfoundry.distributed.fsdp import materialize, replicate, whole
+from llmfoundry.distributed.fsdp import apply_ddp, full_tensor, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.models.decoder import Decoder, Root
@@ -36,7 +36,7 @@ LAYOUTS = {"fsdp-2": (1, 2), "hsdp-2x2": (2, 2)}  # degrees of replicas and of s
 
 
 def whole_weights(root: Root) -> dict[str, Tensor]:
-    return {name: whole(p.detach()).clone() for name, p in root.model.named_parameters()}
+    return {name: full_tensor(p.detach()).clone() for name, p in root.model.named_parameters()}
 
 
 def follow(root: Root, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ def train(rank: int, size: int, degrees: tuple[int, int], folder: str) -> None:
     mesh = build_mesh(layout, world)
     materialize(root, world, mesh, layout, precision="fp32")
     root.model.init_weights(3)
-    module, optimizer = replicate(root, mesh), build_optimizer(root.model, config)
+    module, optimizer = apply_ddp(root, mesh), build_optimizer(root.model, config)
     weights = follow(root, optimizer)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
     mine = slice(rank * 4 // size, (rank + 1) * 4 // size)

@@ -135,7 +135,7 @@ def test_the_script_starts_its_own_processes(alone: Path) -> None:
     assert losses(alone / "runs" / "own") == pytest.approx(expected, rel=0, abs=EXACT)
 
 
-@pytest.mark.slow  # tests/distributed/test_agree.py has the decision
+@pytest.mark.slow  # tests/distributed/test_collectives.py has the decision
 def test_processes_of_different_memory_train_alike(alone: Path) -> None:
     """Rank 0 has room for four rows at a time, rank 1 for one: on their own they would hang."""
     words = ("global_train_batch_size=16", "device_train_microbatch_size=auto", "eval=off")

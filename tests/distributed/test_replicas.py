@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.distributed import fsdp
-from llmfoundry.distributed.fsdp import materialize, replicate
+from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.models.decoder import Decoder, Root
@@ -57,7 +57,7 @@ def passes(rank: int, folder: Path) -> None:
     mine = gradients(root)
     for grad in mine:
         dist.all_reduce(grad)
-    module = replicate(root, meshes)
+    module = apply_ddp(root, meshes)
     assert isinstance(module, DistributedDataParallel)
     names = {id(p): name for name, p in root.named_parameters()}
     sent: list[list[list[str]]] = []
@@ -100,7 +100,7 @@ def means(rank: int, folder: Path) -> None:
         materialize(root, world, meshes, config, precision="bf16")
         root.model.init_weights(1)
         with mock.patch.object(fsdp, "_future_ignores_streams", lambda *_, on=ignores: on):
-            module = replicate(root, meshes)
+            module = apply_ddp(root, meshes)
             module(tokens, None, lambda model, hidden: model.loss(hidden, tokens)).backward()
         ways.append([p.grad.float().norm().item() for p in root.parameters() if p.grad is not None])
     if rank == 0:

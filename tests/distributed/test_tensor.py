@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
-from llmfoundry.distributed.tensor import share_matrices
+from llmfoundry.distributed.tensor import apply_tensor_parallel
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.shard_layout import assign, at, held_blocks, stacked_rows
+from llmfoundry.models.tensor_ranks import stacked_rows
 from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.shard_layout import assign, block_view, local_blocks
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.parallel import Degrees, ParallelConfig
 from llmfoundry.recipe.parallel_limits import limits
@@ -77,7 +78,7 @@ def work(rank: int, folder: Path, names: tuple[str, ...]) -> None:
     for name in names:
         model = make_model(make_config(**OPTIONS[name])).double()
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-        share_matrices(Root(model), meshes)
+        apply_tensor_parallel(Root(model), meshes)
         for n, parameter in model.named_parameters():
             assign(parameter, weights[n], stacked_rows(n, model.config))
         found[name] = {kind: value.tolist() for kind, value in measured(model).items()}
@@ -125,8 +126,8 @@ def gathered(parameter: nn.Parameter, stacked: tuple[int, ...]) -> Tensor:
             )
         share = float(not grad.placements[0].is_replicate() or dist.get_rank() == 0)
         grad = grad.to_local()
-    for block in held_blocks(parameter, stacked):
-        at(whole, block.whole).copy_(at(grad, block.local) * share)
+    for block in local_blocks(parameter, stacked):
+        block_view(whole, block.whole).copy_(block_view(grad, block.local) * share)
     dist.all_reduce(whole)
     return whole
 
@@ -199,7 +200,7 @@ def work_in_bf16(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     model = make_model(make_config(**OPTIONS["learned"]))
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    share_matrices(Root(model), build_mesh(CONFIG, World(rank, 2, rank, CPU)))
+    apply_tensor_parallel(Root(model), build_mesh(CONFIG, World(rank, 2, rank, CPU)))
     for n, parameter in model.named_parameters():
         assign(parameter, weights[n], stacked_rows(n, model.config))
     with torch.autocast("cpu", torch.bfloat16):

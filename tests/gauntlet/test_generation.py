@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.fsdp import materialize, replicate
+from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.errors import UserError
@@ -329,7 +329,7 @@ def _generate_on(rank: int, folder: Path) -> None:
             root = Root(Decoder(make_config(max_seq_len=64, **SETTINGS["rope"])))
         materialize(root, world, mesh, config, precision="fp32")
         root.model.init_weights(2)
-        module = replicate(root, mesh)
+        module = apply_ddp(root, mesh)
         ranks = {"data_rank": rank, "data_size": 2}
         found.append([generated(module, prompts, **ranks) for prompts in work_for_ranks()])
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry.distributed.fsdp import materialize, replicate
+from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.inference.generate import stream_tokens
@@ -41,7 +41,7 @@ def _continue_on(rank: int, shard: int, port: int, folder: str) -> None:
         root = Root(Decoder(settings(attn=ROPE)))
     materialize(root, world, mesh, config, precision="fp32")
     root.model.init_weights(2)
-    module = replicate(root, mesh)
+    module = apply_ddp(root, mesh)
     found = [continued(module, kv_cache=kv_cache) for kv_cache in (True, False)]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -25,7 +25,7 @@ from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.builders.resume import find_start, load_checkpoint
 from llmfoundry.checkpoint.crc import Piece, joined, share
 from llmfoundry.checkpoint.verify import Sums, find_damage
-from llmfoundry.distributed.launch import World, bound_waiting
+from llmfoundry.distributed.launch import World, set_group_timeouts
 from llmfoundry.errors import RunFailure
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from tests.tiny import write_recipe
@@ -114,11 +114,11 @@ def work(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zlib, "crc32", slow)
         dist.barrier()
-        bound_waiting(group, world)
+        set_group_timeouts(group, world)
         began = time.monotonic()
         told["whole"] = resume(folder / "whole", world)
         told["seconds"] = time.monotonic() - began
-        bound_waiting(group, replace(world, timeout=timedelta(seconds=60)))
+        set_group_timeouts(group, replace(world, timeout=timedelta(seconds=60)))
         told["bytes"] = sum(lengths)
     told["damaged"] = resume(folder / "damaged", world)
     with pytest.MonkeyPatch.context() as patch:

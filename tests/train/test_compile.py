@@ -1,7 +1,7 @@
 """compile: true through inductor: the losses of the run without it, and checkpoints of either.
 
-What is compiled, and when, is in tests/distributed/test_blocks.py, with a backend that takes no
-time.
+What is compiled, and when, is in tests/distributed/test_activation_checkpoint.py, with a backend
+that takes no time.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from llmfoundry.checkpoint.load import load_training_state, load_weights
 from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.distributed.apply import parallelize
-from llmfoundry.distributed.context import token_cut
-from llmfoundry.distributed.fsdp import replicate
+from llmfoundry.distributed.context import token_sharding
+from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.launch import World
-from llmfoundry.distributed.mesh import build_mesh, on_mesh
+from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.files import atomic_write
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
@@ -124,12 +124,12 @@ class Job:
         config.fill()
         world = World(rank, layout.processes, rank, CPU)
         meshes = build_mesh(config, world)
-        self.world = on_mesh(world, meshes)
+        self.world = with_mesh(world, meshes)
         with torch.device("meta"):
             self.root = Root(Decoder(make_config(n_layers=2, **MODELS[model])))
         parallelize(self.root, self.world, meshes, config, precision="fp32")
         self.root.model.init_weights(5)
-        self.module = replicate(self.root, meshes)
+        self.module = apply_ddp(self.root, meshes)
         self.optimizer = build_optimizer(self.root.model, optimizer_config())
 
     def step(self, number: int) -> float:
@@ -145,7 +145,7 @@ class Job:
             guard=Guard(CPU),
             data_group=world.data_group,
             token_group=world.token_group,
-            cut=token_cut(self.root),
+            cut=token_sharding(self.root),
         )
         return result.loss.item()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
-from llmfoundry.distributed.fsdp import materialize, replicate
+from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.models.decoder import Decoder, Root
@@ -232,7 +232,7 @@ def take_steps(entry: Entry, world: World, settings: dict[str, Any]) -> list[dic
     wrap_blocks(root, checkpointing=entry.checkpointing, compile_mode=mode)
     materialize(root, world, mesh, config, precision="fp32")
     root.model.init_weights(3)
-    module, optimizer, guard = replicate(root, mesh), make_optimizer(root), Guard(CPU)
+    module, optimizer, guard = apply_ddp(root, mesh), make_optimizer(root), Guard(CPU)
     found = []
     for step in range(STEPS):
         batch = make_batch()

@@ -15,9 +15,9 @@ from llmfoundry.checkpoint import verify
 from llmfoundry.checkpoint.commit import pin, remove_unpinned, unpin
 from llmfoundry.checkpoint.load import list_checkpoints
 from llmfoundry.checkpoint.storage import FolderHome
-from llmfoundry.checkpoint.synced_steps import Together
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.distributed.launch import ALONE, World
+from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.errors import UserError
 from llmfoundry.files import try_lock
 from tests.tiny import ENV, command, run, write_recipe
@@ -71,7 +71,7 @@ def test_pruning_leaves_what_another_process_reads_until_it_has_read_it(
 ) -> None:
     monkeypatch.chdir(place)
     folder = train_here("pinned", "max_duration=4ba", "save_interval=1ba").absolute()
-    home = FolderHome(folder, ALONE, Together(ALONE))
+    home = FolderHome(folder, ALONE, Mailbox(ALONE))
     read = folder / "checkpoints/ba0000002"
     reader = subprocess.Popen(
         [

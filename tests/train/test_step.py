@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmfoundry.distributed.local_shards import total_norm
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.batch import IGNORE, Batch
 from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.shard_layout import total_norm
 from llmfoundry.recipe.optimizer import OPTIMIZERS, GradientClippingConfig, OptimizerConfig
 from llmfoundry.train.optim.optimizers import new_optimizer
 from llmfoundry.train.step import Guard, StepResult, train_step

@@ -27,7 +27,7 @@ from llmfoundry.models.adapters.adapt import fill_adapter_from, is_added
 from llmfoundry.models.adapters.names import select
 from llmfoundry.models.init import Distribution, draw
 from llmfoundry.models.linear import whole
-from llmfoundry.models.shard_layout import assign
+from llmfoundry.ops.shard_layout import assign
 from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.terminal import columns

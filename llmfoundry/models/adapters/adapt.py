@@ -30,7 +30,7 @@ from llmfoundry.models.low_rank import (
     row_norms,
 )
 from llmfoundry.models.moe import ExpertWeights
-from llmfoundry.models.shard_layout import assign
+from llmfoundry.ops.shard_layout import assign
 from llmfoundry.terminal import columns
 
 _ADDED = re.compile(

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llmfoundry.models.adapters.adapt import is_added
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.shard_layout import all_stacked_rows, held_blocks
+from llmfoundry.models.tensor_ranks import all_stacked_rows
+from llmfoundry.ops.shard_layout import local_blocks
 
 NUMBERS = 8  # of each tensor
 ROUNDING = 2.0**-7  # relative: what bfloat16 may change
@@ -64,7 +65,7 @@ def _numbers(parameter: Tensor, rows: int | None, stacked: Sequence[int]) -> Ten
     local = parameter.to_local().detach()
     found = torch.zeros(NUMBERS, dtype=torch.float64, device=local.device)
     where = torch.unravel_index(places, parameter.shape)  # in each dimension
-    for block in held_blocks(parameter, stacked):
+    for block in local_blocks(parameter, stacked):
         mine, here = torch.ones_like(places, dtype=torch.bool), list[Tensor]()
         for place, (first, last), (begin, _) in zip(where, block.local, block.whole, strict=True):
             own = place - begin + first

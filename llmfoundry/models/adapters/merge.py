@@ -17,7 +17,7 @@ from llmfoundry.models.init import grown
 from llmfoundry.models.linear import Linear, whole
 from llmfoundry.models.low_rank import LowRank, merged
 from llmfoundry.models.moe import ExpertWeights
-from llmfoundry.models.shard_layout import assign
+from llmfoundry.ops.shard_layout import assign
 
 
 class MergedState(Mapping[str, Tensor]):

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llmfoundry.distributed.launch import World, on_each_machine, on_rank0, own_host
+from llmfoundry.distributed.collectives import on_each_machine, on_rank0
+from llmfoundry.distributed.launch import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER as ENDS
 from llmfoundry.exit_status import own_node, record_ranks
 from llmfoundry.heartbeat import BEATS, RECORDER, memory_folder, start_heartbeat, stop_heartbeat

@@ -107,7 +107,7 @@ _LOST_RANKS = re.compile(
 _NUMERICAL = re.compile(r"not finite(?: in step (\d+))?")
 _BEGAN_WITH = "weights that the run began with"
 _NEVER_MET = "MASTER_ADDR: "
-"""As `train.step` and `distributed.rendezvous` say it."""
+"""As `train.step` and `distributed.launch` say it."""
 _REPORT = re.compile(r"torch[./]distributed[./]elastic|^Failures:|^=+$|^-+$")
 """Where torchrun begins to say that something has failed."""
 _EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")

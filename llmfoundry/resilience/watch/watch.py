@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from llmfoundry.builders.job import Job
-from llmfoundry.distributed.collectives import from_all
+from llmfoundry.distributed.collectives import all_gather_object
 from llmfoundry.errors import RunFailure
 from llmfoundry.exit_status import own_node
-from llmfoundry.ops.torch_private import gather
+from llmfoundry.ops.torch_private import start_all_gather
 from llmfoundry.recipe.resilience.watch import WatchConfig
 from llmfoundry.resilience.check.nvml import SLOWED, WARM, open_nvml
 from llmfoundry.resilience.check.outliers import LEAST
@@ -178,7 +178,7 @@ class Watch(Callback):
             self._pending = (None, own)
             return
         every = own.new_empty(trainer.world.size, own.shape[1])
-        work = gather(every, own)  # on the host
+        work = start_all_gather(every, own)  # on the host
         self._pending = (work, every)
 
     def _finish(self, trainer: Trainer) -> None:
@@ -201,7 +201,7 @@ class Watch(Callback):
         found, self._history = find_anomalies(table, self._history, self._config)
         if not found:
             return
-        hosts = from_all(trainer.world, own_node())
+        hosts = all_gather_object(trainer.world, own_node())
         for finding in found:
             self._act(trainer, finding, "" if finding.rank is None else hosts[finding.rank])
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.distributed.local_shards import Across, Shards, local
+from llmfoundry.ops.shard_layout import ShardLayout, TensorShards, local_shard
 
 # Jordan's quintic: its slope at 0 is as steep as convergence allows, so 5 rounds are enough.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -121,7 +121,7 @@ class MatrixShard:
     grad: Tensor
     mean: Tensor
     heights: list[int]
-    shards: Shards
+    shards: ShardLayout
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -142,11 +142,11 @@ class MatrixShard:
 def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[MatrixShard]:
     """The matrices of `rows` rows that a parameter stacks; of experts those of its part alone."""
     assert parameter.grad is not None
-    shards = Shards.of(parameter)
+    shards = ShardLayout.of(parameter)
     across = shards.across
     ranks = across.n if across is not None and across.dim == 0 else 1
     height = parameter.shape[0] // (shards.parts * ranks)
-    parts = [local(tensor) for tensor in (parameter, parameter.grad, mean)]
+    parts = [local_shard(tensor) for tensor in (parameter, parameter.grad, mean)]
     start = -shards.part * height  # of each matrix, from where the part begins
     for rows_of_all in tuple(rows) or (parameter.shape[0],):
         n = rows_of_all // ranks
@@ -170,7 +170,7 @@ def _turns(matrices: list[MatrixShard]) -> Iterator[list[MatrixShard]]:
 
     Those that lie on other processes, as experts may, have turns of their own.
     """
-    kinds: dict[Shards, list[MatrixShard]] = {}
+    kinds: dict[ShardLayout, list[MatrixShard]] = {}
     for matrix in matrices:
         kinds.setdefault(matrix.shards, []).append(matrix)
     for shards, alike in kinds.items():
@@ -180,7 +180,7 @@ def _turns(matrices: list[MatrixShard]) -> Iterator[list[MatrixShard]]:
             yield alike[first : first + n]
 
 
-def _at_a_shard(shards: Shards) -> int:
+def _at_a_shard(shards: ShardLayout) -> int:
     """Matrices of a turn that one shard brings together: one for each of its tensor ranks."""
     return 1 if shards.across is None else shards.across.n
 
@@ -210,7 +210,7 @@ def _orthogonal(updates: list[Tensor], turn: list[MatrixShard]) -> list[Tensor]:
     return [part.view_as(update) for part, update in zip(split, updates, strict=True)]
 
 
-def _over_tensor_ranks(parts: list[Tensor], across: Across | None) -> list[Tensor]:
+def _over_tensor_ranks(parts: list[Tensor], across: TensorShards | None) -> list[Tensor]:
     """Matrices made orthogonal of which tensor ranks have parts of one size: each computes one."""
     if across is None:
         return [orthogonal(part) for part in parts]

@@ -21,7 +21,8 @@ from llmfoundry.checkpoint.commit import unpin
 from llmfoundry.checkpoint.load import load_training_state, read_state
 from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.data.loader import Loader
-from llmfoundry.distributed.launch import World, on_rank0
+from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import GivenUp
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.resilience.watch import WatchConfig

@@ -1,4 +1,4 @@
-"""Groups of processes: one of gloo among all, how long each waits, what else goes by the store."""
+"""How a run's processes meet: groups and their timeouts, open files, GPUs, the store's mailbox."""
 
 from __future__ import annotations
 
@@ -26,14 +26,21 @@ from torch.distributed import distributed_c10d
 import llmfoundry
 from llmfoundry.builders import trainer
 from llmfoundry.checkpoint.save import Checkpointer
-from llmfoundry.distributed import launch, rlimit
+from llmfoundry.distributed import launch
 from llmfoundry.distributed import mesh as mesh_module
-from llmfoundry.distributed.launch import Machine, World, join
-from llmfoundry.distributed.mailbox import HostMessages
+from llmfoundry.distributed.launch import (
+    Machine,
+    World,
+    join,
+    meet_at_store,
+    needed_files,
+    raise_open_file_limit,
+)
+from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.distributed.mesh import REPLICATE, SHARD, build_mesh
-from llmfoundry.distributed.rlimit import needed_files, raise_limit
-from llmfoundry.errors import UserError
+from llmfoundry.errors import RunFailure, UserError
 from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.resilience.supervise.causes import Evidence, find_cause
 from llmfoundry.train.signals import StopSignal
 from tests.warm_scripts import on_ranks
 
@@ -193,23 +200,23 @@ def test_a_limit_that_is_too_low_is_one_line(
     limits = {"set": (1024, 1024)}
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits["set"])
     monkeypatch.setattr(resource, "setrlimit", lambda what, new: limits.update(set=new))
-    raise_limit(512 if not holds_store else 128, holds_store=holds_store)
+    raise_open_file_limit(512 if not holds_store else 128, holds_store=holds_store)
     if holds_store:
         with pytest.raises(UserError, match=f"^ulimit -n: .* 1,024 .* 512 needs {needed:,}; raise"):
-            raise_limit(512, holds_store=True)
+            raise_open_file_limit(512, holds_store=True)
     limits["set"] = (1024, 4096)
-    raise_limit(512, holds_store=holds_store)
+    raise_open_file_limit(512, holds_store=holds_store)
     assert limits["set"] == (4096, 4096)
     assert needed_files(512, holds_store=holds_store) == needed
-    assert rlimit.needed_files(1, holds_store=True) == 0
+    assert launch.needed_files(1, holds_store=True) == 0
 
 
 def messages(rank: int, size: int) -> dict[str, Any]:
-    """A thread's exchanges beside the main thread's collectives; then one rank stays away."""
+    """A thread's exchanges mailbox the main thread's collectives; then one rank stays away."""
     with join(ParallelConfig(dist_timeout=300)) as world:
-        beside = HostMessages(world, "test")
+        mailbox = Mailbox(world)
         wrong: list[Any] = []
-        thread = threading.Thread(target=exchange, args=(beside, rank, size, wrong))
+        thread = threading.Thread(target=exchange, args=(mailbox, rank, size, wrong))
         thread.start()
         for step in range(100):
             flags = torch.tensor([float(step * (rank + 1))])
@@ -224,47 +231,47 @@ def messages(rank: int, size: int) -> dict[str, Any]:
         return {"wrong": wrong, "away": stay_away(world)}
 
 
-def exchange(beside: HostMessages, rank: int, size: int, wrong: list[Any]) -> None:
+def exchange(mailbox: Mailbox, rank: int, size: int, wrong: list[Any]) -> None:
     delays = random.Random(rank)
     for number in range(15):
         time.sleep(delays.random() * 0.02)
         mine = {"rank": rank, "bytes": b"x" * (number * 1000)}
         everyone = [{"rank": other, "bytes": b"x" * (number * 1000)} for other in range(size)]
-        if beside.to_main(mine) != (everyone if rank == 0 else []):
-            wrong.append(("to_main", number))
-        if beside.from_main([[number, other] for other in range(size)]) != [number, rank]:
-            wrong.append(("from_main", number))
-        if beside.all(mine) != everyone:
-            wrong.append(("all", number))
+        if mailbox.gather(mine) != (everyone if rank == 0 else []):
+            wrong.append(("gather", number))
+        if mailbox.scatter([[number, other] for other in range(size)]) != [number, rank]:
+            wrong.append(("scatter", number))
+        if mailbox.all_gather(mine) != everyone:
+            wrong.append(("all_gather", number))
 
 
 def stay_away(world: World) -> list[str]:
     """What is said where the last rank does not come; and after it, that all still works."""
     world = World(world.rank, world.size, 0, CPU, timedelta(seconds=5))
-    beside, said = HostMessages(world, "away"), []
-    beside.begin()
+    mailbox, said = Mailbox(world), []
+    mailbox.begin()
     if world.rank < world.size - 1:
         try:
-            beside.all("here")
+            mailbox.all_gather("here")
         except dist.DistStoreError as error:
             said.append(str(error))
     dist.barrier()
-    beside.begin()
-    said.append(" ".join(beside.all("well")))
-    said.append(" ".join(HostMessages(world, "away").all("again")))
+    mailbox.begin()
+    said.append(" ".join(mailbox.all_gather("well")))
+    said.append(" ".join(Mailbox(world).all_gather("again")))
     return said
 
 
 def late_reader(rank: int, size: int) -> list[int]:
     """The last exchange of a run, of which one process hears late."""
     with join(ParallelConfig()) as world:
-        last = HostMessages(world, "last")
+        last = Mailbox(world)
         if rank == 1:
-            last.to_main(rank)
+            last.gather(rank)
             time.sleep(1)
-            return [last.from_main([])]
-        last.to_main(rank)
-        return [last.from_main([7, 8, 9])]
+            return [last.scatter([])]
+        last.gather(rank)
+        return [last.scatter([7, 8, 9])]
 
 
 def test_rank_0_which_may_hold_the_store_leaves_last() -> None:
@@ -401,3 +408,34 @@ def test_processes_on_one_gpu_under_gloo_count_each_other() -> None:
 
 def test_processors_have_no_name_that_could_be_the_same() -> None:
     launch.check_devices([("node7", ""), ("node7", "")])
+
+
+LIMIT = timedelta(seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "why"),
+    [
+        (0, "no.such.host.invalid", "Name or service not known|name resolution|No address"),
+        (1, "no.such.host.invalid", "Name or service not known|name resolution|No address"),
+        (1, "127.0.0.1", "Connection refused"),
+        (0, "127.0.0.1", r"1/2 clients joined"),
+        (0, "192.0.2.1", "192.0.2.1"),  # another machine's address on rank 0
+    ],
+)
+def test_a_wrong_address_is_one_line(
+    rank: int, address: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    facts = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}
+    for name, value in facts.items():
+        monkeypatch.setenv(name, str(value))
+    line = rf"^MASTER_ADDR: .* did not meet at {address}:{port} within 1 s: .*({why})"
+    with pytest.raises(RunFailure, match=line) as failed:
+        meet_at_store(rank, 2, limit=LIMIT, timeout=LIMIT)
+    said = str(failed.value)
+    assert "\n" not in said
+    end = {"rank": rank, "status": 1, "kind": "lost", "node": "n1", "lines": [said]}
+    assert find_cause(Evidence(1, ends=[end])).kind == "network"

@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmfoundry.checkpoint.dcp import TensorFiles
 from llmfoundry.checkpoint.safe_load import load_tensors
-from llmfoundry.checkpoint.synced_steps import Together
 from llmfoundry.distributed.launch import ALONE
-from llmfoundry.models.shard_layout import TENSOR, assign, at, held_blocks, runs
+from llmfoundry.distributed.mailbox import Mailbox
+from llmfoundry.ops.shard_layout import TENSOR, assign, block_view, local_blocks, local_ranges
 
 HEIGHTS = (8, 4, 4)  # queries of 4 heads, keys and values of 2
 
@@ -55,9 +55,11 @@ def test_each_row_is_held_once_where_a_chunk_of_a_chunk_is(mesh: Any, height: in
         if rank < len(of_rank):
             parts = of_rank[rank].chunk(3)
             mine = parts[shard] if shard < len(parts) else mine
-        found = [n for run in runs(tensor, 0, coordinate=(shard, rank)) for n in range(*run)]
+        found = [
+            n for run in local_ranges(tensor, 0, coordinate=(shard, rank)) for n in range(*run)
+        ]
         assert found == mine.tolist()
-        assert runs(tensor, 1, coordinate=(shard, rank)) == [(0, 3)]
+        assert local_ranges(tensor, 1, coordinate=(shard, rank)) == [(0, 3)]
 
 
 def test_a_fused_projection_lies_head_by_head(mesh: Any) -> None:
@@ -68,7 +70,7 @@ def test_a_fused_projection_lies_head_by_head(mesh: Any) -> None:
         found = [
             n
             for shard in range(3)
-            for run in runs(tensor, 0, HEIGHTS, (shard, rank))
+            for run in local_ranges(tensor, 0, HEIGHTS, (shard, rank))
             for n in range(*run)
         ]
         assert found == expected
@@ -76,11 +78,11 @@ def test_a_fused_projection_lies_head_by_head(mesh: Any) -> None:
 
 def test_columns_and_rows_are_cut_apart(mesh: Any) -> None:
     tensor = cut(mesh, (7, 4), Shard(1))
-    assert runs(tensor, 0, coordinate=(1, 1)) == [(3, 6)]
-    assert runs(tensor, 1, coordinate=(1, 1)) == [(2, 4)]
+    assert local_ranges(tensor, 0, coordinate=(1, 1)) == [(3, 6)]
+    assert local_ranges(tensor, 1, coordinate=(1, 1)) == [(2, 4)]
     replicated = cut(mesh, (7, 4), Replicate())
-    assert runs(replicated, 0, coordinate=(2, 1)) == [(6, 7)]
-    assert runs(replicated, 1, coordinate=(2, 1)) == [(0, 4)]
+    assert local_ranges(replicated, 0, coordinate=(2, 1)) == [(6, 7)]
+    assert local_ranges(replicated, 1, coordinate=(2, 1)) == [(0, 4)]
 
 
 def test_assigned_values_are_those_of_the_runs(mesh: Any) -> None:
@@ -88,8 +90,8 @@ def test_assigned_values_are_those_of_the_runs(mesh: Any) -> None:
     whole = torch.arange(48.0).view(16, 3)
     assign(tensor, whole, HEIGHTS)
     assert tensor.to_local().tolist() == whole[[0, 1, 2]].tolist()
-    (block,) = held_blocks(tensor, HEIGHTS)
-    assert torch.equal(at(whole, block.whole), tensor.to_local())
+    (block,) = local_blocks(tensor, HEIGHTS)
+    assert torch.equal(block_view(whole, block.whole), tensor.to_local())
 
 
 def test_a_checkpoint_of_blocks_loads_into_a_plain_tensor_and_back(
@@ -107,6 +109,6 @@ def test_a_checkpoint_of_blocks_loads_into_a_plain_tensor_and_back(
 
 
 def save(state: dict[str, Any], folder: Path) -> None:
-    files = TensorFiles(ALONE, Together(ALONE))
+    files = TensorFiles(ALONE, Mailbox(ALONE))
     folder.mkdir()
     files.write(folder, files.stage(state, {"w": HEIGHTS}, copy=False))
