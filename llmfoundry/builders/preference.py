@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from llmfoundry.builders.adapters.adapter import begin_adapter
+from llmfoundry.builders.adapter import begin_adapter
 from llmfoundry.builders.data import Data
 from llmfoundry.builders.job import Job, eval_rows
 from llmfoundry.builders.resume import Start, model_identity

@@ -16,13 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from llmfoundry.builders.adapters.adapter import (
-    FOLDER,
-    check_base,
-    choose_trained,
-    has_adapter,
-    hold_frozen,
-)
+from llmfoundry.builders.adapter import FOLDER, check_base, choose_trained, has_adapter, hold_frozen
 from llmfoundry.builders.job import build_root, with_defaults
 from llmfoundry.checkpoint.load import is_checkpoint, list_checkpoints, load_weights
 from llmfoundry.checkpoint.remote_run import find_run, is_url, named

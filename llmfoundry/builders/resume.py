@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from llmfoundry.builders.adapters.adapter import (
+from llmfoundry.builders.adapter import (
     FOLDER,
     begin_adapter,
     check_base,

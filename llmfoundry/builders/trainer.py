@@ -10,12 +10,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from llmfoundry.builders.adapters.adapter import (
-    adapter_writer,
-    choose_trained,
-    hold_frozen,
-    lora_plus_ratio,
-)
+from llmfoundry.builders.adapter import adapter_writer, choose_trained, hold_frozen, lora_plus_ratio
 from llmfoundry.builders.callbacks import build_callbacks
 from llmfoundry.builders.data import Data, build_loader, learning_corpus, mixture_lines, open_data
 from llmfoundry.builders.evaluate import build_evaluate

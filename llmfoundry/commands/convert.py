@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from llmfoundry.builders.adapters.adapter import export_adapter
+from llmfoundry.builders.adapter import export_adapter
 from llmfoundry.builders.job import build_root, with_defaults
 from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity
