@@ -29,7 +29,7 @@ LONG = (  # by the seconds of CPU that they take, from 45 to 10
     "tests/train/test_moe_training.py",
     "tests/test_processes.py",
     "tests/gauntlet/test_harness.py",
-    "tests/train/test_saving.py",
+    "tests/checkpoint/test_save.py",
     "tests/loggers/test_secrets.py",
     "tests/recipe/test_front.py",
     "tests/distributed/test_frozen.py",

@@ -55,7 +55,7 @@ def test_the_same_command_again_finds_the_run_complete(whole: Path) -> None:
 
 @pytest.mark.parametrize(
     "background",
-    [False, pytest.param(True, marks=pytest.mark.slow)],  # tests/train/test_kills.py has dozens
+    [False, pytest.param(True, marks=pytest.mark.slow)],  # checkpoint/test_kills.py has dozens
 )
 def test_after_kill_9_the_losses_are_bit_for_bit_those_of_the_whole_run(
     whole: Path, long: dict[int, float], background: bool

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from llmfoundry.builders.job import Job, weight_dtype
-from llmfoundry.checkpoint.safe_load import load_tensors
+from llmfoundry.checkpoint.load import load_tensors
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.loggers.console import format_gib as memory_text

@@ -1,48 +1,83 @@
-"""Writes a checkpoint's tensors by torch.distributed.checkpoint, which plans the first save alone.
+"""Writes a checkpoint's tensors by torch.distributed.checkpoint (DCP): plans, copies, files.
 
-What a process writes follows from names, shapes and meshes (`replicas.py`), so it is copied and
-listed without a message. A plan of all says where: rank 0 makes it of all processes' lists, in
-Python, beside the training step, with the table of contents: 10 CPU-seconds for 1,300 tensors on 64
-processes. So each process keeps its part, rank 0 the table, for as long as names, shapes, dtypes,
-meshes, placements and translations of layout are the same on every process; else all plan anew.
+`save.py` calls `TensorFiles`, `load.py` the functions that say who reads what.
 
-PyTorch's own cache (`enable_plan_caching`) will not do: all savers of a process share it, it sees
-no change of dtype, still sends the table to all, and in 2.11 keeps the plan of a save that failed:
-the next one writes a table without tensors, and says nothing.
+Who (`own_names`): a checkpoint's bytes are written once and read once, however many replicas a run
+has. A tensor sharded over a device mesh belongs to the first process along each dimension over
+which it is replicated: under HSDP the first replica writes and reads, and the others neither plan
+nor copy nor touch a file. A tensor that every process has in full belongs to rank 0, where a run
+shards its weights; where nothing is sharded (DDP) these tensors are dealt out among all processes
+by size: each reads and writes its part of the bytes at the same time, and `pass_on` broadcasts each
+part. Every rule looks at names, shapes and meshes alone, so all processes decide alike without a
+message.
+
+Where: only a plan of all says so. Rank 0 makes it from all processes' lists, in Python, beside the
+training step, with the table of contents: 10 CPU-seconds for 1,300 tensors on 64 processes. So each
+process keeps its part and rank 0 the table, for as long as names, shapes, dtypes, meshes,
+placements and stacked rows are the same on every process; else all plan anew. PyTorch's own cache
+(`enable_plan_caching`) will not do: all savers of a process share it, it sees no change of dtype,
+still sends the table to all, and in 2.11 keeps the plan of a save that failed: the next one writes
+a table without tensors, silently.
+
+Copies (`Staging`): a background save copies what this process writes into host memory that is kept
+from one save to the next; training waits for these copies and for no file. New memory costs a page
+fault for each 4 KiB, more than the copy itself: hence one buffer, as large as the largest save so
+far. From a GPU the copies run on a stream of their own, beside the next step's forward and backward
+passes, which change no weight; `before_update` makes the device, and not the host, wait for them
+before the optimizer does. Each tensor's copy is a storage of its own within that buffer, so that
+PyTorch writes it as it is.
+
+Tensors that several dimensions of the mesh shard are saved and loaded block by block, by DCP's own
+protocol (`BlockTensor`): DTensor knows one block a process; a fused Wqkv under tensor parallelism
+is three, and uneven shards of two dimensions have places that it does not compute.
 """
 
 from __future__ import annotations
 
+import heapq
 import io
+import math
 import os
 import pickle
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from llmfoundry.checkpoint.commit import Written
-from llmfoundry.checkpoint.dcp_tensors import BlockTensor, as_block_tensors
-from llmfoundry.checkpoint.replicas import own_names
-from llmfoundry.checkpoint.staging import HostCopies, Staging
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mailbox import CollectiveError, Mailbox
 from llmfoundry.errors import one_line
 from llmfoundry.files import atomic_write
-from llmfoundry.ops.shard_layout import Stacked
+from llmfoundry.ops.pinned_memory import host_buffer
+from llmfoundry.ops.shard_layout import Stacked, block_view, local_blocks, sharding_axes
 
 TABLE = ".metadata"
 _OPTIMIZER = "optimizer"
@@ -312,3 +347,269 @@ class _Summed:
 
     def tell(self) -> int:
         return self.bytes
+
+
+class BlockTensor:
+    """A DTensor in the blocks of `ops.shard_layout`; its values stay where they are.
+
+    Attributes:
+        tensor: the DTensor.
+        stacked: heights of what its rows stack.
+    """
+
+    def __init__(self, tensor: DTensor, stacked: Sequence[int] = ()) -> None:
+        self.tensor, self.stacked = tensor, tuple(stacked)
+        self._local = tensor.to_local().detach()
+        self._blocks = {
+            torch.Size(begin for begin, _ in block.whole): block
+            for block in local_blocks(tensor, stacked)
+        }
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor; DCP compares it with what was saved."""
+        return self.tensor.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Places of the blocks that this process holds."""
+        return [
+            ChunkStorageMetadata(
+                offsets=begin, sizes=torch.Size(high - low for low, high in block.whole)
+            )
+            for begin, block in self._blocks.items()
+        ]
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        """One for each block."""
+        properties = TensorProperties.create_from_tensor(self._local)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=properties, size=self.tensor.shape
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The block that begins at `index.offset`, to be read from or written to."""
+        assert index.offset is not None
+        return block_view(self._local, self._blocks[torch.Size(index.offset)].local)
+
+
+def as_block_tensors(state: dict[str, Any], stacked: Stacked) -> dict[str, Any]:
+    """A flat state whose DTensors that several dimensions of the mesh cut are `BlockTensor`s.
+
+    Args:
+        state: by names as planners have them: model.NAME, optimizer.state.NAME.KEY.
+        stacked: by the names of parameters.
+    """
+    return {path: _shown(value, stacked.get(_parameter(path), ())) for path, value in state.items()}
+
+
+def _parameter(path: str) -> str:
+    if path.startswith(_MOMENTS):
+        return path.removeprefix(_MOMENTS).rpartition(".")[0]
+    return path.removeprefix("model.")
+
+
+_MOMENTS = "optimizer.state."
+
+
+def _shown(value: Any, stacked: Sequence[int]) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    cuts = [axis for dim in range(value.ndim) for axis in sharding_axes(value, dim)]
+    return BlockTensor(value, stacked) if len(cuts) > 1 else value
+
+
+_MESSAGE = 1 << 28  # bytes of a broadcast at most, and of the copy that it is made from
+
+
+def own_names(state: Mapping[str, Any], world: World) -> set[str]:
+    """The values of a state that this process writes, or reads for those that hold them as well.
+
+    Args:
+        state: tensors and other values by their names, the same names on every process.
+        world: this process.
+    """
+    owners = _owners(state, world)
+    return {
+        name
+        for name, value in state.items()
+        if (_is_first(value) if isinstance(value, DTensor) else owners[name] == world.rank)
+    }
+
+
+def pass_on(state: Mapping[str, Any], world: World) -> None:
+    """Fill the tensors that others have read, in place; every process calls it after reading."""
+    if world.size == 1:
+        return
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    owners = _owners(tensors, world)
+    whole, cut = dict[_Route, list[Tensor]](), list[tuple[Tensor, list[dist.ProcessGroup]]]()
+    assert dist.group.WORLD is not None
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            cut.append((tensor.to_local().detach(), _replicated(tensor)))
+        else:
+            route = _Route(dist.group.WORLD, owners[name], tensor.device, tensor.dtype)
+            whole.setdefault(route, []).append(tensor.detach())
+    _send(whole)
+    for step in range(max((len(groups) for _, groups in cut), default=0)):
+        routes: dict[_Route, list[Tensor]] = {}
+        for held, groups in cut:
+            # Who has not got it yet along a later dimension has nothing to give along this one.
+            if step < len(groups) and all(dist.get_rank(g) == 0 for g in groups[step + 1 :]):
+                source = dist.get_global_rank(groups[step], 0)
+                route = _Route(groups[step], source, held.device, held.dtype)
+                routes.setdefault(route, []).append(held)
+        _send(routes)
+
+
+class _Route(NamedTuple):
+    """From whom to whom; tensors of one route travel together."""
+
+    group: dist.ProcessGroup
+    source: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+def _owners(state: Mapping[str, Any], world: World) -> dict[str, int]:
+    """The process that each value belongs to which is whole on all of them."""
+    whole = [name for name, value in state.items() if not isinstance(value, DTensor)]
+    owners = dict.fromkeys(whole, 0)
+    if len(whole) < len(state):  # the others are cut
+        return owners
+    sizes = {name: _bytes(value) for name in whole if isinstance(value := state[name], Tensor)}
+    load = [(0, rank) for rank in range(world.size)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        held, rank = heapq.heappop(load)
+        owners[name] = rank
+        heapq.heappush(load, (held + sizes[name], rank))
+    return owners
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _replicated(tensor: DTensor) -> list[dist.ProcessGroup]:
+    """The groups of processes along each mesh dimension over which a tensor is replicated."""
+    mesh = tensor.device_mesh
+    axes = [axis for axis, place in enumerate(tensor.placements) if place.is_replicate()]
+    return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+
+
+def _is_first(tensor: DTensor) -> bool:
+    return all(dist.get_rank(group) == 0 for group in _replicated(tensor))
+
+
+def _send(routes: Mapping[_Route, list[Tensor]]) -> None:
+    """Broadcasts; every process meets those that it takes part in, in the order of names."""
+    for route, tensors in routes.items():
+        for part in _messages(tensors):
+            _broadcast(part, route)
+
+
+def _messages(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in rows of at most `_MESSAGE` bytes, or of one that is larger."""
+    row: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if row and size + _bytes(tensor) > _MESSAGE:
+            yield row
+            row, size = [], 0
+        row.append(tensor)
+        size += _bytes(tensor)
+    if row:
+        yield row
+
+
+def _broadcast(tensors: list[Tensor], route: _Route) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        dist.broadcast(tensors[0], route.source, group=route.group)
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.broadcast(flat, route.source, group=route.group)
+    if dist.get_rank() != route.source:
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+_ALIGNED = 256  # bytes; no copy begins within a cache line of another
+
+
+@dataclass
+class HostCopies:
+    """Tensors as they were when a save began.
+
+    Attributes:
+        tensors: on the host, in order.
+        done: recorded behind the last copy from a GPU; None: they are there.
+        sources: kept until then.
+    """
+
+    tensors: list[Tensor]
+    done: torch.cuda.Event | None = None
+    sources: Sequence[Tensor] = field(default=(), repr=False)
+
+    def before_update(self) -> None:
+        """Let what this thread launches on the GPU from now on wait for the copies."""
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
+
+    def wait(self) -> None:
+        """Until the copies are there; in the thread that writes them."""
+        if self.done is not None:
+            self.done.synchronize()
+        self.sources = ()
+
+
+class Staging:
+    """The buffer of a process, which serves one save at a time."""
+
+    def __init__(self) -> None:
+        self._buffer = host_buffer(0)
+        self._stream: torch.cuda.Stream | None = None
+
+    def copy(self, sources: Sequence[Tensor]) -> HostCopies:
+        """Begin to copy tensors; those of an earlier call are overwritten.
+
+        Returns at once where they lie on a GPU, else when they are copied.
+        """
+        held = [source.detach() for source in sources]
+        tensors = self._places(held)
+        on_gpu = [pair for pair in zip(tensors, held, strict=True) if pair[1].is_cuda]
+        for place, source in zip(tensors, held, strict=True):
+            if not source.is_cuda:
+                place.copy_(source)
+        if not on_gpu:
+            return HostCopies(tensors)
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for place, source in on_gpu:
+                place.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return HostCopies(tensors, done, held)
+
+    def _places(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous tensors of these shapes and dtypes in the buffer, each its own storage."""
+        sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+        rooms = [math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes]
+        if sum(rooms) > self._buffer.nbytes:
+            self._buffer = host_buffer(0)  # let go before there is another
+            self._buffer = host_buffer(sum(rooms))
+        begin, places = 0, list[Tensor]()
+        for tensor, size, room in zip(like, sizes, rooms, strict=True):
+            if size:
+                flat = torch.frombuffer(self._buffer[begin : begin + size], dtype=tensor.dtype)
+            else:
+                flat = torch.empty(0, dtype=tensor.dtype)
+            places.append(flat.view(tensor.shape))
+            begin += room
+        return places

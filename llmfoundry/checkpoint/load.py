@@ -1,4 +1,4 @@
-"""Checkpoints: sharded, with a commit marker last; lists and loads them.
+"""Reads checkpoints: their names, state and tensors, on any layout of processes.
 
     runs/<name>/checkpoints/ba0000100/
         __<rank>_*.distcp .metadata   the model, by torch.distributed.checkpoint
@@ -8,20 +8,45 @@
         COMMIT                        names, sizes and checksums of the above, written last
 
 A folder without COMMIT, or whose files differ from it, does not count: it is refused by name and
-the one before is used. Loads on any layout of processes. `checkpointer.py` writes, `verify.py`
-finds one that is whole.
+the one before is used. `save.py` writes, `verify.py` finds a complete one.
+
+Nothing in an untrusted file is executed. DCP unpickles the table of contents (`.metadata`) and
+every value that is no tensor, so whoever wrote the folder would decide what runs. Here the table's
+objects become plain records, which are checked and made into PyTorch's; values that are not tensors
+are refused; the tensors themselves PyTorch reads with weights_only.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,14 +56,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from llmfoundry.checkpoint.remote_run import CHECKPOINTS, named, stored_run
-from llmfoundry.checkpoint.safe_load import check_shapes, load_tensors
+from llmfoundry.checkpoint.dcp import (
+    TABLE,
+    BlockTensor,
+    as_block_tensors,
+    holds_tensors,
+    own_names,
+    pass_on,
+)
+from llmfoundry.checkpoint.remote_run import CHECKPOINTS, named, open_file, stored_run
+from llmfoundry.distributed.collectives import all_gather_object, all_reduce_min, on_rank0
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import parse_json
 from llmfoundry.models.adapters.adapt import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.tensor_ranks import all_stacked_rows
+from llmfoundry.ops.shard_layout import Stacked
 
 # said by torch for every save and load of a run that has one process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -179,3 +213,237 @@ def training_state(model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
         "model": saved_state(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
     }
+
+
+_DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")  # PyTorch's words and advice
+
+
+def load_tensors(
+    state: dict[str, Any],
+    folder: Path,
+    *,
+    world: World = ALONE,
+    stacked: Stacked | None = None,
+    table: Metadata | None = None,
+) -> None:
+    """Fill the tensors of `state` from a checkpoint.
+
+    The first process reads the table of contents, each of several the tensors that `replicas.py`
+    gives it, and no two the same ones.
+
+    Args:
+        state: tensors in dictionaries; the same names on every process.
+        folder: the checkpoint's.
+        world: the processes that fill theirs together, each of which calls; ALONE: this one alone.
+        stacked: of its parameters, as in `ops.shard_layout`; None: none is.
+        table: what `check_shapes` has read of it already.
+
+    Raises:
+        UserError: the files hold something else; on every process.
+    """
+    planner, held, problem = _Planner(), dict[str, Any](), None
+    try:
+        content = on_rank0(world, (folder / TABLE).read_bytes)
+        table = table or parse_metadata(content)
+        planner.set_up_planner(state, table, is_coordinator=world.is_main)
+        held = planner.state_dict
+        planner.state_dict = as_block_tensors(held, stacked or {})
+        _read(planner, table, folder, own_names(held, world))
+    except Exception as error:  # whatever an untrusted file leads to
+        problem = one_line(error)
+        if any(word in problem for word in _DAMAGED):
+            problem = "a file of tensors is damaged, or holds something else"
+    if not all_reduce_min(world, 1 if problem is None else 0):
+        raise _unreadable(
+            folder, *sorted({line for line in all_gather_object(world, problem) if line})
+        )
+    pass_on(held, world)
+
+
+def _unreadable(folder: Path, *reasons: str) -> UserError:
+    return UserError(
+        f"checkpoint: {named(folder)} cannot be read: {'; '.join(reasons)};"
+        " choose another checkpoint"
+    )
+
+
+def check_shapes(
+    shapes: Mapping[str, Sequence[int]], folder: Path, *, world: World
+) -> Metadata | None:
+    """Compare a model with a checkpoint's table, before there is memory for any of it.
+
+    Args:
+        shapes: of tensors of the model, by their names in the checkpoint.
+        folder: the checkpoint's.
+        world: this process; every one calls, and rank 0 reads.
+
+    Returns:
+        The table, on rank 0.
+
+    Raises:
+        UserError: the checkpoint lacks a tensor, or has another shape of it; on every process.
+    """
+    read: list[Metadata] = []
+
+    def compare() -> None:
+        try:
+            read.append(parse_metadata((folder / TABLE).read_bytes()))
+        except (OSError, ValueError) as error:
+            raise _unreadable(folder, one_line(error)) from error
+        saved = read[0].state_dict_metadata
+        for name, shape in shapes.items():
+            found = saved.get(name)
+            there = "missing" if found is None else "not a tensor"
+            if isinstance(found, TensorStorageMetadata):
+                there = str(list(found.size))
+            if there != str(list(shape)):
+                raise UserError(
+                    f"checkpoint: {named(folder)} is not of the model that its recipe describes:"
+                    f" {name} is {there} there, but {list(shape)} by the recipe; choose another"
+                    " checkpoint"
+                )
+
+    on_rank0(world, compare)
+    return read[0] if read else None
+
+
+class _Files(FileSystem):
+    """PyTorch's way to files, for those that are in a store as well."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with open_file(Path(path)) as file:
+            yield cast(io.IOBase, file)
+
+
+def _read(planner: _Planner, table: Metadata, folder: Path, names: Collection[str]) -> None:
+    """Fill the tensors of these names, on this process."""
+    reader = FileSystemReader(folder)
+    reader.fs = _Files()
+    reader.set_up_storage_reader(table, is_coordinator=planner.is_coordinator)
+    own = {name: value for name, value in planner.state_dict.items() if name in names}
+    plan = create_default_local_load_plan(own, table)
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class _Planner(DefaultLoadPlanner):
+    """PyTorch's, for tensors alone."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        if isinstance(value, BlockTensor):  # PyTorch asks tensors alone
+            return value.__get_tensor_shard__(index)
+        return super().lookup_tensor(index)
+
+    def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor there")
+
+
+def parse_metadata(content: bytes) -> Metadata:
+    """A checkpoint's table of contents, of the bytes of its file.
+
+    Raises:
+        ValueError: it is not one, or names what no such table holds.
+    """
+    try:
+        return _metadata(_Unpickler(io.BytesIO(content)).load())
+    except Exception as error:  # a pickle can raise almost anything
+        raise ValueError(f".metadata is not a table of tensors ({one_line(error)})") from error
+
+
+class _Record:
+    """An object of the pickle: its class by name, and the state that was saved of it."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _nothing(*args: object) -> None:
+    """In place of what a table may name and no reader needs."""
+
+
+_MODULE = "torch.distributed.checkpoint"
+_RECORDS: dict[str, type[_Record]] = {
+    f"{_MODULE}.{name}": type(name, (_Record,), {})
+    for name in (
+        "metadata.Metadata",
+        "metadata.MetadataIndex",
+        "metadata.TensorStorageMetadata",
+        "metadata.BytesStorageMetadata",
+        "metadata.ChunkStorageMetadata",
+        "metadata.TensorProperties",
+        "metadata.StorageMeta",
+        "filesystem._StorageInfo",
+    )
+}
+_KNOWN: dict[str, Any] = {
+    **_RECORDS,
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": _nothing,
+    f"{_MODULE}.metadata._MEM_FORMAT_ENCODING": _nothing,
+    "pathlib.PosixPath": _nothing,
+    "pathlib._local.PosixPath": _nothing,  # its name in Python 3.13
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what PyTorch (2.4 to 2.13) writes into a table, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get(f"{module}.{name}")
+        if known is None and module == "torch":
+            found = vars(torch).get(name)
+            known = found if isinstance(found, torch.dtype) else None
+        if known is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, and would run it")
+        return known
+
+
+def _fields(record: Any, name: str) -> Any:
+    """The state of a record of that class."""
+    if not isinstance(record, _RECORDS[f"{_MODULE}.{name}"]):
+        raise TypeError(f"a {type(record).__name__} in place of {name}")
+    return record.state
+
+
+def _metadata(record: Any) -> Metadata:
+    table = _fields(record, "metadata.Metadata")
+    return Metadata(
+        {str(name): _item(item) for name, item in table["state_dict_metadata"].items()},
+        storage_data={_index(at): _place(place) for at, place in table["storage_data"].items()},
+        storage_meta=StorageMeta(),
+    )
+
+
+def _item(record: Any) -> STORAGE_TYPES:
+    if isinstance(record, _RECORDS[f"{_MODULE}.metadata.BytesStorageMetadata"]):
+        return BytesStorageMetadata()
+    item = _fields(record, "metadata.TensorStorageMetadata")
+    dtype = _fields(item["properties"], "metadata.TensorProperties")[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype} is not a dtype")
+    return TensorStorageMetadata(
+        TensorProperties(dtype), torch.Size(item["size"]), [_chunk(c) for c in item["chunks"]]
+    )
+
+
+def _chunk(record: Any) -> ChunkStorageMetadata:
+    chunk = _fields(record, "metadata.ChunkStorageMetadata")
+    return ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"]))
+
+
+def _index(record: Any) -> MetadataIndex:
+    at = _fields(record, "metadata.MetadataIndex")
+    return MetadataIndex(str(at["fqn"]), at.get("offset"), at.get("index"))
+
+
+def _place(record: Any) -> _StorageInfo:
+    place = _fields(record, "filesystem._StorageInfo")
+    name = place["relative_path"]
+    if not holds_tensors(name):
+        raise ValueError(f"{name!r} is not a file of a checkpoint")
+    if place.get("transform_descriptors"):
+        raise ValueError("its files are compressed, which ours never are")
+    return _StorageInfo(name, int(place["offset"]), int(place["length"]))

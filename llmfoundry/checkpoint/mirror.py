@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llmfoundry.checkpoint.lease import BEAT_S, Lease
-from llmfoundry.checkpoint.lease import NAME as LOCK
+from llmfoundry.checkpoint.locks import BEAT_S, Lease
+from llmfoundry.checkpoint.locks import LEASE_NAME as LOCK
 from llmfoundry.checkpoint.remote_events import FOLDERS, Beside
 from llmfoundry.checkpoint.remote_run import CHECKPOINTS, StoredRun
 from llmfoundry.errors import UserError, one_line

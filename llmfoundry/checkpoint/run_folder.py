@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmfoundry.checkpoint.lease import Lease
+from llmfoundry.checkpoint.locks import Lease, only_run
 from llmfoundry.checkpoint.mirror import READ, Mirror, pull
 from llmfoundry.checkpoint.remote_run import StoredRun, find_run, is_url, open_run, stored_run
-from llmfoundry.checkpoint.run_lock import only_run
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World

@@ -1,6 +1,6 @@
 """Memory of the host into which a GPU copies while it computes.
 
-`checkpoint/staging.py` keeps some from one save to the next. A copy into memory that the
+`checkpoint/dcp.py` keeps some from one save to the next. A copy into memory that the
 system may move waits for the GPU and passes through a buffer of the driver's; into memory that is
 pinned it runs beside kernels, at the speed of the bus.
 """

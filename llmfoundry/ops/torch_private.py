@@ -1,7 +1,7 @@
 """The parts of PyTorch in use here that it does not promise to keep: this file alone names them.
 
 Each function says which part it is and what happens where a version of PyTorch lacks it. What a
-pickle names (`checkpoint/safe_load.py`) is data and not called.
+pickle names (`checkpoint/load.py`) is data and not called.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry.checkpoint.run_lock import NAME
+from llmfoundry.checkpoint.locks import NAME
 from llmfoundry.distributed.launch import World
 from llmfoundry.files import try_lock
 from llmfoundry.train.signals import StopSignal

@@ -88,7 +88,7 @@ def test_four_processes_go_on_as_two_and_then_as_one(alone: Path) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-@pytest.mark.slow  # tests/train/test_kills.py has it, from any moment
+@pytest.mark.slow  # tests/checkpoint/test_kills.py has it, from any moment
 def test_a_resume_on_the_same_processes_is_bit_for_bit(alone: Path) -> None:
     whole = run_layout(alone, "fsdp-2", "sharded-whole")
     folder = alone / "runs" / "sharded-resumed"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmfoundry.checkpoint.dcp import TensorFiles
-from llmfoundry.checkpoint.safe_load import load_tensors
+from llmfoundry.checkpoint.load import load_tensors
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.ops.shard_layout import TENSOR, assign, block_view, local_blocks, local_ranges

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.builders.resume import find_start, load_checkpoint
-from llmfoundry.checkpoint.crc import Piece, joined, share
+from llmfoundry.checkpoint.commit import Piece, joined, share
 from llmfoundry.checkpoint.verify import Sums, find_damage
 from llmfoundry.distributed.launch import World, set_group_timeouts
 from llmfoundry.errors import RunFailure

@@ -1,6 +1,6 @@
 """A run that is killed or asked to stop anywhere, and goes on, ends as one left alone: bit-equal.
 
-`tests/train/killing.py` strikes; it runs in a process of its own, which forks the runs.
+`tests/checkpoint/killing.py` strikes; it runs in a process of its own, which forks the runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.tiny import ENV, ROOT
 def strike(*arguments: str) -> str:
     """What the script printed; it fails unless all runs ended as the one left alone."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.train.killing", *arguments],
+        [sys.executable, "-m", "tests.checkpoint.killing", *arguments],
         cwd=ROOT,
         env=ENV,
         capture_output=True,

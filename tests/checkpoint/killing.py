@@ -1,6 +1,6 @@
 """Kill a run at every point of its life, let it go on, and compare it with one left alone.
 
-    python -m tests.train.killing --kills 300 --requests 8       (make test-slow)
+    python -m tests.checkpoint.killing --kills 300 --requests 8       (make test-slow)
 
 The process imports all that training needs, once, and forks every start of a run from itself, so
 that a start takes a fraction of a second; each fork then does what `scripts/train.py` does. One

@@ -19,16 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmfoundry.checkpoint import storage
-from llmfoundry.checkpoint.dcp import TensorFiles
-from llmfoundry.checkpoint.staging import Staging
+from llmfoundry.checkpoint.dcp import Staging, TensorFiles
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops import pinned_memory
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
+from tests.checkpoint.test_save import make_saver, names, parts
 from tests.tiny import write_recipe
 from tests.train.here import rows, train_here
-from tests.train.test_saving import make_saver, names, parts
 from tests.warm_scripts import on_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)

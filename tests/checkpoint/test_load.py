@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from llmfoundry.builders.resume import load_checkpoint
-from llmfoundry.checkpoint.safe_load import parse_metadata
+from llmfoundry.checkpoint.load import parse_metadata
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from llmfoundry.checkpoint import lease, remote_run
+from llmfoundry.checkpoint import locks, remote_run
 from llmfoundry.checkpoint.run_folder import run_folder
 from llmfoundry.commands.convert import convert
 from llmfoundry.commands.evaluate import evaluate
@@ -44,9 +44,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("stored")
         write_recipe(folder)
         patch.chdir(folder)
-        patch.setattr(lease, "_DEAD_S", 1.0)
-        patch.setattr(lease, "_LOOK_S", 0.1)
-        patch.setattr(lease, "_SETTLE_S", 0.01)
+        patch.setattr(locks, "_DEAD_S", 1.0)
+        patch.setattr(locks, "_LOOK_S", 0.1)
+        patch.setattr(locks, "_SETTLE_S", 0.01)
         train_here("local", *WHOLE)
         yield folder
 

@@ -1,0 +1,216 @@
+"""One training at a time in a run's folder, and at its URL; `commands/train.py` holds both.
+
+In a folder the main process locks `run.lock`, which names its holder. The lock is the kernel's: it
+is released when the process ends, also by kill -9, and a file that is left means nothing. Whether
+it reaches other machines depends on the shared file system (NFS and a Lustre mounted with `flock`:
+yes). Reading a run and evaluating it need no lock.
+
+At a URL (`Lease`) the lock is an object that its holder renews, since a store knows nothing of
+processes. The holder writes a new number into `run.lock` every few seconds; whoever finds the
+object of a holder that has written nothing for a minute takes it over. A holder that comes back
+from a pause finds another's name there before its next checkpoint counts, and saves nothing more.
+Times are measured by the process that waits: no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from llmfoundry.checkpoint.remote_run import StoredRun, record
+from llmfoundry.data.fetch.download import MissingError
+from llmfoundry.data.fetch.object_store import ExistsError
+from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.launch import World
+from llmfoundry.errors import UserError
+from llmfoundry.files import LockedFile, remove_partials, try_lock
+
+NAME = "run.lock"
+_PATIENCE = 5.0  # seconds: a killed process frees its memory before its locks
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold a run's folder, which is made if need be; every process calls it.
+
+    Args:
+        folder: the run's.
+        world: this process.
+        note: reports a file system that has no locks.
+
+    Raises:
+        UserError: another process holds it, or it cannot be written; on every process.
+    """
+    held: list[LockedFile] = []  # of the main process
+    made: list[Path] = []  # folders, the innermost first
+
+    def take() -> None:
+        made.extend(path for path in (folder, *folder.parents) if not path.exists())
+        held.extend(_take(folder, note))
+        for place in (folder, *folder.glob("*/"), *folder.glob("eval/*/")):
+            remove_partials(place)
+
+    on_rank0(world, take)
+    try:
+        yield
+    finally:
+        for locked in held:
+            with suppress(OSError):
+                locked.path.unlink()
+                for path in dict.fromkeys([folder, *made]):
+                    path.rmdir()  # of a run that was refused there is no trace
+            locked.release()
+
+
+def _take(folder: Path, note: Callable[[str], None]) -> list[LockedFile]:
+    """The locked file; none where the file system has no locks."""
+    path, deadline = folder / NAME, time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            locked = None
+            with suppress(FileNotFoundError):  # another has just removed the folder it had made
+                locked = try_lock(path, mode=0o644)
+            if locked is not None:
+                os.ftruncate(locked.descriptor, 0)
+                os.pwrite(locked.descriptor, _this_process().encode(), 0)
+                return [locked]
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                note(f"{path}: the file system has no locks, so a second start is not noticed")
+                return []
+            raise UserError(
+                f"save_folder: {folder} cannot be written ({error.strerror}); make room, or write"
+                " another folder"
+            ) from error
+        time.sleep(0.1)
+    raise UserError(
+        f"save_folder: {folder} is in use by {_owner(path)}; wait for its end, or write another"
+        " run_name"
+    )
+
+
+def _this_process() -> str:
+    now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.read_text().strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+LEASE_NAME = "run.lock"
+BEAT_S = 15.0
+"""Between two signs of life."""
+_DEAD_S = 60.0  # without one
+_LOOK_S = 3.0  # between two looks of one that waits
+_SETTLE_S = 1.0  # after which of two that take over at once the slower has written, too
+
+
+class Lease:
+    """The right to write a run's URL, of one process."""
+
+    def __init__(self, run: StoredRun, note: Callable[[str], None]) -> None:
+        """Nothing is taken yet; `note` reports a wait."""
+        self._run, self._note = run, note
+        self._owner, self._beat = uuid.uuid4().hex, 0
+        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        self._who = f"process {os.getpid()} on {socket.gethostname()}, since {now}"
+
+    def take(self) -> None:
+        """Take the lock; waits where its holder may be dead.
+
+        Raises:
+            UserError: another lives, or the store cannot be asked or written.
+        """
+        first, deadline = "", 0.0
+        while True:
+            with suppress(ExistsError):
+                self._run.store.write(LEASE_NAME, self._facts(), new=True)
+                return
+            text = self._read()
+            facts = _parsed(text)
+            if text and not first:
+                if facts.get("place") == self._run.identity():
+                    break  # whose process has ended, since the lock on the folder is ours
+                first, deadline = text, time.monotonic() + _DEAD_S
+                self._note(
+                    f"save_folder: {self._run.url} was left by {_name(facts)}, or is in use by it;"
+                    f" {_DEAD_S:.0f} s will tell"
+                )
+            elif text and text != first:
+                raise self._in_use(facts)
+            elif text and time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
+        self._run.store.write(LEASE_NAME, self._facts())
+        time.sleep(_SETTLE_S)
+        self.check()
+
+    def beat(self) -> None:
+        """A sign of life; does nothing for one who has lost the lock.
+
+        Raises:
+            UserError: another has it, or the store cannot be asked or written.
+        """
+        self.check()
+        self._beat += 1
+        self._run.store.write(LEASE_NAME, self._facts())
+
+    def check(self) -> None:
+        """Refuse to go on where another has taken the lock over.
+
+        Raises:
+            UserError: so it is, or the store cannot be asked.
+        """
+        text = self._read()
+        if text and _parsed(text).get("owner") != self._owner:
+            raise self._in_use(_parsed(text))
+
+    def release(self) -> None:
+        """Give the lock back, if it is still this process's."""
+        with suppress(UserError):
+            self.check()
+            self._run.store.delete([LEASE_NAME])
+
+    def _facts(self) -> bytes:
+        place = self._run.identity()
+        facts = {"owner": self._owner, "who": self._who, "place": place, "beat": self._beat}
+        return record(facts)
+
+    def _read(self) -> str:
+        """What the object says; nothing where it is not there."""
+        try:
+            return self._run.store.read(LEASE_NAME).decode(errors="replace")
+        except MissingError:
+            return ""
+
+    def _in_use(self, facts: dict[str, object]) -> UserError:
+        return UserError(
+            f"save_folder: {self._run.url} is in use by {_name(facts)}; wait for its end, or write"
+            " another run_name"
+        )
+
+
+def _parsed(text: str) -> dict[str, object]:
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _name(facts: dict[str, object]) -> str:
+    return str(facts.get("who") or "another process")[:200]
