@@ -359,7 +359,7 @@ def our_loader(folder: Path, *, apart: bool = False) -> Make:
     from llmfoundry.data.order import Order
     from llmfoundry.data.shard_index import read_index
     from llmfoundry.data.sources import ONLY, OrderedStream, RowOptions, open_source
-    from llmfoundry.ops.host_memory import keep_memory
+    from llmfoundry.ops.devices import keep_memory
 
     keep_memory()
 

@@ -72,7 +72,7 @@ from llmfoundry.data.token_rows import StreamIndex
 from llmfoundry.distributed.launch import join
 from llmfoundry.files import write_json
 from llmfoundry.loggers.loggers import Tracker
-from llmfoundry.ops.batch import Batch
+from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.scripts.train import TrainRecipe

@@ -46,10 +46,10 @@ from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes, build_mesh
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops import cross_entropy
-from llmfoundry.ops.batch import Batch
-from llmfoundry.ops.moe import dispatch, grouped
+from llmfoundry.ops import loss
+from llmfoundry.ops.moe import dispatch, mixture
 from llmfoundry.ops.moe import gpu as moe_device
+from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.ops.torch_private import scale
 from llmfoundry.plan.activations import expert_rows, tokens_of_row
 from llmfoundry.plan.fit import choose_fit, with_guessed_vocabulary
@@ -380,8 +380,8 @@ def _as_on_a_gpu(recipe: TrainRecipe, degrees: Degrees) -> Iterator[None]:
     clip = {"norm": lambda *given: scale(step._gradients(given[0]), torch.ones(()))}
     with (
         mock.patch.object(dispatch, "_lengths", _even(recipe, degrees)),
-        mock.patch.object(grouped, "_path", lambda device: moe_device),
-        mock.patch.object(cross_entropy, "labelled_places", lambda labels: None),
+        mock.patch.object(mixture, "_path", lambda device: moe_device),
+        mock.patch.object(loss, "labelled_places", lambda labels: None),
         mock.patch.dict(step.CLIPPINGS, clip),
         mock.patch.object(ShardingPropagator, _WHOLE, _unwatched(whole)),
     ):

@@ -43,7 +43,7 @@ from benchmarks.harness import (
     write,
 )  # fmt: skip
 from llmfoundry.ops.moe.experts import Experts, route
-from llmfoundry.ops.moe.select import mixture, refusal
+from llmfoundry.ops.moe.mixture import mixture, refusal
 
 DENSE = "dense"
 ZIPF = 1.0  # exponent of the skewed load: expert e is chosen in proportion to 1 / (e + 1)

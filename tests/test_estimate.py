@@ -14,11 +14,11 @@ import torch
 
 from llmfoundry.distributed.launch import World, relaunch
 from llmfoundry.errors import UserError
-from llmfoundry.models.adapters.adapt import add_adapter, init_adapter
-from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.adapter import add_adapter, init_adapter
+from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import narrow_frozen, place, quantize_frozen, quantized_shapes
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
+from llmfoundry.ops.loss import linear_cross_entropy
 from llmfoundry.plan.activations import row_bytes
 from llmfoundry.plan.fit import (
     check_workers,

@@ -1,7 +1,7 @@
 """What trains in a fine-tuned run: an adapter, or all but what `freeze` names.
 
 `build_trainer` calls `choose_trained` on the meta device and `begin_adapter` once the base has its
-weights; the rest of the house asks `models.adapters.adapt` what is an adapter's.
+weights; the rest of the house asks `models.adapter` what is an adapter's.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from llmfoundry.checkpoint.load import load_tensors
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.loggers.console import format_gib as memory_text
-from llmfoundry.models.adapters.adapt import (
+from llmfoundry.models.adapter import (
     adapted_layers,
     adapter_table,
     add_adapter,
+    base_difference,
+    base_sample,
     fill_adapter_from,
     freeze_parts,
     init_adapter,
     is_added,
     saved_names,
 )
-from llmfoundry.models.adapters.base import base_difference, base_sample
-from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig

@@ -17,9 +17,9 @@ from llmfoundry.distributed.collectives import all_reduce_min
 from llmfoundry.distributed.launch import World
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops import cpu_features
+from llmfoundry.ops import devices
 from llmfoundry.ops.attention.select import refusal
-from llmfoundry.ops.moe import select as moe
+from llmfoundry.ops.moe import mixture as moe
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -80,10 +80,10 @@ def served_precision(precision: str, world: World, note: Callable[[str], None]) 
     if (
         precision != "amp_bf16"
         or world.device.type != "cpu"
-        or all_reduce_min(world, cpu_features.HAS_BF16)
+        or all_reduce_min(world, devices.HAS_BF16)
     ):
         return precision
-    its = "another machine's" if cpu_features.HAS_BF16 else "this"
+    its = "another machine's" if devices.HAS_BF16 else "this"
     note(
         f"precision: fp32 in place of amp_bf16; {its} processor has no bfloat16 instructions, and"
         " takes up to 100 times as long without"

@@ -38,7 +38,7 @@ from llmfoundry.data.supervised.source import SupervisedSource
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
-from llmfoundry.models.adapters.adapt import switched_off
+from llmfoundry.models.adapter import switched_off
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe

@@ -27,11 +27,10 @@ from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
-from llmfoundry.models.adapters.adapt import is_added
-from llmfoundry.models.adapters.merge import merge_into
+from llmfoundry.models.adapter import is_added, merge_into
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import grown
-from llmfoundry.models.linear import whole
+from llmfoundry.models.layers import whole
 from llmfoundry.models.quantized import as_held, is_quantized, place, quantized_shapes
 from llmfoundry.ops.shard_layout import assign
 from llmfoundry.recipe.architecture.attention import ATTN_IMPLS

@@ -76,7 +76,7 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mailbox import CollectiveError, Mailbox
 from llmfoundry.errors import one_line
 from llmfoundry.files import atomic_write
-from llmfoundry.ops.pinned_memory import host_buffer
+from llmfoundry.ops.devices import host_buffer
 from llmfoundry.ops.shard_layout import Stacked, block_view, local_blocks, sharding_axes
 
 TABLE = ".metadata"

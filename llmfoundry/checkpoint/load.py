@@ -69,7 +69,7 @@ from llmfoundry.distributed.collectives import all_gather_object, all_reduce_min
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import parse_json
-from llmfoundry.models.adapters.adapt import is_added, plain_name, saved_names
+from llmfoundry.models.adapter import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.tensor_ranks import all_stacked_rows
 from llmfoundry.ops.shard_layout import Stacked

@@ -30,7 +30,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.tensor_ranks import all_stacked_rows
-from llmfoundry.ops.device_threads import device_thread
+from llmfoundry.ops.devices import device_thread
 
 
 @dataclass

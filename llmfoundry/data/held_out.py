@@ -16,7 +16,7 @@ from llmfoundry.data.mds_source import MDSTexts, MDSTokens
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.text_packing import pack
 from llmfoundry.data.token_rows import TokenDataset
-from llmfoundry.ops.batch import Batch
+from llmfoundry.ops.packed_layout import Batch
 
 
 class HeldOut(Protocol):

@@ -35,9 +35,8 @@ from llmfoundry.data.make_batch import Rows
 from llmfoundry.data.mixture import Mixture
 from llmfoundry.data.sources import OrderedStream, Stream, TokenSource, stream_key
 from llmfoundry.errors import UserError
-from llmfoundry.ops.batch import Batch
-from llmfoundry.ops.device_threads import device_thread
-from llmfoundry.ops.host_memory import keep_memory
+from llmfoundry.ops.devices import device_thread, keep_memory
+from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.processes import end_with_parent
 
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from llmfoundry.ops.batch import IGNORE, Answers, Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import IGNORE, Answers, Batch, PackedLayout
 
 
 class Row(NamedTuple):
@@ -199,14 +198,14 @@ def _shared_dtype(kinds: frozenset[np.dtype[Any]], eos_id: int) -> np.dtype[Any]
     return dtype if dtype.kind in "iu" else np.dtype(np.int64)  # of uint64 with signed ones
 
 
-def _layout(lengths: list[list[int]], seq_len: int, padded: list[int]) -> Layout:
+def _layout(lengths: list[list[int]], seq_len: int, padded: list[int]) -> PackedLayout:
     """`Layout.from_lengths` in a few vectorised steps, because every step needs one."""
     flat = np.array(list(chain.from_iterable(lengths)))
     numbers = np.array(list(chain.from_iterable(range(len(row)) for row in lengths)), np.int32)
     begins = np.cumsum(flat) - flat
     shape = (len(lengths), seq_len)
     positions = _places(len(lengths) * seq_len) - np.repeat(begins, flat)
-    return Layout(
+    return PackedLayout(
         torch.from_numpy(positions.reshape(shape)),
         torch.from_numpy(np.repeat(numbers, flat).reshape(shape)),
         tuple(map(tuple, lengths)),

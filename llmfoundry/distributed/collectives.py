@@ -25,7 +25,7 @@ import torch.distributed as dist
 from llmfoundry.distributed.failures import name_ranks
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.ops.device_threads import device_thread
+from llmfoundry.ops.devices import device_thread
 from llmfoundry.ops.torch_private import default_store
 
 Made = TypeVar("Made")

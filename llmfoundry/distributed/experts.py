@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.models.decoder import Root
-from llmfoundry.models.load_balance import OtherTokens
 from llmfoundry.models.moe import ExpertWeights, MoE
+from llmfoundry.models.router import OtherTokens
 
 
 def apply_expert_parallel(root: Root, meshes: Meshes | None) -> None:

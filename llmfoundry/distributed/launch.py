@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llmfoundry.distributed.failures import explain
 from llmfoundry.errors import RunFailure, UserError
 from llmfoundry.exit_status import own_node
-from llmfoundry.ops.host_memory import keep_memory
+from llmfoundry.ops.devices import keep_memory
 from llmfoundry.ops.torch_private import default_store, set_timeouts
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import GLOO, NCCL, ParallelConfig

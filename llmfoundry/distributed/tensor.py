@@ -5,7 +5,7 @@ layers (Shoeybi et al., 2019; Korthikanti et al., 2022): queries, keys and value
 projections are cut by rows (heads, inner width), what leads back to the residual stream by columns,
 and norms see this process's tokens alone. What no plan knows is elsewhere: a fused Wqkv whose rows
 lie head by head (`ops/shard_layout.py`), rows of any length (`models/tensor_ranks.py`), the loss
-over a head cut by its vocabulary (`ops/logits.py`). Layers with experts are not cut: each process
+over a head cut by its vocabulary (`ops/loss.py`). Layers with experts are not cut: each process
 routes its own tokens, and FSDP cuts their weights over tensor ranks too.
 
 What a process sends and receives, in elements, of B rows of T tokens, n tensor ranks, width D, in
@@ -41,14 +41,14 @@ from torch.distributed.tensor.parallel import (
 
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
-from llmfoundry.models.adapters.adapt import is_added
+from llmfoundry.models.adapter import is_added
 from llmfoundry.models.attention import Attention
 from llmfoundry.models.decoder import Block, Decoder, Root
-from llmfoundry.models.ffn import FFN
+from llmfoundry.models.layers import FFN
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantization
 from llmfoundry.models.tensor_ranks import TensorRanks
-from llmfoundry.ops.autocast import to_autocast_dtype
+from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.parallel_limits import tensor_adapters
 

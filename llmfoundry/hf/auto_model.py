@@ -18,9 +18,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.load_balance import Routing
 from llmfoundry.models.moe import ExpertWeights, Router
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.models.router import Routing
+from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build, to_dict
 
@@ -223,7 +223,7 @@ def _router_losses(routing: Routing, labels: Tensor, whole: Tensor | int | None)
     return mean if whole is None else mean * (labels[:, 1:] != -100).sum() / whole
 
 
-def _layout(mask: Tensor | None) -> Layout | None:
+def _layout(mask: Tensor | None) -> PackedLayout | None:
     """Text and padding of each row as documents of their own; None where nothing is padded."""
     if mask is None or bool(mask.all()):
         return None
@@ -233,10 +233,10 @@ def _layout(mask: Tensor | None) -> Layout | None:
         if int(kinds.sum()) > 1:
             raise ValueError("attention_mask: a row's text is in pieces; it must be one")
         lengths.append(counts.tolist())
-    return Layout.from_lengths(lengths).to(mask.device)
+    return PackedLayout.from_lengths(lengths).to(mask.device)
 
 
-def _check_positions(given: Tensor | None, layout: Layout | None, past: int) -> None:
+def _check_positions(given: Tensor | None, layout: PackedLayout | None, past: int) -> None:
     """Positions other than those that the decoder counts itself would be ignored: refuse them."""
     if given is None or layout is not None:
         return

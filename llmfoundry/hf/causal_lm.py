@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.models.load_balance import Routing
-from llmfoundry.ops.batch import IGNORE
-from llmfoundry.ops.cross_entropy import cap, linear_cross_entropy
-from llmfoundry.ops.logits import chunk_tokens
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.models.router import Routing
+from llmfoundry.ops.loss import cap, chunk_tokens, linear_cross_entropy
+from llmfoundry.ops.packed_layout import IGNORE, PackedLayout
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 
 PROBE = (6, 3, 8, 1, 6)  # lengths of the documents that ways are tried on
@@ -110,12 +108,12 @@ class HFCausalLM(nn.Module):
         """Earlier tokens of `batch` rows, which are computed anew with every token."""
         return RowCache(batch, device)
 
-    def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, layout: PackedLayout | None = None) -> Tensor:
         """Hidden states (B, T, D) of tokens (B, T), the final norm applied."""
         return self.run(tokens, layout)[0]
 
     def run(
-        self, tokens: Tensor, layout: Layout | None = None, cache: RowCache | None = None
+        self, tokens: Tensor, layout: PackedLayout | None = None, cache: RowCache | None = None
     ) -> tuple[Tensor, Routing | None]:
         """As `forward`, and what the routers did, where config.json has output_router_logits."""
         if not self._ways:
@@ -126,7 +124,7 @@ class HFCausalLM(nn.Module):
             return self._compute(every, None)[0][:, -tokens.shape[1] :], None
         return self._compute(tokens, layout)
 
-    def _compute(self, x: Tensor, layout: Layout | None) -> tuple[Tensor, Routing | None]:
+    def _compute(self, x: Tensor, layout: PackedLayout | None) -> tuple[Tensor, Routing | None]:
         """Of tokens (B, T)."""
         if layout is None or (layout.ends is None and all(len(n) == 1 for n in layout.lengths)):
             return self._call(x, {}, layout)
@@ -141,7 +139,7 @@ class HFCausalLM(nn.Module):
         return self.embedding_weight.dtype
 
     def _call(
-        self, x: Tensor, given: dict[str, Any], layout: Layout | None
+        self, x: Tensor, given: dict[str, Any], layout: PackedLayout | None
     ) -> tuple[Tensor, Routing | None]:
         given = {"input_ids": x, **given}
         wants = self.training and bool(getattr(self.hf.config, "output_router_logits", False))
@@ -150,7 +148,7 @@ class HFCausalLM(nn.Module):
         logits = getattr(out, "router_logits", None) if wants else None
         return out[0], self._routing(logits, x, layout) if logits else None
 
-    def _by_rows(self, x: Tensor, layout: Layout) -> tuple[Tensor, Routing | None]:
+    def _by_rows(self, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Routing | None]:
         """A row for each document, or path of a tree; what is left of it is padding at its end."""
         rows, sources = document_rows(layout)
         sources, back = sources.to(x.device), rows.to(x.device)
@@ -158,10 +156,10 @@ class HFCausalLM(nn.Module):
         lengths = [[int(n), int(sources.shape[1] - n)] for n in (sources >= 0).sum(1)]
         padding = tuple(rest for _, rest in lengths)
         one = [[sources.shape[1]]] * len(lengths)
-        hidden, routing = self._call(apart, {}, Layout.from_lengths(one, padding))
+        hidden, routing = self._call(apart, {}, PackedLayout.from_lengths(one, padding))
         return hidden.flatten(0, 1)[back].view(*x.shape[:2], -1), routing
 
-    def _routing(self, logits: Any, tokens: Tensor, layout: Layout | None) -> Routing | None:
+    def _routing(self, logits: Any, tokens: Tensor, layout: PackedLayout | None) -> Routing | None:
         """The class's balancing loss, as it adds it; and what routers did."""
         function = getattr(sys.modules[type(self.hf).__module__], "load_balancing_loss_func", None)
         if function is None:
@@ -256,15 +254,15 @@ class HFCausalLM(nn.Module):
 
     def _choose(self, device: torch.device) -> None:
         tokens = _probe_tokens(len(PROBE), sum(PROBE), self.config, device)
-        layout = Layout.from_lengths([[*PROBE], [*PROBE[::-1]]])
-        tree = Layout.from_ends(_probe_tree(sum(PROBE)))
+        layout = PackedLayout.from_lengths([[*PROBE], [*PROBE[::-1]]])
+        tree = PackedLayout.from_ends(_probe_tree(sum(PROBE)))
         self._ways |= {
             False: self._choose_way(tokens, layout, ("positions", "mask")),
             True: self._choose_way(tokens, tree, ("mask",)),
         }
         self._head = self._choose_head(tokens)
 
-    def _choose_way(self, tokens: Tensor, layout: Layout, ways: tuple[str, ...]) -> str:
+    def _choose_way(self, tokens: Tensor, layout: PackedLayout, ways: tuple[str, ...]) -> str:
         layout = layout.to(tokens.device)
         expected = self._by_rows(tokens, layout)[0]
         other = tokens.clone()
@@ -362,7 +360,7 @@ def _inverse(config: Any, name: str) -> float | None:
     return 1 / value if isinstance(value, int | float) and value else None
 
 
-def _real(tokens: Tensor, layout: Layout | None) -> Tensor | None:
+def _real(tokens: Tensor, layout: PackedLayout | None) -> Tensor | None:
     """(B, T), 0 at padding; None: there is none."""
     if layout is None or layout.padding is None or not any(layout.padding):
         return None
@@ -403,14 +401,14 @@ def mask_types(config: Any) -> dict[str, int | None] | int | None:
     return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
 
 
-def by_positions(asked: Asked, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def by_positions(asked: Asked, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
     """Positions alone."""
     if not asked.takes("position_ids"):
         raise NotImplementedError("positions")
     return {"position_ids": layout.positions}
 
 
-def by_mask(asked: Asked, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def by_mask(asked: Asked, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
     """An additive mask, and positions where the class takes them."""
     windows = asked.mask_types()
     seen = visible(layout)
@@ -426,11 +424,11 @@ def by_mask(asked: Asked, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     return given
 
 
-Way = Callable[[Any, Layout, torch.dtype], dict[str, Any]]
+Way = Callable[[Any, PackedLayout, torch.dtype], dict[str, Any]]
 WAYS: dict[str, Way] = {"positions": by_positions, "mask": by_mask}
 
 
-def visible(layout: Layout) -> Tensor:
+def visible(layout: PackedLayout) -> Tensor:
     """(B, T, T), whether token i of a row sees token j."""
     places = torch.arange(layout.positions.shape[1], device=layout.positions.device)
     seen = (places[:, None] >= places) & (
@@ -439,7 +437,7 @@ def visible(layout: Layout) -> Tensor:
     return seen if layout.ends is None else seen & (places[:, None] < layout.ends[:, None, :])
 
 
-def _additive(seen: Tensor, layout: Layout, window: int | None, dtype: torch.dtype) -> Tensor:
+def _additive(seen: Tensor, layout: PackedLayout, window: int | None, dtype: torch.dtype) -> Tensor:
     """(B, 1, T, T): 0 where a token is seen, a window counted in positions."""
     if window is not None:
         places = layout.positions
@@ -449,7 +447,7 @@ def _additive(seen: Tensor, layout: Layout, window: int | None, dtype: torch.dty
     return zeros.masked_fill_(~seen, hidden)[:, None]
 
 
-def document_rows(layout: Layout) -> tuple[Tensor, Tensor]:
+def document_rows(layout: PackedLayout) -> tuple[Tensor, Tensor]:
     """How a layout's documents, or the paths of its trees, become rows of their own.
 
     Returns:
@@ -467,7 +465,7 @@ def document_rows(layout: Layout) -> tuple[Tensor, Tensor]:
     return back, sources
 
 
-def _document_paths(layout: Layout) -> list[list[int]]:
+def _document_paths(layout: PackedLayout) -> list[list[int]]:
     width, paths = layout.positions.shape[1], []
     for row, lengths in enumerate(layout.lengths):
         at = row * width
@@ -477,7 +475,7 @@ def _document_paths(layout: Layout) -> list[list[int]]:
     return [path for path in paths if path]
 
 
-def _tree_paths(layout: Layout) -> list[list[int]]:
+def _tree_paths(layout: PackedLayout) -> list[list[int]]:
     """From each root to each leaf: a token is a leaf if its part ends right after it."""
     assert layout.ends is not None
     width, paths = layout.positions.shape[1], []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.hf.causal_lm import HFCausalLM, read_hf_config
 from llmfoundry.hf.read import open_weights
-from llmfoundry.models.adapters.adapt import is_added, plain_name
+from llmfoundry.models.adapter import is_added, plain_name
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 
 Read = Callable[[str], Tensor]

@@ -28,7 +28,7 @@ from llmfoundry.hf.config_json import OWN, choose, unkept, write_settings
 from llmfoundry.hf.read import FLOATS as DTYPES
 from llmfoundry.hf.tensor_names import MAPS
 from llmfoundry.hf.weight_map import to_theirs
-from llmfoundry.models.adapters.merge import MergedState
+from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder
 
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmfoundry.models.linear import Linear
+from llmfoundry.models.layers import Linear
 from llmfoundry.models.positions import Table, rotate
 from llmfoundry.ops.attention.select import AttentionPlan, AttentionSpec, alibi_slopes, attend
 from llmfoundry.recipe.architecture.attention import NORMS

@@ -23,9 +23,7 @@ from llmfoundry.models.attention import (
     KVCache,
     attention_specs,
 )
-from llmfoundry.models.ffn import FFNS
-from llmfoundry.models.linear import Embedding, Linear
-from llmfoundry.models.load_balance import Routed, Routing, over_layers
+from llmfoundry.models.layers import FFNS, Embedding, Linear
 from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.positions import (
@@ -35,12 +33,11 @@ from llmfoundry.models.positions import (
     rotary_frequencies,
     rotary_table,
 )
+from llmfoundry.models.router import Routed, Routing, over_layers
 from llmfoundry.models.tensor_ranks import TensorRanks
 from llmfoundry.ops.attention.select import AttentionSpec, plan
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
-from llmfoundry.ops.log_probs import linear_log_probs
-from llmfoundry.ops.logits import VocabularyShard, cap
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.loss import VocabularyShard, cap, linear_cross_entropy, linear_log_probs
+from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.architecture.blocks import LayerConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -177,7 +174,7 @@ class Decoder(nn.Module):
         return 1.0 if scale is None else scale
 
     def forward(
-        self, tokens: Tensor, layout: Layout | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, layout: PackedLayout | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """Hidden states (B, T, D) of tokens (B, T), the final norm applied.
 
@@ -189,7 +186,7 @@ class Decoder(nn.Module):
         return self.run(tokens, layout, cache)[0]
 
     def run(
-        self, tokens: Tensor, layout: Layout | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, layout: PackedLayout | None = None, cache: KVCache | None = None
     ) -> tuple[Tensor, Routing | None]:
         """As `forward`, and what the routers did; None without experts, or in evaluation."""
         past, width = 0 if cache is None else cache.length, tokens.shape[1]
@@ -276,7 +273,7 @@ class Decoder(nn.Module):
         """Fill all weights; the same numbers on every layout of processes."""
         init.init_weights(self, self.config, seed)
 
-    def _real_places(self, layout: Layout | None, rows: int, width: int) -> Tensor | None:
+    def _real_places(self, layout: PackedLayout | None, rows: int, width: int) -> Tensor | None:
         """(N,) on the host: the flat places that experts see; None: all of this process's."""
         if self.config.ffn_config.ffn_type != "dmoe":
             return None
@@ -303,7 +300,7 @@ class Decoder(nn.Module):
 
     def _contexts(
         self,
-        layout: Layout | None,
+        layout: PackedLayout | None,
         positions: Tensor,
         past: int,
         cache: KVCache | None,
@@ -354,7 +351,7 @@ class Decoder(nn.Module):
         }
 
     def _rotary(
-        self, layout: Layout | None, positions: Tensor, past: int, cache: KVCache | None
+        self, layout: PackedLayout | None, positions: Tensor, past: int, cache: KVCache | None
     ) -> tuple[Table | None, Table | None]:
         """Tables of the new tokens and, where keys are cached unrotated, of all."""
         if not any(layer.rotary for layer in self.layers):
@@ -379,7 +376,7 @@ class Root(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        layout: Layout | None,
+        layout: PackedLayout | None,
         finish: Callable[[Decoder, Tensor], R],
         *,
         cache: KVCache | None = None,
@@ -390,7 +387,7 @@ class Root(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        layout: Layout | None,
+        layout: PackedLayout | None,
         finish: Callable[[Decoder, Tensor], R],
         *,
         cache: KVCache | None = None,
@@ -400,7 +397,7 @@ class Root(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        layout: Layout | None,
+        layout: PackedLayout | None,
         finish: Callable[[Decoder, Tensor], R],
         *,
         cache: KVCache | None = None,

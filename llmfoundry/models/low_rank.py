@@ -1,6 +1,6 @@
 """What an adapter of low rank adds to a linear layer: LoRA, rsLoRA, DoRA, PiSSA.
 
-`models.linear.Linear` calls `adapted` where a `LowRank` was put on it (`adapt.add_adapter`). The
+`models.layers.Linear` calls `adapted` where a `LowRank` was put on it (`adapt.add_adapter`). The
 parameters stand beside the frozen weight, which is never changed and never added to:
 
     lora_A (P * r, in), lora_B (rows, r)   trained; P is the number of parts, mostly 1
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.autocast import has_autocast, without_autocast
+from llmfoundry.ops.devices import has_autocast, without_autocast
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 A_INIT, B_INIT = "lora_A_init", "lora_B_init"

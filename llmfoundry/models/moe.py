@@ -1,7 +1,7 @@
 """The mixture-of-experts layer: a router and stacked experts, here or on several processes.
 
-`decoder.py` puts it where a feed-forward layer stands; the products are `ops.moe.mixture`'s, what
-the router did is told as `routing.py` has it. Where processes share the experts, tokens travel to
+`decoder.py` puts it where a feed-forward layer stands; the products are `ops.moe.mixture`'s,
+what the router did is reported by `router.py`. Where processes share the experts, tokens travel to
 them and back (`ops/moe/dispatch.py`).
 """
 
@@ -16,15 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from llmfoundry.models.ffn import FFN
-from llmfoundry.models.linear import Linear, whole
-from llmfoundry.models.load_balance import OtherTokens, Places, Routed, Statistics
+from llmfoundry.models.layers import FFN, Linear, whole
 from llmfoundry.models.low_rank import LowRank, adapted
+from llmfoundry.models.router import OtherTokens, Places, Routed, Statistics
 from llmfoundry.ops.activations import to_text
-from llmfoundry.ops.autocast import has_autocast, without_autocast
+from llmfoundry.ops.devices import has_autocast, without_autocast
 from llmfoundry.ops.moe.dispatch import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
-from llmfoundry.ops.moe.select import mixture
+from llmfoundry.ops.moe.mixture import mixture
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 from llmfoundry.recipe.architecture.model import ModelConfig
 

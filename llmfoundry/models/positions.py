@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.ops.packed_layout import Layout, at
+from llmfoundry.ops.packed_layout import PackedLayout, at
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 Table = tuple[Tensor, Tensor]  # cosine and sine, (..., T, 1, head_dim) in fp32
@@ -62,7 +62,7 @@ def rotary_frequencies(config: ModelConfig, lengths: Tensor | None, device: torc
 
 
 def dynamic_lengths(
-    config: ModelConfig, layout: Layout | None, total: int, device: torch.device
+    config: ModelConfig, layout: PackedLayout | None, total: int, device: torch.device
 ) -> Tensor | None:
     """The lengths that decide how much `type: dynamic` stretches; None: nothing is stretched.
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llmfoundry.models.adapters.adapt import is_added
+from llmfoundry.models.adapter import is_added
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.linear import Linear
+from llmfoundry.models.layers import Linear
 from llmfoundry.models.moe import ExpertWeights, Router
 from llmfoundry.models.tensor_ranks import stacked_rows
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize, quantize

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from llmfoundry.ops.logits import VocabularyShard
+from llmfoundry.ops.loss import VocabularyShard
 from llmfoundry.ops.shard_layout import local_ranges
 from llmfoundry.recipe.architecture.model import ModelConfig
 

@@ -1,6 +1,6 @@
 """Frozen matrices in 4 bits: NormalFloat (NF4) with scales that are quantised again (QLoRA).
 
-`models/quantized.py` keeps them, `models/linear.py` and `ops/moe/grouped.py` compute with them.
+`models/quantized.py` keeps them, `models/layers.py` and `ops/moe/mixture.py` compute with them.
 Values are bitsandbytes' (Dettmers et al., 2023): 64 values in a row share a scale, their largest
 magnitude; each becomes the nearest of 16 quantiles of a normal distribution, the first of two in a
 byte's high half. With double quantisation the scales, less their mean, are one byte each in a code

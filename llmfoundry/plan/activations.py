@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from llmfoundry.ops.moe.elementwise import packed_width
+from llmfoundry.ops.moe.experts import packed_width
 from llmfoundry.plan.trained import ALL, SavedInputs
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import Degrees, recomputation

@@ -13,7 +13,7 @@ import torch
 
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.ops.logits import chunk_tokens, logit_bytes
+from llmfoundry.ops.loss import chunk_tokens, logit_bytes
 from llmfoundry.plan.activations import row_bytes
 from llmfoundry.plan.shards import REDUCED, shares
 from llmfoundry.plan.trained import kept_by_blocks, weigh
@@ -25,7 +25,7 @@ GIB = 2**30
 CPU = torch.device("cpu")
 HEAP = 1.5
 """What activations take of a CPU's heap over their own size: tensors of other sizes come and go
-between those that stay, and freed memory is kept (`ops/host_memory.py`). Measured by
+between those that stay, and freed memory is kept (`ops/devices.py`). Measured by
 `benchmarks/finetune.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
 FRAMEWORK = GIB // 2  # PyTorch and all else that is imported, before there is a model
 

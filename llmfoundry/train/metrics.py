@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmfoundry.models.load_balance import Routing
+from llmfoundry.models.router import Routing
 from llmfoundry.train.spikes.guard import Guard, StepVerdict, read_verdicts
 from llmfoundry.train.step import Objective, StepResult
 

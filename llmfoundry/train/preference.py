@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.ops.batch import IGNORE, Answers, Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import IGNORE, Answers, Batch, PackedLayout
 from llmfoundry.recipe.preference import PreferenceConfig
 from llmfoundry.train.step import Finish, Look, sum_over_processes
 
@@ -395,7 +394,7 @@ def mismatched(batch: Batch) -> tuple[Batch, Tensor]:
     own[:, 1:] = batch.labels[:, :-1]
     labels = torch.full_like(own, IGNORE)
     labels[:, :-1] = own.gather(1, order)[:, 1:]
-    moved = Layout.from_lengths(lengths, layout.padding).to(device, non_blocking=True)
+    moved = PackedLayout.from_lengths(lengths, layout.padding).to(device, non_blocking=True)
     sides = Answers(answers.side, begins)
     tokens = batch.tokens.gather(1, order)
     is_compared = changed.to(device, non_blocking=True) & (answers.side != 0)

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from llmfoundry.distributed.fsdp import gradient_sync, sum_factor
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.load_balance import Routing
 from llmfoundry.models.moe import move_biases
+from llmfoundry.models.router import Routing
 from llmfoundry.ops import torch_private
-from llmfoundry.ops.batch import IGNORE, Batch
+from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.train.spikes.guard import Guard

@@ -25,7 +25,7 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.errors import enough_memory
 from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops.batch import IGNORE, Batch
+from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.recipe.parallel import recomputation
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.batch import IGNORE, Batch
+from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.train.preference import (
     KTO,
     Compared,

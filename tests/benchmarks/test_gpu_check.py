@@ -31,7 +31,7 @@ from benchmarks.gpu_check.results import ItemResult, Results, StepResult
 from benchmarks.gpu_check.runner import Runner, differs, time_of
 from benchmarks.gpu_check.wheels import unpack
 from llmfoundry.errors import UserError
-from llmfoundry.ops import logits
+from llmfoundry.ops import loss
 from llmfoundry.ops.attention.select import IMPLS
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -562,7 +562,7 @@ def test_a_chunk_of_the_loss_is_as_many_tokens_as_were_asked() -> None:
         hidden, weight = torch.zeros(100, 8), torch.zeros(16, 8)
         options: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "softcap": None}
         labels = torch.zeros(100, dtype=torch.int64)
-        run = logits.HeadPass(hidden, weight, labels, wants=(True, True), **options)
+        run = loss.HeadPass(hidden, weight, labels, wants=(True, True), **options)
         return len([*run.parts()])
 
     with speed.of_chunks(32):

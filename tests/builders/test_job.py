@@ -18,7 +18,7 @@ from llmfoundry.builders.job import (
     with_defaults,
 )
 from llmfoundry.distributed.launch import World
-from llmfoundry.ops import cpu_features
+from llmfoundry.ops import devices
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import write_recipe
@@ -87,7 +87,7 @@ def test_a_processor_that_would_emulate_bfloat16_computes_in_fp32_and_says_so(
     served: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu_features, "HAS_BF16", has_bf16)
+    monkeypatch.setattr(devices, "HAS_BF16", has_bf16)
     told: list[str] = []
     assert served_precision(precision, World(0, 1, 0, device), told.append) == served
     assert len(told) == (served != precision)

@@ -22,7 +22,7 @@ from llmfoundry.checkpoint import storage
 from llmfoundry.checkpoint.dcp import Staging, TensorFiles
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.ops import pinned_memory
+from llmfoundry.ops import devices
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.checkpoint.test_save import make_saver, names, parts
@@ -79,10 +79,10 @@ def test_memory_is_pinned_where_there_is_a_gpu_and_released_before_it_is_freed(
     monkeypatch: pytest.MonkeyPatch, refuses: bool
 ) -> None:
     runtime = Runtime(refuses=refuses)
-    assert pinned_memory.host_buffer(64).nbytes == 64 and not runtime.calls
+    assert devices.host_buffer(64).nbytes == 64 and not runtime.calls
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    buffer = pinned_memory.host_buffer(4096)
+    buffer = devices.host_buffer(4096)
     copy = torch.frombuffer(buffer[:8], dtype=torch.uint8)
     address = copy.data_ptr()
     assert runtime.calls == [("pin", address, 4096)]

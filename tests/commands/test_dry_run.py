@@ -111,7 +111,7 @@ def test_under_slurm_the_plan_is_of_the_steps_tasks_and_printed_once(
 def test_the_plan_names_the_precision_that_is_computed_in(
     has_bf16: bool, served: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("llmfoundry.ops.cpu_features.HAS_BF16", has_bf16)
+    monkeypatch.setattr("llmfoundry.ops.devices.HAS_BF16", has_bf16)
     assert dry(TrainRecipe, "train:train", QUICKSTART) == 0
     assert f"x CPU, {served}, microbatch" in capsys.readouterr().out
 

@@ -29,8 +29,7 @@ from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import OrderedStream, RowOptions, TokenSource, open_source
 from llmfoundry.data.token_rows import TokenDataset
 from llmfoundry.errors import UserError
-from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from tests.shards import bytes_tokenizer, write_mds, write_tokens
 
 T = 32
@@ -164,7 +163,7 @@ def test_layout_equals_the_plain_builder(web: OrderedStream) -> None:
     for step in range(20):
         batch = loader([web]).batch(step)
         assert batch.layout is not None
-        expected = Layout.from_lengths(batch.layout.lengths)
+        expected = PackedLayout.from_lengths(batch.layout.lengths)
         assert torch.equal(batch.layout.positions, expected.positions)
         assert torch.equal(batch.layout.documents, expected.documents)
         assert batch.layout.positions.dtype == torch.int64
@@ -411,7 +410,7 @@ def test_validation_layout_keeps_what_is_filled_up_apart(web: OrderedStream) -> 
     for batch in batches:
         assert batch.layout is not None
         assert all(sum(row) == T for row in batch.layout.lengths)
-        expected = Layout.from_lengths(batch.layout.lengths)
+        expected = PackedLayout.from_lengths(batch.layout.lengths)
         assert torch.equal(batch.layout.positions, expected.positions)
     last = batches[-1]
     filled = last.labels == IGNORE

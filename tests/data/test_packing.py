@@ -21,7 +21,7 @@ from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import RowOptions, open_source
 from llmfoundry.data.text_packing import PackedStream, PackingRatio, group_rows, pack, probe
 from llmfoundry.errors import UserError
-from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.packed_layout import IGNORE
 from tests.shards import bytes_tokenizer
 
 T = 24

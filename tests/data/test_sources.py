@@ -23,7 +23,7 @@ from llmfoundry.data.mds_source import MDSTokens
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import RowOptions, TokenSource, open_source
 from llmfoundry.errors import UserError
-from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.packed_layout import IGNORE
 from tests.shards import bytes_tokenizer, texts, write_mds, write_tokens
 
 T = 16

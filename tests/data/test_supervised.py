@@ -30,7 +30,7 @@ from llmfoundry.data.supervised.pack import best_fit, cut_lengths, pack_examples
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.packed_layout import IGNORE
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import StreamConfig

@@ -24,10 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.memory import fill
 from llmfoundry.distributed.launch import World
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops.batch import Batch
 from llmfoundry.ops.moe import dispatch
-from llmfoundry.ops.moe import elementwise as moe_steps
+from llmfoundry.ops.moe import experts as moe_steps
 from llmfoundry.ops.moe import gpu as moe_device
+from llmfoundry.ops.packed_layout import Batch
 from tests.distributed import matrix
 from tests.distributed.layouts import ROUTINE, Entry
 

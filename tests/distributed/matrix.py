@@ -32,12 +32,11 @@ from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.fsdp import apply_ddp as wrap
 from llmfoundry.distributed.launch import World, choose_device, default_backend
 from llmfoundry.distributed.mesh import Meshes, build_mesh, with_mesh
-from llmfoundry.models.adapters.adapt import add_adapter, init_adapter, is_added
-from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.adapter import add_adapter, init_adapter, is_added
+from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import place
-from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import GLOO
@@ -95,7 +94,7 @@ def global_batch(step: int, packed: bool = True) -> Batch:
     for row, kept in enumerate(LABELS):
         labels[row, kept:] = IGNORE
     documents = [[1 + row, LENGTH - 1 - row] for row in range(ROWS)]
-    return Batch(tokens, labels, Layout.from_lengths(documents) if packed else None)
+    return Batch(tokens, labels, PackedLayout.from_lengths(documents) if packed else None)
 
 
 def share(batch: Batch, world: World) -> Batch:

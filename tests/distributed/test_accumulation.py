@@ -25,7 +25,7 @@ from llmfoundry.distributed.fsdp import materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.batch import Batch
+from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.plan.memory import MemoryEstimate, estimate
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig

@@ -16,7 +16,7 @@ from llmfoundry.distributed.activation_checkpoint import check_compiler, check_g
 from llmfoundry.errors import UserError
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 from tests.models.test_decoder import make_config
 from tests.tiny import ENV, command, write_recipe
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dropout": {"resid_pdrop": 0.3, "emb_pdrop": 0.1, "attn_config": {"attn_pdrop": 0.2}},
     "reused keys": {"block_overrides": REUSE, "resid_pdrop": 0.3},
 }
-LAYOUT = Layout.from_lengths([[16], [5, 11], [1, 15]])
+LAYOUT = PackedLayout.from_lengths([[16], [5, 11], [1, 15]])
 
 
 def make_root(**settings: Any) -> Root:
@@ -45,12 +45,12 @@ def make_tokens(rows: int) -> torch.Tensor:
     return torch.randint(0, 64, (rows, 16), generator=torch.Generator().manual_seed(1))
 
 
-def forward(root: Root, layout: Layout | None = LAYOUT, rows: int = 3) -> torch.Tensor:
+def forward(root: Root, layout: PackedLayout | None = LAYOUT, rows: int = 3) -> torch.Tensor:
     tokens = make_tokens(rows)
     return root(tokens, layout, lambda model, hidden: model.loss(hidden, tokens))
 
 
-def loss_and_gradients(root: Root, layout: Layout | None = LAYOUT) -> list[torch.Tensor]:
+def loss_and_gradients(root: Root, layout: PackedLayout | None = LAYOUT) -> list[torch.Tensor]:
     torch.manual_seed(0)
     loss = forward(root, layout)
     loss.backward()
@@ -166,7 +166,7 @@ def test_documents_of_other_lengths_compile_nothing_anew(
     others = [[[4, 12], [8, 8], [2, 3, 11]], [[1] * 16, [16], [15, 1]]]
     counts = []
     for lengths in (whole, some, *others, whole, some, whole):
-        layout = Layout.from_lengths(lengths)
+        layout = PackedLayout.from_lengths(lengths)
         losses = [forward(each, layout) for each in (root, plain)]
         losses[0].backward()
         torch.testing.assert_close(losses[0], losses[1])

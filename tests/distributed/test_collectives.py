@@ -28,7 +28,7 @@ from llmfoundry.distributed.collectives import (
 )
 from llmfoundry.distributed.launch import ALONE, World, join
 from llmfoundry.errors import UserError
-from llmfoundry.ops import cpu_features
+from llmfoundry.ops import devices
 from llmfoundry.plan.memory import estimate
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -73,7 +73,7 @@ def work(rank: int, folder: Path) -> None:
     world, recipe = World(rank, SIZE, rank, CPU), make_recipe()
     free = int(estimate(recipe, SIZE).total(MEMORY[rank]) / 0.9) + 8
     trainer.available_memory = lambda device: SIZE * free  # type: ignore[assignment]
-    cpu_features.HAS_BF16 = rank != 2
+    devices.HAS_BF16 = rank != 2
     other = make_recipe()
     other.save_folder = f"/machine{rank}/runs"
     other.data.cache_folder, other.data.paths = f"cache{rank}", [f"/machine{rank}/text"]

@@ -29,8 +29,7 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.parallel import METHODS, Degrees, ParallelConfig
@@ -73,7 +72,7 @@ def make_batch(layout: bool = True, weights: bool = False) -> Batch:
     labels[torch.rand(4, 13, generator=generator) < 0.3] = IGNORE
     for row, pad in enumerate(PADDING):
         labels[row, 13 - pad :] = IGNORE
-    of_rows = Layout.from_lengths(LENGTHS, PADDING) if layout else None
+    of_rows = PackedLayout.from_lengths(LENGTHS, PADDING) if layout else None
     counted = torch.rand(4, 13, generator=generator).masked_fill(labels == IGNORE, 0)
     return Batch(tokens, labels, of_rows, counted if weights else None)
 

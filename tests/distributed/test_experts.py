@@ -23,15 +23,13 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.gauntlet.models.generation import generate_texts
 from llmfoundry.gauntlet.questions import Prompt
-from llmfoundry.models.adapters.adapt import add_adapter, init_adapter
-from llmfoundry.models.adapters.base import base_sample
-from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.adapter import add_adapter, base_sample, init_adapter
+from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.load_balance import OtherTokens
 from llmfoundry.models.moe import MoE, Router
 from llmfoundry.models.quantized import place, quantize_frozen
-from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.models.router import OtherTokens
+from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -158,7 +156,7 @@ def make_batch(case: Case, step: int) -> Batch:
         labels[row, LENGTH - pad - (0 if pad else 1) :] = IGNORE
         real = LENGTH - pad
         lengths.append([n for n in (min(5, real), real - min(5, real), pad) if n])
-    return Batch(tokens, labels, Layout.from_lengths(lengths, case.padding))
+    return Batch(tokens, labels, PackedLayout.from_lengths(lengths, case.padding))
 
 
 def take_steps(case: Case, world: World, degrees: dict[str, int]) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
-from llmfoundry.models.adapters.adapt import add_adapter, init_adapter, is_added
-from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.adapter import add_adapter, init_adapter, is_added
+from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import matrices, narrow_frozen, place, quantize_frozen
-from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.packed_layout import IGNORE
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.parallel import ParallelConfig

@@ -19,8 +19,7 @@ from llmfoundry.distributed.fsdp import apply_ddp, full_tensor, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.batch import Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig, ParamGroupConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
@@ -82,7 +81,7 @@ def train(rank: int, size: int, degrees: tuple[int, int], folder: str) -> None:
     weights = follow(root, optimizer)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
     mine = slice(rank * 4 // size, (rank + 1) * 4 // size)
-    documents = Layout.from_lengths([[16], [5, 11], [16], [8, 8]][mine])
+    documents = PackedLayout.from_lengths([[16], [5, 11], [16], [8, 8]][mine])
     batch, guard, found = Batch(tokens[mine], tokens.roll(-1, 1)[mine], documents), Guard(CPU), []
     for number in range(3):
         result = train_step(

@@ -26,7 +26,7 @@ from llmfoundry.distributed.tensor import apply_tensor_parallel
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.tensor_ranks import stacked_rows
-from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.packed_layout import IGNORE
 from llmfoundry.ops.shard_layout import assign, block_view, local_blocks
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.parallel import Degrees, ParallelConfig

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 
 POSITIONS = 512
 
@@ -46,7 +46,7 @@ class TableRoot(nn.Module):
         self.shapes: list[tuple[int, ...]] = []
 
     def forward(
-        self, tokens: Tensor, layout: Layout, finish: Callable[[TableModel, Tensor], Any]
+        self, tokens: Tensor, layout: PackedLayout, finish: Callable[[TableModel, Tensor], Any]
     ) -> Any:
         self.shapes.append(tuple(tokens.shape))
         vocab = self.model.head_weight.shape[0]

@@ -10,7 +10,7 @@ import pytest
 from llmfoundry.gauntlet.models import tree
 from llmfoundry.gauntlet.models.tree import Forest, grow, split_into_rows, widths, write_row
 from llmfoundry.gauntlet.questions import Request
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 
 
 def request(*tokens: int, n: int = 1) -> Request:
@@ -62,7 +62,7 @@ def test_every_request_sees_its_own_tokens_once_and_rows_keep_their_budget(
         seen |= found
         written = write_row(forest, row, requests)
         assert row.targets == sum(len(requests[i].targets) for i in written.requests)
-        depths = Layout.from_ends([written.ends]).positions
+        depths = PackedLayout.from_ends([written.ends]).positions
         assert row.work == int((depths + 1).sum())
     assert seen == {i: list(r.tokens) for i, r in enumerate(requests)}
     assert forest.tokens_unshared == sum(len(r.tokens) for r in requests)

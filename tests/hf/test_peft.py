@@ -17,14 +17,14 @@ from llmfoundry.hf.peft.names import CONFIG, splits_qkv
 from llmfoundry.hf.peft.read import read_adapter
 from llmfoundry.hf.peft.write import matrices, write_adapter
 from llmfoundry.hf.write import to_hf
-from llmfoundry.models.adapters.adapt import (
+from llmfoundry.models.adapter import (
     adapted_layers,
     add_adapter,
     fill_adapter_from,
     init_adapter,
     is_added,
 )
-from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from tests.hf.random_models import CARD, CASES, decoder, logits, rows, settings, write_tokenizer

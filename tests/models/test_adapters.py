@@ -11,20 +11,21 @@ from torch import Tensor, nn
 
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.errors import UserError
-from llmfoundry.models.adapters.adapt import (
+from llmfoundry.models.adapter import (
+    MergedState,
     adapted_layers,
     adapter_table,
     add_adapter,
     freeze_parts,
     init_adapter,
     is_added,
+    merge_into,
     saved_names,
     switched_off,
 )
-from llmfoundry.models.adapters.merge import MergedState, merge_into
-from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.linear import Linear
+from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import LowRank, merged
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from tests.models.test_decoder import make_config

@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry.models import counts
-from llmfoundry.models.adapters.adapt import add_adapter, init_adapter, is_added
-from llmfoundry.models.adapters.plan import plan_adapter
+from llmfoundry.models.adapter import add_adapter, init_adapter, is_added
+from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.counts import (
     flops_per_token,
     parameter_count,

@@ -11,10 +11,10 @@ import torch
 
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.ffn import FFNS
+from llmfoundry.models.layers import FFNS
 from llmfoundry.ops.activations import ACTIVATIONS
 from llmfoundry.ops.attention.select import alibi_slopes
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.architecture import ffn
 from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build
@@ -198,7 +198,7 @@ def test_logits_and_gradients_equal_the_plain_decoders(name: str, impl: str) -> 
     config.attn_config.attn_impl = impl
     model = make_model(config).double()
     tokens, lengths = random_tokens(2, 13), [[13], [4, 1, 8]]
-    logits = model.head(model(tokens, Layout.from_lengths(lengths)))
+    logits = model.head(model(tokens, PackedLayout.from_lengths(lengths)))
     leaves = plain_weights(model)
     expected = plain_logits(leaves, config, tokens, lengths)
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=2e-6)  # rotary tables are fp32
@@ -276,7 +276,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
     tokens = random_tokens(1, 16, seed=6)
     changed = tokens.clone()
     changed[0, :9] = (changed[0, :9] + 1) % 64
-    layout = Layout.from_lengths([[9, 7]])
+    layout = PackedLayout.from_lengths([[9, 7]])
     torch.testing.assert_close(model(tokens, layout)[0, 9:], model(changed, layout)[0, 9:])
     assert not torch.allclose(model(tokens)[0, 9:], model(changed)[0, 9:])
 

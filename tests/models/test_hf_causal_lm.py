@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.hf.causal_lm import HFCausalLM, visible
 from llmfoundry.hf.class_weights import check_class, class_config
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 
 ROWS = 128
 PLAIN = {
@@ -82,7 +82,7 @@ def tokens() -> Tensor:
 def test_documents_of_a_row_are_apart(kind: str, tmp_path: Path) -> None:
     """Each document's logits are the class's own of it alone, whatever the others say."""
     theirs = save_class(kind, tmp_path)
-    ours, x, layout = held(tmp_path), tokens(), Layout.from_lengths(LAYOUT)
+    ours, x, layout = held(tmp_path), tokens(), PackedLayout.from_lengths(LAYOUT)
     torch.testing.assert_close(ours.head(ours(x)), theirs(x).logits, rtol=1e-4, atol=1e-4)
     packed = ours.head(ours(x, layout))
     for row, lengths in enumerate(LAYOUT):
@@ -104,7 +104,7 @@ def test_branches_of_a_tree_are_apart(kind: str, tmp_path: Path) -> None:
     theirs = save_class(kind, tmp_path)
     ours, x = held(tmp_path), tokens()[:1]
     ends = [[15] * 4 + [10] * 6 + [15] * 5 + [20] * 5]
-    layout = Layout.from_ends(ends)
+    layout = PackedLayout.from_ends(ends)
     found = ours.head(ours(x, layout))[0]
     for token in (3, 9, 14, 19):
         path = visible(layout)[0, token].nonzero()[:, 0]
@@ -134,7 +134,7 @@ def test_checkpointing_wraps_the_class_s_blocks(tmp_path: Path) -> None:
         model = held(tmp_path)
         root = Root(model).train()  # type: ignore[arg-type]
         wrap_blocks(root, checkpointing=checkpointing, compile_mode=None)
-        hidden = root(tokens(), Layout.from_lengths(LAYOUT), lambda _, hidden: hidden)
+        hidden = root(tokens(), PackedLayout.from_lengths(LAYOUT), lambda _, hidden: hidden)
         hidden.square().sum().backward()
         gradients.append([p.grad for p in model.hf.gpt_neox.parameters()])
     for one, other in zip(*gradients, strict=True):

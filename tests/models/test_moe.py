@@ -14,7 +14,7 @@ from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import MoE, move_biases
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.architecture.model import ModelConfig
 from tests.models.plain_decoder import activation
 from tests.models.plain_moe import balancing_loss, choice, mixture
@@ -170,9 +170,9 @@ def test_the_padding_of_a_layout_reaches_no_router(padding: tuple[int, int]) -> 
         block.ffn.router.register_forward_hook(lambda m, i, out: seen.append(len(out)))
     tokens = torch.randint(0, 64, (2, 8))
     lengths = [[8 - pad, pad] if 0 < pad < 8 else [8] for pad in padding]
-    found = model(tokens, Layout.from_lengths(lengths, padding))
+    found = model(tokens, PackedLayout.from_lengths(lengths, padding))
     assert seen == [16 - sum(padding)] * 2
-    expected = model(tokens, Layout.from_lengths(lengths))
+    expected = model(tokens, PackedLayout.from_lengths(lengths))
     for row, pad in enumerate(padding):
         torch.testing.assert_close(found[row, : 8 - pad], expected[row, : 8 - pad])
 

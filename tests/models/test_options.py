@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.models.decoder import Block, Decoder
-from llmfoundry.ops.logits import labelled_places
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.loss import labelled_places
+from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.architecture.attention import NORMS
 from tests.models.test_decoder import SETTINGS, make_config, make_model, random_tokens
 
@@ -33,7 +33,7 @@ DROPOUTS: dict[str, dict[str, Any]] = {
 
 
 def losses_gradients(
-    model: Decoder, tokens: Tensor, *, seed: int = 1, layout: Layout | None = None
+    model: Decoder, tokens: Tensor, *, seed: int = 1, layout: PackedLayout | None = None
 ) -> list[Tensor]:
     """The loss and every gradient, under one seed."""
     torch.manual_seed(seed)
@@ -153,12 +153,12 @@ def test_a_forward_pass_asks_the_device_for_nothing(
 ) -> None:
     """Tensors without data: whatever waits for a value of the device fails."""
     elsewhere = labelled_places(torch.empty(3, dtype=torch.int64, device="meta"))
-    monkeypatch.setattr("llmfoundry.ops.cross_entropy.labelled_places", lambda labels: elsewhere)
+    monkeypatch.setattr("llmfoundry.ops.loss.labelled_places", lambda labels: elsewhere)
     with FakeTensorMode():
         model = Decoder(make_config(**SETTINGS[name]))
         tokens = torch.zeros(2, 13, dtype=torch.int64)
         rows = tokens.new_zeros(2, 13)
-        for layout in (None, Layout(rows, rows.int(), ((13,), (4, 1, 8)))):
+        for layout in (None, PackedLayout(rows, rows.int(), ((13,), (4, 1, 8)))):
             assert model.loss(model(tokens, layout), tokens).shape == ()
         with pytest.raises(DataDependentOutputException):
             tokens.max().item()
@@ -241,7 +241,7 @@ def test_blocks_compile_whole_and_those_alike_share_a_graph(name: str, graphs: i
     )
     plain, compiled = (make_model(make_config(**SETTINGS[name])) for _ in range(2))
     wrapped(compiled, lambda block: lambda *inputs: run(block, *inputs))
-    tokens, layout = random_tokens(2, 12), Layout.from_lengths([[12], [12]])
+    tokens, layout = random_tokens(2, 12), PackedLayout.from_lengths([[12], [12]])
     ours, theirs = (losses_gradients(m, tokens, layout=layout) for m in (compiled, plain))
     for mine, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)

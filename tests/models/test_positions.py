@@ -17,7 +17,7 @@ from llmfoundry.models.positions import (
     rotary_frequencies,
     rotary_table,
 )
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.architecture.model import ModelConfig
 from tests.models.test_decoder import make_config
 
@@ -42,7 +42,7 @@ def make(scaling: str) -> ModelConfig:
     return make_config(d_model=64, n_heads=2, max_seq_len=128, attn_config=attn)
 
 
-def ours(config: ModelConfig, layout: Layout | None, total: int) -> tuple[Tensor, Tensor]:
+def ours(config: ModelConfig, layout: PackedLayout | None, total: int) -> tuple[Tensor, Tensor]:
     positions = torch.arange(total)[None] if layout is None else layout.positions
     lengths = dynamic_lengths(config, layout, total, CPU)
     cos, sin = rotary_table(positions, rotary_frequencies(config, lengths, CPU))
@@ -76,7 +76,7 @@ def test_tables_are_transformers(scaling: str, total: int) -> None:
 def test_a_document_has_the_table_that_it_has_alone(scaling: str) -> None:
     config = make(scaling)
     lengths = [[300, 40, 160], [128, 128, 116, 128]]
-    tables = ours(config, Layout.from_lengths(lengths), 500)
+    tables = ours(config, PackedLayout.from_lengths(lengths), 500)
     for mine, part in zip(tables, range(2), strict=True):
         for row, documents in zip(mine, lengths, strict=True):
             for document, n in zip(row.split(documents), documents, strict=True):

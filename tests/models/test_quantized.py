@@ -10,11 +10,11 @@ from torch import Tensor
 
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.linear import Linear
+from llmfoundry.models.layers import Linear
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import matrices, place, quantize_frozen
 from llmfoundry.ops import nf4
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
+from llmfoundry.ops.loss import linear_cross_entropy
 from tests.models.test_decoder import make_config, make_model, random_tokens
 
 GLU: dict[str, Any] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.ops.moe.experts import Experts
-from llmfoundry.ops.moe.select import mixture
+from llmfoundry.ops.moe.mixture import mixture
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import json
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.moe import elementwise as moe_steps
-from llmfoundry.ops.moe import triton_elementwise as moe_triton
+from llmfoundry.ops.moe import experts as moe_steps
+from llmfoundry.ops.moe import triton_kernels as moe_triton
 from llmfoundry.ops.moe.experts import route
 
 TOKENS, TOP_K, D, F = 5, 3, 300, 260

@@ -22,7 +22,7 @@ from llmfoundry.ops.attention.select import (
     plan,
     refusal,
 )
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 
 CPU = torch.device("cpu")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -48,8 +48,8 @@ class Case:
         slopes = alibi_slopes(self.heads, 8, device).to(dtype) if self.alibi else None
         return AttentionSpec(self.scale, self.softcap, slopes, self.window)
 
-    def layout(self) -> Layout:
-        return Layout.from_lengths(self.lengths)
+    def layout(self) -> PackedLayout:
+        return PackedLayout.from_lengths(self.lengths)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """q, k, v and the gradient of the output; float64 that bf16 can hold."""

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from llmfoundry.errors import UserError
+from llmfoundry.ops.attention import flash
 from llmfoundry.ops.attention import flash as attention_flash
-from llmfoundry.ops.attention import flash3
+from llmfoundry.ops.attention import flash as attention_varlen
 from llmfoundry.ops.attention import flex as attention_flex
-from llmfoundry.ops.attention import varlen as attention_varlen
-from llmfoundry.ops.attention.plan import dense_bias
 from llmfoundry.ops.attention.select import (
     PLANS,
     AttentionPlan,
@@ -32,7 +31,8 @@ from llmfoundry.ops.attention.select import (
     range_plan,
     refusal,
 )
-from llmfoundry.ops.packed_layout import Layout, Ranges
+from llmfoundry.ops.attention.spec import dense_bias
+from llmfoundry.ops.packed_layout import PackedLayout, Ranges
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.ops.plain_attention import (
@@ -95,7 +95,7 @@ def test_block_mask_is_the_one_that_pytorch_finds_by_looking_at_every_pair(
 ) -> None:
     documents = None
     if lengths is not None:
-        documents = Layout.from_lengths(lengths).documents[:, :length]
+        documents = PackedLayout.from_lengths(lengths).documents[:, :length]
     ours = attention_flex.block_mask(length, window, documents, CPU)
     rows = None if documents is None else len(documents)
     theirs = flex_attention.create_block_mask(
@@ -132,7 +132,7 @@ def test_block_mask_of_the_last_queries_is_pytorchs(
 ) -> None:
     length, documents = past + queries, None
     if lengths is not None:
-        documents = Layout.from_lengths(lengths).documents[:, :length]
+        documents = PackedLayout.from_lengths(lengths).documents[:, :length]
     ours = attention_flex.block_mask(queries, window, documents, CPU, past=past)
     rows = None if documents is None else len(documents)
     theirs = flex_attention.create_block_mask(
@@ -141,7 +141,7 @@ def test_block_mask_of_the_last_queries_is_pytorchs(
     assert ours.shape == theirs.shape
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     dense = dense_bias(
-        None if lengths is None else Layout.from_lengths(lengths).span(0, length),
+        None if lengths is None else PackedLayout.from_lengths(lengths).span(0, length),
         AttentionSpec(1.0, window=window),
         queries,
         past,
@@ -206,7 +206,7 @@ def test_dropout_drops_that_share_of_the_weights_while_training_only(
 def test_a_plan_asks_the_device_for_no_number(impl: str) -> None:
     """The meta device has none to give: .item(), nonzero and their like raise there."""
     meta = torch.device("meta")
-    layout = Layout.from_lengths(((7, 300), (307,))).to(meta)
+    layout = PackedLayout.from_lengths(((7, 300), (307,))).to(meta)
     spec = AttentionSpec(0.3, None, torch.ones(4, device=meta), window=40)
     chosen = PLANS[impl](layout, spec, queries=307, past=0, device=meta)
     part = range_plan(impl, layout, spec, 20, 300, meta)
@@ -249,7 +249,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(importlib, "import_module", import_module)
-    cached = (attention_flash._missing, flash3._missing, flash3._build_flags, flash3.serves_varlen)
+    cached = (
+        attention_flash._missing_flash,
+        flash._missing_flash3,
+        flash._build_flags,
+        flash.serves_varlen,
+    )
     for found in cached:
         found.cache_clear()
     yield machine
@@ -312,7 +317,7 @@ def test_an_old_torch_without_windows_in_varlen_is_refused(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert refusal("varlen", AttentionSpec(0.1), CUDA, BF16) is None
-    monkeypatch.setattr(attention_varlen, "_parameters", lambda: frozenset({"is_causal"}))
+    monkeypatch.setattr(attention_varlen, "_varlen_parameters", lambda: frozenset({"is_causal"}))
     found = refusal("varlen", AttentionSpec(0.1), CUDA, BF16)
     assert found is not None
     assert "install 2.11 or newer" in found
@@ -401,7 +406,7 @@ def test_auto_takes_the_cheapest_that_can_serve(
         monkeypatch.setitem(
             PLANS, name, lambda *_, name=name, **__: AttentionPlan(name, AttentionSpec(0.1))
         )
-    layout = Layout.from_lengths(((20, 44),) if packed else ((64,),))
+    layout = PackedLayout.from_lengths(((20, 44),) if packed else ((64,),))
     spec = AttentionSpec(0.1, **options)
     chosen = plan(layout, spec, queries=64, past=0, device=device, impl="auto", dtype=dtype)
     assert chosen.impl == impl
@@ -417,7 +422,7 @@ def test_autocast_decides_what_auto_computes_in(
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-    layout = Layout.from_lengths(((20, 44),))
+    layout = PackedLayout.from_lengths(((20, 44),))
 
     def choice(dtype: torch.dtype | None) -> str:
         spec = AttentionSpec(0.1)
@@ -429,7 +434,7 @@ def test_autocast_decides_what_auto_computes_in(
 
 def test_rows_of_one_document_are_not_packed() -> None:
     spec = AttentionSpec(0.1)
-    layout = Layout.from_lengths(((64,), (64,)))
+    layout = PackedLayout.from_lengths(((64,), (64,)))
     chosen = plan(layout, spec, queries=64, past=0, device=CPU, impl="sdpa")
     assert chosen == AttentionPlan("sdpa", spec)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import varlen
 
-from llmfoundry.ops.attention import varlen as attention_varlen
+from llmfoundry.ops.attention import flash as attention_varlen
 from llmfoundry.ops.attention.select import PLANS, AttentionPlan, AttentionSpec, attend, plan
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 from tests.ops.plain_attention import CPU
 
 BATCHES = [((13, 51), (64,)), ((1, 63), (64,)), ((20, 20, 24), (30, 34)), ((64,), (8,) * 8)]
@@ -86,7 +86,7 @@ def test_documents_on_a_cpu_are_left_out_of_the_graph_and_compile_nothing_anew(
     x = torch.randn(2, 64, 8)
     counts = []
     for lengths in (*BATCHES, WHOLE, BATCHES[0], WHOLE, *BATCHES):
-        layout = Layout.from_lengths(lengths)
+        layout = PackedLayout.from_lengths(lengths)
         chosen = plan(layout, spec, queries=64, past=0, device=CPU, impl="sdpa")
         torch.testing.assert_close(compiled(x, chosen), block(x, chosen))
         counts.append(counter.frame_count)
@@ -108,7 +108,7 @@ def test_flex_is_in_the_graph_and_new_documents_compile_nothing_anew(spec: Atten
     counter, compiled = counting(fullgraph=True)
     x = torch.randn(2, 64, 8)
     for lengths in BATCHES:
-        layout = Layout.from_lengths(lengths)
+        layout = PackedLayout.from_lengths(lengths)
         chosen = PLANS["flex"](layout, spec, queries=64, past=0, device=CPU)
         exact = plan(layout, spec, queries=64, past=0, device=CPU, impl="torch")
         torch.testing.assert_close(compiled(x, chosen), block(x, exact))
@@ -141,12 +141,12 @@ def test_varlen_is_in_the_graph_and_new_documents_compile_it_once_more_at_most(
         return q + len(first) + longest  # shows which plan was used
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    attention_varlen._parameters.cache_clear()
+    attention_varlen._varlen_parameters.cache_clear()
     counter, compiled = counting(fullgraph=True)
     x = torch.randn(2, 64, 8)
     for lengths in BATCHES:
-        layout = Layout.from_lengths(lengths)
+        layout = PackedLayout.from_lengths(lengths)
         chosen = PLANS["varlen"](layout, AttentionSpec(0.3), queries=64, past=0, device=CPU)
         torch.testing.assert_close(compiled(x, chosen), block(x, chosen))
-    attention_varlen._parameters.cache_clear()
+    attention_varlen._varlen_parameters.cache_clear()
     assert counter.frame_count <= 2  # its lengths become variables

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from llmfoundry.ops.attention import varlen as attention_varlen
-from llmfoundry.ops.attention.flash3 import is_hopper
+from llmfoundry.ops.attention import flash as attention_varlen
+from llmfoundry.ops.attention.flash import is_hopper
 from llmfoundry.ops.attention.select import PLANS, attend, plan
 from llmfoundry.ops.packed_layout import Ranges
 from tests.ops.plain_attention import (
@@ -133,9 +133,9 @@ def varlen_kernel(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     monkeypatch.setattr(varlen, "varlen_attn", request.param)
-    attention_varlen._parameters.cache_clear()
+    attention_varlen._varlen_parameters.cache_clear()
     yield
-    attention_varlen._parameters.cache_clear()
+    attention_varlen._varlen_parameters.cache_clear()
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_under_autocast_the_kernels_get_its_dtype(
     impl: str, monkeypatch: pytest.MonkeyPatch, flash_calls: list[dict[str, Any]]
 ) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", varlen_213)
-    attention_varlen._parameters.cache_clear()
+    attention_varlen._varlen_parameters.cache_clear()
     case = GRID["gqa-window-packed"]
     q, k, v = (x.float() for x in case.tensors()[:3])
     chosen = PLANS[impl](case.layout(), case.spec(), queries=19, past=0, device=CPU)

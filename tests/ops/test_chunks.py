@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.batch import IGNORE
-from llmfoundry.ops.cross_entropy import linear_cross_entropy, reference_cross_entropy
-from llmfoundry.ops.logits import chunk_tokens, logit_bytes
+from llmfoundry.ops.loss import (
+    chunk_tokens,
+    linear_cross_entropy,
+    logit_bytes,
+    reference_cross_entropy,
+)
+from llmfoundry.ops.packed_layout import IGNORE
 from tests.fake_cuda import run_on_fake_cuda
 
 CUDA = torch.device("cuda", 0)
@@ -32,7 +36,7 @@ CASES: dict[str, tuple[int, int, dict[str, float]]] = {  # tokens, vocabulary, s
 SCRIPT = """
 import json, weakref
 from torch.utils._python_dispatch import TorchDispatchMode
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
+from llmfoundry.ops.loss import linear_cross_entropy
 
 class Watched(TorchDispatchMode):
     def __init__(self):

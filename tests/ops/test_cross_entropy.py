@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmfoundry.ops import logits
-from llmfoundry.ops.batch import IGNORE
-from llmfoundry.ops.cross_entropy import linear_cross_entropy, reference_cross_entropy
-from llmfoundry.ops.logits import cap
+from llmfoundry.ops import loss
+from llmfoundry.ops.loss import cap, linear_cross_entropy, reference_cross_entropy
+from llmfoundry.ops.packed_layout import IGNORE
 
 SHAPES: dict[str, dict[str, float]] = {
     "plain": {},
@@ -30,8 +29,8 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """700 tokens in chunks of 64, the last one short."""
-    monkeypatch.setattr(logits, "MIN_CHUNK", 64)
-    monkeypatch.setattr(logits, "CHUNK_LOGITS", 64 * 50)
+    monkeypatch.setattr(loss, "MIN_CHUNK", 64)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 64 * 50)
 
 
 @pytest.mark.parametrize("name", SHAPES)

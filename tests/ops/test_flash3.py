@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from llmfoundry.attention_limits import LIMITS
-from llmfoundry.ops.attention import flash3
-from llmfoundry.ops.attention.plan import AttentionSpec
+from llmfoundry.ops.attention import flash
 from llmfoundry.ops.attention.select import PLANS, attend, choose, refusal
+from llmfoundry.ops.attention.spec import AttentionSpec
 from llmfoundry.ops.packed_layout import Ranges
 from tests.ops.plain_attention import CPU, DTYPES, GRID, Case, distance, expected
 from tests.ops.plain_ranges import PAIRS, range_errors
@@ -41,7 +41,7 @@ needs_backward = pytest.mark.skipif(
 
 
 def clear() -> None:
-    for cached in (flash3._missing, flash3._build_flags, flash3.serves_varlen):
+    for cached in (flash._missing_flash3, flash._build_flags, flash.serves_varlen):
         cached.cache_clear()
 
 
@@ -254,7 +254,7 @@ def test_pytorch_activates_what_the_package_registers(package: ModuleType, hoppe
     library.define("fwd(Tensor q) -> Tensor")
     library.define("bwd(Tensor q) -> Tensor")
     try:
-        assert flash3.serves_varlen(H100)
+        assert flash.serves_varlen(H100)
         assert torch_attention.current_flash_attention_impl() == "FA3"
     finally:
         torch_attention.restore_flash_attention_impl()

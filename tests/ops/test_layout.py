@@ -1,4 +1,4 @@
-"""`Layout`: rows of documents and of trees, and the facts that backends read from them."""
+"""`PackedLayout`: rows of documents and of trees, and the facts that backends read from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 from tests.ops.plain_tree import random_forest, visible
 
 
@@ -16,7 +16,7 @@ def test_positions_and_trees_follow_from_where_parts_end(seed: int) -> None:
     rng = random.Random(seed)
     width = rng.randint(1, 60)
     parents = [random_forest(width, rng) for _ in range(3)]
-    layout = Layout.from_ends([forest.ends for forest in parents])
+    layout = PackedLayout.from_ends([forest.ends for forest in parents])
     for row, forest in enumerate(parents):
         paths = [visible(forest.parents, i) for i in range(width)]
         assert layout.positions[row].tolist() == [len(path) - 1 for path in paths]
@@ -30,8 +30,8 @@ def test_positions_and_trees_follow_from_where_parts_end(seed: int) -> None:
 
 
 def test_ends_without_branches_are_documents() -> None:
-    layout = Layout.from_ends([[3, 3, 3, 5, 5, 6], [6] * 6], padding=(1, 0))
-    expected = Layout.from_lengths([[3, 2, 1], [6]], padding=(1, 0))
+    layout = PackedLayout.from_ends([[3, 3, 3, 5, 5, 6], [6] * 6], padding=(1, 0))
+    expected = PackedLayout.from_lengths([[3, 2, 1], [6]], padding=(1, 0))
     assert layout.ends is None
     assert layout.lengths == expected.lengths
     assert layout.padding == expected.padding
@@ -41,7 +41,7 @@ def test_ends_without_branches_are_documents() -> None:
 
 def test_a_part_of_the_rows_keeps_its_trees_and_moves_with_them() -> None:
     ends = [[3, 2, 3, 4], [4, 4, 3, 4], [4, 4, 4, 4]]
-    whole = Layout.from_ends(ends, padding=(1, 0, 2))
+    whole = PackedLayout.from_ends(ends, padding=(1, 0, 2))
     part = whole.rows(1, 3).to(torch.device("cpu"))
     assert part.ends is not None
     assert part.ends.tolist() == ends[1:]

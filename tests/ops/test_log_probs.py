@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmfoundry.ops.batch import IGNORE
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
-from llmfoundry.ops.log_probs import linear_log_probs, reference_log_probs
+from llmfoundry.ops.loss import linear_cross_entropy, linear_log_probs, reference_log_probs
+from llmfoundry.ops.packed_layout import IGNORE
 from tests.ops.test_cross_entropy import SHAPES, inputs, small_chunks
 
 __all__ = ["small_chunks"]  # a fixture of every test here too

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry.ops.moe import cpu as moe_cpu
 from llmfoundry.ops.moe import gpu as moe_device
-from llmfoundry.ops.moe import grouped as moe_grouped
+from llmfoundry.ops.moe import mixture as moe_grouped
 from llmfoundry.ops.moe.experts import route
-from llmfoundry.ops.moe.select import mixture, refusal
+from llmfoundry.ops.moe.mixture import mixture, refusal
 from tests.ops.moe_layers import LAYERS, Layer, choices, distances, gradients, inputs, run
 
 each_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())

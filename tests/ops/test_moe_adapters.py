@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmfoundry.ops.moe import grouped as moe_grouped
+from llmfoundry.ops.moe import mixture as moe_grouped
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
-from llmfoundry.ops.moe.select import mixture, reference
+from llmfoundry.ops.moe.mixture import mixture, reference
 from tests.ops.moe_layers import LAYERS, Layer, choices, inputs
 
 RANK = 8

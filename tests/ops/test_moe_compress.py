@@ -10,10 +10,9 @@ import torch
 from benchmarks.moe import saved_bytes
 from llmfoundry.ops.moe import cpu as moe_cpu
 from llmfoundry.ops.moe import gpu as moe_device
-from llmfoundry.ops.moe import grouped as moe_grouped
-from llmfoundry.ops.moe.elementwise import BLOCK, pack, packed_width, unpack
-from llmfoundry.ops.moe.experts import Experts
-from llmfoundry.ops.moe.select import mixture
+from llmfoundry.ops.moe import mixture as moe_grouped
+from llmfoundry.ops.moe.experts import BLOCK, Experts, pack, packed_width, unpack
+from llmfoundry.ops.moe.mixture import mixture
 from tests.ops.moe_layers import Layer, choices, distances, inputs, run
 
 

@@ -82,7 +82,7 @@ def test_kernels_compile_for_hopper_without_spills(name: str, dtype: str, tmp_pa
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from llmfoundry.ops.moe import triton_elementwise as moe_triton
+    from llmfoundry.ops.moe import triton_kernels as moe_triton
 
     kernel = getattr(moe_triton, name.split()[0])
     if not hasattr(kernel, "arg_names") or os.environ.get("TRITON_INTERPRET") == "1":

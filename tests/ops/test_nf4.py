@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmfoundry.ops import nf4
 from llmfoundry.ops.moe.experts import Experts
-from llmfoundry.ops.moe.select import mixture
+from llmfoundry.ops.moe.mixture import mixture
 
 # Made by bitsandbytes 0.50.2 on a CPU: quantize_4bit(weights(rows, width), quant_type="nf4",
 # compress_statistics=double), dequantize_4bit in fp32 and, with the state's dtype so set, in

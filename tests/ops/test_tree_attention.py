@@ -13,9 +13,9 @@ from torch.nn.attention import flex_attention
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.attention import flex as attention_flex
-from llmfoundry.ops.attention import tree as attention_tree
+from llmfoundry.ops.attention import sdpa as attention_tree
 from llmfoundry.ops.attention.select import PLANS, AttentionSpec, alibi_slopes, attend, choose, plan
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 from tests.models.test_decoder import make_config
 from tests.ops.plain_attention import distance
 from tests.ops.plain_tree import Forest, plain_tree_attention, random_forest, visible
@@ -43,8 +43,8 @@ def tensors(rows: int, width: int, heads: int, kv_heads: int) -> list[Tensor]:
     return [torch.randn(size, generator=generator, dtype=DOUBLE) for size in sizes]
 
 
-def layout_of(grown: list[Forest]) -> Layout:
-    layout = Layout.from_ends([forest.ends for forest in grown])
+def layout_of(grown: list[Forest]) -> PackedLayout:
+    layout = PackedLayout.from_ends([forest.ends for forest in grown])
     assert layout.ends is not None, "the seed has no branch"
     return layout
 
@@ -137,7 +137,7 @@ def test_blocks_of_trees_are_those_that_pytorch_finds_by_looking_at_every_pair(
     width: int, window: int
 ) -> None:
     ends = torch.tensor([wide_forest(width, random.Random(width + n)) for n in range(2)])
-    positions = Layout.from_ends(ends).positions
+    positions = PackedLayout.from_ends(ends).positions
     ours = attention_flex.tree_mask(ends.int(), positions, window)
     theirs = flex_attention.create_block_mask(ours.mask_mod, 2, None, width, width, device="cpu")
     assert bool((ours.to_dense() >= theirs.to_dense()).all()), "all that is seen is looked at"
@@ -234,7 +234,7 @@ def test_frequencies_that_depend_on_a_paths_length_refuse_longer_trees() -> None
     model = decoder(**MODELS["dynamic"])
     tokens = torch.zeros(1, 70, dtype=torch.int64)
     chain = [[70] * 69 + [70]]
-    model(tokens, Layout.from_ends(chain))  # a document
+    model(tokens, PackedLayout.from_ends(chain))  # a document
     branching = [[70] * 68 + [69, 70]]
     with pytest.raises(UserError, match=r"max_seq_len: a prompt has 69 tokens.*dynamic"):
-        model(tokens, Layout.from_ends(branching))
+        model(tokens, PackedLayout.from_ends(branching))

@@ -16,7 +16,7 @@ import llmfoundry
 from llmfoundry.checkpoint import save
 from llmfoundry.data.loader import BatchPrefetcher
 from llmfoundry.distributed.launch import World
-from llmfoundry.ops.device_threads import device_thread
+from llmfoundry.ops.devices import device_thread
 
 ROOT = Path(llmfoundry.__file__).parent
 # Threads of modules that import PyTorch and compute nothing: they wait for files or for others.
@@ -88,7 +88,7 @@ def test_no_other_thread_is_made_beside_tensors() -> None:
         names = {name.rpartition(".")[2] for name in called}
         if names & {"Thread", "ThreadPoolExecutor", "Timer"} and imports_torch(tree):
             makers.add(path.relative_to(ROOT).as_posix())
-    assert makers - COMPUTE_NOTHING == {"ops/device_threads.py"}
+    assert makers - COMPUTE_NOTHING == {"ops/devices.py"}
 
 
 def imports_torch(tree: ast.Module) -> bool:

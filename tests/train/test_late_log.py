@@ -183,7 +183,7 @@ import torch
 from types import SimpleNamespace
 from torch.utils._python_dispatch import TorchDispatchMode
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.batch import Batch
+from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.distributed.launch import World
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe

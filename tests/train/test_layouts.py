@@ -36,8 +36,8 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.files import atomic_write
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.packed_layout import Layout as Rows
+from llmfoundry.ops.packed_layout import IGNORE, Batch
+from llmfoundry.ops.packed_layout import PackedLayout as Rows
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optim.optimizers import build_optimizer

@@ -19,9 +19,8 @@ from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.load_balance import Routing
-from llmfoundry.ops.batch import Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.models.router import Routing
+from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.metrics import routing_metrics
@@ -54,7 +53,7 @@ def eight_rows() -> Batch:
     return Batch(
         torch.cat([six.tokens, two.tokens]),
         torch.cat([six.labels, two.labels]),
-        Layout.from_lengths([*six.layout.lengths, *two.layout.lengths]),  # type: ignore[arg-type]
+        PackedLayout.from_lengths([*six.layout.lengths, *two.layout.lengths]),  # type: ignore[arg-type]
     )
 
 

@@ -18,8 +18,7 @@ from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.batch import Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.recipe.optimizer import (
     OPTIMIZERS,
     GradientClippingConfig,
@@ -160,7 +159,9 @@ def test_what_is_frozen_must_exist_and_leave_something() -> None:
 
 def make_batch() -> Batch:
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
-    return Batch(tokens, tokens.roll(-1, 1), Layout.from_lengths([[16], [5, 11], [16], [8, 8]]))
+    return Batch(
+        tokens, tokens.roll(-1, 1), PackedLayout.from_lengths([[16], [5, 11], [16], [8, 8]])
+    )
 
 
 def step(

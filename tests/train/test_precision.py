@@ -100,14 +100,14 @@ def test_a_processor_without_bf16_computes_in_fp32_and_says_so(
     arguments = ("max_duration=2ba", "eval=off")
     train_here("asked", "precision=fp32", *arguments)
     capsys.readouterr()
-    monkeypatch.setattr("llmfoundry.ops.cpu_features.HAS_BF16", False)
+    monkeypatch.setattr("llmfoundry.ops.devices.HAS_BF16", False)
     train_here("served", "precision=amp_bf16", *arguments)
     assert losses(Path("runs/served")) == losses(Path("runs/asked"))
     assert capsys.readouterr().out.count("precision: fp32 in place of amp_bf16") == 1
     notes: list[str] = []
     assert load_checkpoint("runs/served", ALONE, note=notes.append).recipe.precision == "fp32"
     assert [note.split(";")[0] for note in notes] == ["precision: fp32 in place of amp_bf16"]
-    monkeypatch.setattr("llmfoundry.ops.cpu_features.HAS_BF16", True)
+    monkeypatch.setattr("llmfoundry.ops.devices.HAS_BF16", True)
     train_here("served", "precision=amp_bf16", "max_duration=3ba", "eval=off")
     told = "precision: fp32 until ba0000002, amp_bf16 from here on"
     assert told in capsys.readouterr().out

@@ -17,7 +17,7 @@ import torch
 from llmfoundry.data.make_batch import Row, Rows
 from llmfoundry.hf.read import from_hf
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.batch import IGNORE, Batch
+from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.preference import PreferenceConfig
 from llmfoundry.train.optim.optimizers import new_optimizer

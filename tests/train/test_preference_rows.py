@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from llmfoundry.data.make_batch import Row, Rows
-from llmfoundry.ops.batch import IGNORE
+from llmfoundry.ops.packed_layout import IGNORE
 
 T = 10
 

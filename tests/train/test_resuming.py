@@ -210,7 +210,7 @@ OF_NO_EFFECT = (
 def test_what_a_resume_changes_is_told_line_by_line(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmfoundry.ops.cpu_features.HAS_BF16", True)  # or precision would be fp32
+    monkeypatch.setattr("llmfoundry.ops.devices.HAS_BF16", True)  # or precision would be fp32
     run = copy("changed")
     capsys.readouterr()
     train_here(run.name, *BRIEF, *OF_NO_EFFECT, *CHANGES)

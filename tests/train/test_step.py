@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.batch import IGNORE, Batch
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.ops.shard_layout import total_norm
 from llmfoundry.recipe.optimizer import OPTIMIZERS, GradientClippingConfig, OptimizerConfig
 from llmfoundry.train.optim.optimizers import new_optimizer
@@ -32,7 +31,9 @@ def make_batch() -> Batch:
     labels = tokens.roll(-1, 1)
     for row, kept in enumerate([16, 1, 0, 7, 16, 3]):
         labels[row, kept:] = IGNORE
-    return Batch(tokens, labels, Layout.from_lengths([[16], [5, 11], [16], [8, 8], [1, 15], [16]]))
+    return Batch(
+        tokens, labels, PackedLayout.from_lengths([[16], [5, 11], [16], [8, 8], [1, 15], [16]])
+    )
 
 
 def make_optimizer(root: Root, name: str = "adamw") -> torch.optim.Optimizer:

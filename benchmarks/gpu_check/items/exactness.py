@@ -17,9 +17,9 @@ from torch import Tensor
 
 from benchmarks.gpu_check.items.measure import Here, Row, tried
 from llmfoundry.ops.attention.select import attend, plan, refusal
-from llmfoundry.ops.batch import IGNORE
-from llmfoundry.ops.cross_entropy import linear_cross_entropy, reference_cross_entropy
-from llmfoundry.ops.moe import select as moe
+from llmfoundry.ops.loss import linear_cross_entropy, reference_cross_entropy
+from llmfoundry.ops.moe import mixture as moe
+from llmfoundry.ops.packed_layout import IGNORE
 from tests.ops.moe_layers import LAYERS, Layer, choices, distances, gradients, inputs
 from tests.ops.plain_attention import DTYPES, GRID, TOLERANCE, Case, distance
 

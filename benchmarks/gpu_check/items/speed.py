@@ -18,8 +18,8 @@ from benchmarks.gpu_check.items.device import GIB, sustained
 from benchmarks.gpu_check.items.measure import Here, Row, tried
 from benchmarks.gpu_check.items.watch import mark, seconds_between, wait_for
 from benchmarks.moe import DENSE, LayerShape, contenders, saved_bytes, seconds
-from llmfoundry.ops import logits
-from llmfoundry.ops.cross_entropy import linear_cross_entropy
+from llmfoundry.ops import loss
+from llmfoundry.ops.loss import linear_cross_entropy
 from llmfoundry.plan.fit import USABLE, available_memory
 
 LOW = torch.bfloat16
@@ -108,13 +108,13 @@ def _timed_loss(step: Any, device: torch.device) -> Row:
 @contextmanager
 def of_chunks(tokens: int | None) -> Iterator[None]:
     """The loss holds the logits of so many tokens at a time; None: as it decides itself."""
-    decides = logits.chunk_tokens
+    decides = loss.chunk_tokens
     if tokens is not None:
-        logits.chunk_tokens = lambda *_, **__: tokens
+        loss.chunk_tokens = lambda *_, **__: tokens
     try:
         yield
     finally:
-        logits.chunk_tokens = decides
+        loss.chunk_tokens = decides
 
 
 def bare(here: Here, *, steps: int, compile: bool, **sizes: int) -> Iterator[Row]:

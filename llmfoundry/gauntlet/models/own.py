@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.models.generation import Autocast, generate_texts
 from llmfoundry.gauntlet.models.tree import Forest, TreeRow, grow, write_row
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
@@ -178,7 +178,7 @@ class _Call:
     """
 
     tokens: Tensor
-    layout: Layout
+    layout: PackedLayout
     places: Tensor
     targets: Tensor
     indices: Tensor
@@ -241,7 +241,7 @@ def _call(forest: Forest, requests: Sequence[Request], share: Share, eos_id: int
     padding = [share.width - row.used for row in share.rows]
     padding += [share.width] * (share.height - len(padding))
     places, indices = torch.unique_consecutive(table[:, 0], return_inverse=True)
-    layout = Layout.from_ends(ends, tuple(padding))
+    layout = PackedLayout.from_ends(ends, tuple(padding))
     return _Call(tokens, layout, places, table[:, 1], indices, table[:, 2], share.chunks)
 
 

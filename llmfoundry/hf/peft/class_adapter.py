@@ -23,10 +23,10 @@ from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.files import open_to_all, write_json
 from llmfoundry.hf.causal_lm import HFCausalLM
 from llmfoundry.hf.peft.names import CONFIG, WEIGHTS, check_patterns, read_config
-from llmfoundry.models.adapters.adapt import fill_adapter_from, is_added
-from llmfoundry.models.adapters.names import select
+from llmfoundry.models.adapter import fill_adapter_from, is_added
+from llmfoundry.models.adapter_targets import select
 from llmfoundry.models.init import Distribution, draw
-from llmfoundry.models.linear import whole
+from llmfoundry.models.layers import whole
 from llmfoundry.ops.shard_layout import assign
 from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe

@@ -33,7 +33,7 @@ from llmfoundry.hf.peft.names import (
 )
 from llmfoundry.hf.tensor_names import MAPS
 from llmfoundry.hf.weight_map import layers
-from llmfoundry.models.adapters.plan import find_targets
+from llmfoundry.models.adapter_targets import find_targets
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import LowRank
 

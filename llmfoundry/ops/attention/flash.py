@@ -1,6 +1,15 @@
-"""The backend `flash`: the package flash-attn (Dao, 2023), where it is installed.
+"""FlashAttention on CUDA: PyTorch's own (`varlen`) and the packages flash-attn and flash-attn-3.
 
-The only kernel beside the plain one that has dropout with ALiBi or a window in packed rows.
+    varlen   PyTorch's variable-length attention; no bias, softcap or dropout. On Hopper it runs
+             FlashAttention 3 where that is installed (`serves_varlen`)
+    flash    the package flash-attn (Dao, 2023): the only kernel beside the plain one that has
+             dropout with ALiBi or a window in packed rows
+    flash3   the package flash-attn-3 (Shah et al., 2024), on Hopper GPUs (H100, H200): softcap,
+             windows and shared heads, neither ALiBi nor dropout. Read for it: hopper/ of
+             Dao-AILab/flash-attention at 0251105a, version 3.0.0
+
+All documents of a batch, one after the other, are one call that never looks across a border:
+cheaper than a mask, and nothing to compile. `select.py` calls the three functions of each.
 """
 
 from __future__ import annotations
@@ -8,18 +17,95 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.attention.plan import (
+from llmfoundry.ops.attention.spec import (
     AttentionPlan,
     AttentionSpec,
-    flash_refusal,
+    device_refusal,
     packed_plan,
     working_dtype,
 )
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
+from llmfoundry.ops.torch_private import activate_fa3
+
+
+def varlen_refusal(
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
+) -> str | None:
+    """Why it cannot serve; None: it can."""
+    reason = device_refusal(device, dtype)
+    if reason is None and "window_size" not in _varlen_parameters():
+        reason = f"it is too old in torch {torch.__version__}; install 2.11 or newer, or write auto"
+    return reason
+
+
+def varlen_prepare(
+    layout: PackedLayout | None,
+    spec: AttentionSpec,
+    *,
+    queries: int,
+    past: int,
+    device: torch.device,
+) -> AttentionPlan:
+    """Where documents begin and end."""
+    assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
+    serves_varlen(device)
+    shared = "enable_gqa" in _varlen_parameters()  # since torch 2.12
+    if layout is None:
+        keys = past + queries
+        return AttentionPlan(
+            "varlen", spec, shared_heads=shared, longest=queries, longest_keys=keys
+        )
+    return packed_plan("varlen", spec, layout, device, past=past, shared_heads=shared)
+
+
+def varlen_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd)."""
+    from torch.nn.attention import varlen
+
+    assert not dropout, "plan refuses it"
+    (rows, queries, heads, width), keys = q.shape, k.shape[1]
+    dtype, missing = working_dtype(v), -width % 8  # it takes heads of whole 16 bytes
+    q, k, v = (x.to(dtype).flatten(0, 1) for x in (q, k, v))
+    if missing:
+        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
+    borders, key_borders = plan.borders, plan.key_borders
+    if borders is None or key_borders is None:
+        places = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+        borders = places * queries
+        key_borders = borders if keys == queries else places * keys
+    shared = {"enable_gqa": True} if k.shape[1] != heads else {}
+    kernel: Callable[..., Any] = varlen.varlen_attn
+    out = kernel(
+        q,
+        k,
+        v,
+        borders,
+        key_borders,
+        plan.longest,
+        plan.longest_keys,
+        scale=plan.spec.scale,
+        window_size=(plan.spec.window, 0),
+        **shared,
+    )
+    return out.unflatten(0, (rows, queries))[..., :width]
+
+
+@functools.cache
+def _varlen_parameters() -> frozenset[str]:
+    """What the installed function takes: torch 2.10 had no window, 2.11 no shared heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
 
 OLDEST = (2, 6, 2)
 """ALiBi came with 2.4.2, the softcap with 2.6.2."""
@@ -27,14 +113,14 @@ DROPOUT_HEAD_DIM, DROPOUT_MEMORY = 192, 144 * 1024
 """Wider heads with dropout need so many bytes of shared memory a block (A100, H100); with less
 (RTX 30, 40 and 50, L40) 2.7 and later return gradients that were never written
 (`run_mha_bwd_hdim256` in csrc/flash_attn/src/flash_bwd_launch_template.h), 2.6 refuses."""
-INSTALL = "pip install flash-attn --no-build-isolation, or write auto"
+_INSTALL_FLASH = "pip install flash-attn --no-build-isolation, or write auto"
 
 
-def refusal(
+def flash_refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    reason = flash_refusal(device, dtype)
+    reason = device_refusal(device, dtype)
     if reason is None and spec.dropout and head_dim is not None and head_dim > DROPOUT_HEAD_DIM:
         properties = torch.cuda.get_device_properties(device)  # AMD's lack this one
         if getattr(properties, "shared_memory_per_block_optin", DROPOUT_MEMORY) < DROPOUT_MEMORY:
@@ -42,11 +128,16 @@ def refusal(
                 f"on this GPU its kernel has no dropout for heads wider than {DROPOUT_HEAD_DIM},"
                 f" which these are ({head_dim}); write auto, or attn_pdrop: 0"
             )
-    return reason or _missing()
+    return reason or _missing_flash()
 
 
-def prepare(
-    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+def flash_prepare(
+    layout: PackedLayout | None,
+    spec: AttentionSpec,
+    *,
+    queries: int,
+    past: int,
+    device: torch.device,
 ) -> AttentionPlan:
     """Where documents begin and end, where there are several in a row."""
     assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
@@ -55,7 +146,7 @@ def prepare(
     return packed_plan("flash", spec, layout, device, past=past)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def flash_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd).
 
     Where there are fewer queries than keys they are the last: causality, windows and ALiBi are
@@ -83,17 +174,155 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
 
 
 @functools.cache
-def _missing() -> str | None:
+def _missing_flash() -> str | None:
     """What keeps the package from being used; None: nothing."""
     try:
         version = importlib.metadata.version("flash-attn")
     except importlib.metadata.PackageNotFoundError:
-        return f"the package flash-attn is not installed; {INSTALL}"
+        return f"the package flash-attn is not installed; {_INSTALL_FLASH}"
     if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < OLDEST:
         oldest = ".".join(str(part) for part in OLDEST)
-        return f"flash-attn {version} is older than {oldest}; {INSTALL}"
+        return f"flash-attn {version} is older than {oldest}; {_INSTALL_FLASH}"
     try:
         importlib.import_module("flash_attn")
     except ImportError as error:  # built against another torch
-        return f"flash-attn {version} does not load ({error}); build it again: {INSTALL}"
+        return f"flash-attn {version} does not load ({error}); build it again: {_INSTALL_FLASH}"
+    return None
+
+
+_INSTALL_FLASH3 = "install it from hopper/ of Dao-AILab/flash-attention, or write auto"
+WIDTHS = (64, 96, 128, 192, 256)  # of heads; narrower ones are served by the next
+TAKES = {"softmax_scale", "causal", "window_size", "softcap", "deterministic"}
+
+
+def flash3_refusal(
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
+) -> str | None:
+    """Why it cannot serve; None: it can."""
+    reason = device_refusal(device, dtype)
+    if reason is not None:
+        return reason
+    if not is_hopper(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"its kernel is for compute capability 9.0 (H100), not {major}.{minor}; write auto"
+    return _missing_flash3() or _left_out(spec, dtype, head_dim) or _undecided(head_dim)
+
+
+def flash3_prepare(
+    layout: PackedLayout | None,
+    spec: AttentionSpec,
+    *,
+    queries: int,
+    past: int,
+    device: torch.device,
+) -> AttentionPlan:
+    """Where documents begin and end, where there are several in a row."""
+    assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
+    if layout is None:
+        return AttentionPlan("flash3", spec)
+    return packed_plan("flash3", spec, layout, device, past=past)
+
+
+def flash3_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd).
+
+    Where there are fewer queries than keys they are the last: causality, windows and ALiBi are
+    aligned to the bottom right.
+    """
+    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+    assert not dropout, "plan refuses it"
+    spec, dtype, shape = plan.spec, working_dtype(v), q.shape
+    missing = -shape[-1] % 8  # it takes heads of whole 16 bytes
+    q, k, v = (F.pad(x.to(dtype), (0, missing)) if missing else x.to(dtype) for x in (q, k, v))
+    options = {
+        "softmax_scale": spec.scale,
+        "causal": True,
+        "window_size": (spec.window, 0 if spec.window >= 0 else -1),
+        "softcap": spec.softcap or 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if plan.borders is None:
+        out = flash_attn_func(q, k, v, **options)
+    else:
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        borders, longest = (plan.borders, plan.key_borders), (plan.longest, plan.longest_keys)
+        out = flash_attn_varlen_func(q, k, v, *borders, *longest, **options)
+    if isinstance(out, tuple):  # before July 2025 with the log of the sums
+        out = out[0]
+    return out.view(*shape[:-1], -1)[..., : shape[-1]]
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a GPU of compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def serves_varlen(device: torch.device) -> bool:
+    """Whether PyTorch's varlen attention runs FlashAttention 3 here; makes it so where it can.
+
+    From then on PyTorch's own attention over plain rows may run it too: one without dropout, which
+    a model that varlen serves has not.
+    """
+    if not is_hopper(device) or _missing_flash3() is not None:
+        return False
+    try:
+        return activate_fa3()
+    except Exception as error:  # whatever is wrong with it, there is a kernel that serves
+        line = str(error).split("\n")[0]
+        warnings.warn(f"PyTorch's varlen attention runs FlashAttention 2: {line}", stacklevel=2)
+        return False
+
+
+@functools.cache
+def _missing_flash3() -> str | None:
+    """What keeps the package from being used; None: nothing."""
+    try:
+        module = importlib.import_module("flash_attn_interface")
+    except ModuleNotFoundError:
+        return f"the package flash-attn-3 is not installed; {_INSTALL_FLASH3}"
+    except ImportError as error:  # built against another torch
+        return f"flash-attn-3 does not load ({error}); build it again, or write auto"
+    function = getattr(module, "flash_attn_varlen_func", None)
+    takes = set(inspect.signature(function).parameters) if callable(function) else set()
+    if lacking := sorted(TAKES - takes):
+        return f"flash-attn-3 is too old: it takes no {', '.join(lacking)}; {_INSTALL_FLASH3}"
+    return None
+
+
+def _left_out(spec: AttentionSpec, dtype: torch.dtype, head_dim: int | None) -> str | None:
+    """What this build was made without."""
+    asked = ["BACKWARD", "VARLEN"]
+    asked += ["SOFTCAP"] if spec.softcap is not None else []
+    asked += ["LOCAL"] if spec.window >= 0 else []
+    asked += ["FP16"] if dtype == torch.float16 else []
+    if head_dim is not None:
+        asked.append(f"HDIM{next(width for width in WIDTHS if head_dim <= width)}")
+    flags = _build_flags()
+    lacking = [name for name in asked if flags.get(f"FLASHATTENTION_DISABLE_{name}")]
+    if lacking:
+        return f"flash-attn-3 was built without {', '.join(lacking)}; build it again, or write auto"
+    return None
+
+
+@functools.cache
+def _build_flags() -> dict[str, bool]:
+    try:
+        return importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    except ImportError:  # before May 2025
+        return {}
+
+
+def _undecided(head_dim: int | None) -> str | None:
+    """Its backward pass takes no notice of `deterministic` for the widest heads.
+
+    `Deterministic_ && kHeadDim < 256` in hopper/flash_bwd_launch_template.h.
+    """
+    wide = head_dim is not None and head_dim > WIDTHS[-2]
+    if wide and torch.are_deterministic_algorithms_enabled():
+        return (
+            f"it is not deterministic for heads wider than {WIDTHS[-2]}, which these are"
+            f" ({head_dim}); write auto, or deterministic: false"
+        )
     return None

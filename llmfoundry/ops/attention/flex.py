@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.attention.plan import AttentionPlan, AttentionSpec, repeat_heads, working_dtype
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.attention.spec import AttentionPlan, AttentionSpec, repeat_heads, working_dtype
+from llmfoundry.ops.packed_layout import PackedLayout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -46,7 +46,12 @@ def refusal(
 
 
 def prepare(
-    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+    layout: PackedLayout | None,
+    spec: AttentionSpec,
+    *,
+    queries: int,
+    past: int,
+    device: torch.device,
 ) -> AttentionPlan:
     """The block mask, and what is done to a logit."""
     if layout is not None and layout.ends is not None:

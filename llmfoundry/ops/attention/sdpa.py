@@ -1,7 +1,7 @@
 """The backend `sdpa`: PyTorch's scaled_dot_product_attention, on every device.
 
-On a CPU packed documents are attended to one by one and trees by pieces (`tree`): both leave out
-keys that nobody sees, which a mask does not. Elsewhere one call serves, causal or with a mask.
+On a CPU packed documents are attended to one by one and trees by pieces: both leave out keys that
+nobody sees, which a mask does not. Elsewhere one call serves, causal or with a mask.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.attention.plan import (
+from llmfoundry.ops.attention.spec import (
     AttentionPlan,
     AttentionSpec,
+    TreePiece,
     causal_bias,
     dense_bias,
     document_segments,
     without_autocast,
     working_dtype,
 )
-from llmfoundry.ops.attention.tree import cut
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 
 Serve = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
 
@@ -38,12 +38,19 @@ def refusal(
 
 
 def prepare(
-    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+    layout: PackedLayout | None,
+    spec: AttentionSpec,
+    *,
+    queries: int,
+    past: int,
+    device: torch.device,
 ) -> AttentionPlan:
     """Documents, pieces and chunks on a CPU; a mask elsewhere, where one is needed."""
     if device.type == "cpu" and layout is not None and layout.ends is not None:
         by_piece = _outside_of_graphs(_by_piece)
-        return AttentionPlan("sdpa", spec, packed=True, pieces=cut(layout, spec), by_run=by_piece)
+        return AttentionPlan(
+            "sdpa", spec, packed=True, pieces=tree_pieces(layout, spec), by_run=by_piece
+        )
     if device.type == "cpu" and layout is not None and past:
         segments = document_segments(layout, past)
         asked = [(n, keys) for n, keys in segments if n and not (n == keys and _is_plain(n, spec))]
@@ -214,3 +221,39 @@ def _call(
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)  # (B, T, H, hd)
+
+
+PIECE = 128
+"""Queries a piece."""
+
+
+def tree_pieces(layout: PackedLayout, spec: AttentionSpec) -> tuple[TreePiece, ...]:
+    """All tokens of the rows, in order, as queries of pieces; the layout is on a CPU."""
+    assert layout.ends is not None
+    pieces = []
+    for row, (ends, positions) in enumerate(zip(layout.ends, layout.positions, strict=True)):
+        offset = row * len(ends)
+        for start in range(0, len(ends), PIECE):
+            pieces.append(_tree_piece(ends, positions, start, offset, spec))
+    return tuple(pieces)
+
+
+def _tree_piece(
+    ends: Tensor, positions: Tensor, start: int, offset: int, spec: AttentionSpec
+) -> TreePiece:
+    """Queries start, start + 1, … of a row (T,) whose first token has the flat place `offset`."""
+    stop = min(start + PIECE, len(ends))
+    queries = torch.arange(start, stop)[:, None]
+    keys = torch.cat([(ends[:start] > start).nonzero()[:, 0], queries[:, 0]])
+    distance = positions[keys] - positions[start:stop, None]
+    sees = (keys <= queries) & (queries < ends[keys])
+    if spec.window >= 0:
+        sees &= distance >= -spec.window
+        seen = sees.any(dim=0)
+        keys, distance, sees = keys[seen], distance[:, seen], sees[:, seen]
+    back = distance.float() if spec.slopes is not None else torch.zeros(sees.shape)
+    bias = back.masked_fill(~sees, float("-inf"))[None, None]
+    first, last = int(keys[0]), int(keys[-1])
+    if last - first + 1 == len(keys):
+        return TreePiece(stop - start, slice(offset + first, offset + last + 1), bias)
+    return TreePiece(stop - start, keys + offset, bias)

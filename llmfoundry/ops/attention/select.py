@@ -2,7 +2,7 @@
 
 `models/decoder.py` makes an `AttentionPlan` once a forward pass for all layers with the same
 `AttentionSpec`, so that masks and document borders are worked out once; `models/attention.py` calls
-`attend` with it.
+`varlen_attend` with it.
 
 Every backend computes the same: logits times scale, softcap, ALiBi's bias slope * (key - query),
 mask, softmax, dropout, times values. A token sees itself and earlier tokens of its own document, or
@@ -21,11 +21,11 @@ from torch import Tensor
 from llmfoundry.attention_limits import limit
 from llmfoundry.errors import UserError
 from llmfoundry.ops.attention import flash as attention_flash
-from llmfoundry.ops.attention import flash3 as attention_flash3
+from llmfoundry.ops.attention import flash as attention_flash3
+from llmfoundry.ops.attention import flash as attention_varlen
 from llmfoundry.ops.attention import flex as attention_flex
 from llmfoundry.ops.attention import sdpa as attention_sdpa
-from llmfoundry.ops.attention import varlen as attention_varlen
-from llmfoundry.ops.attention.plan import (
+from llmfoundry.ops.attention.spec import (
     AttentionPlan,
     AttentionSpec,
     RangePlan,
@@ -36,13 +36,13 @@ from llmfoundry.ops.attention.plan import (
     without_autocast,
     working_dtype,
 )
-from llmfoundry.ops.packed_layout import Layout, Ranges
+from llmfoundry.ops.packed_layout import PackedLayout, Ranges
 
 __all__ = ["AttentionPlan", "AttentionSpec", "alibi_slopes", "attend", "plan", "refusal"]
 
 
 def plan(
-    layout: Layout | None,
+    layout: PackedLayout | None,
     spec: AttentionSpec,
     *,
     queries: int,
@@ -96,7 +96,7 @@ def plan(
 
 def range_plan(
     impl: str,
-    layout: Layout | None,
+    layout: PackedLayout | None,
     spec: AttentionSpec,
     first: int,
     stop: int,
@@ -187,7 +187,12 @@ def refusal(
 
 
 def _prepare_torch(
-    layout: Layout | None, spec: AttentionSpec, *, queries: int, past: int, device: torch.device
+    layout: PackedLayout | None,
+    spec: AttentionSpec,
+    *,
+    queries: int,
+    past: int,
+    device: torch.device,
 ) -> AttentionPlan:
     bias = dense_bias(layout, spec, queries, past, device)
     return AttentionPlan("torch", spec, shared_heads=False, bias=bias)
@@ -216,23 +221,23 @@ REFUSALS: dict[
     "torch": lambda *_: None,
     "sdpa": attention_sdpa.refusal,
     "flex": attention_flex.refusal,
-    "varlen": attention_varlen.refusal,
-    "flash": attention_flash.refusal,
-    "flash3": attention_flash3.refusal,
+    "varlen": attention_varlen.varlen_refusal,
+    "flash": attention_flash.flash_refusal,
+    "flash3": attention_flash3.flash3_refusal,
 }
 PLANS: dict[str, Callable[..., AttentionPlan]] = {
     "torch": _prepare_torch,
     "sdpa": attention_sdpa.prepare,
     "flex": attention_flex.prepare,
-    "varlen": attention_varlen.prepare,
-    "flash": attention_flash.prepare,
-    "flash3": attention_flash3.prepare,
+    "varlen": attention_varlen.varlen_prepare,
+    "flash": attention_flash.flash_prepare,
+    "flash3": attention_flash3.flash3_prepare,
 }
 IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]] = {
     "torch": _attend_torch,
     "sdpa": attention_sdpa.attend,
     "flex": attention_flex.attend,
-    "varlen": attention_varlen.attend,
-    "flash": attention_flash.attend,
-    "flash3": attention_flash3.attend,
+    "varlen": attention_varlen.varlen_attend,
+    "flash": attention_flash.flash_attend,
+    "flash3": attention_flash3.flash3_attend,
 }

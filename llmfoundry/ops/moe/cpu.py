@@ -20,13 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.activations import Activation
-from llmfoundry.ops.moe.elementwise import pack, packed_width, unpack
 from llmfoundry.ops.moe.experts import (
     Experts,
     Gradients,
     LowRankExperts,
     SavedActivations,
     SortedRows,
+    pack,
+    packed_width,
+    unpack,
 )
 
 PADDING = 64  # a segment is padded by less than this, and by less than a sixteenth of its rows

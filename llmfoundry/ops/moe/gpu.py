@@ -1,7 +1,7 @@
 """The mixture of experts on an accelerator: grouped matrix products over all experts at once.
 
 `grouped.py` calls it. Nothing waits for the device: row counts stay there, as grouped_mm's
-offsets. Between the products stand four memory-bound steps, kernels of `triton_steps.py` on CUDA.
+offsets. Between the products stand four memory-bound steps, kernels of `triton_kernels.py` on CUDA.
 
 grouped_mm's traps, all met here: offsets in int32; no rows behind the last offset (their results
 would be uninitialised); contiguous operands; no fp64; rows of a multiple of 16 bytes
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.moe import elementwise as moe_steps
+from llmfoundry.ops.moe import experts as moe_steps
 from llmfoundry.ops.moe.experts import (
     Experts,
     Gradients,
@@ -130,7 +130,7 @@ def steps_of(device_type: str) -> ModuleType:
     """Triton's kernels where they run, PyTorch's functions elsewhere."""
     if device_type != "cuda" or find_spec("triton") is None:
         return moe_steps
-    from llmfoundry.ops.moe import triton_elementwise as moe_triton
+    from llmfoundry.ops.moe import triton_kernels as moe_triton
 
     return moe_triton
 

@@ -19,7 +19,7 @@ class NormType(Entry):
     """A kind of norm: `make(width, eps=, bias=)`, whose `weight` begins as 1 and `bias` as 0."""
 
 
-_NORMS = "llmfoundry.models.norm"
+_NORMS = "llmfoundry.models.layers"
 NORMS = ChoiceTable(
     "model.norm_type",
     NormType,

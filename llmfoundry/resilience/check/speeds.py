@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.models.counts import PEAK_FLOPS, known_device
-from llmfoundry.ops.cpu_features import HAS_BF16
+from llmfoundry.ops.devices import HAS_BF16
 from llmfoundry.resilience.check.findings import BAD, SOUND, Finding
 from llmfoundry.resilience.check.kernel_log import REPLACE
 from llmfoundry.resilience.check.outliers import too_small

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.models.adapters.adapt import adapted_layers, is_added
+from llmfoundry.models.adapter import adapted_layers, is_added
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerConfig, ParamGroupConfig
 from llmfoundry.recipe.values.choices import load_named

@@ -23,7 +23,7 @@ from llmfoundry.data.sources import OrderedStream
 from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.events import read_events
 from llmfoundry.models.decoder import Block
-from llmfoundry.ops.batch import Batch
+from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.resilience.watch.anomalies import RankTimes
 from llmfoundry.train import trainer as loop
 from llmfoundry.train.step import StepResult

@@ -1,8 +1,10 @@
-"""Adapters on a decoder: added on the meta device, filled once the base has its weights.
+"""Adapters on a decoder: added, filled, switched off, merged, and their base recognized.
 
 `builders/trainer.py` calls `add_adapter` before blocks are wrapped and sharded, and `init_adapter`
-after the base was loaded. All but the adapter is frozen. What is trained, saved and switched off is
-told apart here, by name and by `requires_grad`.
+after the base was loaded; all but the adapter is frozen. Which parameters are an adapter's is
+decided here, by name and by `requires_grad`. `hf/write.py` exports a `MergedState`,
+`builders/pretrained.py` merges into a base by `merge_into`, tensor by tensor and in fp32.
+`base_sample` is kept beside an adapter, so that it is never put on other weights of the same shape.
 """
 
 from __future__ import annotations
@@ -10,16 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llmfoundry.errors import UserError
-from llmfoundry.models.adapters.names import select
-from llmfoundry.models.adapters.plan import AdapterTarget, find_targets
+from llmfoundry.models.adapter_targets import AdapterTarget, find_targets, select
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import Distribution, draw
-from llmfoundry.models.linear import whole
+from llmfoundry.models.init import Distribution, draw, grown
+from llmfoundry.models.layers import Linear, whole
 from llmfoundry.models.low_rank import (
     A_INIT,
     B_INIT,
@@ -27,10 +31,12 @@ from llmfoundry.models.low_rank import (
     A,
     B,
     LowRank,
+    merged,
     row_norms,
 )
 from llmfoundry.models.moe import ExpertWeights
-from llmfoundry.ops.shard_layout import assign
+from llmfoundry.models.tensor_ranks import all_stacked_rows
+from llmfoundry.ops.shard_layout import assign, local_blocks
 from llmfoundry.terminal import columns
 
 _ADDED = re.compile(
@@ -264,3 +270,192 @@ def adapter_table(model: nn.Module) -> list[str]:
     mine = sum(trained.values())
     lines.append(f"trained: {mine:,} of {total:,} parameters ({100 * mine / total:.2g} %)")
     return lines
+
+
+class MergedState(Mapping[str, Tensor]):
+    """The state of the plain decoder that does what an adapted one does, made when it is read.
+
+    Weights without an adapter come as they are; a quantised one dequantised.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        with torch.device("meta"):
+            self._names = list(Decoder(model.config).state_dict())
+        self._model = model
+        self._state = model.state_dict()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        layer, _, kind = name.rpartition(".")
+        module = self._model.get_submodule(layer)
+        if isinstance(module, ExpertWeights) and kind in ("w1", "v1", "w2"):
+            return _merged_stack(module, kind)
+        if isinstance(module, Linear) and kind == "weight":
+            return module.dense() if module.lora is None else merged(module, module.lora)
+        if isinstance(module, nn.Embedding) and getattr(module, "lora", None) is not None:
+            return _merged_embedding(module)
+        return self._state[name]
+
+
+def _merged_stack(stacks: ExpertWeights, name: str) -> Tensor:
+    """(E * f, D); of one expert after another."""
+    weight = stacks.dense(name)
+    assert weight is not None
+    a, b = stacks.factors(name)
+    if a is None or b is None:
+        return weight.flatten(0, 1)
+    out = torch.empty(weight.shape, device=weight.device)
+    for e in range(stacks.n):
+        product = b[e].float() @ a[e].float()
+        out[e] = weight[e].float() + (product.T if name == "w2" else product)
+    return out.flatten(0, 1)
+
+
+def _merged_embedding(layer: nn.Module) -> Tensor:
+    lora, a, b = layer.lora, layer.lora_A, layer.lora_B
+    assert isinstance(lora, LowRank)
+    weight = layer.weight
+    assert isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(weight, Tensor)
+    return weight.float() + lora.scaling * (b.float() @ a.float()).T
+
+
+@torch.no_grad()
+def merge_into(
+    model: Decoder,
+    plan: Mapping[str, LowRank],
+    tensors: Mapping[str, Tensor],
+    *,
+    rows: int | None = None,
+) -> None:
+    """Add an adapter into a model's weights, whole or in shards; every process calls it.
+
+    Args:
+        model: the base, with its weights.
+        plan: the adapter of each matrix.
+        tensors: the adapter's parameters and those that trained whole, by name, whole.
+        rows: that embedding and head had in its run, where they have more here; those beyond are
+            the mean of what they are merged.
+    """
+    tables = model.vocabulary() if rows is not None else ()
+    parameters = dict(model.named_parameters())
+    for name, lora in plan.items():
+        if ".experts." in name:
+            assign(parameters[name], _stack_of(name, lora, tensors, whole(parameters[name]), model))
+            continue
+        weight = whole(parameters[f"{name}.weight"])
+        own = weight[:rows] if f"{name}.weight" in tables else weight
+        layer = _layer_of(name, lora, tensors, own)
+        value = _merged_embedding(layer) if name in ("wte", "wpe") else merged(layer, lora)
+        assign(parameters[f"{name}.weight"], grown(value, len(weight)))
+    for name, tensor in tensors.items():
+        if name in parameters:
+            assign(parameters[name], grown(tensor, len(parameters[name])))
+
+
+def _layer_of(name: str, lora: LowRank, tensors: Mapping[str, Tensor], weight: Tensor) -> nn.Module:
+    """What `low_rank` asks of a layer, without one."""
+    values = {
+        key.removeprefix(f"{name}."): tensor.to(weight.device)
+        for key, tensor in tensors.items()
+        if key.startswith(f"{name}.lora_")
+    }
+    out, into = weight.shape
+    layer = SimpleNamespace(
+        weight=weight, dense=lambda: weight, lora=lora, out_features=out, in_features=into, **values
+    )
+    return layer  # type: ignore[return-value]
+
+
+def _stack_of(
+    name: str, lora: LowRank, tensors: Mapping[str, Tensor], weight: Tensor, model: Decoder
+) -> Tensor:
+    """A merged stack (E * f, D)."""
+    stacks = model.get_submodule(name.rpartition(".")[0])
+    assert isinstance(stacks, ExpertWeights)
+    stack = weight.view(stacks.n, stacks.f, stacks.d)
+    a, b = (tensors[f"{name}_lora_{side}"].to(weight.device) for side in "AB")
+    count = len(a) // lora.r
+    merged_stack = torch.empty(stack.shape, device=stack.device)
+    for e in range(stacks.n):
+        index = e if count > 1 else 0
+        product = (
+            b.view(count, -1, lora.r)[index].float() @ a.view(count, lora.r, -1)[index].float()
+        )
+        product = product.T if name.endswith("w2") else product
+        merged_stack[e] = stack[e].float() + lora.scaling * product
+    return merged_stack.flatten(0, 1)
+
+
+NUMBERS = 8  # of each tensor
+ROUNDING = 2.0**-7  # relative: what bfloat16 may change
+
+
+@torch.no_grad()
+def base_sample(model: Decoder, *, frozen: bool, rows: int | None = None) -> dict[str, list[float]]:
+    """Numbers at even distances in each tensor of the base, by its name.
+
+    Every process calls it. Tensors that are not kept as numbers (quantised ones) are left out.
+
+    Args:
+        model: with its weights.
+        frozen: leave out what trains.
+        rows: of embedding and head to look at; None: all.
+    """
+    tables = model.vocabulary() if rows is not None else ()
+    stacked = all_stacked_rows(model)
+    names, found, cut = list[str](), list[Tensor](), dict[Any, list[int]]()
+    for name, parameter in model.named_parameters():
+        if is_added(name) or (frozen and parameter.requires_grad):
+            continue
+        if not parameter.is_floating_point():
+            continue
+        if isinstance(parameter, DTensor):
+            kinds = [Replicate() if p.is_replicate() else Partial() for p in parameter.placements]
+            cut.setdefault((parameter.device_mesh, tuple(kinds)), []).append(len(names))
+        names.append(name)
+        wanted = rows if name in tables else None
+        found.append(_numbers(parameter, wanted, stacked.get(name, ())))
+    if not found:
+        return {}
+    samples = torch.stack(found)
+    for (mesh, kinds), places in cut.items():  # replicas hold the same
+        samples[places] = DTensor.from_local(samples[places], mesh, kinds).full_tensor()
+    return dict(zip(names, samples.tolist(), strict=True))
+
+
+def _numbers(parameter: Tensor, rows: int | None, stacked: Sequence[int]) -> Tensor:
+    """(NUMBERS,) fp64; of a shard those that it holds, zeros elsewhere."""
+    size = parameter.numel() if rows is None else parameter[:rows].numel()
+    places = torch.linspace(0, size - 1, NUMBERS, device=parameter.device).long()
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().flatten()[places].double()
+    local = parameter.to_local().detach()
+    found = torch.zeros(NUMBERS, dtype=torch.float64, device=local.device)
+    where = torch.unravel_index(places, parameter.shape)  # in each dimension
+    for block in local_blocks(parameter, stacked):
+        mine, here = torch.ones_like(places, dtype=torch.bool), list[Tensor]()
+        for place, (first, last), (begin, _) in zip(where, block.local, block.whole, strict=True):
+            own = place - begin + first
+            mine &= (own >= first) & (own < last)
+            here.append(own.clamp(first, last - 1))
+        found = torch.where(mine, local[tuple(here)].double(), found)
+    return found
+
+
+def base_difference(then: Mapping[str, list[float]], now: Mapping[str, list[float]]) -> str | None:
+    """Which tensor is not the same; None: all that both have are."""
+    if not isinstance(then, dict) or (then and not then.keys() & now.keys()):
+        return "it has no tensor of this one's"
+    for name in sorted(then.keys() & now.keys()):
+        pairs = zip(then[name], now[name], strict=False)
+        if any(abs(a - b) > ROUNDING * max(abs(a), abs(b)) for a, b in pairs):
+            return f"{name} differs"
+    return None

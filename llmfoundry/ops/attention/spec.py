@@ -1,8 +1,8 @@
 """What every attention backend reads: the spec of a layer, the plan of a forward pass.
 
-The backends are `sdpa`, `flex`, `varlen`, `flash`, `flash3`, and the plain one in `backends`, which
-is also what other rooms call. Each has three functions: `refusal` (where it does not run, and why),
-`prepare` (an `AttentionPlan`, once a forward pass) and `attend` (once a layer).
+The backends are `sdpa`, `flex`, `flash` (with `varlen` and `flash3`), and the plain one in
+`select`, which is also what other packages call. Each has three functions: `refusal` (where it does
+not run, and why), `prepare` (an `AttentionPlan`, once a forward pass) and `attend` (once a layer).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.attention_limits import ALIBI, DROPOUT, SOFTCAP
-from llmfoundry.ops.packed_layout import Layout
+from llmfoundry.ops.packed_layout import PackedLayout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -160,7 +160,7 @@ def causal_bias(queries: int, keys: int, spec: AttentionSpec, device: torch.devi
 
 
 def dense_bias(
-    layout: Layout | None, spec: AttentionSpec, queries: int, past: int, device: torch.device
+    layout: PackedLayout | None, spec: AttentionSpec, queries: int, past: int, device: torch.device
 ) -> Tensor:
     """As `causal_bias`, (1 or B, 1 or H, queries, past + queries), documents kept apart.
 
@@ -188,7 +188,7 @@ def _tree_bias(ends: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
     return (spec.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
 
 
-def document_segments(layout: Layout, past: int) -> tuple[tuple[int, int], ...]:
+def document_segments(layout: PackedLayout, past: int) -> tuple[tuple[int, int], ...]:
     """(queries, keys) of each document of all rows whose first `past` tokens are keys alone.
 
     The queries are the last of the document's tokens; there may be none.
@@ -203,7 +203,7 @@ def document_segments(layout: Layout, past: int) -> tuple[tuple[int, int], ...]:
 def packed_plan(
     impl: str,
     spec: AttentionSpec,
-    layout: Layout,
+    layout: PackedLayout,
     device: torch.device,
     *,
     past: int,
@@ -269,7 +269,7 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
 
 
-def flash_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+def device_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """Where FlashAttention does not run, PyTorch's build (varlen) or its own (flash, flash3)."""
     if device.type != "cuda":
         return f"its kernel runs on CUDA alone, not on {device.type}; write auto"

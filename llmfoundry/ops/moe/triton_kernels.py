@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmfoundry.ops.moe import elementwise as moe_steps
-from llmfoundry.ops.moe.elementwise import BLOCK, packed_width
+from llmfoundry.ops.moe import experts as moe_steps
+from llmfoundry.ops.moe.experts import BLOCK, packed_width
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take `steps`
 WIDTH = 1024  # values of a row that a program holds at a time

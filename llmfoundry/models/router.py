@@ -1,8 +1,8 @@
-"""What routers tell of a microbatch: the losses that balance experts, and how loaded each was.
+"""What routers report of a microbatch: the losses that balance experts, and how loaded each was.
 
 `moe.py` makes `Statistics` of each layer, the decoder `Routing` of all. What a router did comes
 back as a result, never through a list that layers write to: so it is right when a checkpointed
-block runs twice, when blocks are compiled, and when FSDP cuts them. All of it is sums over rows,
+block runs twice, when blocks are compiled, and when FSDP shards them. All of it is sums over rows,
 which microbatches and processes can add up.
 """
 

@@ -1,1 +1,0 @@
-"""Adapters: a few added parameters that train in place of the model's own."""

@@ -1,0 +1,172 @@
+"""Linear layers and embeddings that may be adapted, norms, and feed-forward layers.
+
+`Linear.base` and `Linear.dense` alone know where a frozen weight comes from: it may be kept in 4
+bits (`models/quantized.py`). Norms compute in fp32 (or wider), or in the precision of the matrix
+products: those read and write half as much under autocast, and the products that follow would round
+their input to its dtype anyhow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llmfoundry.models.low_rank import LowRank, adapted, embedded
+from llmfoundry.ops import nf4
+from llmfoundry.ops.activations import from_text, to_text
+from llmfoundry.ops.devices import to_autocast_dtype
+from llmfoundry.recipe.architecture.model import ModelConfig
+
+
+class Linear(nn.Linear):
+    """nn.Linear that may be adapted, its frozen weight quantised.
+
+    Attributes:
+        lora: what is added to it; None: nothing.
+        packing: how its frozen weight lies in bytes; None: it is not quantised.
+    """
+
+    lora: LowRank | None = None
+    packing: nf4.Nf4Layout | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform x (..., in_features)."""
+        y = self.base(x)
+        if self.lora is None or not self.lora.on:
+            return y
+        return adapted(self, x, y, self.lora)
+
+    def base(self, x: Tensor) -> Tensor:
+        """What it gives without an adapter."""
+        if self.packing is None:
+            return F.linear(x, self.weight, self.bias)
+        y = nf4.linear(x, self.weight, self.out_features, double=self.packing.double)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def dense(self) -> Tensor:
+        """Its weight, (out_features, in_features); a quantised one in fp32, without gradient."""
+        if self.packing is None:
+            return self.weight
+        data, shape = whole(self.weight), (self.out_features, self.in_features)
+        return nf4.dequantize(data, shape, torch.float32, double=self.packing.double)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full value of a tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding that may be adapted."""
+
+    lora: LowRank | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(..., D) of tokens (...)."""
+        y = super().forward(tokens)
+        if self.lora is None or not self.lora.on:
+            return y
+        return embedded(self, tokens, y, self.lora)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis (Ba et al., 2016).
+
+    Args:
+        width: of the last axis.
+        eps: added to the variance.
+        bias: whether there is one.
+        low_precision: compute in autocast's dtype where it is on, else in x's, and return that;
+            otherwise in fp32 or wider, and x's dtype comes back.
+    """
+
+    def __init__(self, width: int, *, eps: float, bias: bool, low_precision: bool = False) -> None:
+        super().__init__()
+        self.eps, self.low_precision = eps, low_precision
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., width)."""
+        if self.low_precision:
+            low = to_autocast_dtype(x)
+            with torch.autocast(x.device.type, enabled=False):  # which would make it fp32 on CUDA
+                return self._normalise(low)
+        return self._normalise(_wide(x)).to(x.dtype)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019).
+
+    Args:
+        width: of the last axis.
+        eps: added to the mean of squares.
+        bias: there is none by definition; taken so that all norms are built alike.
+        low_precision: as LayerNorm's.
+    """
+
+    def __init__(self, width: int, *, eps: float, bias: bool, low_precision: bool = False) -> None:
+        super().__init__()
+        self.eps, self.low_precision = eps, low_precision
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., width)."""
+        if self.low_precision:
+            low = to_autocast_dtype(x)
+            with torch.autocast(x.device.type, enabled=False):
+                return F.rms_norm(low, self.weight.shape, self.weight.to(low.dtype), self.eps)
+        wide = _wide(x)
+        weight = self.weight.to(wide.dtype)
+        return F.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
+
+
+low_precision_layernorm = partial(LayerNorm, low_precision=True)
+low_precision_rmsnorm = partial(RMSNorm, low_precision=True)
+
+
+class FFN(nn.Module):
+    """down(act(up x)), or with a gate down(act(gate x) * up x).
+
+    Args:
+        config: filled.
+        gated: whether there is a gate.
+        hidden: inner width; None: ffn_hidden_size.
+    """
+
+    def __init__(self, config: ModelConfig, *, gated: bool, hidden: int | None = None) -> None:
+        super().__init__()
+        ffn, d, bias = config.ffn_config, config.d_model, not config.no_bias
+        hidden = hidden or ffn.ffn_hidden_size
+        assert hidden is not None, "the recipe was not filled"
+        self.act = from_text(to_text(*ffn.activation)).function
+        self.up_proj = Linear(d, hidden, bias=bias)
+        self.gate_proj = Linear(d, hidden, bias=bias) if gated else None
+        self.down_proj = Linear(hidden, d, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform x (B, T, D) token by token."""
+        if self.gate_proj is None:
+            return self.down_proj(self.act(self.up_proj(x)))
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+FFNS: dict[str, Callable[[ModelConfig], FFN]] = {  # dmoe is models/moe.py's
+    "mptmlp": partial(FFN, gated=False),
+    "mptglu": partial(FFN, gated=True),
+}

@@ -1,0 +1,106 @@
+"""What a device and its host offer: autocast, fast bf16, threads, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmfoundry.ops.torch_private import has_avx512_bf16
+
+
+def has_autocast(x: Tensor) -> bool:
+    """Whether autocast is on; the meta device has none that could be asked for."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """X in the dtype that autocast computes products in; as it is where autocast is off."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if has_autocast(x) else x
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """A context in which products of x are computed in the dtypes that they are given."""
+    return torch.autocast(x.device.type, enabled=False) if has_autocast(x) else nullcontext()
+
+
+HAS_BF16: bool = has_avx512_bf16() and torch.backends.mkldnn.is_available()
+"""Whether matrix products in bfloat16 are instructions of this CPU; emulated they are up to 100
+times slower than in fp32."""
+
+
+def device_thread(
+    target: Callable[..., None], *args: object, name: str, daemon: bool = False
+) -> threading.Thread:
+    """A thread, not yet started, whose current device is that of the thread that makes it.
+
+    A new thread's current device is GPU 0, whatever its process has chosen. What it does there
+    first (pinned memory, a stream) opens a context of a few hundred megabytes: on GPU 0, once for
+    every process of the machine. Every thread of ours that may touch a tensor is made here.
+
+    Args:
+        target: what it runs.
+        args: of `target`.
+        name: the thread's.
+        daemon: whether the process may end before it.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        target(*args)
+
+    return threading.Thread(target=run, name=name, daemon=daemon)
+
+
+# glibc's mallopt: number and value
+_OPTIONS = {
+    "M_MMAP_MAX": (-4, 0),  # large blocks come from the heap, too
+    "M_TRIM_THRESHOLD": (-1, -1),  # whose free end is never given back
+    "M_TOP_PAD": (-2, 64 << 20),  # bytes it grows by beyond what is asked for
+}
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees, where the C library is glibc.
+
+    Otherwise every large tensor is new memory of the kernel's, and each 4 KiB of it a page fault:
+    a fifth of the time of training a mixture of experts, whose gradients are as large as all of
+    its experts.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in _OPTIONS.values():
+            mallopt(option, value)
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
+
+
+def host_buffer(size: int) -> memoryview:
+    """Memory of so many bytes, pinned where the process has a GPU; freed with the last view of it.
+
+    A copy from a GPU into memory that the system may move waits for the GPU and passes through a
+    buffer of the driver's; into pinned memory it runs beside kernels, at the speed of the bus.
+
+    Registered, not allocated as pinned: PyTorch's allocator would round the size up to a power of
+    two, and never give it back. Pages are pinned at about 2 GB/s, once. Where the system refuses
+    (`ulimit -l`), the memory serves all the same, and copies into it are slower.
+    """
+    array = torch.empty(size, dtype=torch.uint8).numpy()
+    if size and torch.cuda.is_available():
+        runtime: Any = torch.cuda.cudart()
+        address = array.ctypes.data
+        if not int(runtime.cudaHostRegister(address, size, _PORTABLE)):
+            # views hold the array; not after CUDA is gone
+            weakref.finalize(array, runtime.cudaHostUnregister, address).atexit = False
+    return array.data
