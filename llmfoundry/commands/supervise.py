@@ -1,6 +1,6 @@
 """`scripts/supervise.py`, and `supervise.enabled` of a training run: the process around it.
 
-It imports no PyTorch: it waits for days beside processes that need the memory.
+It imports no PyTorch: it waits for days next to processes that need the memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from llmfoundry.data.file_spec import FetchOptions
@@ -16,14 +17,13 @@ from llmfoundry.errors import UserError
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.paths import ROOT
-from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.resilience.supervise import NODES
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.resilience.supervise import slurm
 from llmfoundry.resilience.supervise.attempt import SUPERVISED
-from llmfoundry.resilience.supervise.checkpoints import Look, look_in_store
+from llmfoundry.resilience.supervise.checkpoints import list_in_folder, list_in_store
 from llmfoundry.resilience.supervise.exporter import export_to
 from llmfoundry.resilience.supervise.notify import send_to_mlflow, send_to_store
 from llmfoundry.resilience.supervise.supervisor import Supervisor, earlier_attempts
@@ -34,13 +34,13 @@ def supervise(recipe: TrainRecipe) -> None:
     """Train until the run is complete, or another attempt is of no use.
 
     Raises:
-        SystemExit: with the status that `ends` has for how it ended.
-        UserError: the recipe would begin anew at each restart, or refuse to go on.
+        SystemExit: with a status of `exit_status`.
+        UserError: the recipe would start over at each restart, or refuse to resume.
     """
     if {SUPERVISED, "RANK"} & os.environ.keys():
         raise UserError(
             "scripts/supervise.py: is itself started by torchrun or another supervisor; start it"
-            " alone: it starts the processes of each machine, or what supervise.launch says"
+            " alone: it starts the processes of each machine, or supervise.launch"
         )
     if recipe.save_overwrite:
         raise UserError(
@@ -48,7 +48,7 @@ def supervise(recipe: TrainRecipe) -> None:
             f" {recipe.save_folder} once, and write false"
         )
     if not recipe.autoresume:
-        raise UserError("autoresume: false, but a supervised run goes on by itself; write true")
+        raise UserError("autoresume: false, but a supervised run resumes by itself; write true")
     if not slurm.in_job() and any(NODES in word for word in recipe.supervise.launch):
         raise UserError(
             f"supervise.launch: {NODES} is the number of a Slurm job's machines, and this is none;"
@@ -57,46 +57,28 @@ def supervise(recipe: TrainRecipe) -> None:
     end_with_starters()
     outlast_full_disks()
     name = "finetune" if isinstance(recipe, FinetuneRecipe) else "train"
-    folder = _folder(recipe)
+    folder, logger = _folder(recipe), copy.deepcopy(recipe.logger)
+    logger.fill()
+    final_events: list[Callable[[str], str]] = [partial(send_to_mlflow, logger, folder)]
+    options, url = FetchOptions.from_config(recipe.data), recipe.save_folder
+    is_remote = "://" in url
+    if is_remote:
+        final_events.append(lambda status: send_to_store(url, options, folder))
     supervisor = Supervisor(
         recipe.supervise,
         folder,
         script=[str(ROOT / "scripts" / f"{name}.py"), *sys.argv[1:]],
         check=[str(ROOT / "scripts" / "check.py"), *sys.argv[1:]],
+        list_checkpoints=(
+            partial(list_in_store, url, options) if is_remote else partial(list_in_folder, folder)
+        ),
+        url=public(url) if is_remote else "",
         kernel_log=recipe.health_check.kernel_log,
-        sees_checkpoints="://" not in recipe.save_folder,
-        look=_look(recipe),
-        place=public(recipe.save_folder) if "://" in recipe.save_folder else "",
-        export=export_to(recipe.supervise, _logger(recipe)),
-        last_words=_last_words(recipe, folder),
+        export=export_to(recipe.supervise, logger),
+        final_events=final_events,
         attempts=earlier_attempts(folder),
     )
     sys.exit(supervisor.run())
-
-
-def _last_words(recipe: TrainRecipe, folder: Path) -> list[Callable[[str], str]]:
-    """What tells those who keep the run's record how it ended."""
-    logger = _logger(recipe)
-    found: list[Callable[[str], str]] = [lambda status: send_to_mlflow(logger, folder, status)]
-    if "://" in recipe.save_folder:
-        options = FetchOptions.from_config(recipe.data)
-        found.append(lambda status: send_to_store(recipe.save_folder, options, folder))
-    return found
-
-
-def _logger(recipe: TrainRecipe) -> LoggerConfig:
-    """The section, filled."""
-    logger = copy.deepcopy(recipe.logger)
-    logger.fill()
-    return logger
-
-
-def _look(recipe: TrainRecipe) -> Callable[[], Look] | None:
-    """What looks for the checkpoints of a run at a URL; None: they are in its folder."""
-    if "://" not in recipe.save_folder:
-        return None
-    options = FetchOptions.from_config(recipe.data)
-    return lambda: look_in_store(recipe.save_folder, options)
 
 
 def is_supervised(recipe: TrainRecipe) -> bool:

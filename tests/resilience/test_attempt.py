@@ -12,7 +12,7 @@ import pytest
 
 from llmfoundry.commands.supervise import is_supervised, supervise
 from llmfoundry.errors import UserError
-from llmfoundry.exit_status import read_ranks, record_ranks
+from llmfoundry.exit_status import ResumeLimits, read_ranks, record_ranks
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
@@ -26,13 +26,13 @@ from tests.tiny import ROOT
 def test_a_launcher_that_waits_for_a_dead_machine_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, ends: bool
 ) -> None:
-    monkeypatch.setattr(attempt, "_LOOK", 0.0)
-    monkeypatch.setattr(attempt, "_UNSEEN", 0.0)
-    folders = {"beats": tmp_path / "beats", "ends": tmp_path / "ends"}
-    running = RunningAttempt(["sleep", "1000"], is_local=False, **folders)
+    monkeypatch.setattr(attempt, "_ENDS_SECONDS", 0.0)
+    monkeypatch.setattr(attempt, "_REMOTE_LAUNCHER_SECONDS", 0.0)
+    folders = {"heartbeats": tmp_path / "beats", "ends": tmp_path / "ends"}
+    running = RunningAttempt(["sleep", "1000"], is_local=False, limits=ResumeLimits(), **folders)
     said = {"rank": 0, "status": status, "kind": "lost", "time": 0.0, "node": "n1", "lines": []}
     (tmp_path / "ends/rank-0.json").write_text(json.dumps(said))
-    looks = [running.look() for _ in range(4)]
+    looks = [running.poll() for _ in range(4)]
     assert looks[-1] is not ends
     running.kill()
     assert running.end() == -signal.SIGKILL

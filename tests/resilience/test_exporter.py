@@ -88,7 +88,7 @@ def test_a_file_stays_with_the_exit_status(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_told_once_and_had_later(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LINGER", 0.0)
+    monkeypatch.setattr(module, "_LINGER_SECONDS", 0.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

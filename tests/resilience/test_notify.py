@@ -19,8 +19,8 @@ import pytest
 from llmfoundry.events import read_events
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.resilience.supervise import notify
+from llmfoundry.resilience.supervise.attempt import make_ends_folder
 from llmfoundry.resilience.supervise.notify import form_of, post_to_webhook
-from llmfoundry.resilience.supervise.supervisor import _ends_folder
 from tests.resilience.test_supervisor import Place
 
 SECRET = "T0/B0/kanarie"
@@ -179,7 +179,7 @@ def test_a_full_disk_leaves_the_last_words_of_processes_in_memory(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    found = _ends_folder(tmp_path / "supervise", 1, tmp_path / "beats" / "0")
+    found = make_ends_folder(tmp_path / "supervise", 1, tmp_path / "beats" / "0")
     assert found == tmp_path / "beats" / "0-ends"
 
 

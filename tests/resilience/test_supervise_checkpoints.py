@@ -14,44 +14,50 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import GivenUp
 from llmfoundry.exit_status import FAILED, GIVE_UP, ResumeLimits
+from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.resilience.supervise.checkpoints import (
     START,
     STOP,
     WAIT,
-    Look,
-    LookVerdict,
+    ListingVerdict,
     expected_newest,
-    judge_look,
-    look_in_folder,
-    look_in_store,
+    judge_listing,
+    list_in_folder,
+    list_in_store,
 )
+from llmfoundry.resilience.supervise.checkpoints import CheckpointListing as Listing
 from tests.data.s3_server import s3_server
 
-GONE = Look(missing="runs/x/checkpoints")
-AWAY = Look(problem="s3://b/x: no answer", may_pass=True)
-REFUSED = Look(problem="s3://b/x: access is refused")
+GONE = Listing(missing="runs/x/checkpoints")
+AWAY = Listing(problem="s3://b/x: no answer", may_pass=True)
+REFUSED = Listing(problem="s3://b/x: access is refused")
 
 
-def judge(expected: int, look: Look, waited: float = 0.0, looks: int = 1) -> LookVerdict:
-    limits = {"vanished_seconds": 60.0, "store_seconds": 3600.0}
-    return judge_look(expected, look, place="runs/x", waited=waited, looks=looks, **limits)
+def judge(expected: int, look: Listing, waited: float = 0.0, looks: int = 1) -> ListingVerdict:
+    limits = SuperviseConfig(vanished_seconds=60.0, store_seconds=3600.0)
+    return judge_listing(expected, look, limits, place="runs/x", waited=waited, tries=looks)
 
 
 def test_an_attempt_begins_where_nothing_is_lost() -> None:
-    for expected, look in ((-1, GONE), (-1, AWAY), (20, Look((20, 10))), (20, Look((30,)))):
+    for expected, look in (
+        (-1, GONE),
+        (-1, AWAY),
+        (20, Listing((20, 10))),
+        (20, Listing((30,))),
+    ):
         assert judge(expected, look).action == START
 
 
 def test_what_is_missing_is_looked_for_again_and_then_named() -> None:
-    for look in (GONE, Look((10,)), REFUSED):
+    for look in (GONE, Listing((10,)), REFUSED):
         assert [judge(20, look, waited).action for waited in (0, 59, 60)] == [WAIT, WAIT, STOP]
         assert judge(20, look, 60).status == GIVE_UP
     assert judge(20, GONE, 59, looks=6).wait == 1.0  # not beyond the limit
     assert "runs/x/checkpoints is not there" in judge(20, GONE, 60).why
-    older = judge(20, Look((10,)), 60).why
+    older = judge(20, Listing((10,)), 60).why
     assert "checkpoint ba0000020 in runs/x has vanished" in older
-    assert "the newest there is ba0000010" in older and "again all after step 10" in older
+    assert "the newest there is ba0000010" in older and "repeat all after step 10" in older
 
 
 def test_a_store_that_does_not_answer_is_waited_for_longer_with_growing_pauses() -> None:
@@ -63,12 +69,12 @@ def test_a_store_that_does_not_answer_is_waited_for_longer_with_growing_pauses()
 
 
 def test_what_has_to_be_there_is_the_most_that_anybody_has_seen() -> None:
-    assert expected_newest(10, 30, Look((30, 20))) == 30
-    assert expected_newest(10, 20, Look((30, 20))) == 30  # committed as the run was killed
+    assert expected_newest(10, 30, Listing((30, 20))) == 30
+    assert expected_newest(10, 20, Listing((30, 20))) == 30  # committed as the run was killed
     assert expected_newest(10, 30, GONE) == 30  # renamed while the run was under way
-    assert expected_newest(10, -1, Look((30,))) == 30  # its processes are on other machines
-    assert expected_newest(10, None, AWAY) == 10
-    assert expected_newest(90, 40, Look((40,)), went_back=True) == 40  # after a spike
+    assert expected_newest(10, -1, Listing((30,))) == 30  # its processes are on other machines
+    assert expected_newest(10, -1, AWAY) == 10
+    assert expected_newest(90, 40, Listing((40,)), went_back=True) == 40  # after a spike
     assert expected_newest(90, -1, AWAY, went_back=True) == -1
 
 
@@ -84,19 +90,19 @@ def test_a_folder_shows_what_counts_and_where_it_ends(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs/x"
-    assert look_in_folder(run) == Look(missing="runs")
+    assert list_in_folder(run) == Listing(missing="runs")
     make(run, 10, 20)
     (run / "checkpoints/ba0000030").mkdir()  # cut short
     (run / "checkpoints/notes").touch()
-    assert look_in_folder(run) == Look((20, 10))
+    assert list_in_folder(run) == Listing((20, 10))
     (run / "checkpoints").rename(run / "old")
-    assert look_in_folder(run) == Look(missing="runs/x/checkpoints")
+    assert list_in_folder(run) == Listing(missing="runs/x/checkpoints")
 
     def stale(path: Path) -> list[str]:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
     monkeypatch.setattr(os, "listdir", stale)
-    found = look_in_folder(run)
+    found = list_in_folder(run)
     assert found.may_pass and found.problem.startswith("Stale file handle")
 
 
@@ -109,23 +115,23 @@ def test_a_store_that_is_empty_is_told_from_one_that_does_not_answer(
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
         url, options = "s3://shards/runs/x", FetchOptions(retry=1, timeout=2.0)
-        assert look_in_store(url, options) == Look()
+        assert list_in_store(url, options) == Listing()
         put("runs/x/checkpoints/ba0000010/COMMIT", b"{}")
         put("runs/x/checkpoints/ba0000020/COMMIT", b"{}")
         put("runs/x/checkpoints/ba0000030/state.json", b"{}")
-        assert look_in_store(url, options) == Look((20, 10))
-        no_bucket = look_in_store("s3://nosuchbucket/runs/x", options)
+        assert list_in_store(url, options) == Listing((20, 10))
+        no_bucket = list_in_store("s3://nosuchbucket/runs/x", options)
         assert "there is no bucket nosuchbucket" in no_bucket.problem and not no_bucket.may_pass
         assert judge(20, no_bucket, 60).status == GIVE_UP
         monkeypatch.setattr(server, "next_fault", lambda key, method: "slow down")
-        busy = look_in_store(url, options)
+        busy = list_in_store(url, options)
         assert busy.may_pass and judge(20, busy, 60).action == WAIT
         monkeypatch.setattr(server, "next_fault", lambda key, method: None)
         store = ObjectStore(url, options, key="save_folder")
         store.delete([f"checkpoints/ba00000{n}0/COMMIT" for n in (1, 2)])
-        emptied = look_in_store(url, options)
-        assert emptied == Look() and judge(20, emptied, 60).status == GIVE_UP
-    gone = look_in_store(url, options)  # nobody listens there any more
+        emptied = list_in_store(url, options)
+        assert emptied == Listing() and judge(20, emptied, 60).status == GIVE_UP
+    gone = list_in_store(url, options)  # nobody listens there any more
     assert gone.may_pass and "retry" in gone.problem
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.exit_status import FAILED, GIVE_UP, MISTAKE, SAVED
+from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.resilience.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.resilience.supervise.decide import (
     FINISH,
@@ -16,7 +17,6 @@ from llmfoundry.resilience.supervise.decide import (
     STOP,
     WITHOUT,
     Attempt,
-    Policy,
     decide,
 )
 from llmfoundry.resilience.supervise.nodes import launch_words
@@ -53,12 +53,12 @@ def killed(code: int) -> list[str]:
 
 CASES = {
     "complete": (Evidence(0), "done", ()),
-    "asked and saved": (Evidence(1, asked="SIGTERM", ends=[end("stopped", "x", status=75)]),
+    "asked and saved": (Evidence(1, stop_signal="SIGTERM", ends=[end("stopped", "x", status=75)]),
                         "preemption", ()),
     "the agent killed, whose store all lose": (
-        Evidence(-9, tail=["[rank3] recvValue failed on SocketImpl: Connection reset by peer"]),
+        Evidence(-9, stderr=["[rank3] recvValue failed on SocketImpl: Connection reset by peer"]),
         "unknown", ()),
-    "asked too early": (Evidence(-15, asked="SIGTERM"), "preemption", ()),
+    "asked too early": (Evidence(-15, stop_signal="SIGTERM"), "preemption", ()),
     "a rank was asked": (Evidence(1, ends=[end("stopped", "stopped by SIGUSR1", status=75)]),
                          "preemption", ()),
     "slow rank": (Evidence(1, ends=[end("stopped", "stopped by rank 3", status=75)],
@@ -66,7 +66,7 @@ CASES = {
                   "machine", ("n4",)),
     "typo": (Evidence(1, ends=[end("mistake", "data.paths[0]: is not there", status=2), LOST]),
              "user", ()),
-    "typo, no word": (Evidence(2, tail=["optimizer.lr: x is not a number"]), "user", ()),
+    "typo, no word": (Evidence(2, stderr=["optimizer.lr: x is not a number"]), "user", ()),
     "full disk": (Evidence(1, ends=[end("full", "No space left", status=2)]), "user", ()),
     "nan": (Evidence(1, ends=[end("mistake", "optimizer.lr: the loss or its gradient was not"
                                   " finite in step 7", status=2)]), "numerical", ()),
@@ -74,40 +74,40 @@ CASES = {
                  "given up", ()),
     "store away": (Evidence(1, ends=[end("mistake", "data.remote: s3://b: Connection timed out",
                                          status=2)]), "network", ()),
-    "hang": (Evidence(1, hang=HANG, ends=[LOST], tail=killed(-9)), "hang", ("n4",)),
+    "hang": (Evidence(1, hang=HANG, ends=[LOST], stderr=killed(-9)), "hang", ("n4",)),
     "xid": (Evidence(1, node="n1", kernel=[("n1", "XID 79 the GPU has fallen off the bus", True)],
-                     tail=killed(-6)), "machine", ("n1",)),
+                     stderr=killed(-6)), "machine", ("n1",)),
     "lost gpu": (Evidence(1, node="n1", gpu={"what": "the GPU of rank 3 is lost", "host": "n2"},
-                          tail=killed(-6)), "machine", ("n2",)),
+                          stderr=killed(-6)), "machine", ("n2",)),
     "hang of a lost gpu": (Evidence(1, node="n1", hang=HANG, kernel=[("n1", "XID 79", True)],
-                                    tail=killed(-9)), "machine", ("n1",)),
-    "harmless xid": (Evidence(1, kernel=[("n1", "XID 43 reset channel", False)], tail=killed(-9)),
+                                    stderr=killed(-9)), "machine", ("n1",)),
+    "harmless xid": (Evidence(1, kernel=[("n1", "XID 43 reset channel", False)], stderr=killed(-9)),
                      "unknown", ()),
     "ecc": (Evidence(1, ends=[end("error", "CUDA error: uncorrectable ECC error encountered")]),
             "machine", ("n1",)),
-    "health check": (Evidence(1, node="n1", tail=killed(3)), "machine", ("n1",)),
+    "health check": (Evidence(1, node="n1", stderr=killed(3)), "machine", ("n1",)),
     "nccl": (Evidence(1, ends=[end("error", "DistBackendError: NCCL error: ncclSystemError")]),
              "network", ()),
     "never met": (Evidence(1, ends=[end("lost", "MASTER_ADDR: the processes did not meet at n9:1"
                                             " within 8 s: No route to host")]), "network", ()),
     "peer gone": (Evidence(1, ends=[RESET]), "network", ()),
-    "killed": (Evidence(1, ends=[LOST, RESET], tail=killed(-9)), "unknown", ()),
-    "segfault": (Evidence(1, ends=[LOST], tail=killed(-11)), "unknown", ("n2",)),
+    "killed": (Evidence(1, ends=[LOST, RESET], stderr=killed(-9)), "unknown", ()),
+    "segfault": (Evidence(1, ends=[LOST], stderr=killed(-11)), "unknown", ("n2",)),
     "defect": (Evidence(1, ends=[end("error", "KeyError: 'x'", rank=3), RESET, LOST]),
                "unknown", ()),
     "agent killed": (Evidence(-9), "unknown", ()),
-    "machine silent": (Evidence(1, ends=[LOST], places={0: "n1", 1: "n2"}), "machine", ("n2",)),
+    "machine silent": (Evidence(1, ends=[LOST], node_of={0: "n1", 1: "n2"}), "machine", ("n2",)),
     "silent in a save": (Evidence(1, ends=[end("lost", "parallel.dist_timeout: rank 1 did not come"
                                                " within 600 s (waited for in x.py:1): it hangs")],
-                                  places={0: "n1", 1: "n2"}), "machine", ("n2",)),
+                                  node_of={0: "n1", 1: "n2"}), "machine", ("n2",)),
     "one process of two": (Evidence(1, ends=[LOST, end("lost", "x", rank=2)],
-                                    places={0: "n1", 1: "n2", 2: "n2"}), "unknown", ()),
-    "all on one machine": (Evidence(1, ends=[LOST], places={0: "n1", 1: "n1"}), "unknown", ()),
+                                    node_of={0: "n1", 1: "n2", 2: "n2"}), "unknown", ()),
+    "all on one machine": (Evidence(1, ends=[LOST], node_of={0: "n1", 1: "n1"}), "unknown", ()),
     "said by who is lost": (Evidence(1, ends=[end("mistake", "x: is not there", rank=1, status=2),
-                                              LOST], places={0: "n1", 1: "n2"}), "user", ()),
-    "lost to Slurm": (Evidence(1, ends=[LOST], hang=HANG, places={0: "n1", 1: "n2"},
+                                              LOST], node_of={0: "n1", 1: "n2"}), "user", ()),
+    "lost to Slurm": (Evidence(1, ends=[LOST], hang=HANG, node_of={0: "n1", 1: "n2"},
                                lost={"n2": "Slurm holds n2 for down*"}), "machine", ("n2",)),
-    "another is lost": (Evidence(1, hang=HANG, places={0: "n1", 1: "n4"}, lost={"n7": "x"}),
+    "another is lost": (Evidence(1, hang=HANG, node_of={0: "n1", 1: "n4"}, lost={"n7": "x"}),
                         "hang", ("n4",)),
 }  # fmt: skip
 
@@ -121,9 +121,9 @@ def test_causes_are_told_apart(name: str) -> None:
 
 
 def test_the_reason_names_who_and_how() -> None:
-    assert find_cause(Evidence(1, tail=killed(-9))).why == "rank 1 was ended by SIGKILL"
+    assert find_cause(Evidence(1, stderr=killed(-9))).why == "rank 1 was ended by SIGKILL"
     kernel = [("n1", "the kernel ended a process: no memory left", False)]
-    assert "no memory left" in find_cause(Evidence(1, tail=killed(-9), kernel=kernel)).why
+    assert "no memory left" in find_cause(Evidence(1, stderr=killed(-9), kernel=kernel)).why
     assert find_cause(Evidence(-9)).why == "the command was ended by SIGKILL"
     assert find_cause(CASES["defect"][0]).why == "rank 3 on n1: KeyError: 'x'"
     assert find_cause(CASES["asked and saved"][0]).is_saved
@@ -134,7 +134,7 @@ def of(kind: str, *, progressed: bool = False, bad: tuple[str, ...] = ()) -> Att
     return Attempt(Cause(kind, f"why of {kind}", bad), progressed, bad)
 
 
-POLICY = Policy()
+POLICY = SuperviseConfig()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_three_attempts_without_progress_end_it_whatever_they_failed_of() -> Non
 
 
 def test_budgets_refill_only_after_progress() -> None:
-    policy = Policy(no_progress=100, max_restarts=3)
+    policy = SuperviseConfig(no_progress=100, max_restarts=3)
     often = [of("network")] * 3
     assert decide(often, policy).action == RESTART
     assert decide([*often, of("network")], policy).status == FAILED
@@ -183,7 +183,7 @@ def test_budgets_refill_only_after_progress() -> None:
     assert decide([*refilled, of("network")], policy).action == STOP
     assert decide([of("unknown")] * 2, policy).action == RESTART
     assert decide([of("unknown")] * 3, policy).action == STOP  # fewer tries
-    assert decide([of("machine")], Policy(max_restarts=0)).status == FAILED
+    assert decide([of("machine")], SuperviseConfig(max_restarts=0)).status == FAILED
 
 
 def test_failures_each_of_which_brought_the_run_further_are_bounded_by_the_day() -> None:
@@ -195,8 +195,8 @@ def test_failures_each_of_which_brought_the_run_further_are_bounded_by_the_day()
     stopped = decide([half] * 25, POLICY)
     assert (stopped.action, stopped.status) == (STOP, GIVE_UP)
     assert stopped.why.startswith("24 restarts within a day (supervise.max_restarts_per_day)")
-    assert decide([half] * 25, Policy(max_restarts_per_day=100)).action == RESTART
-    assert decide([half], Policy(max_restarts_per_day=0)).status == GIVE_UP
+    assert decide([half] * 25, SuperviseConfig(max_restarts_per_day=100)).action == RESTART
+    assert decide([half], SuperviseConfig(max_restarts_per_day=0)).status == GIVE_UP
 
 
 def test_a_run_that_spends_its_day_on_starts_is_given_up() -> None:
@@ -206,8 +206,8 @@ def test_a_run_that_spends_its_day_on_starts_is_given_up() -> None:
     stopped = decide([slow] * 5, POLICY)
     assert (stopped.action, stopped.status) == (STOP, GIVE_UP)
     assert "goodput is 11% over the last 5 attempts, 1.2 h" in stopped.why
-    assert decide([slow] * 5, Policy(min_goodput=0.1)).action == RESTART
-    assert decide([slow] * 5, Policy(min_goodput=0)).action == RESTART
+    assert decide([slow] * 5, SuperviseConfig(min_goodput=0.1)).action == RESTART
+    assert decide([slow] * 5, SuperviseConfig(min_goodput=0)).action == RESTART
     quick = replace(slow, seconds=60.0, useful=1.0)
     assert decide([quick] * 20, POLICY).action == RESTART  # not an hour yet
     day = replace(slow, seconds=86_400.0, useful=80_000.0)
@@ -238,12 +238,12 @@ def test_weights_that_are_not_finite_after_a_resume_are_passed_over() -> None:
 
 def test_what_was_said_last_is_quoted_where_no_cause_is_known() -> None:
     said = ["step 3", "Fatal: the license has expired", "", *killed(-6)]
-    why = find_cause(Evidence(1, tail=said)).why
+    why = find_cause(Evidence(1, stderr=said)).why
     assert why == (
         "rank 1 was ended by SIGABRT; the last line on standard error: Fatal: the license has"
         " expired"
     )
-    long = find_cause(Evidence(1, tail=["x" * 5000])).why
+    long = find_cause(Evidence(1, stderr=["x" * 5000])).why
     assert long.endswith("standard error: " + "x" * 300)
 
 
@@ -258,13 +258,13 @@ def test_what_was_said_last_is_quoted_where_no_cause_is_known() -> None:
 )
 def test_a_name_that_is_not_known_is_the_networks(line: str) -> None:
     assert find_cause(Evidence(1, ends=[end("error", line)])).kind == "network"
-    assert find_cause(Evidence(1, tail=[line])).kind == "network"
+    assert find_cause(Evidence(1, stderr=[line])).kind == "network"
     mistake = end("mistake", f"data.remote: https://hub/x: {line}", status=2)
     assert find_cause(Evidence(1, ends=[mistake])).kind == "network"
 
 
 def test_pauses_grow_without_progress_up_to_five_minutes() -> None:
-    policy = Policy(no_progress=100, max_restarts=100, wait_seconds=2.0)
+    policy = SuperviseConfig(no_progress=100, max_restarts=100, wait_seconds=2.0)
     waits = [decide([of("network")] * n, policy).wait for n in range(1, 12)]
     assert waits == [2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
     assert decide([of("network")] * 5 + [of("network", progressed=True)], policy).wait == 2
@@ -274,18 +274,18 @@ def test_machines_are_taken_out_only_where_it_may_and_can() -> None:
     bad = [of("machine", bad=("n4",))]
     told = decide(bad, POLICY)
     assert (told.action, told.nodes) == (RESTART, ()) and "the check finds n4 bad" in told.why
-    out = decide(bad, Policy(act=True, can_exclude=True))
+    out = decide(bad, SuperviseConfig(act=True), can_exclude=True)
     assert (out.action, out.nodes) == (WITHOUT, ("n4",))
-    alone = decide(bad, Policy(act=True, can_exclude=False))
+    alone = decide(bad, SuperviseConfig(act=True))
     assert (alone.action, alone.status) == (STOP, SAVED)
-    assert decide([of("machine")], Policy(act=True, can_exclude=True)).action == RESTART
+    assert decide([of("machine")], SuperviseConfig(act=True), can_exclude=True).action == RESTART
 
 
 def test_who_does_not_start_on_fewer_machines_is_started_elsewhere() -> None:
     """Also where its batch does not divide among those that are left: a mistake elsewhere."""
     for kind in ("user", "unknown", "network"):
         refused = Attempt(Cause(kind, "x"), without=("n4",))
-        decision = decide([of("machine", bad=("n4",)), refused], Policy(act=True))
+        decision = decide([of("machine", bad=("n4",)), refused], SuperviseConfig(act=True))
         assert (decision.action, decision.status) == (STOP, SAVED)
         assert "does not start here without n4" in decision.why
 

@@ -18,14 +18,14 @@ import pytest
 from llmfoundry.commands.supervise import recipe_type, supervise
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
-from llmfoundry.exit_status import own_node
+from llmfoundry.exit_status import ResumeLimits, own_node
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.recipe.scripts.check import CheckFinetuneRecipe, checked_for
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.resilience.supervise.attempt import AttemptTimes, RunningAttempt
-from llmfoundry.resilience.supervise.supervisor import earlier_attempts, last_moved, new_folder
+from llmfoundry.resilience.supervise.attempt import AttemptTimes, RunningAttempt, new_folder
+from llmfoundry.resilience.supervise.supervisor import earlier_attempts
 from tests.tiny import ENV, ROOT
 
 XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
@@ -122,7 +122,7 @@ import json, os, sys
 from pathlib import Path
 from llmfoundry.exit_status import own_node
 from llmfoundry.resilience.supervise import nodes
-from llmfoundry.resilience.supervise.checkpoints import look_in_folder
+from llmfoundry.resilience.supervise.checkpoints import list_in_folder
 from llmfoundry.resilience.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 config = SuperviseConfig(**{"wait_seconds": 0.1} | json.loads(sys.argv[1]))
@@ -130,9 +130,9 @@ check = ["check.py", json.dumps([own_node()])]
 nodes.ACCOUNT = Path(sys.argv[2])
 run = Path("run")
 attempts = earlier_attempts(run)
-facts = {"kernel_log": "kernel.log", "attempts": attempts}
-if Path("store").exists():
-    facts |= {"sees_checkpoints": False, "look": lambda: look_in_folder(Path("store"))}
+store = Path("store") if Path("store").exists() else None
+facts = {"kernel_log": "kernel.log", "attempts": attempts, "url": "s3://store" if store else ""}
+facts["list_checkpoints"] = lambda: list_in_folder(store or run)
 supervisor = Supervisor(config, run, ["run.py"], check, **facts)
 sys.exit(supervisor.run())
 """
@@ -294,11 +294,11 @@ def test_what_is_of_an_attempt_goes_by_the_order_of_lines_and_not_by_the_clock(
 def test_a_machine_that_hangs_stands_still_since_its_last_move_not_since_it_was_woken() -> None:
     times = AttemptTimes(started=100.0, last_beat=240.0, ended=243.0)  # the woken one's beat
     hang = {"seconds": 34.5, "moved": 205.25, "host": "here"}
-    assert last_moved(times, hang, "here") == 205.25
-    assert last_moved(times, hang, "elsewhere") == 243.0 - 34.5  # by another machine's clock
-    assert last_moved(times, {**hang, "moved": 1.0}, "here") == 100.0
-    assert last_moved(times, None, "here") == 240.0
-    assert last_moved(AttemptTimes(started=100.0, ended=110.0), None, "here") == 110.0
+    assert times.last_moved(hang, "here") == 205.25
+    assert times.last_moved(hang, "elsewhere") == 243.0 - 34.5  # by another machine's clock
+    assert times.last_moved({**hang, "moved": 1.0}, "here") == 100.0
+    assert times.last_moved(None, "here") == 240.0
+    assert AttemptTimes(started=100.0, ended=110.0).last_moved(None, "here") == 110.0
 
 
 def test_what_attempts_say_has_a_folder_of_its_own_however_the_clock_stands(
@@ -317,17 +317,23 @@ def test_a_launcher_that_leaves_the_run_alone_has_not_completed_it(place: Place)
     assert "write a supervise.launch that waits for the run" in place.said
 
 
+def facts(folder: Path) -> dict[str, Any]:
+    """Of an attempt on this machine that may resume from any checkpoint."""
+    folders = {"heartbeats": folder / "b", "ends": folder / "e"}
+    return {**folders, "is_local": True, "limits": ResumeLimits()}
+
+
 def test_a_program_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     for word in ("nosuchprogram", str(tmp_path), "a\0b"):
         with pytest.raises(UserError, match=r"supervise.launch: '.*' cannot be started: "):
-            RunningAttempt([word], beats=tmp_path / "b", ends=tmp_path / "e", is_local=True)
+            RunningAttempt([word], **facts(tmp_path))
 
 
 def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "supervise").touch()
     ends = tmp_path / "supervise/attempt-1"
     with pytest.raises(UserError, match=r"save_folder: .* cannot be made: Not a directory"):
-        RunningAttempt(["true"], beats=tmp_path / "b", ends=ends, is_local=True)
+        RunningAttempt(["true"], **facts(tmp_path) | {"ends": ends})
 
 
 @pytest.mark.parametrize("name", ["RANK", "LLMFOUNDRY_SUPERVISED"])
@@ -344,11 +350,11 @@ def test_an_endless_line_is_passed_on_and_only_its_end_is_kept(
 ) -> None:
     flood = "import os; [os.write(2, b'x' * 10**6) for _ in range(30)]; os.write(2, b'\\xff end')"
     command = [sys.executable, "-c", flood]
-    attempt = RunningAttempt(command, beats=tmp_path / "b", ends=tmp_path / "e", is_local=True)
-    while attempt.look():
+    attempt = RunningAttempt(command, **facts(tmp_path))
+    while attempt.poll():
         pass
     assert attempt.end() == 0
-    (line,) = attempt.tail
+    (line,) = attempt.stderr_tail
     assert len(line) < 10**5 and line.endswith("\ufffd end")
     assert len(capfdbinary.readouterr().err) == 30 * 10**6 + 5
 
@@ -470,7 +476,7 @@ def wait_for_step(place: Place, step: int) -> None:
     ("recipe", "line"),
     [
         (TrainRecipe(save_overwrite=True), "^save_overwrite: true, but every restart would delete"),
-        (TrainRecipe(autoresume=False), "^autoresume: false, but a supervised run goes on"),
+        (TrainRecipe(autoresume=False), "^autoresume: false, but a supervised run resumes"),
     ],
 )
 def test_a_run_that_would_not_go_on_is_not_supervised(recipe: TrainRecipe, line: str) -> None:

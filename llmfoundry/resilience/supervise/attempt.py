@@ -1,11 +1,13 @@
-"""One attempt at a run: start the command, look on, and gather what it leaves behind.
+"""One attempt at a run: start the command, watch its processes, and gather what it leaves behind.
 
-The supervisor passes on a request to stop to the run's own processes, not to torchrun, which would
-give them 30 s: a save may take longer. Nothing is decided here.
+`supervisor.py` starts a `RunningAttempt` and calls `poll` until it has ended. A request to stop is
+passed on to the run's own processes, not to torchrun, which would give them 30 s: a save may take
+longer. Nothing is decided here.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -17,43 +19,45 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.exit_status import DONE, SAVED, ResumeLimits, read_ends
-from llmfoundry.exit_status import ENDS_FOLDER as ENDS
+from llmfoundry.exit_status import DONE, ENDS_FOLDER, SAVED, ResumeLimits, read_ends
 from llmfoundry.heartbeat import BEATS, PHASES, read_heartbeats
 from llmfoundry.processes import keep_children
 from llmfoundry.resilience.supervise import slurm
 
 SUPERVISED = "LLMFOUNDRY_SUPERVISED"
 """In the environment of what a supervisor has started."""
-_SECONDS = 0.1
-_TAIL = 400  # lines
-_LONGEST, _CHUNK = 2**14, 2**16  # bytes: of a line its end is kept
-_LOOK = 2.0  # seconds between two looks at a folder that all machines see
-_LEFT, _UNSEEN = 30.0, 120.0
-"""Seconds that a launcher has to end after a process has failed: where none of this machine's is
-left, and where it has none. torchrun gives the others 30 s, and srun waits for a machine that is
-dead until Slurm believes it (SlurmdTimeout, 300 s)."""
+_POLL_SECONDS = 0.1
+_TAIL_LINES = 400
+_LINE_BYTES, _CHUNK = 2**14, 2**16  # of a longer line its end is kept
+_ENDS_SECONDS = 2.0  # between two reads of a folder that all machines see
+_LAUNCHER_SECONDS, _REMOTE_LAUNCHER_SECONDS = 30.0, 120.0
+"""For a launcher to end after a process has failed: where none of this machine's is left, and where
+it has none. torchrun gives the others 30 s, and srun waits for a dead machine until Slurm marks it
+down (SlurmdTimeout, 300 s)."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 @dataclass
 class AttemptTimes:
-    """Moments of an attempt, in seconds of CLOCK_MONOTONIC; None: it did not come so far.
+    """Moments of an attempt, in seconds of CLOCK_MONOTONIC; None: not reached.
 
     Attributes:
         started: the command.
-        joined: its processes had found each other.
-        loaded: data, model and checkpoint were there, and the first step began.
+        joined: its processes had joined each other.
+        loaded: data, model and checkpoint were loaded, and the first step began.
         stepped: the first step was done.
-        last_beat: the last sign of any process.
+        last_beat: the last heartbeat of any process.
         ended: the command had ended.
         first_step: the number (from 1) of its first step.
         last_step: of the last that was begun.
-        saved: the batch of the newest checkpoint, as its processes said last; -1: they did not.
+        saved: the batch of the newest checkpoint, by its processes' heartbeats; -1: none.
     """
 
     started: float
@@ -80,49 +84,66 @@ class AttemptTimes:
         stepping = (self.last_beat or self.ended) - self.loaded
         return max(0.0, stepping * kept / done)
 
+    def last_moved(self, hang: dict[str, Any] | None, node: str) -> float:
+        """When a process last moved by itself, of an attempt that has ended.
+
+        Args:
+            hang: the event in which a monitor named who hangs. A process that it has woken for its
+                stack sends one more heartbeat.
+            node: this machine: another has another clock, and only how long it hung counts.
+        """
+        last = self.ended if self.last_beat is None else self.last_beat
+        if hang is None or not isinstance(hang.get("seconds"), int | float):
+            return last
+        moved = hang.get("moved")
+        if hang.get("host") != node or not isinstance(moved, int | float):
+            moved = self.ended - hang["seconds"]
+        return min(last, max(self.started, float(moved)))
+
 
 class RunningAttempt:
-    """A command under way, and its processes on this machine."""
+    """A running command, and its processes on this machine."""
 
     def __init__(
         self,
         command: Sequence[str],
         *,
-        beats: Path,
+        heartbeats: Path,
         ends: Path,
         is_local: bool,
-        limits: ResumeLimits | None = None,
+        limits: ResumeLimits,
     ) -> None:
         """Start it.
 
         Args:
             command: its words.
-            beats: a folder of this machine, in memory.
-            ends: a folder that all machines see.
+            heartbeats: a folder of this machine, in memory.
+            ends: a folder that all machines see, for what processes record at their end.
             is_local: whether all of its processes are on this machine, and end with this one.
-            limits: from which checkpoint it may resume; None: from any.
+            limits: from which checkpoint it may resume.
 
         Raises:
-            UserError: the command cannot be started, or a folder not be made.
+            UserError: the command cannot be started, or a folder cannot be made.
         """
-        for folder in (beats, ends):
+        for folder in (heartbeats, ends):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 why = f"the folder of this attempt cannot be made: {one_line(error)}"
                 raise UserError(f"save_folder: {why}; make room for it") from error
         base = dict(os.environ) if is_local else slurm.step_environment()
-        env = {**base, BEATS: str(beats), ENDS: str(ends), SUPERVISED: "1"}
-        env |= (limits or ResumeLimits()).environment()
+        env = {**base, BEATS: str(heartbeats), ENDS_FOLDER: str(ends), SUPERVISED: "1"}
+        env |= limits.environment()
         if is_local:
             keep_children(env)
         self.times = AttemptTimes(time.monotonic())
-        self.tail: deque[str] = deque(maxlen=_TAIL)
-        self._beats, self._ranks = beats, dict[int, psutil.Process]()
-        self.ends, self._is_local = ends, is_local
-        self._looked, self._failed = 0.0, 0.0  # moments; 0: not yet
+        self.stderr_tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.ends = ends
+        self._heartbeats, self._is_local = heartbeats, is_local
+        self._ranks: dict[int, psutil.Process] = {}
+        self._ends_read, self._failed = 0.0, 0.0  # moments; 0: not yet
         options = {word.partition("=")[0].replace("_", "-") for word in command}
-        self._begins_again = "--max-restarts" in options  # torchrun by itself
+        self._restarts_itself = "--max-restarts" in options  # torchrun
         try:
             self._process = subprocess.Popen(
                 list(command), env=env, stderr=subprocess.PIPE, start_new_session=True
@@ -133,26 +154,26 @@ class RunningAttempt:
                 f"supervise.launch: {command[0]!r} cannot be started: {why}; write a program that"
                 " this machine has"
             ) from error
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read_stderr, daemon=True)
         self._reader.start()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Wait a moment and note how far it is; False once it has ended."""
-        time.sleep(_SECONDS)
+        time.sleep(_POLL_SECONDS)
         is_running = self._process.poll() is None
-        self._note()
-        due = not self._begins_again and time.monotonic() - self._looked > _LOOK
+        self._read_heartbeats()
+        due = not self._restarts_itself and time.monotonic() - self._ends_read > _ENDS_SECONDS
         if is_running and due:
-            self._looked = time.monotonic()
+            self._ends_read = time.monotonic()
             self._end_launcher()
         return is_running
 
-    def ask(self, number: int) -> None:
-        """Pass on a request to stop: to its processes, or to the command before there are any.
+    def request_stop(self, number: int) -> None:
+        """Pass a signal on: to its processes, or to the command before there are any.
 
-        srun takes SIGTERM as "force the step's end", so Slurm is asked where it has started them.
+        srun takes SIGTERM as "force the step's end", so Slurm itself signals what srun has started.
         """
-        ranks = [rank for rank in self._ranks.values() if _is_there(rank)]
+        ranks = [rank for rank in self._ranks.values() if _is_alive(rank)]
         if not ranks and not self._is_local and slurm.in_job():
             slurm.signal_steps("TERM")
         elif not ranks or self.times.loaded is None:
@@ -163,14 +184,14 @@ class RunningAttempt:
                 rank.send_signal(signal.SIGTERM)
 
     def _end_launcher(self) -> None:
-        """End a launcher that does not, though a process has failed and none is left here."""
+        """End a launcher that still runs though a process has failed and none is left here."""
         now = time.monotonic()
         if not self._failed:
             statuses = {end["status"] for end in read_ends(self.ends)}
             self._failed = now if statuses - {DONE, SAVED} else 0.0
             return
-        patience = _LEFT if self._ranks else _UNSEEN
-        if now - self._failed > patience and not any(map(_is_there, self._ranks.values())):
+        patience = _LAUNCHER_SECONDS if self._ranks else _REMOTE_LAUNCHER_SECONDS
+        if now - self._failed > patience and not any(map(_is_alive, self._ranks.values())):
             self.kill()
 
     def kill(self) -> None:
@@ -184,17 +205,17 @@ class RunningAttempt:
                     process.kill()
 
     def end(self) -> int:
-        """Once it has ended: end what it has left behind; its status."""
+        """Once it has ended: end the processes that it has left behind; its status."""
         self.times.ended = time.monotonic()
         for rank in self._ranks.values():  # stopped, or waiting in a driver
             with suppress(psutil.Error):
-                if _is_there(rank):
+                if _is_alive(rank):
                     rank.kill()
         self._reader.join(5.0)
         return self._process.wait()
 
-    def _note(self) -> None:
-        beats = [beat for folder in self._beats.glob("*/") for beat in read_heartbeats(folder)]
+    def _read_heartbeats(self) -> None:
+        beats = [beat for folder in self._heartbeats.glob("*/") for beat in read_heartbeats(folder)]
         if not beats:
             return
         now, times = time.monotonic(), self.times
@@ -214,30 +235,51 @@ class RunningAttempt:
             done = (times.first_step, PHASES.index("update"))
             times.stepped = now if min(steps) > done else None
 
-    def _read(self) -> None:
+    def _read_stderr(self) -> None:
         """Pass on standard error as it comes, and keep its end."""
         assert isinstance(self._process.stderr, io.BufferedReader)
         line = b""
         with self._process.stderr as stream:
             while chunk := stream.read1(_CHUNK):
-                _pass_on(chunk)
-                *whole, line = (line + chunk).split(b"\n")
-                self.tail.extend(_decoded(line) for line in whole)
-                line = line[-_LONGEST:]
-        self.tail.extend([_decoded(line)] if line else [])
+                _write_stderr(chunk)
+                *complete, line = (line + chunk).split(b"\n")
+                self.stderr_tail.extend(_decoded(line) for line in complete)
+                line = line[-_LINE_BYTES:]
+        self.stderr_tail.extend([_decoded(line)] if line else [])
 
 
-def _pass_on(said: bytes) -> None:
+def _write_stderr(chunk: bytes) -> None:
     """Write to standard error, if there is one; a terminal that is gone ends no run."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
-            sys.stderr.buffer.write(said)
+            sys.stderr.buffer.write(chunk)
             sys.stderr.flush()
 
 
 def _decoded(line: bytes) -> str:
-    return line[-_LONGEST:].decode(errors="replace").rstrip("\r")
+    return line[-_LINE_BYTES:].decode(errors="replace").rstrip("\r")
 
 
-def _is_there(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def make_ends_folder(above: Path, number: int, heartbeats: Path) -> Path:
+    """A new folder for what processes record at their ends; in memory where the disk is full.
+
+    Processes of other machines then record nothing.
+    """
+    folder = new_folder(above, f"attempt-{number}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            return heartbeats.with_name(f"{heartbeats.name}-ends")
+    return folder  # a mistake is reported by the attempt, which makes it again
+
+
+def new_folder(above: Path, name: str) -> Path:
+    """A folder that no attempt has used, even if the clock was set back."""
+    stamped = above / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stamped.with_name(f"{stamped.name}-{n}") for n in count(2))
+    return next(path for path in chain([stamped], names) if not path.exists())

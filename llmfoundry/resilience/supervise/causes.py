@@ -1,7 +1,8 @@
-"""Why an attempt at a run ended: a pure function of what it left behind.
+"""Why an attempt at a run ended: `find_cause`, a pure function of what the attempt left behind.
 
-The idea: whoever knows more is believed first. A process that tells its mistake knows why it ended;
-one that says that it lost another does not; a number that torchrun prints says least.
+The supervisor gathers the evidence and calls it. The idea: the best informed source is believed
+first. A process that reports its own mistake knows why it ended; one that lost another does not;
+the exit code that torchrun prints says least.
 """
 
 from __future__ import annotations
@@ -16,15 +17,8 @@ from llmfoundry.events import names_in
 from llmfoundry.exit_status import BAD_MACHINE, DONE, GIVE_UP, MISTAKE, SAVED
 
 KINDS = (
-    "done",
-    "preemption",
-    "user",
-    "numerical",
-    "hang",
-    "machine",
-    "network",
-    "given up",
-    "unknown",
+    *("done", "preemption", "user", "numerical", "hang"),
+    *("machine", "network", "given up", "unknown"),
 )
 
 
@@ -35,30 +29,30 @@ class Evidence:
     Attributes:
         status: of the command that was started; negative: the signal that ended it.
         node: this machine.
-        asked: the signal at which this supervisor asked the run to stop; empty: none.
-        ends: what processes said at their end, as `ends.record_end` writes it; in order of time.
+        stop_signal: at which this supervisor made the run stop; empty: none.
+        ends: what processes recorded at their end (`exit_status.record_end`), in order of time.
         hang: the event in which a monitor named who hangs.
         watch: the event for which the run itself saved and stopped, to be started elsewhere.
         kernel: machine, why, and whether that takes the machine out, of this machine's kernel log.
-        gpu: the event in which the run told of a GPU that takes its machine out.
-        tail: the last lines of standard error.
-        places: which machine each process was on.
-        lost: machines that the scheduler holds for lost, and what it says.
-        went_back: whether the run has removed checkpoints, as it went back before a spike.
+        gpu: the event in which the run reported a GPU that takes its machine out.
+        stderr: the last lines of standard error.
+        expects_end: whether a run that is complete records that in `ends`.
+        node_of: the machine of each rank.
+        lost: machines that the scheduler has lost, and what it says of them.
+        went_back: whether the run has removed checkpoints, as it rolled back before a spike.
     """
 
     status: int
     node: str = ""
-    asked: str = ""
+    stop_signal: str = ""
     ends: Sequence[dict[str, Any]] = ()
     hang: dict[str, Any] | None = None
     watch: dict[str, Any] | None = None
     kernel: Sequence[tuple[str, str, bool]] = ()
     gpu: dict[str, Any] | None = None
-    tail: Sequence[str] = ()
-    expects_word: bool = False
-    """Whether a run that is complete says so in `ends`."""
-    places: Mapping[int, str] = field(default_factory=dict)
+    stderr: Sequence[str] = ()
+    expects_end: bool = False
+    node_of: Mapping[int, str] = field(default_factory=dict)
     lost: Mapping[str, str] = field(default_factory=dict)
     went_back: bool = False
 
@@ -72,7 +66,7 @@ class Cause:
         why: for people, a line.
         nodes: machines that are suspected.
         is_saved: of a preemption: whether the run was saved at its end.
-        step: of what was not finite: the step (from 1); 0: it is not known.
+        step: of what was not finite: the step (from 1); 0: not known.
         is_first: of what was not finite: whether the weights that the attempt began with are.
     """
 
@@ -103,13 +97,13 @@ _NETWORK = re.compile(
 _LOST_RANKS = re.compile(
     r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:ended before the others|did not come within)"
 )
-"""As `distributed.failures` says it."""
+"""As `distributed.failures` words it."""
 _NUMERICAL = re.compile(r"not finite(?: in step (\d+))?")
 _BEGAN_WITH = "weights that the run began with"
 _NEVER_MET = "MASTER_ADDR: "
-"""As `train.step` and `distributed.launch` say it."""
+"""As `train.step` and `distributed.launch` word it."""
 _REPORT = re.compile(r"torch[./]distributed[./]elastic|^Failures:|^=+$|^-+$")
-"""Where torchrun begins to say that something has failed."""
+"""Where torchrun's report of a failure begins."""
 _EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
 _HOST, _RANK = re.compile(r"^\s*host\s*:\s*(\S+)"), re.compile(r"^\s*rank\s*:\s*(\d+)")
 
@@ -119,139 +113,143 @@ def find_cause(evidence: Evidence) -> Cause:
     ends = evidence.ends
     if evidence.status == DONE and _is_complete(evidence):
         return Cause("done", "the run is complete")
-    if evidence.status == DONE and not ends and not evidence.asked:
-        why = "the command ended with status 0, but no process has said that a run is complete"
+    if evidence.status == DONE and not ends and not evidence.stop_signal:
+        why = "the command ended with status 0, but no process has recorded a complete run"
         return Cause("user", f"{why}; write a supervise.launch that waits for the run")
-    if evidence.watch is not None and not evidence.asked:
-        host = evidence.watch.get("host")
-        return Cause("machine", str(evidence.watch["what"]), (str(host),) if host else ())
+    if evidence.watch is not None and not evidence.stop_signal:
+        return Cause("machine", str(evidence.watch["what"]), _host(evidence.watch))
     saved = next((end for end in ends if end["status"] == SAVED), None)
-    if evidence.asked or saved or evidence.status == SAVED:
+    if evidence.stop_signal or saved or evidence.status == SAVED:
         is_saved = saved is not None or evidence.status == SAVED
         how = "and saved" if is_saved else "before it could save"
-        told = saved["lines"][0] if saved and saved["lines"] else ""
-        why = f"stopped by {evidence.asked}, {how}" if evidence.asked else told or f"stopped, {how}"
+        reported = saved["lines"][0] if saved and saved["lines"] else ""
+        why = reported or f"stopped, {how}"
+        if evidence.stop_signal:
+            why = f"stopped by {evidence.stop_signal}, {how}"
         return Cause("preemption", why, is_saved=is_saved)
     given_up = next((end for end in ends if end["status"] == GIVE_UP), None)
     if given_up or evidence.status == GIVE_UP:
-        return Cause("given up", _said(given_up) if given_up else "the run asks for no restart")
+        return Cause("given up", _quoted(given_up) if given_up else "the run asks for no restart")
     return (
-        _told(evidence)
-        or _broken(evidence)
-        or _lost(evidence)
-        or _hung(evidence)
-        or _seen(evidence)
-        or Cause("unknown", _number(evidence) + _last_line(evidence), _first_host(evidence))
+        _reported(evidence)
+        or _hardware_error(evidence)
+        or _lost_by_scheduler(evidence)
+        or _hang(evidence)
+        or _in_output(evidence)
+        or Cause("unknown", _exit_code(evidence) + _last_line(evidence), _crashed_host(evidence))
     )
 
 
 def _is_complete(evidence: Evidence) -> bool:
     """Whether status 0 is to be believed: some launchers have it whatever became of the run."""
-    return not evidence.expects_word or any(end["status"] == DONE for end in evidence.ends)
+    return not evidence.expects_end or any(end["status"] == DONE for end in evidence.ends)
 
 
-def _said(end: dict[str, Any]) -> str:
+def _host(event: Mapping[str, Any]) -> tuple[str, ...]:
+    return (str(event["host"]),) if event.get("host") else ()
+
+
+def _quoted(end: dict[str, Any]) -> str:
     return f"rank {end['rank']} on {end['node']}: {end['lines'][0] if end['lines'] else 'nothing'}"
 
 
-def _told(evidence: Evidence) -> Cause | None:
-    """What a process that knows says."""
+def _reported(evidence: Evidence) -> Cause | None:
+    """What a process that knows its mistake recorded; without records, its exit status."""
     for end in evidence.ends:
         text = "\n".join(end["lines"])
         found = _NUMERICAL.search(text)
         if end["kind"] in ("mistake", "full", "error") and found:
             step = int(found[1] or 0)
-            return Cause("numerical", _said(end), step=step, is_first=_BEGAN_WITH in text)
+            return Cause("numerical", _quoted(end), step=step, is_first=_BEGAN_WITH in text)
         if text.startswith(_NEVER_MET):
-            return Cause("network", _said(end))
+            return Cause("network", _quoted(end))
         if end["kind"] in ("mistake", "full"):
-            kind = "network" if _NETWORK.search(text) else "user"
-            return Cause(kind, _said(end))
-    numbers = [int(n) for line in evidence.tail for n in _EXIT.findall(line)]
-    if BAD_MACHINE in (evidence.status, *numbers):
+            return Cause("network" if _NETWORK.search(text) else "user", _quoted(end))
+    codes = [evidence.status, *_exit_codes(evidence)]
+    if BAD_MACHINE in codes:
         return Cause("machine", "the health check found a bad machine", (evidence.node,))
-    if MISTAKE in (evidence.status, *numbers):
-        last = next((line for line in reversed(evidence.tail) if line.strip()), "see its output")
+    if MISTAKE in codes:
+        lines = reversed(evidence.stderr)
+        last = next((line for line in lines if line.strip()), "see its output")
         return Cause("user", f"a mistake in the recipe or the command: {last.strip()[:300]}")
     return None
 
 
-def _broken(evidence: Evidence) -> Cause | None:
-    """What the kernel's log and the GPUs' driver say; of a lost GPU others hear nothing more."""
+def _hardware_error(evidence: Evidence) -> Cause | None:
+    """What the kernel's log and the GPUs' driver report; a lost GPU makes others hang."""
     for node, why, is_bad in evidence.kernel:
         if is_bad:
             return Cause("machine", f"kernel log of {node}: {why}", (node,))
     if evidence.gpu is not None:
-        host = evidence.gpu.get("host")
-        return Cause("machine", str(evidence.gpu["what"]), (str(host),) if host else ())
+        return Cause("machine", str(evidence.gpu["what"]), _host(evidence.gpu))
     return None
 
 
-def _lost(evidence: Evidence) -> Cause | None:
+def _lost_by_scheduler(evidence: Evidence) -> Cause | None:
     """Machines of this attempt that the scheduler has lost."""
-    used = {*evidence.places.values()}
+    used = {*evidence.node_of.values()}
     nodes = [node for node in evidence.lost if node in used or not used]
     if not nodes:
         return None
     return Cause("machine", "; ".join(evidence.lost[node] for node in nodes), tuple(nodes))
 
 
-def _gone(evidence: Evidence) -> Cause | None:
-    """Machines none of whose processes said a word, as others lost them."""
-    said = {end["rank"] for end in evidence.ends}
-    for end in evidence.ends:
-        named = (
-            _LOST_RANKS.search(end["lines"][0]) if end["kind"] == "lost" and end["lines"] else None
-        )
-        if named is None:
-            continue
-        ranks = [int(rank) for rank in named[1].split(", ")]
-        nodes = {evidence.places[rank] for rank in ranks if rank in evidence.places}
-        talked = {node for rank, node in evidence.places.items() if rank in said}
-        silent = tuple(sorted(nodes - talked))
-        if silent and len(set(evidence.places.values())) > 1:
-            why = f"{_said(end)}; nobody on {', '.join(silent)} said a word"
-            return Cause("machine", why, silent)
-    return None
-
-
-def _hung(evidence: Evidence) -> Cause | None:
+def _hang(evidence: Evidence) -> Cause | None:
     if evidence.hang is None:
         return None
     return Cause("hang", str(evidence.hang["what"]), names_in(evidence.hang, "nodes"))
 
 
-def _seen(evidence: Evidence) -> Cause | None:
-    """What errors without a cure and the output say."""
+def _in_output(evidence: Evidence) -> Cause | None:
+    """What unexpected errors and standard error show."""
     errors = [end for end in evidence.ends if end["kind"] == "error"]
-    lines = [(line, end["node"], _said(end)) for end in errors for line in end["lines"]]
-    lines += [(line, evidence.node, line.strip()[:300]) for line in evidence.tail]
-    for line, node, said in lines:
+    lines = [(line, end["node"], _quoted(end)) for end in errors for line in end["lines"]]
+    lines += [(line, evidence.node, line.strip()[:300]) for line in evidence.stderr]
+    for line, node, quoted in lines:
         if _MACHINE.search(line):
-            return Cause("machine", said, (node,))
-    for end in errors:  # of its own, which others lost it by
+            return Cause("machine", quoted, (node,))
+    for end in errors:  # its own, by which others lost it
         if not _NETWORK.search("\n".join(end["lines"])):
-            return Cause("unknown", _said(end))
-    gone = _gone(evidence)
-    if gone is not None:
-        return gone
-    if evidence.status < 0 or any(code in (-9, -7, -11) for code in _codes(evidence)):
-        return None  # a rank or the agent was killed: that others lost a connection says nothing
-    for line, _, said in lines:
+            return Cause("unknown", _quoted(end))
+    silent = _silent_nodes(evidence)
+    if silent is not None:
+        return silent
+    if evidence.status < 0 or any(code in (-9, -7, -11) for code in _exit_codes(evidence)):
+        return None  # a rank or the agent was killed: lost connections follow from that
+    for line, _, quoted in lines:
         if _NETWORK.search(line):
-            return Cause("network", said)
+            return Cause("network", quoted)
     return None
 
 
-def _codes(evidence: Evidence) -> list[int]:
-    return [int(code) for line in evidence.tail for code in _EXIT.findall(line)]
+def _silent_nodes(evidence: Evidence) -> Cause | None:
+    """Machines none of whose processes recorded an end, as others lost them."""
+    ended = {end["rank"] for end in evidence.ends}
+    for end in evidence.ends:
+        is_lost = end["kind"] == "lost" and end["lines"]
+        named = _LOST_RANKS.search(end["lines"][0]) if is_lost else None
+        if named is None:
+            continue
+        ranks = [int(rank) for rank in named[1].split(", ")]
+        nodes = {evidence.node_of[rank] for rank in ranks if rank in evidence.node_of}
+        silent = nodes - {node for rank, node in evidence.node_of.items() if rank in ended}
+        if silent and len(set(evidence.node_of.values())) > 1:
+            names = tuple(sorted(silent))
+            why = f"{_quoted(end)}; no process of {', '.join(names)} recorded its end"
+            return Cause("machine", why, names)
+    return None
 
 
-def _number(evidence: Evidence) -> str:
-    """The number with which the first process ended, as a word where it is a signal."""
-    codes = _codes(evidence)
-    code = codes[-1] if codes else evidence.status  # torchrun names the first failure last
-    ranks = [match[1] for line in evidence.tail if (match := _RANK.search(line))]
+def _exit_codes(evidence: Evidence) -> list[int]:
+    """Of ranks, as torchrun's report on standard error has them; that of the first failure last."""
+    return [int(code) for line in evidence.stderr for code in _EXIT.findall(line)]
+
+
+def _exit_code(evidence: Evidence) -> str:
+    """The code with which the first process ended, as a word where it is a signal."""
+    codes = _exit_codes(evidence)
+    code = codes[-1] if codes else evidence.status
+    ranks = [match[1] for line in evidence.stderr if (match := _RANK.search(line))]
     who = f"rank {ranks[-1]}" if ranks and codes else "the command"
     if code >= 0:
         return f"{who} ended with status {code}"
@@ -264,16 +262,17 @@ def _number(evidence: Evidence) -> str:
 
 
 def _last_line(evidence: Evidence) -> str:
-    """What was said last on standard error, before torchrun's report of it."""
-    ends = (n for n, line in enumerate(evidence.tail) if _REPORT.search(line))
-    said = [line.strip() for line in evidence.tail[: next(ends, None)] if line.strip()]
-    return f"; the last line on standard error: {said[-1][:300]}" if said else ""
+    """The last line on standard error before torchrun's report."""
+    tail = evidence.stderr
+    report = next((n for n, line in enumerate(tail) if _REPORT.search(line)), None)
+    lines = [line.strip() for line in tail[:report] if line.strip()]
+    return f"; the last line on standard error: {lines[-1][:300]}" if lines else ""
 
 
-def _first_host(evidence: Evidence) -> tuple[str, ...]:
-    """The machine of the first process that failed, if it was ended by no mistake of its own."""
-    codes = _codes(evidence)
-    hosts = [match[1] for line in evidence.tail if (match := _HOST.search(line))]
+def _crashed_host(evidence: Evidence) -> tuple[str, ...]:
+    """The machine of the first process that failed, if a fault of memory or code ended it."""
+    codes = _exit_codes(evidence)
+    hosts = [match[1] for line in evidence.stderr if (match := _HOST.search(line))]
     if not codes or codes[-1] not in (-7, -11, -4):  # bus error, segmentation, illegal instruction
         return ()
     return (hosts[-1],) if hosts and hosts[-1] != "localhost" else (evidence.node,)

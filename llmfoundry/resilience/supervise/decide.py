@@ -1,8 +1,8 @@
-"""What to do after an attempt: a pure function of the attempts so far and the policy.
+"""What to do after an attempt: `decide`, a pure function of the attempts so far and the policy.
 
-The idea: only progress, a newer checkpoint, earns further tries. What fails the same way again and
-again, however politely, costs machines for nothing, and so does a supervisor that never gives up: a
-run that does come further, but is started again all day, or spends its day on starts, is ended too.
+The idea: only progress, a newer checkpoint, earns further attempts. A run that fails the same way
+again and again wastes its machines; one that does make progress, but restarts all day or spends the
+day starting up, is given up too.
 """
 
 from __future__ import annotations
@@ -11,28 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmfoundry.exit_status import DONE, FAILED, GIVE_UP, MISTAKE, SAVED
+from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.resilience.supervise.causes import Cause
 
 FINISH, RESTART, WITHOUT, STOP = "finish", "restart", "restart_without", "stop"
 _LONGEST_WAIT = 300.0  # seconds
 _TRIES = {"numerical": 1, "unknown": 2}
-"""Restarts at most, of causes that another try seldom mends."""
+"""Restarts at most, after causes that a restart seldom fixes."""
 _DAY, _HOUR = 86_400.0, 3600.0  # seconds
-_FEWEST = 5  # attempts of which goodput says something
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What may be done; see `recipe.resilience.supervise.SuperviseConfig`."""
-
-    no_progress: int = 3
-    max_restarts: int = 3
-    max_restarts_per_day: int = 24
-    min_goodput: float = 0.25
-    wait_seconds: float = 2.0
-    act: bool = False
-    can_exclude: bool = False
-    """Whether the next start can do without a machine."""
+_FEWEST = 5  # attempts of which goodput is judged
 
 
 @dataclass(frozen=True)
@@ -43,9 +30,9 @@ class Attempt:
         cause: why it ended.
         progressed: whether it left a newer checkpoint than all before.
         bad_nodes: machines that the check found bad after it.
-        without: machines that it was to do without, if none of its processes began.
+        without: machines that were excluded, if none of its processes began.
         seconds: from its start to the next one's.
-        useful: seconds of these in steps that a checkpoint has kept.
+        useful: of these, seconds in steps that a checkpoint has kept.
         resumed: the batch of the checkpoint from which it resumed; 0: of none.
         earlier: the batch of the newest checkpoint before that; -1: there is none.
     """
@@ -88,8 +75,16 @@ class Decision:
     resume_before: int | None = None
 
 
-def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
-    """What to do after the last of these attempts."""
+def decide(
+    attempts: Sequence[Attempt], policy: SuperviseConfig, *, can_exclude: bool = False
+) -> Decision:
+    """What to do after the last of these attempts.
+
+    Args:
+        attempts: so far, the last one last.
+        policy: the recipe's.
+        can_exclude: whether the next start can do without a machine.
+    """
     last = attempts[-1]
     cause = last.cause
     if cause.kind == "done":
@@ -124,7 +119,7 @@ def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
         )
         status = GIVE_UP if cause.kind == "numerical" else FAILED
         return Decision(STOP, f"{cause.kind}, {again}: {cause.why}", status)
-    return _restart(last, policy, wait)
+    return _restart(last, policy, wait, can_exclude=can_exclude)
 
 
 def _goes_back(attempt: Attempt) -> bool:
@@ -132,12 +127,12 @@ def _goes_back(attempt: Attempt) -> bool:
 
 
 def _is_same(attempt: Attempt, kind: str) -> bool:
-    """Whether an attempt failed of this; what was begun again from an older checkpoint did not."""
+    """Whether an attempt failed of this; one after which an older checkpoint is tried did not."""
     return attempt.cause.kind == kind and not _goes_back(attempt)
 
 
-def _spent(attempts: Sequence[Attempt], policy: Policy) -> str:
-    """Why a run that still comes further is not worth another restart; empty: it is."""
+def _spent(attempts: Sequence[Attempt], policy: SuperviseConfig) -> str:
+    """Why a run that still makes progress is not worth another restart; empty: it is."""
     seconds, of_day = 0.0, list[Attempt]()
     for attempt in reversed(attempts):
         seconds += attempt.seconds
@@ -147,11 +142,11 @@ def _spent(attempts: Sequence[Attempt], policy: Policy) -> str:
     if len(of_day) > policy.max_restarts_per_day:
         restarts = len(of_day) - 1
         return f"{restarts} restarts within a day (supervise.max_restarts_per_day)"
-    whole = sum(attempt.seconds for attempt in of_day)
-    goodput = sum(attempt.useful for attempt in of_day) / whole if whole else 1.0
-    if len(of_day) >= _FEWEST and whole >= _HOUR and goodput < policy.min_goodput:
+    total = sum(attempt.seconds for attempt in of_day)
+    goodput = sum(attempt.useful for attempt in of_day) / total if total else 1.0
+    if len(of_day) >= _FEWEST and total >= _HOUR and goodput < policy.min_goodput:
         return (
-            f"goodput is {goodput:.0%} over the last {len(of_day)} attempts, {whole / _HOUR:.1f} h"
+            f"goodput is {goodput:.0%} over the last {len(of_day)} attempts, {total / _HOUR:.1f} h"
             f" (supervise.min_goodput: {policy.min_goodput:g})"
         )
     return ""
@@ -165,7 +160,7 @@ def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
     return attempts
 
 
-def _restart(last: Attempt, policy: Policy, wait: float) -> Decision:
+def _restart(last: Attempt, policy: SuperviseConfig, wait: float, *, can_exclude: bool) -> Decision:
     bad, why = last.bad_nodes, last.cause.why
     if not bad:
         return Decision(RESTART, f"{last.cause.kind}: {why}", wait=wait)
@@ -173,7 +168,7 @@ def _restart(last: Attempt, policy: Policy, wait: float) -> Decision:
     if not policy.act:
         advice = f"the check finds {named} bad: take it out (supervise.act is false)"
         return Decision(RESTART, f"{last.cause.kind}: {why}; {advice}", wait=wait)
-    if policy.can_exclude:
+    if can_exclude:
         return Decision(WITHOUT, f"{last.cause.kind}: {why}; without {named}", wait=wait, nodes=bad)
     return Decision(
         STOP, f"{why}; {named} is bad, and there is no other machine: run it elsewhere", SAVED

@@ -1,8 +1,8 @@
 """The supervisor's own state for Prometheus, at a port or in a file for node-exporter.
 
-A trainer that is dead serves nothing, so somebody beside it has to say that it is. The supervisor
-calls `update` as its state changes and `end` last. The idea: who scrapes needs to see the end too,
-so a port stays open until somebody has asked once more, and a file stays for good.
+A dead trainer serves nothing, so the supervisor calls `update` as its state changes and `end` last.
+The idea: a scraper needs to see the end too, so the port stays open until one more scrape, and the
+file for good.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.resilience.supervise.notify import print_stderr
 
+_PREFIX = "llmfoundry_supervisor_"
 STATES = ("starting", "training", "checking", "waiting", "ended")
-_APART, _LAST_PORT = 100, 65_535  # other runs of a machine have the ports beside the run's own
-_EVERY = 15.0  # seconds between two writes of the file
-_LINGER = 90.0  # seconds that an end waits to be scraped: one and a half of the usual minutes
+_PORT_OFFSET, _LAST_PORT = 100, 65_535  # other runs of a machine have the ports beside the run's
+_WRITE_SECONDS = 15.0  # between two writes of the file
+_LINGER_SECONDS = 90.0  # for the end to be scraped: one and a half of the usual minute
 
 
 @dataclass(frozen=True)
 class ExportTo:
-    """Where the state can be had; None: not there."""
+    """Where the state is served; None: not there."""
 
     host: str = "127.0.0.1"
     port: int | None = None
@@ -35,16 +36,11 @@ class ExportTo:
 
 
 def export_to(supervise: SuperviseConfig, logger: LoggerConfig) -> ExportTo | None:
-    """Where a recipe wants it; None: nowhere.
-
-    Args:
-        supervise: its section.
-        logger: its section, filled.
-    """
+    """Where a recipe's sections (`logger` filled) set it; None: nowhere."""
     port, textfile = supervise.prometheus_port, supervise.prometheus_textfile
     if logger.prometheus and port is None and logger.prometheus_port is not None:
-        apart = _APART if logger.prometheus_port + _APART <= _LAST_PORT else -_APART
-        port = logger.prometheus_port + apart
+        fits = logger.prometheus_port + _PORT_OFFSET <= _LAST_PORT
+        port = logger.prometheus_port + (_PORT_OFFSET if fits else -_PORT_OFFSET)
     if logger.prometheus and textfile is None and logger.prometheus_textfile is not None:
         textfile = logger.prometheus_textfile.removesuffix(".prom") + "-supervisor.prom"
     if port is None and textfile is None:
@@ -74,17 +70,17 @@ class State:
 
 
 class Exporter:
-    """Serves the state; what cannot be served is told once, and nothing waits for it."""
+    """Serves the state; a failure to serve it is reported once, and nothing waits for it."""
 
     def __init__(self, run: str, where: ExportTo | None) -> None:
-        """Serve from now on; nothing, where there is nowhere to.
+        """Serve from now on, unless `where` is None.
 
         Raises:
             UserError: Prometheus' package is not installed, or the file's folder is not there.
         """
         self._run, self._where = run, where
         self._now = State()
-        self._scrapes, self._told = 0, False
+        self._scrapes, self._reported = 0, False
         self._server: Any = None
         if where is None:
             return
@@ -108,21 +104,21 @@ class Exporter:
         if self._where.textfile is not None:
             self._try(self._write)
 
-    def end(self, status: int, is_asked: Callable[[], bool]) -> None:
-        """Serve the end until it was scraped once, unless nobody ever has or a scheduler waits.
+    def end(self, status: int, is_stopped: Callable[[], bool]) -> None:
+        """Serve the end until it was scraped once, unless nobody scrapes or a scheduler waits.
 
         Args:
             status: the supervisor's exit status.
-            is_asked: whether somebody has asked it to end at once.
+            is_stopped: whether a signal has made it stop.
         """
         self.update(state="ended", exit_status=status)
-        scrapes, deadline = self._scrapes, time.monotonic() + _LINGER
+        scrapes, deadline = self._scrapes, time.monotonic() + _LINGER_SECONDS
         while (
             self._server is not None
             and status != SAVED
             and 0 < self._scrapes == scrapes
             and time.monotonic() < deadline
-            and not is_asked()
+            and not is_stopped()
         ):
             time.sleep(0.1)
         if self._server is not None:
@@ -131,30 +127,26 @@ class Exporter:
             self._server.server_close()
 
     def collect(self) -> Iterator[Any]:
-        """The families of a scrape, as prometheus_client has it of a custom collector."""
+        """The metric families of a scrape (prometheus_client's custom collector)."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         now = self._now
-        numbers = {
-            "timestamp_seconds": ("When the supervisor was last there.", time.time()),
-            "last_attempt_status": ("Exit status of the last attempt.", now.last_status),
-            "exit_status": ("Exit status of the supervisor, which has ended.", now.exit_status),
-            "checkpoint_step": ("Step of the newest checkpoint; -1: none.", now.checkpoint),
-        }
-        for name, (meaning, value) in numbers.items():
-            if value is not None:
-                gauge = GaugeMetricFamily(_named(name), meaning, labels=["run"])
-                gauge.add_metric([self._run], value)
-                yield gauge
-        counts = {"attempts": ("Attempts begun.", now.attempts)}
-        counts["restarts"] = ("Attempts begun after another had failed.", now.restarts)
-        for name, (meaning, count) in counts.items():
-            counter = CounterMetricFamily(_named(name), meaning, labels=["run"])
-            counter.add_metric([self._run], count)
-            yield counter
-        states = GaugeMetricFamily(
-            _named("state"), "1: what the supervisor does.", labels=["run", "state"]
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        families = (
+            (gauge, "timestamp_seconds", "Time of this scrape.", time.time()),
+            (gauge, "last_attempt_status", "Exit status of the last attempt.", now.last_status),
+            (gauge, "exit_status", "Exit status of the supervisor, at its end.", now.exit_status),
+            (gauge, "checkpoint_step", "Step of the newest checkpoint; -1: none.", now.checkpoint),
+            (counter, "attempts", "Attempts begun.", now.attempts),
+            (counter, "restarts", "Attempts begun after another had failed.", now.restarts),
         )
+        for family_type, name, meaning, value in families:
+            if value is not None:
+                family = family_type(f"{_PREFIX}{name}", meaning, labels=["run"])
+                family.add_metric([self._run], value)
+                yield family
+        meaning = "1: what the supervisor does."
+        states = GaugeMetricFamily(f"{_PREFIX}state", meaning, labels=["run", "state"])
         for name in STATES:
             states.add_metric([self._run, name], name == now.state)
         yield states
@@ -162,16 +154,16 @@ class Exporter:
 
     def _keep_writing(self) -> None:
         while self._now.exit_status is None:
-            time.sleep(_EVERY)
+            time.sleep(_WRITE_SECONDS)
             self._try(self._write)
 
     def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
         except OSError as error:
-            if not self._told:
+            if not self._reported:
                 print_stderr(f"supervise: its state is not served for Prometheus: {error}")
-            self._told = True
+            self._reported = True
 
     def _open(self) -> None:
         assert self._where is not None and self._where.port is not None
@@ -184,7 +176,3 @@ class Exporter:
         assert self._where is not None and self._where.textfile is not None
         write_to_textfile(self._where.textfile, self._registry)
         self._scrapes -= 1  # that was no scrape
-
-
-def _named(name: str) -> str:
-    return f"llmfoundry_supervisor_{name}"

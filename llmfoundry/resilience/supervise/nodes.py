@@ -1,6 +1,10 @@
-"""Machines that are suspected: check them, take them out, start without them.
+"""Suspected nodes: check them, take them out of service (Slurm, Kubernetes), start without them.
 
-Slurm, or Kubernetes, is asked where it is there. Nothing is decided here.
+`supervisor.py` calls it; nothing is decided here. A bad node of a Kubernetes cluster is cordoned,
+so that no pod is started there any more: one PATCH of the API over HTTPS with what every pod has (a
+token, the cluster's certificate), and no client library. The control plane makes a taint of
+spec.unschedulable; an annotation gives the reason. Without the right to do so, the message names
+the role to grant: examples/kubernetes.yaml has it.
 """
 
 from __future__ import annotations
@@ -26,12 +30,17 @@ from llmfoundry.files import parse_json, read_json
 from llmfoundry.recipe.resilience.supervise import EXCLUDE, NODES
 from llmfoundry.redaction import public
 from llmfoundry.resilience.check import kernel_log
-from llmfoundry.resilience.check.kernel_log import log_events
 from llmfoundry.resilience.supervise import slurm
 from llmfoundry.resilience.supervise.notify import print_stderr, send
 from llmfoundry.retry import Late, within
 
-_CHECK_SECONDS = 1800.0  # seconds, of a check
+_CHECK_SECONDS = 1800.0
+_CORDON_SECONDS = 60.0  # for all nodes
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where a pod finds its service account: token (which is renewed), ca.crt, namespace."""
+ANNOTATION = "llmfoundry/cordoned"
+_HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
+_EXAMPLE = "llmfoundry/resilience/examples/kubernetes.yaml"
 
 
 def kernel_events(
@@ -42,11 +51,11 @@ def kernel_events(
     Args:
         path: health_check.kernel_log.
         node: this machine.
-        seconds: how far back; counted, not the difference of two times of a clock that is set.
+        seconds: how far back; counted, not the difference of two times of a clock that may be set.
         start: bytes of the file of that path to pass over.
     """
     lines, _ = kernel_log.read_log(path, hours=max(1.0, seconds) / 3600, start=start)
-    return [(node, f"{e.code} {e.why}".strip(), e.is_bad) for e in log_events(lines)]
+    return [(node, f"{e.code} {e.why}".strip(), e.is_bad) for e in kernel_log.log_events(lines)]
 
 
 def run_check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
@@ -54,7 +63,7 @@ def run_check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], st
 
     Args:
         command: its words, which write to `output`.
-        output: where check.json lands.
+        output: where check.json is written.
     """
     try:
         done = subprocess.run(
@@ -79,14 +88,56 @@ def run_check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], st
     return found, f"bad: {', '.join(found) or 'no machine alone is to blame'}"
 
 
+def find_bad(
+    suspected: Iterable[str], command: Sequence[str], output: Path
+) -> tuple[tuple[str, ...], set[str], str]:
+    """Machines of a Slurm job that are bad, those of them that do not answer, and why.
+
+    Args:
+        suspected: their names.
+        command: the words of scripts/check.py; empty: Slurm alone is queried.
+        output: where check.json is written.
+    """
+    lost = slurm.lost_nodes()
+    silent = {node: lost[node] for node in suspected if node in lost}
+    reasons = list(silent.values())
+    rest = [node for node in suspected if node not in silent]
+    if not command or not rest:
+        return tuple(silent), set(silent), "; ".join(reasons) or "not checked"
+    problems = {node: why for node in rest if (why := slurm.step_problem(node))}
+    reasons += [f"{node}: {why}" for node, why in problems.items()]
+    silent |= problems
+    rest = [node for node in rest if node not in silent]
+    found: tuple[str, ...] = ()
+    if rest:
+        tasks = [f"--ntasks={len(rest)}", f"--nodes={len(rest)}", "--ntasks-per-node=1"]
+        srun = ["srun", *tasks, f"--nodelist={','.join(rest)}", sys.executable]
+        found, verdict = run_check([*srun, *command], output)
+        reasons.append(verdict)
+    return (*silent, *found), set(silent), "; ".join(reasons)
+
+
+def launch_words(launch: Sequence[str], excluded: Iterable[str], nodes: int = 0) -> list[str]:
+    """The words of `supervise.launch` for a start without the excluded machines.
+
+    Args:
+        launch: as in the recipe.
+        excluded: their names.
+        nodes: how many machines there are without them.
+    """
+    names = ",".join(sorted(excluded))
+    words = [word for word in launch if names or EXCLUDE not in word]
+    return [word.replace(EXCLUDE, names).replace(NODES, str(nodes)) for word in words]
+
+
 def take_out_of_service(
     nodes: Iterable[str], why: str, *, silent: Collection[str]
 ) -> tuple[str, set[str]]:
-    """Tell the scheduler to start nothing on machines any more.
+    """Have the scheduler start nothing on machines any more.
 
     Args:
         nodes: their names.
-        why: for who looks after them.
+        why: for the administrator.
         silent: those that do not answer.
 
     Returns:
@@ -105,67 +156,8 @@ def take_out_of_service(
     return ", ".join(found), kept
 
 
-def find_bad(
-    suspected: Iterable[str], command: Sequence[str], output: Path
-) -> tuple[tuple[str, ...], set[str], str]:
-    """Machines of a Slurm job that are bad, those of them that do not answer, and why.
-
-    Args:
-        suspected: their names.
-        command: the words of scripts/check.py; empty: nothing is started, Slurm alone is asked.
-        output: where check.json lands.
-    """
-    lost = slurm.lost_nodes()
-    bad = {node: lost[node] for node in suspected if node in lost}
-    rest = [node for node in suspected if node not in bad]
-    told = list(bad.values())
-    if not command or not rest:
-        return tuple(bad), set(bad), "; ".join(told) or "not checked"
-    silent = {node: why for node in rest if (why := slurm.answers(node))}
-    told += [f"{node}: {why}" for node, why in silent.items()]
-    rest = [node for node in rest if node not in silent]
-    if rest:
-        tasks = [f"--ntasks={len(rest)}", f"--nodes={len(rest)}", "--ntasks-per-node=1"]
-        prefix = ["srun", *tasks, f"--nodelist={','.join(rest)}", sys.executable]
-        found, verdict = run_check([*prefix, *command], output)
-        told.append(verdict)
-    else:
-        found = ()
-    return (*bad, *silent, *found), {*bad, *silent}, "; ".join(told)
-
-
-def launch_words(launch: Sequence[str], excluded: Iterable[str], nodes: int = 0) -> list[str]:
-    """The words of `supervise.launch`, without machines that are to be left out.
-
-    Args:
-        launch: as it is written.
-        excluded: their names.
-        nodes: how many machines there are without them.
-    """
-    names = ",".join(sorted(excluded))
-    words = [word for word in launch if names or EXCLUDE not in word]
-    return [word.replace(EXCLUDE, names).replace(NODES, str(nodes)) for word in words]
-
-
-# --- from llmfoundry.resilience.supervise.kubernetes: A bad machine of a Kubernetes cluster:
-# cordoned, so that no pod is started there any more.
-#
-# The supervisor calls `cordon` where `supervise.act` is true and it is in a pod. The idea: one
-# PATCH of the API over HTTPS with what every pod is given (a token, the cluster's certificate), and
-# no client library. The control plane itself makes a taint of spec.unschedulable; an annotation
-# says why. Who may not do so is told which role to grant: examples/kubernetes.yaml has it.
-
-
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds its service account: token (which is renewed), ca.crt, namespace."""
-ANNOTATION = "llmfoundry/cordoned"
-_HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
-_CORDON_SECONDS = 60.0  # seconds, for all nodes
-_EXAMPLE = "llmfoundry/resilience/examples/kubernetes.yaml"
-
-
 def in_pod() -> bool:
-    """Whether this is a pod that may speak to its cluster's API."""
+    """Whether this is a Kubernetes pod that has access to its cluster's API."""
     return bool(os.environ.get(_HOST)) and (ACCOUNT / "token").is_file()
 
 
@@ -189,7 +181,7 @@ def cordon(nodes: Iterable[str], why: str) -> str:
 
 
 def _patch(node: str, why: str) -> None:
-    """Cordon a node; what is cordoned already stays so.
+    """Cordon a node; one that is cordoned already stays so.
 
     Raises:
         OSError: the API cannot be reached, or refuses.
@@ -212,19 +204,16 @@ def _patch(node: str, why: str) -> None:
         },
     )
     context = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
-    handlers = (
-        urllib.request.ProxyHandler({}),  # it is inside of the cluster
-        urllib.request.HTTPSHandler(context=context),
-    )
-    send(request, *handlers)
+    no_proxy = urllib.request.ProxyHandler({})  # the API is inside of the cluster
+    send(request, no_proxy, urllib.request.HTTPSHandler(context=context))
 
 
 def _reason(error: Exception, node: str) -> str:
     """Why a node was not cordoned, and what to do about it."""
     if isinstance(error, urllib.error.HTTPError):
-        said = _said(error)
+        message = _api_message(error)
         if error.code == 403:
-            user = re.search(r'User "([^"]+)"', said)
+            user = re.search(r'User "([^"]+)"', message)
             who = user[1] if user else "the pod's service account"
             return f"{who} may not patch nodes (403); grant the ClusterRole of {_EXAMPLE}"
         if error.code == 404:
@@ -234,14 +223,14 @@ def _reason(error: Exception, node: str) -> str:
             )
         if error.code == 401:
             return "the API does not know the pod's token (401)"
-        return f"the API's status {error.code}: {said or error.reason}"
+        return f"the API's status {error.code}: {message or error.reason}"
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
         error = error.reason
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"the API cannot be reached: {said or type(error).__name__}"
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"the API cannot be reached: {why or type(error).__name__}"
 
 
-def _said(error: urllib.error.HTTPError) -> str:
+def _api_message(error: urllib.error.HTTPError) -> str:
     """The message of the API's Status object."""
     with error, suppress(OSError, ValueError, AttributeError, http.client.HTTPException):
         return public(str(parse_json(error.read(100_000)).get("message", "")))[:300]

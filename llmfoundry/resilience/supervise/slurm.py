@@ -1,8 +1,15 @@
-"""What Slurm knows of a job's machines, and what it is asked to do with them.
+"""What Slurm knows of a job's machines, and the commands by which the supervisor changes them.
 
-`machines.py` and `supervisor.py` call it, inside of a job. Nothing is decided here. What is said
-here of Slurm was seen with 22.05 (`tests/resilience/slurm`): a machine that dies stays in a job's
-environment, but not in the job (`--no-kill`); steps on it never end by themselves.
+`nodes.py` and `supervisor.py` call it, inside of a job. Nothing is decided here. Slurm's behaviour
+was seen with 22.05 (`tests/resilience/slurm`): a machine that dies stays in a job's environment,
+but not in the job (`--no-kill`); steps on it never end by themselves.
+
+With `--no-kill` a job continues without any machine that dies, even without the first: the batch
+script and the supervisor are gone then, and the job holds the others idle. So `start_standby` runs
+this file as a step on another machine; it ends with the job, or requeues it once Slurm has taken
+the supervisor's machine out. It imports nothing but Python's own modules.
+
+    python -m llmfoundry.resilience.supervise.slurm NODE
 """
 
 from __future__ import annotations
@@ -16,10 +23,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-_PATIENCE = 60.0  # seconds, of a command of Slurm's
-_GRACE = 20.0  # of the 30 s (KillWait) from a requeue until Slurm kills
+_COMMAND_SECONDS = 60.0
+_EXCLUDE_SECONDS = 20.0  # of the 30 s (KillWait) from a requeue until Slurm kills
+_STANDBY_SECONDS = 20.0  # between two looks
 _LOST = ("down", "fail", "error", "powered_down", "powering_down")
 _DRAINED = ("drain", "drng")
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 def in_job() -> bool:
@@ -32,8 +41,8 @@ def step_environment() -> dict[str, str]:
 
     From `--ntasks-per-node` sbatch also makes the number of all tasks of the job (SLURM_NTASKS),
     and srun would start as many on fewer machines ("More processors requested than permitted"). A
-    step on a dead machine holds its other machines until Slurm believes that it is dead: a new
-    one is not to wait for them (`--overlap`).
+    step on a dead machine holds its other machines until Slurm marks it down: a new step must not
+    wait for them (`--overlap`).
     """
     if not in_job():
         return dict(os.environ)
@@ -48,18 +57,18 @@ def step_environment() -> dict[str, str]:
 
 
 def job_nodes() -> list[str]:
-    """The machines that this job has now: without those that Slurm has given up."""
-    names = _ask("squeue", "--noheader", f"--jobs={_job()}", "--format=%N")
-    return _ask("scontrol", "show", "hostnames", names).split() if names else []
+    """The machines that this job has now, without lost ones; empty: no answer."""
+    names, _ = _run("squeue", "--noheader", f"--jobs={_job()}", "--format=%N")
+    return _run("scontrol", "show", "hostnames", names)[0].split() if names else []
 
 
 def lost_nodes() -> dict[str, str]:
-    """Machines of this job, as it began, that Slurm holds for lost, and what it says of them."""
+    """Machines of this job, as it began, that Slurm has lost, and what it reports of them."""
     return {node: what for node, state, what in _states() if _is_lost(state)}
 
 
 def drained_nodes() -> dict[str, str]:
-    """Machines of this job that take no other one any more, and the reason that was given."""
+    """Machines of this job that are to take no other one, and the reason that was given."""
     return {node: what for node, state, what in _states() if state.startswith(_DRAINED)}
 
 
@@ -73,25 +82,25 @@ def _states() -> list[tuple[str, str, str]]:
     began = os.environ.get("SLURM_JOB_NODELIST", "")
     if not began:
         return []
-    said = _ask("sinfo", "--noheader", "--Node", f"--nodes={began}", "--format=%N|%T|%E")
+    lines, _ = _run("sinfo", "--noheader", "--Node", f"--nodes={began}", "--format=%N|%T|%E")
     found = dict[str, tuple[str, str, str]]()  # a machine has a line for each partition
-    for line in said.splitlines():
+    for line in lines.splitlines():
         node, _, rest = line.partition("|")
         state, _, reason = rest.partition("|")
         reason = "" if reason.strip() in ("", "none", "(null)") else f" ({reason.strip()})"
-        found[node] = (node, state.strip().lower(), f"Slurm holds {node} for {state}{reason}")
+        found[node] = (node, state.strip().lower(), f"Slurm reports {node} as {state}{reason}")
     return list(found.values())
 
 
-def answers(node: str) -> str:
-    """Whether a step can be started on a machine; empty, or why not."""
+def step_problem(node: str) -> str:
+    """Why no step can be started on a machine; empty: one can."""
     words = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "true"]
     try:
         done = subprocess.run(
-            words, env=step_environment(), capture_output=True, text=True, timeout=_PATIENCE
+            words, env=step_environment(), capture_output=True, text=True, timeout=_COMMAND_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"no step has started there within {_PATIENCE:.0f} s"
+        return f"no step has started there within {_COMMAND_SECONDS:.0f} s"
     except OSError as error:
         return str(error)
     if done.returncode == 0:
@@ -101,43 +110,43 @@ def answers(node: str) -> str:
 
 
 def set_state(nodes: Iterable[str], why: str, *, state: str) -> str:
-    """Let no job have machines any more; empty, or why that was not done.
+    """Let no job use machines any more; empty, or why that was not done.
 
     Args:
         nodes: their names.
-        why: for who looks after them.
-        state: drain, or down of those that do not answer: a job that is to leave one, or to end,
-            else waits until Slurm gives it up by itself (SlurmdTimeout).
+        why: for the administrator.
+        state: drain, or down for those that do not answer: a job that leaves one, or ends, would
+            wait until Slurm itself marks it down (SlurmdTimeout).
     """
-    names = f"nodename={','.join(nodes)}"
-    return _tell("update", names, f"state={state}", f"reason=llmfoundry: {why[:120]}")
+    names, reason = f"nodename={','.join(nodes)}", f"reason=llmfoundry: {why[:120]}"
+    return _run("scontrol", "update", names, f"state={state}", reason)[1]
 
 
 def requeue(without: Iterable[str]) -> str:
     """Put this job back into the queue; what came of it, in words.
 
-    Slurm then ends this job with SIGTERM, and 30 s (KillWait) later with SIGKILL. What is to be
-    left out is added to the job's own list, for which nobody needs an operator's rights. It can be
-    written once the job waits again; of a job that has lost a machine only where Slurm keeps
-    accounts (slurmdbd): elsewhere it says forever "the DB index is being set".
+    Slurm then ends this job with SIGTERM, and 30 s (KillWait) later with SIGKILL. Machines to leave
+    out are added to the job's own list, which needs no operator's rights. It can be written once
+    the job is pending again; of a job that has lost a machine only where Slurm keeps accounts
+    (slurmdbd): elsewhere it fails forever with "the DB index is being set".
 
     Args:
-        without: machines that the job is not to get again, though Slurm may use them.
+        without: machines that the job must not get again, though Slurm may use them.
     """
-    job = _ask("scontrol", "--oneliner", "show", "job", _job())
+    job, _ = _run("scontrol", "--oneliner", "show", "job", _job())
     state = _field(job, "JobState")
     if state != "RUNNING":  # cancelled, or Slurm has requeued it
-        return f"not requeued: Slurm says that the job is {state or 'not there'}"
-    problem = _tell("requeue", _job())
+        return f"not requeued: Slurm reports the job as {state or 'not there'}"
+    problem = _run("scontrol", "requeue", _job())[1]
     if problem:
         return f"not requeued: {problem}"
     before = _field(job, "ExcNodeList").replace("(null)", "")
     names = ",".join(filter(None, [before, *sorted(without)]))
     if names == before:
         return "requeued"
-    problem, deadline = "not tried", time.monotonic() + _GRACE
-    while problem and time.monotonic() < deadline:  # "try again in a bit", it says for a moment
-        problem = _tell("update", f"jobid={_job()}", f"excnodelist={names}")
+    problem, deadline = "not tried", time.monotonic() + _EXCLUDE_SECONDS
+    while problem and time.monotonic() < deadline:  # "try again in a bit", for a moment
+        problem = _run("scontrol", "update", f"jobid={_job()}", f"excnodelist={names}")[1]
         time.sleep(0.5 if problem else 0.0)
     return (
         f"requeued, but not without {names}: {problem}" if problem else f"requeued without {names}"
@@ -149,10 +158,10 @@ def signal_steps(name: str) -> None:
 
     Step by step: to send KILL to a job is to cancel it.
     """
-    found = _ask("squeue", "--steps", "--noheader", f"--jobs={_job()}", "--format=%i").split()
-    steps = [step for step in found if step.rpartition(".")[2].isdecimal()]
+    found, _ = _run("squeue", "--steps", "--noheader", f"--jobs={_job()}", "--format=%i")
+    steps = [step for step in found.split() if step.rpartition(".")[2].isdecimal()]
     if steps:
-        _ask("scancel", f"--signal={name}", *steps)
+        _run("scancel", f"--signal={name}", *steps)
 
 
 def _job() -> str:
@@ -164,47 +173,23 @@ def _field(line: str, name: str) -> str:
     return found[1] if found else ""
 
 
-def _ask(*words: str) -> str:
-    """What a command says; empty if it fails: Slurm's controller may be away."""
+def _run(*words: str) -> tuple[str, str]:
+    """The output of a command, and why it failed; either is empty: the controller may be away."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_PATIENCE)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _tell(*words: str) -> str:
-    """Run scontrol; empty, or why it failed."""
-    try:
-        done = subprocess.run(
-            ["scontrol", *words], capture_output=True, text=True, timeout=_PATIENCE
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    return "" if done.returncode == 0 else done.stderr.strip() or f"status {done.returncode}"
-
-
-# --- from llmfoundry.resilience.supervise.slurm_requeue: A process on another machine of a Slurm
-# job, should the supervisor's own machine be lost.
-#
-# With `--no-kill` Slurm lets a job go on without any machine that dies, even without the first: the
-# batch script and the supervisor are gone then, and the job holds the others and does nothing (seen
-# with 22.05). The supervisor starts this as a step; it ends with the job, or puts it back into the
-# queue once Slurm has taken the supervisor's machine out.
-#
-#     python -m llmfoundry.resilience.supervise.slurm NODE
-
-
-_SECONDS = 20.0  # between two looks
-_ROOT = Path(__file__).resolve().parents[3]
+        return "", str(error)
+    if done.returncode:
+        return "", done.stderr.strip() or f"status {done.returncode}"
+    return done.stdout.strip(), ""
 
 
 def start_standby(own: str, without: Iterable[str]) -> subprocess.Popen[bytes] | None:
-    """Start it on another machine of this job; None: there is no other.
+    """Start this file on another machine of the job; None: there is no other.
 
     Args:
         own: the machine of the supervisor.
-        without: others that are no use.
+        without: other machines that are excluded.
     """
     others = [node for node in job_nodes() if node not in {own, *without}]
     if not others:
@@ -223,10 +208,10 @@ def start_standby(own: str, without: Iterable[str]) -> subprocess.Popen[bytes] |
 
 
 def main() -> None:
-    """Look until the machine that the first argument names is no longer the job's."""
+    """Requeue the job once the machine that the first argument names is no longer its own."""
     while True:
-        time.sleep(_SECONDS)
-        nodes = job_nodes()  # none: Slurm's controller is away
+        time.sleep(_STANDBY_SECONDS)
+        nodes = job_nodes()  # empty: Slurm's controller is away
         if nodes and sys.argv[1] not in nodes and requeue(()) == "requeued":
             return
 
