@@ -211,7 +211,7 @@ def rows(root: Root) -> Iterator[str]:
     for name, parameter in root.model.named_parameters():
         if name.startswith("blocks.0.") and name.endswith(SHOWN):
             blocks = local_blocks(parameter, stacked.get(name, ()))
-            held = " and ".join(_place(block.whole) for block in blocks) or "nothing"
+            held = " and ".join(_place(block.full) for block in blocks) or "nothing"
             yield f"  {name} {tuple(parameter.shape)}: {held}"
 
 

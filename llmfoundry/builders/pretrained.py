@@ -30,9 +30,8 @@ from llmfoundry.files import atomic_write
 from llmfoundry.models.adapter import is_added, merge_into
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import grown
-from llmfoundry.models.layers import whole
 from llmfoundry.models.quantized import as_held, is_quantized, place, quantized_shapes
-from llmfoundry.ops.shard_layout import assign
+from llmfoundry.ops.shard_layout import assign, full_tensor
 from llmfoundry.recipe.architecture.attention import ATTN_IMPLS
 from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -523,7 +522,7 @@ def merge_run(
     read = read_adapter(folder / FOLDER, plain, dropout=0.0)
     for name, hold in as_held(_trained(written, config, folder)):
         parameter = model.get_parameter(name)
-        assign(parameter, hold(whole(parameter)))
+        assign(parameter, hold(full_tensor(parameter)))
     merge_into(model, read.plan, read.tensors, rows=config.vocab_size)
 
 

@@ -77,7 +77,7 @@ from llmfoundry.distributed.mailbox import CollectiveError, Mailbox
 from llmfoundry.errors import one_line
 from llmfoundry.files import atomic_write
 from llmfoundry.ops.devices import host_buffer
-from llmfoundry.ops.shard_layout import Stacked, block_view, local_blocks, sharding_axes
+from llmfoundry.ops.shard_layout import ShardLayout, Stacked, block_view, local_blocks
 
 TABLE = ".metadata"
 _OPTIMIZER = "optimizer"
@@ -361,7 +361,7 @@ class BlockTensor:
         self.tensor, self.stacked = tensor, tuple(stacked)
         self._local = tensor.to_local().detach()
         self._blocks = {
-            torch.Size(begin for begin, _ in block.whole): block
+            torch.Size(begin for begin, _ in block.full): block
             for block in local_blocks(tensor, stacked)
         }
 
@@ -373,7 +373,7 @@ class BlockTensor:
         """Places of the blocks that this process holds."""
         return [
             ChunkStorageMetadata(
-                offsets=begin, sizes=torch.Size(high - low for low, high in block.whole)
+                offsets=begin, sizes=torch.Size(high - low for low, high in block.full)
             )
             for begin, block in self._blocks.items()
         ]
@@ -420,8 +420,7 @@ _MOMENTS = "optimizer.state."
 def _shown(value: Any, stacked: Sequence[int]) -> Any:
     if not isinstance(value, DTensor):
         return value
-    cuts = [axis for dim in range(value.ndim) for axis in sharding_axes(value, dim)]
-    return BlockTensor(value, stacked) if len(cuts) > 1 else value
+    return BlockTensor(value, stacked) if len(ShardLayout.of(value).cuts) > 1 else value
 
 
 _MESSAGE = 1 << 28  # bytes of a broadcast at most, and of the copy that it is made from

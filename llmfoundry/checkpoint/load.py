@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -72,6 +72,7 @@ from llmfoundry.files import parse_json
 from llmfoundry.models.adapter import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.tensor_ranks import all_stacked_rows
+from llmfoundry.ops import torch_private
 from llmfoundry.ops.shard_layout import Stacked
 
 # said by torch for every save and load of a run that has one process
@@ -439,11 +440,11 @@ def _index(record: Any) -> MetadataIndex:
     return MetadataIndex(str(at["fqn"]), at.get("offset"), at.get("index"))
 
 
-def _place(record: Any) -> _StorageInfo:
+def _place(record: Any) -> Any:
     place = _fields(record, "filesystem._StorageInfo")
     name = place["relative_path"]
     if not holds_tensors(name):
         raise ValueError(f"{name!r} is not a file of a checkpoint")
     if place.get("transform_descriptors"):
         raise ValueError("its files are compressed, which ours never are")
-    return _StorageInfo(name, int(place["offset"]), int(place["length"]))
+    return torch_private.storage_info(name, int(place["offset"]), int(place["length"]))

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.distributed.launch import World
@@ -160,11 +159,6 @@ def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterat
         module.set_requires_gradient_sync(last or each)
         module.set_requires_all_reduce(last)
     yield
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The full value of a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def set_deterministic() -> None:

@@ -23,7 +23,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.adapter_targets import AdapterTarget, find_targets, select
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import Distribution, draw, grown
-from llmfoundry.models.layers import Linear, whole
+from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import (
     A_INIT,
     B_INIT,
@@ -36,7 +36,7 @@ from llmfoundry.models.low_rank import (
 )
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.tensor_ranks import all_stacked_rows
-from llmfoundry.ops.shard_layout import assign, local_blocks
+from llmfoundry.ops.shard_layout import assign, full_tensor, local_blocks
 from llmfoundry.terminal import columns
 
 _ADDED = re.compile(
@@ -152,11 +152,11 @@ class _Whole:
         self._layer = layer
 
     def __getattr__(self, name: str) -> Tensor:
-        return whole(getattr(self._layer, name))
+        return full_tensor(getattr(self._layer, name))
 
     def dense(self) -> Tensor:
         """The frozen weight (out, in)."""
-        return whole(self._layer.dense())  # type: ignore[operator]
+        return full_tensor(self._layer.dense())  # type: ignore[operator]
 
 
 def _start_from_singular_values(module: nn.Module, prefix: str, lora: LowRank) -> None:
@@ -178,10 +178,10 @@ def _matrices(module: nn.Module, prefix: str, lora: LowRank) -> Iterator[Tensor]
     if isinstance(module, ExpertWeights):
         stack = module.dense(prefix[:-1])
         assert stack is not None
-        stack = whole(stack)
+        stack = full_tensor(stack)
         yield from stack.transpose(1, 2) if prefix == "w2_" else stack
     else:
-        weight = whole(module.dense())  # type: ignore[operator]
+        weight = full_tensor(module.dense())  # type: ignore[operator]
         yield from (weight[begin:end] for begin, end in lora.parts)
 
 
@@ -348,9 +348,12 @@ def merge_into(
     parameters = dict(model.named_parameters())
     for name, lora in plan.items():
         if ".experts." in name:
-            assign(parameters[name], _stack_of(name, lora, tensors, whole(parameters[name]), model))
+            assign(
+                parameters[name],
+                _stack_of(name, lora, tensors, full_tensor(parameters[name]), model),
+            )
             continue
-        weight = whole(parameters[f"{name}.weight"])
+        weight = full_tensor(parameters[f"{name}.weight"])
         own = weight[:rows] if f"{name}.weight" in tables else weight
         layer = _layer_of(name, lora, tensors, own)
         value = _merged_embedding(layer) if name in ("wte", "wpe") else merged(layer, lora)
@@ -442,7 +445,7 @@ def _numbers(parameter: Tensor, rows: int | None, stacked: Sequence[int]) -> Ten
     where = torch.unravel_index(places, parameter.shape)  # in each dimension
     for block in local_blocks(parameter, stacked):
         mine, here = torch.ones_like(places, dtype=torch.bool), list[Tensor]()
-        for place, (first, last), (begin, _) in zip(where, block.local, block.whole, strict=True):
+        for place, (first, last), (begin, _) in zip(where, block.local, block.full, strict=True):
             own = place - begin + first
             mine &= (own >= first) & (own < last)
             here.append(own.clamp(first, last - 1))

@@ -14,12 +14,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llmfoundry.models.low_rank import LowRank, adapted, embedded
 from llmfoundry.ops import nf4
 from llmfoundry.ops.activations import from_text, to_text
 from llmfoundry.ops.devices import to_autocast_dtype
+from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 
@@ -52,13 +52,8 @@ class Linear(nn.Linear):
         """Its weight, (out_features, in_features); a quantised one in fp32, without gradient."""
         if self.packing is None:
             return self.weight
-        data, shape = whole(self.weight), (self.out_features, self.in_features)
+        data, shape = full_tensor(self.weight), (self.out_features, self.in_features)
         return nf4.dequantize(data, shape, torch.float32, double=self.packing.double)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The full value of a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Embedding(nn.Embedding):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from llmfoundry.models.layers import FFN, Linear, whole
+from llmfoundry.models.layers import FFN, Linear
 from llmfoundry.models.low_rank import LowRank, adapted
 from llmfoundry.models.router import OtherTokens, Places, Routed, Statistics
 from llmfoundry.ops.activations import to_text
@@ -25,6 +25,7 @@ from llmfoundry.ops.moe.dispatch import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.moe.mixture import mixture
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
+from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 
@@ -156,8 +157,8 @@ class ExpertWeights(nn.Module):
         """
         weight = getattr(self, name, None)
         if weight is None or self.packing is None:
-            return None if weight is None else whole(weight).view(self.n, self.f, self.d)
-        shape, parts = (self.f, self.d), whole(weight).view(self.n, -1)
+            return None if weight is None else full_tensor(weight).view(self.n, self.f, self.d)
+        shape, parts = (self.f, self.d), full_tensor(weight).view(self.n, -1)
         each = (dequantize(p, shape, torch.float32, double=self.packing.double) for p in parts)
         return torch.stack(list(each))
 

@@ -185,7 +185,7 @@ def _write(
     start, stop = index * height, (index + 1) * height
     for block in local_blocks(parameter, stacked):
         (row, _), *across = block.local
-        (begin, end), *columns = block.whole
+        (begin, end), *columns = block.full
         low, high = max(begin, start), min(end, stop)
         if low < high:
             here = block_view(local.detach(), [(row + low - begin, row + high - begin), *across])

@@ -1,40 +1,135 @@
-"""Where what a process holds of a parameter lies in the whole one, however it is cut.
+"""How a tensor is cut: which part of it this process has, and which processes have the rest.
 
-Initialisation, weights that stream by, checkpoints and Muon ask it. FSDP cuts rows, tensor
-parallelism rows or columns before that, expert parallelism rows. The idea: a process holds, of each
-dimension, a few runs of the whole; mostly one, and of a fused Wqkv under tensor parallelism three:
-its heads' queries, keys and values, one after the other, so that one product makes all of them.
+This is the one description. Initialization and weights that stream by fill what `local_blocks`
+lists, checkpoints save and load the same blocks, gradient norms and Muon add up and gather over the
+groups of `ShardLayout`. The idea: axes of the mesh cut a tensor one after another,
+each as torch.chunk does: expert parallelism rows, tensor parallelism rows or columns, and FSDP rows
+of what these left. Of each dimension a process then has a few ranges; mostly one, and of a fused
+Wqkv under tensor parallelism three: its heads' queries, keys and values, one after another, so that
+one product makes all of them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llmfoundry.ops import torch_private
 
-TENSOR = "tensor_parallel"  # the mesh's dimension
+TENSOR = "tensor_parallel"  # the mesh's axis
 Range = tuple[int, int]  # from and to
+Stacked = Mapping[str, Sequence[int]]
+"""Heights of what dimension 0 of a parameter stacks, by its name: tensor ranks share each."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An axis of the mesh that cuts a tensor, as torch.chunk does: the last parts may be short.
+
+    Attributes:
+        dim: of the tensor.
+        n: how many parts it makes.
+        rank: the one that this process has.
+        group: the processes that have these parts.
+        is_tensor: whether it is tensor parallelism's.
+        axis: of the mesh.
+    """
+
+    dim: int
+    n: int
+    rank: int
+    group: dist.ProcessGroup
+    is_tensor: bool
+    axis: int = field(compare=False)
+
+    def bounds(self, length: int, rank: int) -> Range:
+        """Where part `rank` of so many rows or columns begins and ends."""
+        step = -(-length // self.n)
+        return min(rank * step, length), min((rank + 1) * step, length)
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """All that cuts a tensor, in order; nothing: each process has all of it."""
+
+    cuts: tuple[Cut, ...] = ()
+
+    @staticmethod
+    def of(tensor: Tensor) -> ShardLayout:
+        """The layout of a tensor: full, or a DTensor cut along any dimensions, also unevenly."""
+        if not isinstance(tensor, DTensor):
+            return ShardLayout()
+        mesh, found = tensor.device_mesh, list[tuple[bool, int, Cut]]()
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        for axis, placement in enumerate(tensor.placements):
+            dim = getattr(placement, "dim", None)  # of Shard and _StridedShard
+            if dim is not None:
+                here = mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis)
+                # FSDP cuts last what others have cut already: its placement then is a strided one
+                is_last = hasattr(placement, "split_factor")
+                found.append((is_last, axis, Cut(dim, *here, names[axis] == TENSOR, axis)))
+        return ShardLayout(tuple(cut for *_, cut in sorted(found, key=lambda each: each[:2])))
+
+    @property
+    def fsdp(self) -> Cut | None:
+        """FSDP's cut, of rows; None: the tensor is not sharded."""
+        *_, cut = [None, *(cut for cut in self.cuts if not cut.is_tensor)]
+        assert cut is None or cut.dim == 0, "FSDP cuts rows"
+        return cut
+
+    @property
+    def experts(self) -> Cut | None:
+        """The cut into equal parts that FSDP then cuts: of experts, by rows."""
+        *_, cut = [None, *(cut for cut in self.cuts if not cut.is_tensor and cut != self.fsdp)]
+        assert cut is None or cut.dim == 0, "experts are rows"
+        return cut
+
+    @property
+    def tensor(self) -> Cut | None:
+        """Tensor parallelism's cut of every matrix that the tensor stacks, by rows or columns."""
+        return next((cut for cut in self.cuts if cut.is_tensor), None)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all processes that have a part of the tensor, in place."""
+        for cut in (self.fsdp, self.experts, self.tensor):
+            if cut is not None:
+                dist.all_reduce(value, group=cut.group)
+        return value
 
 
 @dataclass(frozen=True)
 class LocalBlock:
-    """A block of a parameter.
+    """A block of a tensor that this process has.
 
     Attributes:
-        local: its place in what this process holds, from and to in each dimension.
-        whole: its place in the whole parameter.
+        local: its place in what this process has, from and to in each dimension.
+        full: its place in the full tensor.
     """
 
     local: tuple[Range, ...]
-    whole: tuple[Range, ...]
+    full: tuple[Range, ...]
+
+
+def local_blocks(tensor: Tensor, stacked: Sequence[int] = ()) -> list[LocalBlock]:
+    """The blocks of a tensor that this process has; none where its shard is empty."""
+    each = []
+    for dim in range(tensor.ndim):
+        found, begin = [], 0
+        for full in local_ranges(tensor, dim, stacked):
+            length = full[1] - full[0]
+            found.append(((begin, begin + length), full))
+            begin += length
+        each.append(found)
+    return [
+        LocalBlock(tuple(local for local, _ in block), tuple(full for _, full in block))
+        for block in itertools.product(*each)
+    ]
 
 
 def local_ranges(
@@ -43,87 +138,33 @@ def local_ranges(
     stacked: Sequence[int] = (),
     coordinate: Sequence[int] | None = None,
 ) -> list[Range]:
-    """The runs of dimension `dim` that one process holds, in its own order.
+    """The ranges of dimension `dim` that one process has, in its own order.
 
     Args:
-        tensor: whole, or a DTensor cut along any dimensions, also unevenly.
+        tensor: full, or a DTensor.
         dim: of the tensor.
         stacked: heights of what dimension 0 stacks, cut each by itself over tensor ranks.
         coordinate: of the process in the tensor's mesh; None: this one.
     """
-    held = [(0, tensor.shape[dim])]
-    if not isinstance(tensor, DTensor):
-        return held
-    mesh = tensor.device_mesh
-    place = mesh.get_coordinate() if coordinate is None else coordinate
-    assert place is not None, "this process is not of the mesh"
-    for axis in sharding_axes(tensor, dim):
-        parts = [held]
-        if stacked and dim == 0 and _name(mesh, axis) == TENSOR:
+    ranges = [(0, tensor.shape[dim])]
+    for cut in ShardLayout.of(tensor).cuts:
+        if cut.dim != dim:
+            continue
+        parts = [ranges]
+        if stacked and dim == 0 and cut.is_tensor:
             ends = list(itertools.accumulate(stacked, initial=0))
-            assert held == [(0, ends[-1])], "tensor parallelism cuts first"
-            parts = [[run] for run in itertools.pairwise(ends)]
-        held = [run for part in parts for run in _cut(part, mesh.size(axis), place[axis])]
-    return held
+            assert ranges == [(0, ends[-1])], "tensor parallelism cuts first"
+            parts = [[full] for full in itertools.pairwise(ends)]
+        rank = cut.rank if coordinate is None else coordinate[cut.axis]
+        ranges = [each for part in parts for each in _part_of(part, cut, rank)]
+    return ranges
 
 
-def local_blocks(tensor: Tensor, stacked: Sequence[int] = ()) -> list[LocalBlock]:
-    """The blocks of a tensor that this process holds; none where its shard is empty."""
-    each = []
-    for dim in range(tensor.ndim):
-        found, begin = [], 0
-        for run in local_ranges(tensor, dim, stacked):
-            length = run[1] - run[0]
-            found.append(((begin, begin + length), run))
-            begin += length
-        each.append(found)
-    return [
-        LocalBlock(tuple(local for local, _ in block), tuple(whole for _, whole in block))
-        for block in itertools.product(*each)
-    ]
-
-
-def block_view(tensor: Tensor, place: Sequence[Range]) -> Tensor:
-    """A block of a tensor, as a view."""
-    return tensor[tuple(slice(*run) for run in place)]
-
-
-@torch.no_grad()
-def assign(parameter: Tensor, whole: Tensor, stacked: Sequence[int] = ()) -> None:
-    """Write a value that every process has into a parameter, whole or cut."""
-    assert parameter.shape == whole.shape, (parameter.shape, whole.shape)
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    local = parameter.to_local()
-    for block in local_blocks(parameter, stacked):
-        block_view(local, block.local).copy_(block_view(whole, block.whole))
-
-
-def sharding_axes(tensor: DTensor, dim: int) -> list[int]:
-    """The mesh's axes that cut dimension `dim`, in the order in which they do.
-
-    FSDP cuts last what others have cut already; its placement then is a strided one.
-    """
-    cuts = [
-        (hasattr(place, "split_factor"), axis)
-        for axis, place in enumerate(tensor.placements)
-        if getattr(place, "dim", None) == dim
-    ]
-    return [axis for _, axis in sorted(cuts)]
-
-
-def _name(mesh: DeviceMesh, axis: int) -> str | None:
-    return mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else None
-
-
-def _cut(held: list[Range], n: int, rank: int) -> list[Range]:
-    """Part `rank` of `n` of some runs, as torch.chunk cuts: the last may be short or empty."""
-    total = sum(end - begin for begin, end in held)
-    step = -(-total // n)
-    low, high = min(rank * step, total), min((rank + 1) * step, total)
+def _part_of(ranges: list[Range], cut: Cut, rank: int) -> list[Range]:
+    """Part `rank` of some ranges."""
+    low, high = cut.bounds(sum(end - begin for begin, end in ranges), rank)
     found, passed = [], 0
-    for begin, end in held:
+    for begin, end in ranges:
         first, last = max(low - passed, 0), min(high - passed, end - begin)
         if first < last:
             found.append((begin + first, begin + last))
@@ -131,7 +172,67 @@ def _cut(held: list[Range], n: int, rank: int) -> list[Range]:
     return found
 
 
-Stacked = Mapping[str, Sequence[int]]
+def block_view(tensor: Tensor, block: Sequence[Range]) -> Tensor:
+    """A block of a tensor, as a view."""
+    return tensor[tuple(slice(*each) for each in block)]
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that may be sharded, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full value of a tensor that may be sharded; every process that has a part calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, full: Tensor, stacked: Sequence[int] = ()) -> None:
+    """Write a full value, which every process has, into a parameter that may be sharded."""
+    assert parameter.shape == full.shape, (parameter.shape, full.shape)
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(full)
+        return
+    local = parameter.to_local()
+    for block in local_blocks(parameter, stacked):
+        block_view(local, block.local).copy_(block_view(full, block.full))
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The L2 norm of all tensors together, in fp32, in a message for each layout: ()."""
+    norms = []
+    for layout, places in _by_layout(tensors).items():
+        norm = torch.linalg.vector_norm(torch.stack(_local_norms([tensors[i] for i in places])))
+        norms.append(layout.sum(norm.square()).sqrt() if layout.cuts else norm)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def l2_norms(tensors: list[Tensor]) -> Tensor:
+    """The L2 norm of each tensor, in fp32, as `total_norm`: (len(tensors),)."""
+    found: list[Tensor] = [torch.empty(())] * len(tensors)
+    for layout, places in _by_layout(tensors).items():
+        norms = torch.stack(_local_norms([tensors[i] for i in places]))
+        norms = layout.sum(norms.square()).sqrt() if layout.cuts else norms
+        for place, norm in zip(places, norms.unbind(), strict=True):
+            found[place] = norm
+    return torch.stack(found)
+
+
+def _by_layout(tensors: list[Tensor]) -> dict[ShardLayout, list[int]]:
+    """Places of the tensors that are cut alike."""
+    found: dict[ShardLayout, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        found.setdefault(ShardLayout.of(tensor), []).append(place)
+    return found
+
+
+def _local_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The L2 norm of each local shard, in fp32 also where it is narrower."""
+    split = [_chunks(local_shard(tensor)) for tensor in tensors]
+    found = iter(torch_private.norms([chunk for tensor in split for chunk in tensor]))
+    each = ([next(found) for _ in tensor] for tensor in split)
+    return [n[0] if len(n) == 1 else torch.linalg.vector_norm(torch.stack(n)) for n in each]
 
 
 # Whose squares a CPU sums at once. It adds one by one, in fp32: the norm of 50M values at once
@@ -139,131 +240,7 @@ Stacked = Mapping[str, Sequence[int]]
 _NORM_VALUES = 1 << 16
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """The rows of a tensor that this process holds; they share its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@dataclass(frozen=True)
-class TensorShards:
-    """Processes that have as many rows, or columns, of every matrix that a parameter stacks.
-
-    Attributes:
-        group: the processes.
-        n: how many there are.
-        rank: this one's number among them.
-        dim: what they cut: 0 rows, 1 columns.
-    """
-
-    group: dist.ProcessGroup
-    n: int
-    rank: int
-    dim: int
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """How a parameter's rows lie on processes; whole parameters have one shard.
-
-    FSDP cuts what a process would hold without it: all rows, or a part of them where a dimension of
-    the mesh behind FSDP's has cut them first, as experts are.
-
-    Attributes:
-        n: how many shards FSDP makes of a part.
-        rank: the shard that this process holds.
-        group: the processes that hold them; None where the parameter is whole.
-        parts: how many parts there are, of equal height.
-        part: the one that this process's shard is of.
-        others: of each dimension that makes parts, the processes along it.
-        across: the processes that hold the rest of each matrix beside FSDP's shards: tensor ranks;
-            None: there are none.
-    """
-
-    n: int = 1
-    rank: int = 0
-    group: dist.ProcessGroup | None = None
-    parts: int = 1
-    part: int = 0
-    others: tuple[dist.ProcessGroup, ...] = ()
-    across: TensorShards | None = None
-
-    @staticmethod
-    def of(parameter: Tensor) -> ShardLayout:
-        """The shards of a parameter that is whole, or cut by rows, or by columns and rows."""
-        if not isinstance(parameter, DTensor):
-            return ShardLayout()
-        mesh, places = parameter.device_mesh, parameter.placements
-        axes = [axis for axis, place in enumerate(places) if not place.is_replicate()]
-        if not axes:
-            return ShardLayout()
-        dims = {axis: getattr(places[axis], "dim", None) for axis in axes}  # also of _StridedShard
-        across = [axis for axis in axes if (mesh.mesh_dim_names or {axis: ""})[axis] == TENSOR]
-        axis, *inner = [axis for axis in axes if axis not in across]  # FSDP's are the outermost
-        assert all(dims[axis] == 0 for axis in (axis, *inner)), "FSDP cuts rows"
-        parts, part = 1, 0
-        for other in inner:
-            parts, part = parts * mesh.size(other), part * mesh.size(other)
-            part += mesh.get_local_rank(other)
-        groups = tuple(mesh.get_group(other) for other in inner)
-        shards = (mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis))
-        rest = None
-        for tensor in across:
-            here = (mesh.get_group(tensor), mesh.size(tensor), mesh.get_local_rank(tensor))
-            rest = TensorShards(*here, dims[tensor] or 0)
-        return ShardLayout(*shards, parts, part, groups, rest)
-
-    def bounds(self, height: int, rank: int) -> tuple[int, int]:
-        """First row of a shard and the row after its last, of a part of so many rows."""
-        step = -(-height // self.n)  # as torch.chunk cuts: the last shards may be short or empty
-        return min(rank * step, height), min((rank + 1) * step, height)
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum over all that hold a part of the parameter, in place."""
-        across = () if self.across is None else (self.across.group,)
-        for group in (self.group, *self.others, *across):
-            if group is not None:
-                dist.all_reduce(value, group=group)
-        return value
-
-
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of all tensors together, in fp32, in a message for each way they are cut: ()."""
-    together = []
-    for shards, places in _kinds(tensors).items():
-        norm = torch.linalg.vector_norm(torch.stack(_norms([tensors[i] for i in places])))
-        together.append(norm if shards.group is None else shards.sum(norm.square()).sqrt())
-    return torch.linalg.vector_norm(torch.stack(together))
-
-
-def l2_norms(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of each tensor, in fp32, as `total_norm`: (len(tensors),)."""
-    found: list[Tensor] = [torch.empty(())] * len(tensors)
-    for shards, places in _kinds(tensors).items():
-        norms = torch.stack(_norms([tensors[i] for i in places]))
-        whole = norms if shards.group is None else shards.sum(norms.square()).sqrt()
-        for place, norm in zip(places, whole.unbind(), strict=True):
-            found[place] = norm
-    return torch.stack(found)
-
-
-def _kinds(tensors: list[Tensor]) -> dict[ShardLayout, list[int]]:
-    """Places of the tensors that are cut alike."""
-    kinds: dict[ShardLayout, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        kinds.setdefault(ShardLayout.of(tensor), []).append(place)
-    return kinds
-
-
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The L2 norm of what this process holds of each tensor, in fp32 also where it is narrower."""
-    split = [_parts(local_shard(tensor)) for tensor in tensors]
-    parts = [part for tensor in split for part in tensor]
-    found = iter(torch_private.norms(parts))
-    each = ([next(found) for _ in tensor] for tensor in split)
-    return [n[0] if len(n) == 1 else torch.linalg.vector_norm(torch.stack(n)) for n in each]
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     """A CPU's tensor in parts, for exact sums; of bfloat16 PyTorch writes out fp32 copies, too."""
     if tensor.device.type != "cpu":
         return (tensor,)

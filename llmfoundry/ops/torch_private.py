@@ -71,6 +71,16 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where a tensor of a checkpoint is: `torch.distributed.checkpoint.filesystem._StorageInfo`.
+
+    A checkpoint's table is made of these; without it none can be loaded.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
 def small_group(
     store: dist.Store, rank: int, size: int, *, device: torch.device, limit: timedelta
 ) -> Any:

@@ -327,7 +327,7 @@ def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor
 
 def _row_norms(matrix: Tensor) -> Tensor:
     """(rows, 1, …), in fp32, of the rows that are here, whole also where their columns are not."""
-    own, across = local_shard(matrix), ShardLayout.of(matrix).across
+    own, across = local_shard(matrix), ShardLayout.of(matrix).tensor
     dims = tuple(range(1, matrix.ndim))
     norms = torch.linalg.vector_norm(own, dim=dims, keepdim=True, dtype=torch.float32)
     if across is None or across.dim == 0:

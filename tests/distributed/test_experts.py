@@ -18,7 +18,6 @@ from torch import Tensor
 
 from llmfoundry.builders.job import build_autocast, weight_dtype
 from llmfoundry.distributed.apply import parallelize
-from llmfoundry.distributed.fsdp import full_tensor
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.gauntlet.models.generation import generate_texts
@@ -30,6 +29,7 @@ from llmfoundry.models.moe import MoE, Router
 from llmfoundry.models.quantized import place, quantize_frozen
 from llmfoundry.models.router import OtherTokens
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
+from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig

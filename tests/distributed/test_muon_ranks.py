@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llmfoundry.distributed.fsdp import apply_ddp, full_tensor, materialize
+from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import Batch, PackedLayout
+from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig, ParamGroupConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze

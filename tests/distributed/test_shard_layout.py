@@ -91,7 +91,7 @@ def test_assigned_values_are_those_of_the_runs(mesh: Any) -> None:
     assign(tensor, whole, HEIGHTS)
     assert tensor.to_local().tolist() == whole[[0, 1, 2]].tolist()
     (block,) = local_blocks(tensor, HEIGHTS)
-    assert torch.equal(block_view(whole, block.whole), tensor.to_local())
+    assert torch.equal(block_view(whole, block.full), tensor.to_local())
 
 
 def test_a_checkpoint_of_blocks_loads_into_a_plain_tensor_and_back(

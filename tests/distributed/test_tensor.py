@@ -127,7 +127,7 @@ def gathered(parameter: nn.Parameter, stacked: tuple[int, ...]) -> Tensor:
         share = float(not grad.placements[0].is_replicate() or dist.get_rank() == 0)
         grad = grad.to_local()
     for block in local_blocks(parameter, stacked):
-        block_view(whole, block.whole).copy_(block_view(grad, block.local) * share)
+        block_view(whole, block.full).copy_(block_view(grad, block.local) * share)
     dist.all_reduce(whole)
     return whole
 

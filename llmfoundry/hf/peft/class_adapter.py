@@ -26,8 +26,7 @@ from llmfoundry.hf.peft.names import CONFIG, WEIGHTS, check_patterns, read_confi
 from llmfoundry.models.adapter import fill_adapter_from, is_added
 from llmfoundry.models.adapter_targets import select
 from llmfoundry.models.init import Distribution, draw
-from llmfoundry.models.layers import whole
-from llmfoundry.ops.shard_layout import assign
+from llmfoundry.ops.shard_layout import assign, full_tensor
 from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.terminal import columns
@@ -185,7 +184,7 @@ def init_peft(model: nn.Module, seed: int, init: str) -> None:
         draw(a, Distribution(std, uniform=init != "gaussian"), seed, f"{name}.lora_A")
         assign(b, torch.zeros(b.shape, device=b.device))
         if module.use_dora.get(_NAME):
-            weight = whole(module.get_base_layer().weight)
+            weight = full_tensor(module.get_base_layer().weight)
             dim = 0 if module.fan_in_fan_out else 1
             norm = torch.linalg.vector_norm(weight.float(), dim=dim)
             magnitude = module.lora_magnitude_vector[_NAME].weight

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.ops.shard_layout import ShardLayout, TensorShards, local_shard
+from llmfoundry.ops.shard_layout import Cut, ShardLayout, local_shard
 
 # Jordan's quintic: its slope at 0 is as steep as convergence allows, so 5 rounds are enough.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -113,20 +113,20 @@ class MatrixShard:
             rank's rows or columns.
         grad: their gradient.
         mean: their running gradient.
-        heights: how many of its rows each shard holds.
-        shards: of the parameter.
+        heights: how many of its rows each shard has.
+        layout: of the parameter.
     """
 
     weight: Tensor
     grad: Tensor
     mean: Tensor
     heights: list[int]
-    shards: ShardLayout
+    layout: ShardLayout
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, columns) of the whole matrix."""
-        shape, across = [sum(self.heights), self.weight.shape[1]], self.shards.across
+        shape, across = [sum(self.heights), self.weight.shape[1]], self.layout.tensor
         if across is not None:
             shape[across.dim] *= across.n
         return shape[0], shape[1]
@@ -142,12 +142,13 @@ class MatrixShard:
 def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[MatrixShard]:
     """The matrices of `rows` rows that a parameter stacks; of experts those of its part alone."""
     assert parameter.grad is not None
-    shards = ShardLayout.of(parameter)
-    across = shards.across
+    layout = ShardLayout.of(parameter)
+    fsdp, experts, across = layout.fsdp, layout.experts, layout.tensor
+    n_parts, part_rank = (1, 0) if experts is None else (experts.n, experts.rank)
     ranks = across.n if across is not None and across.dim == 0 else 1
-    height = parameter.shape[0] // (shards.parts * ranks)
+    height = parameter.shape[0] // (n_parts * ranks)
     parts = [local_shard(tensor) for tensor in (parameter, parameter.grad, mean)]
-    start = -shards.part * height  # of each matrix, from where the part begins
+    start = -part_rank * height  # of each matrix, from where the part begins
     for rows_of_all in tuple(rows) or (parameter.shape[0],):
         n = rows_of_all // ranks
         if start + n <= 0 or start >= height:
@@ -155,13 +156,13 @@ def _matrices(parameter: Tensor, mean: Tensor, rows: Iterable[int]) -> Iterator[
             continue
         assert start >= 0 and start + n <= height, "no matrix lies in two parts"
         held = []  # rows, from and to, of each shard
-        for rank in range(shards.n):
-            low, high = shards.bounds(height, rank)
+        for rank in range(1 if fsdp is None else fsdp.n):
+            low, high = (0, height) if fsdp is None else fsdp.bounds(height, rank)
             first, last = (min(max(row, low), high) - low for row in (start, start + n))
             held.append((first, last))
-        mine = slice(*held[shards.rank])
+        mine = slice(*held[0 if fsdp is None else fsdp.rank])
         weight, grad, running = (part[mine] for part in parts)
-        yield MatrixShard(weight, grad, running, [last - first for first, last in held], shards)
+        yield MatrixShard(weight, grad, running, [last - first for first, last in held], layout)
         start += n
 
 
@@ -172,45 +173,45 @@ def _turns(matrices: list[MatrixShard]) -> Iterator[list[MatrixShard]]:
     """
     kinds: dict[ShardLayout, list[MatrixShard]] = {}
     for matrix in matrices:
-        kinds.setdefault(matrix.shards, []).append(matrix)
-    for shards, alike in kinds.items():
+        kinds.setdefault(matrix.layout, []).append(matrix)
+    for layout, alike in kinds.items():
         alike.sort(key=lambda matrix: -math.prod(matrix.shape))
-        n = shards.n * _at_a_shard(shards)
+        n = (1 if layout.fsdp is None else layout.fsdp.n) * _at_a_shard(layout)
         for first in range(0, len(alike), n):
             yield alike[first : first + n]
 
 
-def _at_a_shard(shards: ShardLayout) -> int:
+def _at_a_shard(layout: ShardLayout) -> int:
     """Matrices of a turn that one shard brings together: one for each of its tensor ranks."""
-    return 1 if shards.across is None else shards.across.n
+    return 1 if layout.tensor is None else layout.tensor.n
 
 
 def _orthogonal(updates: list[Tensor], turn: list[MatrixShard]) -> list[Tensor]:
     """Each update made orthogonal, in its dtype; of a cut one what this process has of it."""
-    shards, each = turn[0].shards, _at_a_shard(turn[0].shards)
-    if shards.group is None:
+    fsdp, each = turn[0].layout.fsdp, _at_a_shard(turn[0].layout)
+    if fsdp is None:
         return [orthogonal(update) for update in updates]
-    taken = [slice(rank * each, (rank + 1) * each) for rank in range(shards.n)]
+    taken = [slice(rank * each, (rank + 1) * each) for rank in range(fsdp.n)]
     sent = [sum(update.numel() for update in updates[part]) for part in taken]
-    mine = turn[taken[shards.rank]]
-    sizes = [[m.heights[rank] * m.weight.shape[1] for m in mine] for rank in range(shards.n)]
+    mine = turn[taken[fsdp.rank]]
+    sizes = [[m.heights[rank] * m.weight.shape[1] for m in mine] for rank in range(fsdp.n)]
     received = [sum(part) for part in sizes]
     flat = torch.cat([update.flatten() for update in updates])
-    got = _all_to_all(flat, sent, received, shards.group).split(received)
+    got = _all_to_all(flat, sent, received, fsdp.group).split(received)
     pieces = [p for part, size in zip(got, sizes, strict=True) for p in part.split(size)]
     whole = [
         torch.cat(pieces[k :: len(mine)]).view(-1, matrix.weight.shape[1])
         for k, matrix in enumerate(mine)
     ]
-    done = _over_tensor_ranks(whole, shards.across)
+    done = _over_tensor_ranks(whole, turn[0].layout.tensor)
     rows = [update.split(m.heights) for update, m in zip(done, mine, strict=True)]
-    back = [part[rank].flatten() for rank in range(shards.n) for part in rows]
-    parts = _all_to_all(torch.cat([flat[:0], *back]), received, sent, shards.group)
+    back = [part[rank].flatten() for rank in range(fsdp.n) for part in rows]
+    parts = _all_to_all(torch.cat([flat[:0], *back]), received, sent, fsdp.group)
     split = parts.split([update.numel() for update in updates])
     return [part.view_as(update) for part, update in zip(split, updates, strict=True)]
 
 
-def _over_tensor_ranks(parts: list[Tensor], across: TensorShards | None) -> list[Tensor]:
+def _over_tensor_ranks(parts: list[Tensor], across: Cut | None) -> list[Tensor]:
     """Matrices made orthogonal of which tensor ranks have parts of one size: each computes one."""
     if across is None:
         return [orthogonal(part) for part in parts]
