@@ -19,7 +19,7 @@ from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import narrow_frozen, place, quantize_frozen, quantized_shapes
 from llmfoundry.ops.loss import linear_cross_entropy
-from llmfoundry.plan.activations import row_bytes
+from llmfoundry.plan.activations import kept_by_blocks, row_bytes
 from llmfoundry.plan.fit import (
     check_workers,
     checkpointing_line,
@@ -28,7 +28,6 @@ from llmfoundry.plan.fit import (
     load_line,
 )
 from llmfoundry.plan.memory import estimate
-from llmfoundry.plan.trained import kept_by_blocks
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.data import DataConfig
@@ -144,7 +143,7 @@ def test_a_shard_of_a_frozen_model_gathers_a_block_and_the_ends_too() -> None:
         model = Decoder(recipe.model).requires_grad_(False)
     block = sum(p.numel() for p in model.blocks[0].parameters())
     ends = sum(p.numel() for p in model.parameters()) - len(model.blocks) * block
-    assert estimate(recipe, 4, sketch=model).at_block == 4 * (ends + 2 * block)
+    assert estimate(recipe, 4, meta_model=model).at_block == 4 * (ends + 2 * block)
 
 
 def test_all_of_a_model_that_trains_is_the_same_however_it_is_counted() -> None:
@@ -155,7 +154,7 @@ def test_all_of_a_model_that_trains_is_the_same_however_it_is_counted() -> None:
         model = Decoder(recipe.model)
     by_settings, by_model = (
         estimate(recipe, 4, device=GPU),
-        estimate(recipe, 4, sketch=model, device=GPU),
+        estimate(recipe, 4, meta_model=model, device=GPU),
     )
     for rows in (1, 16):
         assert by_model.total(rows) == pytest.approx(by_settings.total(rows), rel=0.01)
@@ -368,7 +367,7 @@ def test_gradients_and_moments_are_of_what_trains_alone() -> None:
     narrow = sum(2 * p.numel() for n, p in rest.items() if n.startswith(("wte", "wpe", "lm_head")))
     vectors = sum(4 * p.numel() for p in rest.values() if p.ndim == 1 and p.is_floating_point())
     expected = 16 * trained + narrow + vectors + matrices * (4 + 8 / 64 + 32 / 64 / 256) / 8
-    need = estimate(recipe, 1, sketch=model)
+    need = estimate(recipe, 1, meta_model=model)
     assert need.weights == pytest.approx(expected, rel=2e-3)
     assert need.parameters == sum(p.numel() for p in Decoder(recipe.model).parameters()) + trained
 
@@ -400,7 +399,7 @@ def test_a_model_too_large_to_fine_tune_is_told_what_fits(
     small = {"none": 8 * 2**30, "lora": 8 * 2**30, "nf4": 2**30}
     room = small["nf4" if quantize == "nf4" else adapter]
     with pytest.raises(UserError) as raised:
-        choose_microbatch(recipe, world_size=1, available=room, device=GPU, sketch=model)
+        choose_microbatch(recipe, world_size=1, available=room, device=GPU, meta_model=model)
     (line,) = raised.value.problems
     assert line.startswith("model.pretrained: 6,6") and said in line
 

@@ -197,7 +197,7 @@ def _memory_fit(
             world_size=world.size,
             available=available,
             device=world.device,
-            sketch=trained,
+            meta_model=trained,
             begun_with=begun_with,
         )
 

@@ -115,7 +115,7 @@ def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Row
         check_kernels(recipe, world.device)
     free = memory_of_process(world) if hardware is None else hardware.memory - _TAKEN
     fit = choose_fit(
-        guessed, world_size=world.size, available=free, device=world.device, sketch=model
+        guessed, world_size=world.size, available=free, device=world.device, meta_model=model
     )
     rows, need = fit.microbatch, fit.need
     begins = _begins(recipe)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.low_rank import LowRank
 from llmfoundry.ops.moe.experts import packed_width
-from llmfoundry.plan.trained import ALL, SavedInputs
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import Degrees, recomputation
 from llmfoundry.recipe.parallel_limits import context_method
@@ -22,6 +25,30 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 CPU = torch.device("cpu")
 ALONE = Degrees()
 LOG_SUM = 4  # bytes of what attention keeps of each query's softmax
+
+
+@dataclass(frozen=True)
+class SavedInputs:
+    """Which inputs of its matrices one block keeps for the backward pass: those that train.
+
+    Attributes:
+        anything: whether a gradient reaches the block at all.
+        qkv: the input of the projection to queries, keys and values.
+        out: of the projection of what attention gives.
+        up: of the feed-forward layer, or of the experts.
+        down: of its second half; experts make theirs again.
+        added: values a token that adapters keep: between their factors, and DoRA's and dropout's.
+    """
+
+    anything: bool = True
+    qkv: bool = True
+    out: bool = True
+    up: bool = True
+    down: bool = True
+    added: int = 0
+
+
+ALL = SavedInputs()
 
 
 class RowBytes(NamedTuple):
@@ -290,3 +317,56 @@ def expert_rows(model: ModelConfig, width: int, *, travel: bool = False) -> int:
         return 0
     assert ffn.ffn_hidden_size and ffn.moe_top_k, "the recipe was not filled"
     return ffn.moe_top_k * width * ((5 if travel else 3) * model.d_model + 3 * ffn.ffn_hidden_size)
+
+
+def kept_by_blocks(model: nn.Module) -> list[SavedInputs]:
+    """What each block keeps, in order."""
+    if not isinstance(model, Decoder):
+        return _kept_by_others(model)
+    ends = [p for n, p in model.named_parameters() if n.startswith(("wte.", "wpe."))]
+    reached, found = _trains(ends), list[SavedInputs]()
+    for block in model.blocks:
+        named = list(block.named_parameters())
+        reached |= _trains([p for _, p in named])
+
+        def input_of(*parts: str, named: Sequence[tuple[str, Tensor]] = named) -> bool:
+            mine = [p for n, p in named if any(part in n for part in parts) and p.ndim > 1]
+            return _trains(mine)
+
+        found.append(
+            SavedInputs(
+                anything=reached,
+                qkv=input_of("attn.W"),
+                out=input_of("attn.out_proj"),
+                up=input_of("up_proj", "gate_proj", "experts."),
+                down=input_of("down_proj"),
+                added=_added(block),
+            )
+        )
+    return found
+
+
+def _kept_by_others(model: nn.Module) -> list[SavedInputs]:
+    """Of a class of transformers: all inputs of a block in which anything trains."""
+    in_blocks = {id(p) for block in model.blocks for p in block.parameters()}  # type: ignore[union-attr]
+    reached, found = _trains([p for p in model.parameters() if id(p) not in in_blocks]), []
+    for block in model.blocks:  # type: ignore[union-attr]
+        trains = _trains(list(block.parameters()))
+        reached |= trains
+        found.append(SavedInputs(reached, trains, trains, trains, trains))
+    return found
+
+
+def _trains(parameters: Sequence[Tensor]) -> bool:
+    return any(parameter.requires_grad for parameter in parameters)
+
+
+def _added(block: nn.Module) -> int:
+    """Values a token between the factors of the adapters on dense layers, and beside them."""
+    values = 0
+    for module in block.modules():
+        lora = getattr(module, "lora", None)
+        if isinstance(lora, LowRank):
+            inner, inputs = module.get_parameter("lora_A").shape
+            values += inner + (2 * lora.rows if lora.dora else 0) + (inputs if lora.dropout else 0)
+    return values

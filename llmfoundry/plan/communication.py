@@ -171,7 +171,7 @@ def fully_sharded(
         gathered, reduced = microbatches * gathers * _low(recipe) * own, REDUCED * own
         yield Messages("weights", "all_gather", p, apart, (p - 1) * gathered)
         yield Messages("gradients", "reduce_scatter", p, apart, (p - 1) * scattered * reduced)
-        yield Messages("gradients", "all_reduce", r, degrees.lent, 2 * (r - 1) * reduced // r)
+        yield Messages("gradients", "all_reduce", r, degrees.copy_size, 2 * (r - 1) * reduced // r)
 
 
 def tensor_parallel(

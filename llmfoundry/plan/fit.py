@@ -71,7 +71,7 @@ def choose_fit(
     world_size: int,
     available: int,
     device: torch.device,
-    sketch: Decoder | None = None,
+    meta_model: Decoder | None = None,
     begun_with: str | None = None,
 ) -> Fit:
     """How much of a block is computed again, and how many rows at a time.
@@ -89,7 +89,7 @@ def choose_fit(
         world_size: processes of the run.
         available: bytes for each process: the least that one of them has.
         device: where it computes.
-        sketch: of fine-tuning, as `estimate` takes it.
+        meta_model: of fine-tuning, as `estimate` takes it.
         begun_with: of a run that goes on: what auto stood for when it was saved, which it stands
             for again as long as a row fits.
 
@@ -101,7 +101,7 @@ def choose_fit(
     asked = recomputation(recipe.parallel.activation_checkpointing)
     levels = _levels(recipe, device) if asked == "auto" else [asked]
     needs = {
-        level: estimate(with_level(recipe, level), world_size, sketch=sketch, device=device)
+        level: estimate(with_level(recipe, level), world_size, meta_model=meta_model, device=device)
         for level in levels
     }
     room = int(USABLE * available)
@@ -118,8 +118,8 @@ def choose_fit(
         others = need.total(candidates[-1]) - need.gradients(candidates[-1])
         if others <= USABLE * available:
             raise UserError(_gradients_do_not_fit(need, candidates[-1], available))
-    if sketch is not None:
-        raise UserError(_does_not_fit_frozen(recipe, need, candidates[-1], available, sketch))
+    if meta_model is not None:
+        raise UserError(_does_not_fit_frozen(recipe, need, candidates[-1], available, meta_model))
     raise UserError(_does_not_fit(recipe, need, candidates[-1], world_size, available, device))
 
 
@@ -232,17 +232,20 @@ def _does_not_fit(
 
 
 def _does_not_fit_frozen(
-    recipe: TrainRecipe, need: MemoryEstimate, rows: int, available: int, sketch: Decoder
+    recipe: TrainRecipe, need: MemoryEstimate, rows: int, available: int, meta_model: Decoder
 ) -> str:
     """For fine-tuning: what makes it smaller is an adapter, 4 bits, or more processes."""
-    frozen = not all(p.requires_grad for p in sketch.parameters())
-    if is_quantized(sketch):
+    frozen = not all(p.requires_grad for p in meta_model.parameters())
+    if is_quantized(meta_model):
         hint = "write a smaller max_seq_len, parallel.activation_checkpointing: true"
     elif frozen and isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none":
         hint = "write model.quantize: nf4"
     else:
         small = (
-            value_count(sketch) * 4.2 / 8 + need.fixed + need.logits(rows) + need.activations(rows)
+            value_count(meta_model) * 4.2 / 8
+            + need.fixed
+            + need.logits(rows)
+            + need.activations(rows)
         )
         fits = " and model.quantize: nf4" if small <= USABLE * available else ""
         hint = f"write adapter.name: lora{fits}"

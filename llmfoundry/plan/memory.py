@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.moe import ExpertWeights
+from llmfoundry.models.quantized import quantized_shapes, value_count
 from llmfoundry.ops.loss import chunk_tokens, logit_bytes
-from llmfoundry.plan.activations import row_bytes
-from llmfoundry.plan.shards import REDUCED, shares
-from llmfoundry.plan.trained import kept_by_blocks, weigh
+from llmfoundry.plan.activations import kept_by_blocks, row_bytes
+from llmfoundry.plan.shards import BLOCK, REDUCED, Values, shares, total, unit_of, values_of
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -126,7 +128,7 @@ def estimate(
     recipe: TrainRecipe,
     world_size: int,
     *,
-    sketch: Decoder | None = None,
+    meta_model: Decoder | None = None,
     device: torch.device = CPU,
 ) -> MemoryEstimate:
     """What a filled recipe needs on each of `world_size` processes.
@@ -134,12 +136,12 @@ def estimate(
     Args:
         recipe: filled, its activation checkpointing decided; auto counts as none.
         world_size: processes of the run.
-        sketch: of fine-tuning: the model on the meta device, frozen and quantised as it will be;
+        meta_model: of fine-tuning: the model on the meta device, frozen and quantised as it will be;
             None: all parameters train.
         device: where it computes.
     """
-    if sketch is not None:
-        return _estimate_part(recipe, world_size, sketch, device)
+    if meta_model is not None:
+        return _estimate_part(recipe, world_size, meta_model, device)
     model, degrees = recipe.model, recipe.parallel.degrees(world_size)
     assert model.vocab_size is not None
     width = 2 if recipe.precision == "bf16" else 4
@@ -242,11 +244,11 @@ def _logits(recipe: TrainRecipe, degrees: Degrees, device: torch.device) -> dict
 
 
 def _estimate_part(
-    recipe: TrainRecipe, world_size: int, sketch: Decoder, device: torch.device
+    recipe: TrainRecipe, world_size: int, meta_model: Decoder, device: torch.device
 ) -> MemoryEstimate:
     """Of a model of which a part trains: gradients and moments of that alone."""
     degrees = recipe.parallel.degrees(world_size)
-    held = weigh(sketch, device, degrees)
+    held = weigh(meta_model, device, degrees)
     low = 4 if recipe.precision == "fp32" else 2
     narrow = 2 if recipe.precision == "amp_bf16" else 1  # fp32 weights are gathered in bf16
     whole = Whole(
@@ -259,7 +261,7 @@ def _estimate_part(
         * (2 if recipe.precision == "bf16" else 1),
     )
     each = 2 if recipe.precision == "bf16" else 4
-    rows = row_bytes(recipe, kept_by_blocks(sketch), degrees=degrees, device=device)
+    rows = row_bytes(recipe, kept_by_blocks(meta_model), degrees=degrees, device=device)
     heap = HEAP if device.type == "cpu" else 1
     beside = _whole_weights(
         recipe, degrees, whole, held.trained_head // each, values=held.trained_matrices
@@ -298,3 +300,98 @@ def accumulated_bytes(recipe: TrainRecipe, degrees: Degrees, gathered: int, shar
     each = recipe.parallel.reduce_scatter_each_microbatch
     width = 2 if recipe.precision == "bf16" else 4
     return 4 * (shard if each else gathered) // width - shard
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of a model's parameters as one process has them.
+
+    Attributes:
+        parameters: their number in all, those in 4 bits as those that they stand for.
+        frozen: bytes that it keeps and that nothing but products need.
+        trained: bytes that gradients and moments are kept of as well.
+        block: bytes of the largest block, gathered.
+        apart: of a block what is not gathered with it: experts that processes share.
+        ends: bytes of embeddings, final norm and head.
+        trained_block: of `block` the bytes that train.
+        trained_apart: of `apart` the bytes that train.
+        trained_ends: of the ends the bytes that train.
+        trained_head: of these the bytes of the head.
+        trained_matrices: values of the blocks that train.
+        dequantized: values of the largest matrix in 4 bits, which are there while it is at work.
+    """
+
+    parameters: int
+    frozen: int
+    trained: Values
+    block: int
+    apart: int
+    ends: int
+    trained_block: int
+    trained_apart: int
+    trained_ends: int
+    trained_head: int
+    trained_matrices: int
+    dequantized: int
+
+
+def weigh(model: nn.Module, device: torch.device, degrees: Degrees) -> WeightBytes:
+    """What a process has of a model with `blocks`, computing on a device of that kind."""
+
+    def held(module: nn.Module, *, trained: bool) -> dict[str, Values]:
+        """Bytes of its parameters, or of those that train, by what they are gathered with."""
+        found: dict[str, Values] = {}
+        for name, p in module.named_parameters():
+            if p.requires_grad or not trained:
+                unit, values = unit_of(name, degrees), values_of(name, p.shape, degrees)
+                found[unit] = found.get(unit, Values()).plus(values.times(p.itemsize))
+        return found
+
+    def largest(*, trained: bool) -> tuple[int, int]:
+        """Of a block what is gathered with it, and apart from it."""
+        each = [held(block, trained=trained) for block in blocks]
+        own = max((found.pop(BLOCK, Values()).gathered for found in each), default=0)
+        return own, max((total(found.values()).gathered for found in each), default=0)
+
+    blocks: list[nn.Module] = list(model.blocks)  # type: ignore[arg-type]
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    everything, trains = (total(held(model, trained=t).values()) for t in (False, True))
+    in_blocks, trains_there = (
+        total(values for block in blocks for values in held(block, trained=t).values())
+        for t in (False, True)
+    )
+    block, apart = largest(trained=False)
+    trained_block, trained_apart = largest(trained=True)
+    return WeightBytes(
+        parameters=value_count(model),
+        frozen=everything.shard - trains.shard,
+        trained=trains,
+        block=block,
+        apart=apart,
+        ends=everything.gathered - in_blocks.gathered,
+        trained_block=trained_block,
+        trained_apart=trained_apart,
+        trained_ends=trains.gathered - trains_there.gathered,
+        trained_head=_trained_head(model) // degrees.tensor,
+        trained_matrices=sum(
+            p.numel() for p in model.parameters() if p.requires_grad and id(p) in inside
+        ),
+        dequantized=_largest_matrix(model, device),
+    )
+
+
+def _trained_head(model: nn.Module) -> int:
+    """Of the output head, which may be the embedding."""
+    head = model.head_weight
+    assert isinstance(head, Tensor)
+    return head.nbytes if head.requires_grad else 0
+
+
+def _largest_matrix(model: nn.Module, device: torch.device) -> int:
+    """Of stacked experts a CPU dequantises one at a time, an accelerator all."""
+    sizes = [0]
+    for name, (height, width) in quantized_shapes(model):
+        module = model.get_submodule(name.rpartition(".")[0])
+        experts = module.n if isinstance(module, ExpertWeights) and device.type == "cpu" else 1
+        sizes.append(height * width // experts)
+    return max(sizes)

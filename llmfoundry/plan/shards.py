@@ -15,16 +15,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from llmfoundry.models.counts import EXPERTS, parts
+from llmfoundry.models.tensor_ranks import tensor_parallel_dim
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import Degrees
 
 REDUCED = 4  # bytes of a gradient on its way to its shard: added up in fp32
-_BY_ROWS = re.compile(
-    r"(^|\.)(wte|lm_head)\.weight$|attn\.W\w+\.(weight|bias)$|(up|gate)_proj\.(weight|bias)$"
-)
-"""What tensor parallelism divides along the first dimension."""
-_BY_COLUMNS = re.compile(r"(attn\.out_proj|ffn\.down_proj)\.weight$")
-"""The same along the second."""
 _OF_TOKENS = re.compile(r"(^|\.)(wpe|norm_\w+|[qk]_ln)\.(weight|bias)$")
 """What each process has whole and applies to its own tokens."""
 _IN_LAYER = re.compile(r"ffn\.(router|shared|experts)\.")
@@ -145,7 +140,7 @@ def cut_over(unit: str, degrees: Degrees) -> int:
     """Over how many processes FSDP cuts a unit."""
     return {
         BLOCK: degrees.weights,
-        OF_LAYER: degrees.lent,
+        OF_LAYER: degrees.copy_size,
         OF_EXPERTS: degrees.expert_shard,
     }[unit]
 
@@ -175,8 +170,8 @@ def values_of(name: str, shape: Sequence[int], degrees: Degrees) -> Values:
     unit = unit_of(name, degrees)
     if unit == OF_EXPERTS:
         rows //= degrees.expert
-    elif unit == BLOCK and _BY_ROWS.search(name):
+    elif unit == BLOCK and tensor_parallel_dim(name) == 0:
         rows = -(-rows // degrees.tensor)
-    elif unit == BLOCK and _BY_COLUMNS.search(name):
+    elif unit == BLOCK and tensor_parallel_dim(name) == 1:
         row = -(-row // degrees.tensor)
     return Values(-(-rows // cut_over(unit, degrees)) * row, rows * row)

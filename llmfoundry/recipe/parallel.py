@@ -75,19 +75,19 @@ class Degrees:
         return self.shard * self.context
 
     @property
-    def lent(self) -> int:
+    def copy_size(self) -> int:
         """Processes of one copy of the model, over which the experts are laid out anew."""
         return self.shard * self.context * self.tensor
 
     @property
     def expert_shard(self) -> int:
         """Over how many processes FSDP cuts the experts of one expert-parallel process."""
-        return self.lent // self.expert
+        return self.copy_size // self.expert
 
     @property
     def is_replicas(self) -> bool:
         """Whether every process holds the whole model: DDP, or one process."""
-        return self.lent == 1
+        return self.copy_size == 1
 
 
 @dataclass
@@ -193,15 +193,15 @@ class ParallelConfig:
         filled = [world_size // rest if value == -1 else value for value in values]
         if math.prod(filled) != world_size or 0 in filled:
             raise UserError(self._does_not_fit(world_size))
-        lent = math.prod(filled[1:])
+        copy_size = math.prod(filled[1:])
         expert = self.expert_parallel_degree
         if expert == -1:
-            expert = math.gcd(lent, node_size())
-        if lent % expert:
-            close = _nearest(expert, divisors(lent))
+            expert = math.gcd(copy_size, node_size())
+        if copy_size % expert:
+            close = _nearest(expert, divisors(copy_size))
             raise UserError(
                 f"parallel.{EXPERT}: {expert} does not divide the processes of one copy of the"
-                f" model ({lent}, the product of data_parallel_shard_degree,"
+                f" model ({copy_size}, the product of data_parallel_shard_degree,"
                 f" context_parallel_degree and tensor_parallel_degree); write {close}, or a"
                 f" data_parallel_shard_degree that makes it a multiple of {expert}"
             )

@@ -91,7 +91,7 @@ def fitted(launch: Launch) -> Fit:
         world_size=launch.processes,
         available=memory,
         device=device,
-        sketch=sketch(tuned, written),
+        meta_model=sketch(tuned, written),
     )
 
 
