@@ -35,7 +35,7 @@ from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
 from llmfoundry.models.counts import PEAK_FLOPS, flops_per_token
 from llmfoundry.models.decoder import Root
-from llmfoundry.models.tensor_ranks import all_stacked_rows
+from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import local_blocks
 from llmfoundry.plan.communication import Messages, communication, waited_for
 from llmfoundry.plan.fit import choose_fit

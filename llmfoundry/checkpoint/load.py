@@ -71,7 +71,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import parse_json
 from llmfoundry.models.adapter import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.tensor_ranks import all_stacked_rows
+from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops import torch_private
 from llmfoundry.ops.shard_layout import Stacked
 

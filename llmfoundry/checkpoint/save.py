@@ -29,7 +29,7 @@ from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.tensor_ranks import all_stacked_rows
+from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.devices import device_thread
 
 

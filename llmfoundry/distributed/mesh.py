@@ -105,14 +105,14 @@ def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
         tensor=root[TENSOR] if degrees.tensor > 1 else None,
     )
     if degrees.tensor > 1 or degrees.expert > 1:
-        lent = flattened(root, [name for name in sizes if name != REPLICATE], backend)
+        copy = flattened(root, [name for name in sizes if name != REPLICATE], backend)
     if degrees.tensor > 1:
-        meshes = replace(meshes, mixture_weights=concatenated(root[REPLICATE], lent))
+        meshes = replace(meshes, mixture_weights=concatenated(root[REPLICATE], copy))
     if degrees.expert > 1:
         shape = {f"{EXPERT}_shard": degrees.expert_shard, EXPERT: degrees.expert}
-        lent = unflattened(lent, shape, backend)
-        shards = concatenated(root[REPLICATE], lent[f"{EXPERT}_shard"])
-        meshes = replace(meshes, expert=lent[EXPERT], expert_weights=shards)
+        copy = unflattened(copy, shape, backend)
+        shards = concatenated(root[REPLICATE], copy[f"{EXPERT}_shard"])
+        meshes = replace(meshes, expert=copy[EXPERT], expert_weights=shards)
     for group in meshes.groups():  # each would wait for PyTorch's own time otherwise
         set_group_timeouts(group, world)
     return meshes

@@ -4,7 +4,7 @@
 layers (Shoeybi et al., 2019; Korthikanti et al., 2022): queries, keys and values and the up
 projections are cut by rows (heads, inner width), what leads back to the residual stream by columns,
 and norms see this process's tokens alone. What no plan knows is elsewhere: a fused Wqkv whose rows
-lie head by head (`ops/shard_layout.py`), rows of any length (`models/tensor_ranks.py`), the loss
+lie head by head (`ops/shard_layout.py`), rows of any length (`models/tensor_parallel.py`), the loss
 over a head cut by its vocabulary (`ops/loss.py`). Layers with experts are not cut: each process
 routes its own tokens, and FSDP cuts their weights over tensor ranks too.
 
@@ -47,7 +47,7 @@ from llmfoundry.models.decoder import Block, Decoder, Root
 from llmfoundry.models.layers import FFN
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantization
-from llmfoundry.models.tensor_ranks import TensorRanks
+from llmfoundry.models.tensor_parallel import TensorRanks, tensor_parallel_dim
 from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.parallel_limits import tensor_adapters
@@ -86,7 +86,10 @@ def apply_tensor_parallel(root: Root, meshes: Meshes | None) -> None:
         _share_block(block, mesh)
     outside = {p for m in model.modules() if isinstance(m, MoE) for p in m.parameters()}
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor) or parameter in outside, f"{name} is in no plan"
+        if parameter not in outside:
+            assert isinstance(parameter, DTensor), f"{name} is in no plan"
+            (placement,) = parameter.placements
+            assert getattr(placement, "dim", None) == tensor_parallel_dim(name), name
 
 
 def _check(model: Decoder, mesh: DeviceMesh) -> None:

@@ -35,7 +35,7 @@ from llmfoundry.models.low_rank import (
     row_norms,
 )
 from llmfoundry.models.moe import ExpertWeights
-from llmfoundry.models.tensor_ranks import all_stacked_rows
+from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import assign, full_tensor, local_blocks
 from llmfoundry.terminal import columns
 

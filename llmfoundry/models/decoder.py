@@ -34,7 +34,7 @@ from llmfoundry.models.positions import (
     rotary_table,
 )
 from llmfoundry.models.router import Routed, Routing, over_layers
-from llmfoundry.models.tensor_ranks import TensorRanks
+from llmfoundry.models.tensor_parallel import TensorRanks
 from llmfoundry.ops.attention.select import AttentionSpec, plan
 from llmfoundry.ops.loss import VocabularyShard, cap, linear_cross_entropy, linear_log_probs
 from llmfoundry.ops.packed_layout import PackedLayout
@@ -157,7 +157,7 @@ class Decoder(nn.Module):
         And which rows these are, where processes share the head.
         """
         if self.tensor_ranks is not None:
-            return hidden, *self.tensor_ranks.vocabulary(self.head_weight)
+            return hidden, *self.tensor_ranks.local_vocabulary(self.head_weight)
         # transformers puts a plain nn.Linear in its place where it adds rows
         lora = None if self.config.tie_word_embeddings else getattr(self.lm_head, "lora", None)
         if lora is None or not lora.on:
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.length += width
         x = self.norm_f(x)
-        x = x if ranks is None else ranks.gathered(x, width)
+        x = x if ranks is None else ranks.all_gather(x, width)
         return x, over_layers(routed, self.config.ffn_config) if routed else None
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class Decoder(nn.Module):
         real = None if layout is None else layout.real_places()
         if self.tensor_ranks is None or (real is None and not self.training):
             return real  # in generation what fills a row up is a token like any other
-        return self.tensor_ranks.own_places(rows, width, real)
+        return self.tensor_ranks.local_places(rows, width, real)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embeddings (B, T, D) of tokens (B, T) at positions (B or 1, T).
@@ -288,9 +288,9 @@ class Decoder(nn.Module):
         Where processes share matrices, of this one's tokens alone.
         """
         ranks = self.tensor_ranks
-        x = self.wte(tokens) if ranks is None else ranks.embedded(self.wte.weight, tokens)
+        x = self.wte(tokens) if ranks is None else ranks.embed(self.wte.weight, tokens)
         if self.config.learned_pos_emb:
-            x = x + self.wpe(positions if ranks is None else ranks.own(positions))
+            x = x + self.wpe(positions if ranks is None else ranks.local_tokens(positions))
         if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):
             x = x.float()  # FSDP gathers bf16 weights; the residual stream stays fp32 all the same
         share = self.config.embedding_fraction

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.models.tensor_ranks import stacked_rows
+from llmfoundry.models.tensor_parallel import stacked_rows
 from llmfoundry.ops.shard_layout import assign
 from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
 

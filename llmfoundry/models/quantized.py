@@ -19,7 +19,7 @@ from llmfoundry.models.adapter import is_added
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.layers import Linear
 from llmfoundry.models.moe import ExpertWeights, Router
-from llmfoundry.models.tensor_ranks import stacked_rows
+from llmfoundry.models.tensor_parallel import stacked_rows
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize, quantize
 from llmfoundry.ops.shard_layout import block_view, local_blocks, local_ranges
 from llmfoundry.recipe.architecture.model import ModelConfig

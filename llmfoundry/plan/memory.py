@@ -136,8 +136,8 @@ def estimate(
     Args:
         recipe: filled, its activation checkpointing decided; auto counts as none.
         world_size: processes of the run.
-        meta_model: of fine-tuning: the model on the meta device, frozen and quantised as it will be;
-            None: all parameters train.
+        meta_model: of fine-tuning: the model on the meta device, frozen and quantized as it will
+            be; None: all parameters train.
         device: where it computes.
     """
     if meta_model is not None:

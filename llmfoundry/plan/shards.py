@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from llmfoundry.models.counts import EXPERTS, parts
-from llmfoundry.models.tensor_ranks import tensor_parallel_dim
+from llmfoundry.models.tensor_parallel import tensor_parallel_dim
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import Degrees
 

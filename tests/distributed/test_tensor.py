@@ -25,7 +25,7 @@ from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.distributed.tensor import apply_tensor_parallel
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.tensor_ranks import stacked_rows
+from llmfoundry.models.tensor_parallel import stacked_rows
 from llmfoundry.ops.packed_layout import IGNORE
 from llmfoundry.ops.shard_layout import assign, block_view, local_blocks
 from llmfoundry.recipe.front.load import checked

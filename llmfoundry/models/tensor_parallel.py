@@ -1,4 +1,4 @@
-"""The processes that share each matrix, and between the matrices the tokens of each row.
+"""The decoder's side of tensor parallelism: how its matrices are cut, and its tokens between them.
 
 `distributed/tensor.py` gives a decoder its `TensorRanks`; the decoder asks it for this process's
 tokens and heads. The idea (Korthikanti et al., 2022): what is not a matrix product, norms, dropout
@@ -8,6 +8,7 @@ the processes do not divide has tokens behind it that nobody sees and that are c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,21 @@ from llmfoundry.ops.loss import VocabularyShard
 from llmfoundry.ops.shard_layout import local_ranges
 from llmfoundry.recipe.architecture.model import ModelConfig
 
-STACKED = ("attn.Wqkv.weight", "attn.Wqkv.bias")
+_ROWS = re.compile(
+    r"(^|\.)(wte|lm_head)\.weight$|attn\.W\w+\.(weight|bias)$|(up|gate)_proj\.(weight|bias)$"
+)
+_COLUMNS = re.compile(r"(attn\.out_proj|ffn\.down_proj)\.weight$")
+_STACKED = ("attn.Wqkv.weight", "attn.Wqkv.bias")
+
+
+def tensor_parallel_dim(name: str) -> int | None:
+    """The dimension along which tensor parallelism cuts a parameter of a dense layer; None: none.
+
+    `distributed/tensor.py` cuts so, and asserts that it did; `plan/shards.py` counts so.
+    """
+    if _ROWS.search(name):
+        return 0
+    return 1 if _COLUMNS.search(name) else None
 
 
 def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
@@ -28,7 +43,7 @@ def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
 
     Empty: tensor parallelism cuts it as one.
     """
-    if not name.endswith(STACKED) or config.head_dim is None:
+    if not name.endswith(_STACKED) or config.head_dim is None:
         return ()
     kv_heads = config.attn_config.kv_n_heads
     assert kv_heads is not None, "the recipe was not filled"
@@ -70,18 +85,18 @@ class TensorRanks:
         each = count // self.n
         return slice(self.rank * each, (self.rank + 1) * each)
 
-    def filled(self, x: Tensor) -> Tensor:
+    def padded(self, x: Tensor) -> Tensor:
         """X (B, T, ...) with zeros behind its rows, so that the processes divide their length."""
         more = -x.shape[1] % self.n
         return F.pad(x, [0, 0] * (x.ndim - 2) + [0, more]) if more else x
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_tokens(self, x: Tensor) -> Tensor:
         """(B, S, ...): this process's tokens of x (B, T, ...), S = T / n rounded up."""
-        x = self.filled(x)
+        x = self.padded(x)
         each = x.shape[1] // self.n
         return x.narrow(1, self.rank * each, each)
 
-    def own_places(self, rows: int, tokens: int, real: Tensor | None) -> Tensor | None:
+    def local_places(self, rows: int, tokens: int, real: Tensor | None) -> Tensor | None:
         """(N,) on the host: flat places b * S + s of this process's tokens that are no padding.
 
         Args:
@@ -98,29 +113,29 @@ class TensorRanks:
         if real is not None:
             mask = torch.zeros(rows * tokens, dtype=torch.bool)
             mask[real] = True
-        return self.own(mask.view(rows, tokens)).flatten().nonzero()[:, 0]
+        return self.local_tokens(mask.view(rows, tokens)).flatten().nonzero()[:, 0]
 
-    def embedded(self, weight: Tensor, tokens: Tensor) -> Tensor:
+    def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
         """(B, S, D): embeddings of this process's tokens, of tokens (B, T) and a table (V, D).
 
         Each process looks up the tokens of its own rows; their sum, of which one summand is not
         zero, goes to who has the token. DTensor's own embedding does as much, but gives every
         process the gradient of the whole table.
         """
-        rows, shard = self.vocabulary(weight)
-        place = self.filled(tokens) - shard.first  # (B, n S)
+        rows, shard = self.local_vocabulary(weight)
+        place = self.padded(tokens) - shard.first  # (B, n S)
         mine = (place >= 0) & (place < len(rows))
         found = F.embedding(torch.where(mine, place, 0), rows).masked_fill(~mine[..., None], 0)
         whole = DTensor.from_local(found, self.mesh, [Partial()], run_check=False)
         return whole.redistribute(placements=[Shard(1)]).to_local()
 
-    def gathered(self, x: Tensor, tokens: int) -> Tensor:
+    def all_gather(self, x: Tensor, tokens: int) -> Tensor:
         """(B, T, D) of every process's x (B, S, D); gradients of all of them are added up."""
         whole = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False)
         whole = whole.redistribute(placements=[Replicate()])
         return whole.to_local(grad_placements=[Partial()])[:, :tokens]
 
-    def vocabulary(self, weight: Tensor) -> tuple[Tensor, VocabularyShard]:
+    def local_vocabulary(self, weight: Tensor) -> tuple[Tensor, VocabularyShard]:
         """The rows (V', D) that this process has of an output head (V, D), and which they are."""
         assert isinstance(weight, DTensor)
         (rows,) = local_ranges(weight, 0)
