@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks.gpu_check.plan import CUDA, Item
 from benchmarks.gpu_check.results import FAILED, MEMORY, NO_TIME, NOT_HERE, OK, TOO_LONG
-from llmfoundry.allocator import allocator_settings
 from llmfoundry.errors import one_line
 from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.front.script import allocator_settings
 
 GRACE = 3.0  # seconds for a process to end by itself once it was told to
 REAPED = 10.0  # seconds for the system to end one that was killed; a stuck driver may take longer

@@ -13,12 +13,11 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from llmfoundry import __version__
-from llmfoundry.allocator import allocator_settings
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.exit_status import FAILED, GIVE_UP, MISTAKE, record_end
 from llmfoundry.processes import end_with_starters
@@ -212,3 +211,21 @@ def _check_installation() -> None:
             "llm-foundry and llmfoundry-recipes are both installed and share the import name"
             " llmfoundry; write `pip uninstall llm-foundry`, then install this project again"
         )
+
+
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
+ALLOCATOR_VARIABLES = (
+    ALLOCATOR_VARIABLE,
+    "PYTORCH_CUDA_ALLOC_CONF",  # older names, which still count
+    "PYTORCH_HIP_ALLOC_CONF",
+)
+
+
+def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """What to add to an environment before PyTorch is imported: nothing where the user set some.
+
+    Rows of experts and of packed documents are of another length in each step; in segments of fixed
+    sizes the gaps between them add up, and a step that fits runs out of memory.
+    """
+    is_set = any(name in environment for name in ALLOCATOR_VARIABLES)
+    return {} if is_set else {ALLOCATOR_VARIABLE: "expandable_segments:True"}

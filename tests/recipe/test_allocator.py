@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_check.process import environment
-from llmfoundry.allocator import NAMES, allocator_settings
+from llmfoundry.recipe.front.script import ALLOCATOR_VARIABLES, allocator_settings
 from tests.tiny import ROOT
 
 PROGRAM = """
@@ -30,28 +30,31 @@ def seen(recipe):
     ("given", "expected"),
     [
         ({}, ("expandable_segments:True", None, None)),
-        ({NAMES[0]: "max_split_size_mb:64"}, ("max_split_size_mb:64", None, None)),
-        ({NAMES[1]: "expandable_segments:False"}, (None, "expandable_segments:False", None)),
-        ({NAMES[2]: ""}, (None, None, "")),
+        ({ALLOCATOR_VARIABLES[0]: "max_split_size_mb:64"}, ("max_split_size_mb:64", None, None)),
+        (
+            {ALLOCATOR_VARIABLES[1]: "expandable_segments:False"},
+            (None, "expandable_segments:False", None),
+        ),
+        ({ALLOCATOR_VARIABLES[2]: ""}, (None, None, "")),
     ],
 )
 def test_segments_grow_unless_the_user_set_any_name(
     given: dict[str, str], expected: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in NAMES:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     added = allocator_settings(os.environ)
     items = environment([], "cuda")
-    assert tuple({**os.environ, **added}.get(name) for name in NAMES) == expected
-    assert tuple(items.get(name) for name in NAMES) == expected
+    assert tuple({**os.environ, **added}.get(name) for name in ALLOCATOR_VARIABLES) == expected
+    assert tuple(items.get(name) for name in ALLOCATOR_VARIABLES) == expected
 
 
 def test_a_script_sets_it_before_torch_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in NAMES:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "seen.py").write_text(SEEN)
     ended = subprocess.run(
