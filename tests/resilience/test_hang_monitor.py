@@ -139,7 +139,7 @@ def test_a_stopped_rank_is_named_with_its_stack_and_all_are_ended(group: Group) 
     sent = time.monotonic()
     group.ranks[1].send_signal(signal.SIGSTOP)
     said = group.wait()
-    assert "rank 1 on here hangs in phase" in said and "the system says of it: stopped" in said
+    assert "rank 1 on here hangs in phase" in said and "process state: stopped" in said
     (event,) = read_events(group.run)
     assert (event["kind"], event["rank"], event["action"]) == ("hang", 1, "end")
     # It was woken for its stack, and beat once more; that is not when the run last went on.

@@ -1,8 +1,8 @@
-"""What can be had from the processes of this machine: readings, stacks, flight recorders.
+"""Readings, stacks and flight recorders of the processes of this machine, from outside.
 
-`monitor.py` calls it. A process that hangs answers nothing, so all of it comes from outside: the
-file of its beats, the system's word on it, a signal at which Python's faulthandler writes stacks
-without the interpreter's help, and py-spy where it is installed, which reads a stopped process too.
+`monitor.py` calls it. A process that hangs answers nothing, so all of it comes from elsewhere: its
+heartbeat's file, the system's process state, a signal at which Python's faulthandler writes stacks
+without the interpreter's help, and py-spy if installed, which reads a stopped process too.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from llmfoundry.resilience.hang.judge import STOPPED, RankReading, waits_in_torc
 _STACK_SECONDS, _SPY_SECONDS = 2.0, 10.0
 _OVER = ("dead", "zombie", "gone")
 FLIGHT, PIPE = "flight-", "ask-"
-"""What a flight recorder's file and the pipe that asks for it are called, before the rank."""
+"""Names, before the rank, of a flight recorder's file and of the pipe that has it written."""
+RECORDERS = "llmfoundry-recorder-"
+"""How the temporary folders of flight recorders begin."""
 
 
 class Ranks:
     """The processes of a run on this machine."""
 
     def __init__(self, folder: Path, node: str) -> None:
-        """Those that beat in a folder."""
+        """Those with a heartbeat in a folder."""
         self._folder, self._node = folder, node
         self._known: dict[int, psutil.Process] = {}
         self.recorders: dict[int, Path] = {}
         self._stopped_at: dict[int, float] = {}
 
     def read(self) -> list[RankReading]:
-        """A reading of each process that has begun; one that has ended well is left out."""
+        """A reading of each process with a heartbeat, which one that has ended well removes."""
         now, readings = time.monotonic(), []
         for beat in read_heartbeats(self._folder):
             rank, state = int(beat["rank"]), self._state(int(beat["rank"]), int(beat["pid"]))
@@ -75,7 +77,7 @@ class Ranks:
         return {r: p.pid for r, p in self._known.items() if self._state(r, p.pid) != "gone"}
 
     def any_left(self) -> bool:
-        """Whether one of them can still do something; who waits for a dead one may wait for us."""
+        """Whether one of them is alive; the parent of a dead one may wait for the monitor."""
         return any(self._state(r, pid) not in _OVER for r, pid in self.pids().items())
 
     def kill(self, ranks: set[int]) -> None:
@@ -85,11 +87,11 @@ class Ranks:
                 self._known[rank].kill()
 
     def stacks(self, target: Path, *, wake: bool) -> dict[int, bool | None]:
-        """Write stacks and the system's word of each process to `target`.
+        """Write stacks and the system's facts of each process to `target`.
 
         Args:
             target: a folder, which is made.
-            wake: let stopped processes go on for that, as they are to be ended anyway.
+            wake: continue stopped processes for that, as they are to be ended anyway.
 
         Returns:
             Of each rank whether its main thread is in PyTorch; None: it gave no stack.
@@ -104,7 +106,7 @@ class Ranks:
                 if wake:
                     os.kill(pid, signal.SIGCONT)
         for rank in pids.keys() & self.recorders.keys():
-            _ask(self.recorders[rank] / f"{PIPE}{rank}.pipe")
+            _dump_recorder(self.recorders[rank] / f"{PIPE}{rank}.pipe")
         time.sleep(_STACK_SECONDS)
         for rank, pid in pids.items():
             own = stacks_path(self._folder, rank).read_bytes()[before[rank] :].decode()
@@ -112,13 +114,13 @@ class Ranks:
             parts = [facts[rank], own or "no answer to the signal for stacks"]
             parts += [_spy(pid)] if not own else []
             (target / f"rank-{rank}.txt").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-        for rank, place in self.recorders.items():
+        for rank, folder in self.recorders.items():
             with suppress(OSError):  # it did not answer, or has nothing
-                shutil.copy(place / f"{FLIGHT}{rank}", target)
+                shutil.copy(folder / f"{FLIGHT}{rank}", target)
         return waits
 
     def _facts(self, rank: int, pid: int) -> str:
-        """What the system says of a process."""
+        """The system's facts of a process."""
         lines = [f"rank {rank}, process {pid} on {self._node}: {self._state(rank, pid)}"]
         for name in ("wchan", "stack"):  # the second is for root alone
             with suppress(OSError):
@@ -149,8 +151,8 @@ def _spy(pid: int) -> str:
     return done.stdout or f"py-spy: {done.stderr.strip()}"
 
 
-def _ask(pipe: Path) -> None:
-    """Have a flight recorder written: PyTorch's thread beside NCCL reads a pipe for that."""
+def _dump_recorder(pipe: Path) -> None:
+    """Have a flight recorder written: a thread of PyTorch's NCCL backend reads a pipe for that."""
     with suppress(OSError):  # nobody reads it
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         try:

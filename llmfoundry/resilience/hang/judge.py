@@ -1,42 +1,41 @@
-"""Who hangs: pure functions of what is known of each process. `hub.py` calls them every second.
+"""Which rank hangs: pure functions of the readings of each process, called by the monitor's hub.
 
 All processes of a run take part in the same steps, so a process that hangs soon stops all others.
-The idea: the run stands still only if nobody has moved; then whoever is behind the others in
-(step, phase) is who they wait for, and the limit of the phase in which that one is decides. A
-process that waits in `step` for one whose rows come late is not hung, however long it waits.
+The idea: the run is stuck only if nobody has moved; then whoever is behind the others in (step,
+phase) is who they wait for, and the limit of its phase decides. A process that waits in `step` for
+one whose data is late is not hung, however long it waits.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from llmfoundry.heartbeat import LEARNED, PHASES
 
-_FACTOR = 5.0  # of the longest step: NVIDIA's resiliency extension takes the same
-_LEAST, _LEAST_COMPILED = 30.0, 300.0  # seconds; a compiled block may be compiled once more
+_FACTOR = 5.0  # times the longest step, as in NVIDIA's resiliency extension
+_LEAST, _LEAST_COMPILED = 30.0, 300.0  # seconds; a compiled block may be recompiled
 STOPPED = ("stopped", "tracing-stop", "dead", "zombie", "gone")
-"""States of a process that cannot go on by itself."""
+"""States in which a process cannot continue by itself."""
 _NAMED = 8  # ranks in a line
 
 
 @dataclass(frozen=True)
 class RankReading:
-    """What is known of one process.
+    """The state of one process.
 
     Attributes:
         rank: among all.
         node: its machine.
-        step: the step (from 1) under way.
+        step: the current step (from 1).
         phase: one of PHASES.
         age: seconds since it entered the phase.
-        state: what the system says of it: running, sleeping, disk-sleep, stopped, zombie, gone ...
-        stopped_for: seconds since when it cannot go on by itself, as the state says; else 0.
+        state: the system's: running, sleeping, disk-sleep, stopped, zombie, gone ...
+        stopped_for: seconds in a state of STOPPED; else 0.
         longest: seconds of the longest of its last steps, by phase; empty in its first ones.
         callback: that it has called and that has not returned; empty: none.
-        waits: whether its stack ends in PyTorch, as one does that waits for others; None: unknown.
+        waits: whether its stack ends in PyTorch, as if it waits for others; None: unknown.
     """
 
     rank: int
@@ -52,13 +51,13 @@ class RankReading:
 
     @property
     def position(self) -> tuple[int, int]:
-        """What grows as a process goes on."""
+        """Grows as a process moves."""
         return self.step, PHASES.index(self.phase)
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """Seconds that processes may spend in a phase; those of `recipe.hang.HangConfig`, filled."""
+    """Seconds that processes may spend in a phase: `recipe.resilience.hang.HangConfig`, filled."""
 
     step: float | None = None
     first_step: float = 1800.0
@@ -71,9 +70,9 @@ class HangLimits:
     is_compiled: bool = False
 
     def of(self, phase: str, longest: float | None, *, callback: str = "") -> float:
-        """The limit of a phase, whose longest turn among all processes may be known.
+        """The limit of a phase, or of a callback in whichever phase it is called.
 
-        What a callback does counts by itself, in whichever phase it is called.
+        `longest`: seconds of the longest recent step of any process, if known.
         """
         if callback:
             return self.callback
@@ -91,16 +90,16 @@ class HangLimits:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """What was seen: `culprits` hang, or cannot be told from the others (all of them, then).
+    """`culprits` hang; all processes, where those that hang cannot be distinguished.
 
     Attributes:
         culprits: their ranks.
-        step: the step under way.
+        step: the current step.
         phase: in which they are.
         seconds: for how long.
         why: how they were found.
         callback: in which they are; empty: in none.
-        is_final: False: they are only behind, and told of.
+        is_final: False: the others wait for them, within the limits.
     """
 
     culprits: tuple[int, ...]
@@ -123,13 +122,9 @@ class HangVerdict:
         where += f"in phase {self.phase} of step {self.step} for {self.seconds:.0f} s"
         return f"{who} {verb} {where}: {self.why}"
 
-    def as_json(self) -> dict[str, Any]:
-        """For messages between machines."""
-        return asdict(self)
-
 
 def judge(readings: Sequence[RankReading], limits: HangLimits) -> HangVerdict | None:
-    """Who hangs, if the run stands still for too long; who is behind, if that is worth a word.
+    """Who hangs, if the run is stuck for too long; who is behind, after `limits.notice` seconds.
 
     Args:
         readings: of every process that still runs.
@@ -140,7 +135,7 @@ def judge(readings: Sequence[RankReading], limits: HangLimits) -> HangVerdict | 
     stopped = [r for r in readings if r.stopped_for > limits.stopped]
     if stopped:
         states = " and ".join(sorted({r.state for r in stopped}))
-        return _verdict(stopped, f"the system says of it: {states}")
+        return _verdict(stopped, f"process state: {states}")
     still = min(r.age for r in readings)  # nobody has moved for so long
     behind = min(r.position for r in readings)
     last = [r for r in readings if r.position == behind]
@@ -150,7 +145,7 @@ def judge(readings: Sequence[RankReading], limits: HangLimits) -> HangVerdict | 
     if min(r.age for r in last) > limit and still > min(limit, limits.stopped):
         halted = [r for r in last if r.stopped_for > 0]  # not yet for long, but it explains all
         if halted:
-            return _verdict(halted, f"the system says of it: {halted[0].state}")
+            return _verdict(halted, f"process state: {halted[0].state}")
         why = "all others wait for it" if alone else "all processes are in this phase"
         return _verdict(last, why)
     if alone and still > limits.notice:
@@ -159,7 +154,7 @@ def judge(readings: Sequence[RankReading], limits: HangLimits) -> HangVerdict | 
 
 
 def refine(verdict: HangVerdict, readings: Sequence[RankReading]) -> HangVerdict:
-    """The same with the stacks known: of processes in one phase, who does not wait for others."""
+    """The verdict with stacks known: in one phase, those hang that do not wait in PyTorch."""
     named = [r for r in readings if r.rank in verdict.culprits]
     blamed = [r for r in named if r.waits is False]
     if not 0 < len(blamed) < len(named):
@@ -188,12 +183,12 @@ def _verdict(readings: Sequence[RankReading], why: str, *, is_final: bool = True
 
 
 def _callback(readings: Sequence[RankReading]) -> str:
-    """In which they are, or some of them."""
+    """The first one that any of them is in."""
     return next((r.callback for r in readings if r.callback), "")
 
 
 def waits_in_torch(stacks: str) -> bool | None:
-    """Whether faulthandler's stacks of a process say that its main thread is in PyTorch.
+    """Whether faulthandler's stacks of a process show its main thread in PyTorch.
 
     None: there are none. Threads are listed the newest first, so the main one is the last.
     """

@@ -1,10 +1,14 @@
-"""The process beside the ranks of a machine: looks twice a second, tells, keeps stacks, ends.
+"""The hang monitor of a machine: a process that watches its ranks, keeps stacks, and ends them.
 
-    python -m llmfoundry.resilience.hang.monitor '{"beats": "/dev/shm/…", "run_folder": "runs/x",
-    …}'
+    python -m llmfoundry.resilience.hang.monitor '{"heartbeats": "/dev/shm/…", "node": "n1", …}'
 
-`beside.py` starts it. It is no thread of a rank, which a stuck call may keep from running, and it
-imports no PyTorch. It ends when the processes that it looks at have ended.
+`start_monitor.py` starts it. It is no thread of a rank, which a stuck call may keep from running,
+and it imports no PyTorch. It ends when the processes that it watches have ended.
+
+The monitor on rank 0's machine has the hub: each monitor sends its readings there and gets an order
+back: watch, collect (keep stacks), end (a rank hangs: end yours). The idea: a machine by itself
+cannot tell who is behind, as the process that its own wait for may be elsewhere; a machine that
+sends nothing any more is judged by its last readings, which grow old.
 """
 
 from __future__ import annotations
@@ -24,33 +28,36 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.events import add_event
-from llmfoundry.resilience.hang.collect import Ranks
+from llmfoundry.resilience.hang.collect import RECORDERS, Ranks
 from llmfoundry.resilience.hang.judge import HangLimits, HangVerdict, RankReading, judge, refine
 
-_SECONDS = 0.25
-_GRACE = 6.0  # in which the others tell whom they have lost
 FOLDER = "hangs"
 """Below a run's folder: the stacks of those that hung."""
-RECORDERS = "llmfoundry-recorder-"
-"""How the temporary folders of flight recorders begin."""
+WATCH, COLLECT, END = "watch", "collect", "end"
+_POLL_SECONDS = 0.25
+_GRACE_SECONDS = 6.0  # in which the others report whom they have lost
+_COLLECT_SECONDS = 15.0  # for the stacks of all machines
+_ANSWER_SECONDS = 10.0  # for the hub's answer
+_SILENCE_SECONDS = 60.0  # after which the hub closes a connection
+_MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a monitor is told.
+    """What a monitor is started with.
 
     Attributes:
-        beats: the folder of this machine's beats.
+        heartbeats: the folder of this machine's heartbeats.
         run_folder: the run's.
-        node: what this machine is called.
+        node: the name of this machine.
         ranks: processes of the whole run.
         ends: whether a run that hangs is ended.
         limits: fields of `judge.HangLimits`.
-        hub: where the hub is: empty: here; else its address.
+        hub: the address of the hub; empty: it is here.
         listen: the host of this machine at which the hub listens; empty: there is no other machine.
     """
 
-    beats: str
+    heartbeats: str
     run_folder: str
     node: str
     ranks: int
@@ -61,77 +68,78 @@ class Settings:
 
 
 class Monitor:
-    """Looks at the processes of this machine until they have ended."""
+    """Watches the processes of this machine until they have ended."""
 
     def __init__(self, settings: Settings) -> None:
-        """Nothing is looked at yet."""
+        """Nothing is read yet."""
         self._settings = settings
         self._folder = Path(settings.run_folder)
-        self._ranks = Ranks(Path(settings.beats), settings.node)
+        self._ranks = Ranks(Path(settings.heartbeats), settings.node)
         self._hub = Hub(HangLimits(**settings.limits), ranks=settings.ranks)
-        self._line = HubClient(settings.hub) if settings.hub else self._hub
+        self._client = HubClient(settings.hub) if settings.hub else self._hub
         self._waits: dict[int, bool | None] = {}
         self._collected, self._noticed = False, (0, 0)
 
     def listen(self) -> str:
-        """Hear the monitors of other machines; the address to give them."""
+        """Serve the hub to the monitors of other machines; its address."""
         return HubServer(self._hub, self._settings.listen).address
 
     def run(self) -> None:
-        """Look, until no process is left; the one that has started this beats already."""
+        """Watch, until no process is left; the one that has started this has a heartbeat."""
         readings = self._ranks.read()
-        while self._ranks.any_left() and self._look(readings):
-            time.sleep(_SECONDS)
+        while self._ranks.any_left() and self._poll(readings):
+            time.sleep(_POLL_SECONDS)
             readings = self._ranks.read()
         own = [r for r in self._ranks.recorders.values() if r.name.startswith(RECORDERS)]
-        for folder in [Path(self._settings.beats), *own]:
+        for folder in [Path(self._settings.heartbeats), *own]:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _look(self, readings: list[RankReading]) -> bool:
-        """Ask what to do, and do it; False once this machine's processes have been ended."""
-        seen = [replace(r, waits=self._waits.get(r.rank)) for r in readings]
+    def _poll(self, readings: list[RankReading]) -> bool:
+        """Get an order, and carry it out; False once this machine's processes have been ended."""
+        found = [replace(r, waits=self._waits.get(r.rank)) for r in readings]
         try:
-            order = self._line.hear(self._settings.node, seen, collected=self._collected)
-        except OSError:  # rank 0's machine is lost or unreachable; torchrun and timeouts see that
+            order = self._client.exchange(self._settings.node, found, collected=self._collected)
+        except OSError:  # rank 0's machine is lost: torchrun and timeouts notice that
             return True
         if order == WATCH:
             self._collected, self._waits = False, {}
-            self._tell_notice()
+            self._report_notice()
         elif order == COLLECT and not self._collected:
-            place = self._folder / FOLDER / self._line.stamp
             with suppress(OSError):  # the disk may be what hangs or is full
-                self._waits = self._ranks.stacks(place, wake=self._settings.ends)
+                target = self._folder / FOLDER / self._client.stamp
+                self._waits = self._ranks.stacks(target, wake=self._settings.ends)
             self._collected = True
-        elif order == END and self._line.verdict is not None:
-            return self._end(self._line.verdict)
+        elif order == END and self._client.verdict is not None:
+            return self._end(self._client.verdict)
         return True
 
-    def _tell_notice(self) -> None:
+    def _report_notice(self) -> None:
         notice = self._hub.notice
         if notice is None or (notice.step, notice.culprits[0]) == self._noticed:
             return
         self._noticed = (notice.step, notice.culprits[0])
-        self._tell("waiting", notice, "none")
+        self._report("waiting", notice, "none")
 
     def _end(self, verdict: HangVerdict) -> bool:
-        """Tell, and end this machine's processes, those that hang first."""
+        """Report, and end this machine's processes, those that hang first."""
         ends = self._settings.ends
-        if self._line is self._hub:
-            self._tell("hang", verdict, "end" if ends else "report")
+        if self._client is self._hub:
+            self._report("hang", verdict, "end" if ends else "report")
         if not ends:
-            if self._line is self._hub:
-                self._hub.go_on()
+            if self._client is self._hub:
+                self._hub.resume()
             return True
         self._ranks.kill(set(verdict.culprits))
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _GRACE_SECONDS
         while self._ranks.any_left() and time.monotonic() < deadline:
-            time.sleep(_SECONDS)
+            time.sleep(_POLL_SECONDS)
         self._ranks.kill(set(self._ranks.pids()))
         return False
 
-    def _tell(self, kind: str, verdict: HangVerdict, action: str) -> None:
-        place = self._folder / FOLDER / self._hub.stamp
-        stacks = f"; stacks in {place}" if kind == "hang" else ""
+    def _report(self, kind: str, verdict: HangVerdict, action: str) -> None:
+        target = self._folder / FOLDER / self._hub.stamp
+        is_hang = kind == "hang"
+        stacks = f"; stacks in {target}" if is_hang else ""
         ended = "; all processes are ended now" if action == "end" else ""
         print(f"{verdict.line()}{stacks}{ended}", file=sys.stderr, flush=True)
         with suppress(OSError):
@@ -146,33 +154,10 @@ class Monitor:
                 nodes=list(verdict.nodes),
                 phase=verdict.phase,
                 seconds=round(verdict.seconds, 1),
-                stacks=str(place) if kind == "hang" else None,
-                moved=round(self._hub.moved, 3) if kind == "hang" else None,
+                stacks=str(target) if is_hang else None,
+                moved=round(self._hub.moved, 3) if is_hang else None,
                 host=self._settings.node,
             )
-
-
-def main() -> None:
-    """Look at what the first argument says; tells the hub's address on standard output."""
-    monitor = Monitor(settings := Settings(**json.loads(sys.argv[1])))
-    print(monitor.listen() if settings.listen else "", flush=True)
-    sys.stdout.close()
-    monitor.run()
-
-
-# --- from llmfoundry.resilience.hang.hub: What all machines of a run know, in one place: the
-# monitor beside rank 0 hears the others.
-#
-# Each monitor sends its readings once a second and gets an order back: watch, collect (keep
-# stacks), end (these processes hang: end yours). The idea: a machine by itself cannot tell who is
-# behind, as the process that its own wait for may be elsewhere; and a machine from which nothing
-# comes any more is told of by its last readings, which grow old.
-
-
-WATCH, COLLECT, END = "watch", "collect", "end"
-_PATIENCE = 15.0  # seconds for the stacks of all machines
-_MOST = 1 << 20  # bytes of a message
-_QUIET = 10.0  # seconds without an answer
 
 
 class Hub:
@@ -183,27 +168,19 @@ class Hub:
     ) -> None:
         """For a run of so many processes; nothing is judged before all have begun."""
         self._limits, self._ranks, self._clock = limits, ranks, clock
-        self._heard: dict[str, tuple[float, list[RankReading]]] = {}
+        self._received: dict[str, tuple[float, list[RankReading]]] = {}
         self._collected: set[str] = set()
         self._since = 0.0
         self._lock = threading.Lock()
-        self.state = WATCH
+        self._reported: tuple[int, str, tuple[int, ...]] | None = None
+        self.order = WATCH
         self.verdict: HangVerdict | None = None
         self.notice: HangVerdict | None = None
         self.stamp = ""
         self.moved = 0.0
-        """When a process last went on before the verdict, by this machine's clock."""
-        self._told: tuple[int, str, tuple[int, ...]] | None = None
+        """When a process last moved before the verdict, by this machine's clock."""
 
-    def go_on(self) -> None:
-        """Watch again after a verdict that was only told; the same one is not given twice."""
-        with self._lock:
-            assert self.verdict is not None
-            self._told = (self.verdict.step, self.verdict.phase, self.verdict.culprits)
-            self.verdict, self.state = None, WATCH
-            self._collected.clear()
-
-    def hear(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> str:
+    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> str:
         """Take a machine's readings; its order.
 
         Args:
@@ -212,47 +189,53 @@ class Hub:
             collected: whether it has kept their stacks.
         """
         with self._lock:
-            self._heard[node] = (self._clock(), list(readings))
+            self._received[node] = (self._clock(), list(readings))
             if collected:
                 self._collected.add(node)
             self._judge()
-            return self.state
+            return self.order
 
-    def known(self) -> list[RankReading]:
-        """The newest readings of all machines, as old as they are now."""
-        now = self._clock()
-        return [
-            replace(reading, age=reading.age + now - at)
-            for at, readings in self._heard.values()
-            for reading in readings
-        ]
+    def resume(self) -> None:
+        """Watch again after a verdict that was only reported; the same one is not given twice."""
+        with self._lock:
+            assert self.verdict is not None
+            self._reported = _identity(self.verdict)
+            self.verdict, self.order = None, WATCH
+            self._collected.clear()
 
     def _judge(self) -> None:
-        known = self.known()
-        if self.state == WATCH and len(known) == self._ranks:
-            found = judge(known, self._limits)
-            if found is not None and found.is_final:
-                if (found.step, found.phase, found.culprits) == self._told:
-                    return
-                self.verdict, self.state, self._since = found, COLLECT, self._clock()
-                self.moved = self._since - min(reading.age for reading in known)
-                self.stamp = f"step-{found.step}-{time.strftime('%Y%m%d-%H%M%S')}"
-            else:
+        now = self._clock()
+        readings = [
+            replace(reading, age=reading.age + now - at)
+            for at, readings in self._received.values()
+            for reading in readings
+        ]
+        if self.order == WATCH and len(readings) == self._ranks:
+            found = judge(readings, self._limits)
+            if found is None or not found.is_final:
                 self.notice = found
-        elif self.state == COLLECT:
-            late = self._clock() - self._since > _PATIENCE
-            if late or self._collected >= self._heard.keys():
+            elif _identity(found) != self._reported:
+                self.verdict, self.order, self._since = found, COLLECT, now
+                self.moved = now - min(reading.age for reading in readings)
+                self.stamp = f"step-{found.step}-{time.strftime('%Y%m%d-%H%M%S')}"
+        elif self.order == COLLECT:
+            is_late = now - self._since > _COLLECT_SECONDS
+            if is_late or self._collected >= self._received.keys():
                 assert self.verdict is not None
-                self.verdict, self.state = refine(self.verdict, known), END
+                self.verdict, self.order = refine(self.verdict, readings), END
+
+
+def _identity(verdict: HangVerdict) -> tuple[int, str, tuple[int, ...]]:
+    return verdict.step, verdict.phase, verdict.culprits
 
 
 class HubServer(socketserver.ThreadingTCPServer):
-    """Where the monitors of other machines speak to the hub."""
+    """Serves the hub to the monitors of other machines."""
 
     daemon_threads = True
 
     def __init__(self, hub: Hub, host: str) -> None:
-        """Listen on this machine's address; `address` is what others need to know."""
+        """Listen on this machine's address; `address` is what others need to connect."""
         super().__init__((host, 0), _HubHandler)
         self.hub, self.secret = hub, secrets.token_hex(16)
         self.address = f"{host}:{self.server_address[1]}:{self.secret}"
@@ -260,59 +243,62 @@ class HubServer(socketserver.ThreadingTCPServer):
 
 
 class _HubHandler(socketserver.StreamRequestHandler):
-    """A monitor of another machine, a line each second."""
+    """A connection of another machine's monitor: a line of JSON for each exchange."""
 
-    timeout = 60.0
+    timeout = _SILENCE_SECONDS
 
     def handle(self) -> None:
-        """Answer each line with an order, until it leaves."""
-        door = self.server
-        assert isinstance(door, HubServer)
+        """Answer each line with an order, until the connection is closed."""
+        server = self.server
+        assert isinstance(server, HubServer)
         with suppress(OSError, ValueError, TypeError, KeyError):
-            told = self.rfile.readline(_MOST).strip()
-            if not secrets.compare_digest(told, door.secret.encode()):
+            secret = self.rfile.readline(_MESSAGE_BYTES).strip()
+            if not secrets.compare_digest(secret, server.secret.encode()):
                 return
-            while line := self.rfile.readline(_MOST):
-                self.wfile.write(json.dumps(_answer(door.hub, json.loads(line))).encode() + b"\n")
+            while line := self.rfile.readline(_MESSAGE_BYTES):
+                answer = _answer(server.hub, json.loads(line))
+                self.wfile.write(json.dumps(answer).encode() + b"\n")
 
 
 def _answer(hub: Hub, message: dict[str, Any]) -> dict[str, Any]:
     readings = [RankReading(**reading) for reading in message["readings"]]
-    order = hub.hear(message["node"], readings, collected=message["collected"])
-    verdict = None if hub.verdict is None else hub.verdict.as_json()
+    order = hub.exchange(message["node"], readings, collected=message["collected"])
+    verdict = None if hub.verdict is None else asdict(hub.verdict)
     return {"order": order, "stamp": hub.stamp, "verdict": verdict}
 
 
 class HubClient:
-    """A monitor's line to the hub of another machine; as `Hub.hear`, by the network."""
+    """A connection to the hub of another machine, with the hub's `exchange`, verdict and stamp."""
 
     def __init__(self, address: str) -> None:
-        """Speak to a Door's address; connected at the first message."""
+        """To a HubServer's address; connected at the first message."""
         self._host, port, self._secret = address.rsplit(":", 2)
         self._port = int(port)
         self._socket: socket.socket | None = None
         self.verdict: HangVerdict | None = None
         self.stamp = ""
 
-    def hear(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> str:
+    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> str:
         """Send readings; the order.
 
         Raises:
-            OSError: nobody answers.
+            OSError: the hub does not answer.
         """
         message = {"node": node, "collected": collected}
         message |= {"readings": [asdict(reading) for reading in readings]}
         try:
             if self._socket is None:
-                self._socket = socket.create_connection((self._host, self._port), _QUIET)
+                self._socket = socket.create_connection((self._host, self._port), _ANSWER_SECONDS)
                 self._lines = self._socket.makefile("rb")
                 self._socket.sendall(self._secret.encode() + b"\n")
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-            answer = json.loads(self._lines.readline(_MOST) or b"null")
+            answer = json.loads(self._lines.readline(_MESSAGE_BYTES) or b"null")
             if answer is None:
-                raise OSError("the monitor beside rank 0 has left")
+                raise OSError("the hub has closed the connection")
         except (OSError, ValueError) as error:
-            self._close()
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = None
             raise OSError(str(error)) from error
         if answer["verdict"] is not None:
             facts = answer["verdict"]
@@ -321,10 +307,13 @@ class HubClient:
         self.stamp = answer["stamp"]
         return str(answer["order"])
 
-    def _close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
+
+def main() -> None:
+    """Watch as the first argument sets; prints the hub's address on standard output."""
+    monitor = Monitor(settings := Settings(**json.loads(sys.argv[1])))
+    print(monitor.listen() if settings.listen else "", flush=True)
+    sys.stdout.close()
+    monitor.run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A run's processes beat, and the first of each machine starts a monitor beside them.
+"""Heartbeats of a run's processes, and the hang monitor that the first of each machine starts.
 
-`commands/train.py` calls `keep_recorder` before its processes meet and `monitored` around the run.
+`commands/train.py` calls `keep_recorder` before its processes join and `monitored` around the run.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from llmfoundry.exit_status import ENDS_FOLDER as ENDS
 from llmfoundry.exit_status import own_node, record_ranks
 from llmfoundry.heartbeat import BEATS, RECORDER, memory_folder, start_heartbeat, stop_heartbeat
 from llmfoundry.recipe.resilience.hang import HangConfig
-from llmfoundry.resilience.hang.collect import FLIGHT, PIPE
+from llmfoundry.resilience.hang.collect import FLIGHT, PIPE, RECORDERS
 from llmfoundry.resilience.hang.judge import HangLimits
-from llmfoundry.resilience.hang.monitor import RECORDERS, Settings
+from llmfoundry.resilience.hang.monitor import Settings
 
 _ROOT = Path(__file__).resolve().parents[3]
 
 
 def keep_recorder(config: HangConfig) -> None:
-    """Have NCCL keep its last 2,000 messages, and write them when a monitor asks; before it begins.
+    """Have NCCL record its last 2,000 messages (PyTorch's flight recorder) for the monitor.
 
-    What the user has set of PyTorch's variables stays.
+    Called before NCCL starts. Variables of PyTorch that the user has set stay.
     """
     is_alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     if config.monitor == "off" or is_alone or not torch.cuda.is_available():
@@ -52,7 +52,7 @@ def keep_recorder(config: HangConfig) -> None:
 def monitored(
     config: HangConfig, world: World, folder: Path, *, is_compiled: bool
 ) -> Iterator[None]:
-    """Beat, with a monitor beside; every process calls it.
+    """Send heartbeats, and have a monitor; every process calls it.
 
     Args:
         config: filled.
@@ -61,23 +61,25 @@ def monitored(
         is_compiled: whether steps may compile once more.
     """
     is_supervised = BEATS in os.environ
-    several = world.size > 1 or is_supervised  # who begins again needs to know that one hangs
+    several = world.size > 1 or is_supervised  # a supervisor needs to know of a hang
     is_on = config.monitor == "on" or (config.monitor == "auto" and several)
     if not (is_on or is_supervised):
         yield
         return
-    beats = Path(on_each_machine(world, _make_folder))
-    start_heartbeat(beats, world.rank)
-    _record_place(world)
+    heartbeats = Path(on_each_machine(world, _make_folder))
+    start_heartbeat(heartbeats, world.rank)
+    _record_ranks(world)
     if is_on:
-        _start(config, world, folder, beats, is_compiled)
+        _start(config, world, folder, heartbeats, is_compiled)
     yield
-    stop_heartbeat()  # not after an error: who fails alone is still waited for by others
+    stop_heartbeat()  # not after an error: others wait for a process that fails alone
 
 
-def _start(config: HangConfig, world: World, folder: Path, beats: Path, is_compiled: bool) -> None:
+def _start(
+    config: HangConfig, world: World, folder: Path, heartbeats: Path, is_compiled: bool
+) -> None:
     settings = Settings(
-        beats=str(beats),
+        heartbeats=str(heartbeats),
         run_folder=str(folder.absolute()),
         node=own_node(),
         ranks=world.size,
@@ -92,8 +94,8 @@ def _start(config: HangConfig, world: World, folder: Path, beats: Path, is_compi
         _launch({**asdict(settings), "hub": address})
 
 
-def _record_place(world: World) -> None:
-    """Let a supervisor know who is on this machine."""
+def _record_ranks(world: World) -> None:
+    """Record for a supervisor which ranks are on this machine."""
     if ENDS not in os.environ:
         return
     machine, ranks = world.machine, [world.rank]
@@ -125,12 +127,12 @@ def _launch(settings: dict[str, object]) -> str:
         text=True,
     )
     assert process.stdout is not None
-    with process.stdout as said:
-        return said.readline().strip()
+    with process.stdout as output:
+        return output.readline().strip()
 
 
 def _make_folder() -> str:
-    """A folder in memory for the beats of this machine."""
+    """A folder in memory for the heartbeats of this machine."""
     if BEATS in os.environ:  # of a machine on which the supervisor is not, perhaps
         Path(os.environ[BEATS]).mkdir(parents=True, exist_ok=True)
     above = os.environ.get(BEATS) or memory_folder()
