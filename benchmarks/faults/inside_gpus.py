@@ -6,7 +6,8 @@ is the one of its rank among those of tests/resilience/fake_nvml.cpp.
 
 from __future__ import annotations
 
-from llmfoundry.resilience.watch.watch import GpuReader, Watch
+from llmfoundry.resilience.check.nvml import GpuReader
+from llmfoundry.resilience.watch.watch import Watch
 from llmfoundry.train.trainer import Trainer
 
 _start = Watch.on_start

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.resilience.watch.watch import GpuReader, GpuState
+from llmfoundry.resilience.check.nvml import GpuReader, GpuState
 
 
 class NVMLError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,23 +84,23 @@ def test_the_longest_stretch_between_two_logs_is_told(monkeypatch: pytest.Monkey
 
 def test_processes_that_left_out_other_updates_end_the_run() -> None:
     watch, trainer = Watch(WatchConfig(), {}), make_trainer()
-    table = [RankTimes(left_out=n) for n in (2.0, 2.0, 3.0, 2.0)]
-    watch._pending = (None, torch.tensor([times.row() for times in table], dtype=torch.float64))
-    with pytest.raises(RunFailure, match=r"left out different updates.*\[2, 2, 3, 2\]"):
-        watch._finish(trainer)
+    table = [RankTimes(skipped=n) for n in (2.0, 2.0, 3.0, 2.0)]
+    watch._pending = (None, torch.tensor([astuple(times) for times in table], dtype=torch.float64))
+    with pytest.raises(RunFailure, match=r"skipped different updates.*\[2, 2, 3, 2\]"):
+        watch._judge_round(trainer)
 
 
-def test_a_stopwatch_times_blocks_while_it_is_on_and_changes_nothing() -> None:
+def test_a_timer_times_blocks_while_it_is_on_and_changes_nothing() -> None:
     blocks = [nn.Linear(64, 64) for _ in range(3)]
     expected = [block(torch.ones(64)) for block in blocks]
-    stopwatch = ForwardTimer(blocks, torch.device("cpu"))
+    timer = ForwardTimer(blocks, torch.device("cpu"))
     assert [torch.equal(b(torch.ones(64)), e) for b, e in zip(blocks, expected, strict=True)]
-    stopwatch.end_step()
-    assert math.isnan(stopwatch.take())
-    stopwatch.is_on = True
+    timer.end_step()
+    assert math.isnan(timer.take())
+    timer.is_on = True
     for block in blocks:
         block(torch.ones(64))
-    stopwatch.end_step()
-    assert not stopwatch.is_on
-    assert 0 < stopwatch.take() < 5
-    assert math.isnan(stopwatch.take())
+    timer.end_step()
+    assert not timer.is_on
+    assert 0 < timer.take() < 5
+    assert math.isnan(timer.take())

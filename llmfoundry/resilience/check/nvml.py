@@ -1,10 +1,11 @@
 """Each GPU of this machine by NVML, NVIDIA's management library, and what its readings mean.
 
-`run_check` calls `read_gpus` on one process of a node and `judge_gpus` on rank 0; `watch` uses
-`open_nvml` and the masks. nvidia-ml-py is ctypes alone and loads the driver's `libnvidia-ml.so.1`:
-no CUDA is touched. The idea: each value is read by itself, as an older driver lacks some and a GPU
-that has fallen off the bus answers none; the driver's own verdict (recovery action) comes first,
-and what cannot be read is None and reported as not checked, never as sound.
+`run_check` calls `read_gpus` on one process of a node and `judge_gpus` on rank 0; a training run's
+`watch` has a `GpuReader` for the GPU of each process. nvidia-ml-py is ctypes alone and loads the
+driver's `libnvidia-ml.so.1`: no CUDA is touched. The idea: each value is read by itself, as an
+older driver lacks some and a GPU that has fallen off the bus answers none; the driver's own verdict
+(recovery action) comes first, and what cannot be read is None and reported as not checked, never as
+sound.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,6 +27,7 @@ from llmfoundry.resilience.check.kernel_log import FABRIC, REBOOT, REPLACE, RESE
 DBE_VOLATILE, PAGES_PENDING, RECOVERY_ACTION = 4, 31, 230  # numbers of nvmlDeviceGetFieldValues
 NVLINK_REPLAYS, NVLINK_RECOVERIES = 52, 59  # totals over the links
 LOST = 15
+READER_SECONDS = 5.0  # between two readings of a training run's GPU
 _COMPLETED = 3  # nvmlGpuFabricState_t
 _FABRIC = {1: "not started", 2: "in progress"}
 
@@ -131,7 +134,7 @@ def read_gpus() -> tuple[list[GpuReading], str]:
 
 def _read(nvml: Any, index: int) -> GpuReading:
     try:
-        gpu = _Gpu(nvml, index)
+        gpu = _Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
         uncorrectable = gpu.field(DBE_VOLATILE)  # first, as each GPU has it: is this one lost?
         rows = gpu.ask("nvmlDeviceGetRemappedRows") or (None, None, None, None)
         states = [gpu.ask("nvmlDeviceGetNvLinkState", n) for n in range(gpu.most_links)]
@@ -171,8 +174,8 @@ class _Gpu:
     All raise NVMLError where the GPU is lost.
     """
 
-    def __init__(self, nvml: Any, index: int) -> None:
-        self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByIndex(index)
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
         self.most_links = getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)
 
     def ask(self, name: str, *arguments: Any) -> Any:
@@ -227,6 +230,112 @@ def _others(found: Sequence[Any] | None) -> list[GpuProcess] | None:
         if not ours & family:
             others.append(GpuProcess(process.pid, name, process.usedGpuMemory or 0))
     return others
+
+
+@dataclass
+class GpuState:
+    """A GPU of a training run, the worst since the last look; 0: nothing, or not known.
+
+    Attributes:
+        xid: the first error that the driver reported.
+        slowed: why the clock was lowered to protect the GPU: a mask of SLOWED and WARM.
+        lost: whether it has fallen off the bus.
+        temperature: degrees Celsius, the highest.
+        power: watts, the latest.
+    """
+
+    xid: int = 0
+    slowed: int = 0
+    lost: bool = False
+    temperature: float = 0.0
+    power: float = 0.0
+
+
+class GpuReader:
+    """Reads one GPU in a thread of its own, so that training never waits for the driver.
+
+    The thread waits for the driver's events and reads the rest every few seconds; the last XID that
+    NVML can be queried for says neither when nor how often it came.
+
+    Attributes:
+        problem: why nothing can be read; empty: it can.
+    """
+
+    def __init__(self, uuid: str, *, seconds: float = READER_SECONDS) -> None:
+        """Start to read the GPU of this UUID, `GPU-…`, every so many seconds."""
+        self._seconds = seconds
+        self._state, self._lock, self._closed = GpuState(), threading.Lock(), threading.Event()
+        self._was_lost = False
+        self._thread = threading.Thread(target=self._run, name="gpu reader", daemon=True)
+        self._nvml, self.problem = open_nvml()
+        if self.problem:
+            return
+        try:
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except self._nvml.NVMLError as error:
+            self.problem = f"NVML: {error}"
+        else:
+            self._thread.start()
+
+    def take(self) -> GpuState:
+        """The worst since the last call."""
+        with self._lock:
+            found = self._state
+            self._state = GpuState(power=found.power)
+        return found
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * self._seconds)
+
+    def _run(self) -> None:
+        events = self._events()
+        while not self._closed.is_set():
+            xid = self._next_xid(events)
+            found = self._read()
+            with self._lock:
+                state = self._state
+                state.xid = state.xid or xid
+                state.slowed |= found.slowed
+                state.temperature = max(state.temperature, found.temperature)
+                state.power = found.power
+                state.lost = state.lost or (found.lost and not self._was_lost)
+            self._was_lost = found.lost
+
+    def _events(self) -> Any:
+        """The driver's queue of this GPU's XIDs; None where it has none."""
+        try:
+            events = self._nvml.nvmlEventSetCreate()
+            kind = self._nvml.nvmlEventTypeXidCriticalError
+            self._nvml.nvmlDeviceRegisterEvents(self._handle, kind, events)
+        except self._nvml.NVMLError:
+            return None
+        return events
+
+    def _next_xid(self, events: Any) -> int:
+        """The next XID, 0 if none comes in the time between two readings."""
+        if events is None or self._was_lost:
+            self._closed.wait(self._seconds)
+            return 0
+        try:
+            return int(self._nvml.nvmlEventSetWait_v2(events, round(1e3 * self._seconds)).eventData)
+        except self._nvml.NVMLError as error:
+            if getattr(error, "value", None) != self._nvml.NVML_ERROR_TIMEOUT:
+                self._closed.wait(self._seconds)  # no busy loop
+            return 0
+
+    def _read(self) -> GpuState:
+        gpu = _Gpu(self._nvml, self._handle)
+        try:
+            slowed = gpu.ask("nvmlDeviceGetCurrentClocksEventReasons") or 0
+            temperature = gpu.ask("nvmlDeviceGetTemperature", 0) or 0
+            power = gpu.ask("nvmlDeviceGetPowerUsage") or 0
+        except self._nvml.NVMLError:
+            return GpuState(lost=True)
+        mask = slowed & (sum(SLOWED) | sum(WARM))
+        return GpuState(slowed=mask, temperature=float(temperature), power=power / 1000)
 
 
 Answer = tuple[str, str, str]  # level, why, action

@@ -1,9 +1,9 @@
-"""What all processes told in a round, judged: pure numbers in, findings out.
+"""What is unusual in a round of steps: `find_anomalies`, a pure function of all processes' times.
 
-`watch.py` calls `find_anomalies` on every process with the same table, so all decide alike. The
-idea: a run is compared with itself. Other processes say what is usual of a process, earlier rounds
-what is usual of the run. What is told must be an outlier (`check/outliers.py`), matter, and come
-several times in a row, or a busy machine would be told every hour.
+`watch.py` calls it on every process with the same table, so that all decide alike. The idea: a run
+is compared with itself. Other processes show what is usual of a process, earlier rounds what is
+usual of the run. An anomaly must be an outlier (`check/outliers.py`), large enough to matter, and
+come several times in a row, or a busy machine would be reported every hour.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from llmfoundry.recipe.resilience.watch import WatchConfig
@@ -27,15 +27,15 @@ RISE = 2.0  # times the usual share of waiting
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What a process tells, in seconds; what is not known is NaN.
+    """What a process measured in a round, in seconds; NaN: not known.
 
     Attributes:
         compute: of the blocks' forward passes in a step, without collectives: median of some.
-        data_wait: for the rows of a step: mean.
+        data_wait: for the batch of a step: mean.
         step: of one without data_wait, evaluation, saving or compilation: mean.
-        stall: by which the logged steps took longer than usual that did so most.
+        stall: the most by which steps between two logs took longer than usual.
         stall_wait: of these steps, for data.
-        left_out: updates so far; all processes must have the same.
+        skipped: updates so far; all processes must have the same number.
         xid: an error of its GPU since the last round; 0: none.
         slowed: why its GPU was slowed to protect it: a mask of check/nvml.py's.
         lost: 1 if its GPU has fallen off the bus since.
@@ -46,14 +46,10 @@ class RankTimes:
     step: float = math.nan
     stall: float = 0.0
     stall_wait: float = 0.0
-    left_out: float = 0.0
+    skipped: float = 0.0
     xid: float = 0.0
     slowed: float = 0.0
     lost: float = 0.0
-
-    def row(self) -> list[float]:
-        """As numbers, which `Times(*row)` reads."""
-        return [getattr(self, column.name) for column in fields(self)]
 
 
 @dataclass(frozen=True)
@@ -77,11 +73,11 @@ class Anomaly:
 
 @dataclass(frozen=True)
 class History:
-    """What is usual, and what was unusual lately.
+    """Earlier rounds: what is usual, and what was unusual lately.
 
     Attributes:
-        configuration: of the run; with another one nothing is known.
-        steps: seconds of a step in earlier sound rounds, medians over processes.
+        configuration: of the run; times of another one are not compared.
+        steps: seconds of a step in earlier normal rounds, medians over processes.
         waits: share of a step that was waiting for data, the longest of all processes.
         unusual: rounds in a row, by `kind` or `kind/rank`.
     """
@@ -107,7 +103,7 @@ class History:
 def find_anomalies(
     table: Sequence[RankTimes], history: History, config: WatchConfig
 ) -> tuple[list[Anomaly], History]:
-    """Findings of a round, and the history with it.
+    """Anomalies of a round, and the history with it.
 
     Args:
         table: by rank.
@@ -130,12 +126,12 @@ def find_anomalies(
         steps = (*steps, step)[-KEPT:]
     if "data_wait" not in now and math.isfinite(share):
         waits = (*waits, share)[-KEPT:]
-    asked = [finding for finding in found if getattr(config, finding.kind) != "off"]
-    return asked, replace(history, steps=steps, waits=waits, unusual=unusual)
+    wanted = [anomaly for anomaly in found if getattr(config, anomaly.kind) != "off"]
+    return wanted, replace(history, steps=steps, waits=waits, unusual=unusual)
 
 
 def _slow_ranks(table: Sequence[RankTimes], config: WatchConfig) -> dict[str, Anomaly]:
-    """Processes that compute, or wait for data, far longer than the others."""
+    """Processes that compute, or wait for data, much longer than the others."""
     effect = 1 - 1 / config.slow_rank_above
     rates = {n: 1 / t.compute for n, t in enumerate(table) if t.compute > 0}
     found = {
@@ -197,7 +193,7 @@ def _waits(table: Sequence[RankTimes], history: History, config: WatchConfig) ->
 
 
 def _stalls(table: Sequence[RankTimes], history: History, config: WatchConfig) -> Iterator[Anomaly]:
-    """Single steps that took far longer; of each round the longest."""
+    """Single steps that took much longer; of each round the longest."""
     stall, step = max(t.stall for t in table), _step(table)
     usual = statistics.median(history.steps) if history.steps else step
     least = max(config.stall_above, STALL_STEPS * (usual if math.isfinite(usual) else 0.0))
@@ -214,7 +210,7 @@ def _stalls(table: Sequence[RankTimes], history: History, config: WatchConfig) -
 
 
 def _slowed_gpus(table: Sequence[RankTimes]) -> dict[str, Anomaly]:
-    """GPUs that heat, power or a brake from outside slows."""
+    """GPUs throttled by heat, power or an external brake."""
     found = {}
     for rank, times in enumerate(table):
         mask = int(times.slowed)
@@ -235,7 +231,7 @@ def _gpu_errors(table: Sequence[RankTimes]) -> Iterator[Anomaly]:
             code = int(times.xid)
             action, why = XIDS.get(code, (WATCH, "not in the table"))
             seen = f"the GPU of rank {rank} ({{host}}): XID {code}, {why}; {action}"
-            is_bad = action in TAKE_OUT and code not in NVLINK_5  # NVML leaves out if it was fatal
+            is_bad = action in TAKE_OUT and code not in NVLINK_5  # NVML does not say if fatal
             yield Anomaly("gpu", seen, rank, is_bad=is_bad)
 
 

@@ -1,18 +1,16 @@
-"""`Watch`: times steps, lets processes compare their times, and tells what is unusual.
+"""`Watch`: times steps, lets processes compare their times, and reports what is unusual.
 
-`recipe/logger.py` names it. The idea: every `interval` steps each process adds one row of six
-numbers to an all-gather that is begun after one step and read after the next, so that nobody waits
-for it; all judge the same table by the same rule (`rounds.py`), and act at the same step.
+`recipe/logger.py` names it. The idea: every `interval` steps each process adds one row of numbers
+to an all-gather that is started after one step and read after the next, so that nobody waits for
+it; all judge the same table by the same rule (`anomalies.py`), and act at the same step.
 """
 
 from __future__ import annotations
 
-import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple
 from statistics import median
 from typing import Any
 
@@ -26,14 +24,14 @@ from llmfoundry.errors import RunFailure
 from llmfoundry.exit_status import own_node
 from llmfoundry.ops.torch_private import start_all_gather
 from llmfoundry.recipe.resilience.watch import WatchConfig
-from llmfoundry.resilience.check.nvml import SLOWED, WARM, open_nvml
+from llmfoundry.resilience.check.nvml import GpuReader, GpuState
 from llmfoundry.resilience.check.outliers import LEAST
 from llmfoundry.resilience.watch.anomalies import Anomaly, History, RankTimes, find_anomalies
 from llmfoundry.train.trainer import Callback, Trainer
 
 _WARM = 3  # first steps of a process: they compile, tune and fill caches
 _SAMPLES = 10  # timed steps in a round
-_STRETCHES = 20  # between logs, that say what is usual
+_STRETCHES = 20  # between logs, whose median is the usual one
 
 
 def watch(job: Job) -> Callback:
@@ -56,7 +54,7 @@ def _device_name(device: torch.device) -> str:
 
 
 class Watch(Callback):
-    """Times steps, and tells of slow processes, drops of speed, waits and stalls."""
+    """Times steps, and reports slow processes, drops of speed, waits and stalls."""
 
     may_lag = True
 
@@ -64,7 +62,7 @@ class Watch(Callback):
         """`configuration` is what must be equal for times to be compared."""
         self._config, self._configuration = config, configuration
         self._history = History(configuration)
-        self._stopwatch: ForwardTimer | None = None
+        self._timer: ForwardTimer | None = None
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
         self._last = self._paused = 0.0  # of the step before
         self._was_writing = False
@@ -80,9 +78,9 @@ class Watch(Callback):
         self._quiet = self._steps = 0
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begin to time."""
+        """Start to time."""
         if self._config.slow_rank != "off" and trainer.world.size >= LEAST:
-            self._stopwatch = ForwardTimer(trainer.root.model.blocks, trainer.world.device)
+            self._timer = ForwardTimer(trainer.root.model.blocks, trainer.world.device)
         self._last, self._paused = time.perf_counter(), trainer.paused_seconds
 
         device = trainer.world.device
@@ -95,7 +93,7 @@ class Watch(Callback):
                 self._gpu = None
 
     def on_step(self, trainer: Trainer) -> None:
-        """Time the step that ended, tell at the end of a round, and judge the round before."""
+        """Time the step that ended, share times at the end of a round, judge the round before."""
         now, paused = time.perf_counter(), trainer.paused_seconds
         is_writing = trainer.checkpointer.is_writing
         is_quiet = paused == self._paused and not (is_writing or self._was_writing)
@@ -106,18 +104,18 @@ class Watch(Callback):
         self._steps += 1
         self._last, self._paused, self._was_writing = now, paused, is_writing
         interval = self._config.interval
-        if self._stopwatch is not None:
-            self._time_next(self._stopwatch, trainer.batch, interval)
-        self._finish(trainer)
+        if self._timer is not None:
+            self._time_next(self._timer, trainer.batch, interval)
+        self._judge_round(trainer)
         if trainer.batch % interval == 0:
-            self._tell(trainer)
+            self._share(trainer)
             if trainer.done:
-                self._finish(trainer)
+                self._judge_round(trainer)
 
-    def _time_next(self, stopwatch: ForwardTimer, batch: int, interval: int) -> None:
-        if stopwatch.is_on:
-            stopwatch.end_step()
-        stopwatch.is_on = (batch + 1) % max(1, interval // _SAMPLES) == 0
+    def _time_next(self, timer: ForwardTimer, batch: int, interval: int) -> None:
+        if timer.is_on:
+            timer.end_step()
+        timer.is_on = (batch + 1) % max(1, interval // _SAMPLES) == 0
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Look for a stall since the log before."""
@@ -139,27 +137,27 @@ class Watch(Callback):
             metrics["gpu/power"] = self._state.power
 
     def close(self) -> None:
-        """Read the GPU no more."""
+        """Stop reading the GPU."""
         if self._gpu is not None:
             self._gpu.close()
 
     def state(self) -> dict[str, Any]:
-        """What is usual."""
+        """The history of earlier rounds."""
         return {"watch": self._history.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume; on other devices, or in another layout, nothing is known."""
+        """Resume; with another configuration the history is empty."""
         self._history = History.restored(state.get("watch", {}), self._configuration)
 
     def on_return(self, trainer: Trainer) -> None:
-        """Time anew."""
+        """Start a new round."""
         self._stretch = None
         self._begin_round()
         self._last, self._paused = time.perf_counter(), trainer.paused_seconds
 
-    def _tell(self, trainer: Trainer) -> None:
-        """Begin to tell the others what this process measured in the round."""
-        compute = float("nan") if self._stopwatch is None else self._stopwatch.take()
+    def _share(self, trainer: Trainer) -> None:
+        """Start to gather what every process measured in the round."""
+        compute = float("nan") if self._timer is None else self._timer.take()
         self._state = gpu = GpuState() if self._gpu is None else self._gpu.take()
         times = RankTimes(
             compute,
@@ -173,7 +171,7 @@ class Watch(Callback):
             gpu.lost,
         )
         self._begin_round()
-        own = torch.tensor([times.row()], dtype=torch.float64)
+        own = torch.tensor([astuple(times)], dtype=torch.float64)
         if trainer.world.size == 1:
             self._pending = (None, own)
             return
@@ -181,8 +179,8 @@ class Watch(Callback):
         work = start_all_gather(every, own)  # on the host
         self._pending = (work, every)
 
-    def _finish(self, trainer: Trainer) -> None:
-        """Judge the round that was told a step ago."""
+    def _judge_round(self, trainer: Trainer) -> None:
+        """Judge the round that was shared a step ago."""
         if self._pending is None:
             return
         work, every = self._pending
@@ -190,11 +188,11 @@ class Watch(Callback):
         if work is not None:
             work.wait()
         table = [RankTimes(*row) for row in every.tolist()]
-        if len({times.left_out for times in table}) > 1:
+        if len({times.skipped for times in table}) > 1:
             raise RunFailure(
-                "callbacks.watch: the processes left out different updates, so that their weights"
-                f" differ: {[int(times.left_out) for times in table]}; start from the newest"
-                " checkpoint, and look for a machine that computes other values (scripts/check.py)"
+                "callbacks.watch: the processes skipped different updates, so that their weights"
+                f" differ: {[int(times.skipped) for times in table]}; start from the newest"
+                " checkpoint, and find the machine that computes wrong values (scripts/check.py)"
             )
         known = [times.compute for times in table if times.compute > 0]
         self._ratio = max(known) / median(known) if known else float("nan")
@@ -224,22 +222,18 @@ class Watch(Callback):
             trainer.stop_and_save(seen)
 
 
-# --- from llmfoundry.resilience.watch.phase_timer: How long a process computes before it waits for
-# others: the blocks' forward passes, timed.
-#
-# `watch.py` starts one where ranks are compared. The idea: in lockstep every process takes as long
-# as the slowest for a step, so a step's time says nothing; but FSDP's and DDP's collectives are in
-# hooks around a block's `forward`, and what is inside is this process's own. (Not so under tensor,
-# expert and context parallelism, whose collectives are inside: there a group is as slow as its
-# slowest.)
-# Only some steps are timed; in all others a block's call costs one look at a flag.
-
-
 class ForwardTimer:
-    """Times the forward passes of blocks while `is_on`."""
+    """Times the forward passes of blocks while `is_on`.
+
+    In lockstep every process takes as long as the slowest for a step, so a step's time says
+    nothing; but FSDP's and DDP's collectives are in hooks around a block's `forward`, and what is
+    inside is this process's own. (Not so under tensor, expert and context parallelism, whose
+    collectives are inside: there a group is as slow as its slowest.) Only some steps are timed; in
+    all others a block's call costs one test of a flag.
+    """
 
     def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
-        """Wrap each block's forward pass, inside of FSDP's hooks, in place."""
+        """Wrap each block's forward pass in place, inside of FSDP's hooks."""
         self.is_on = False
         self._on_device = device.type == "cuda"
         self._seconds = 0.0
@@ -261,12 +255,12 @@ class ForwardTimer:
     def take(self) -> float:
         """Seconds of a timed step since the last call, the median; NaN where there is none.
 
-        Of a GPU those that it has done; the host does not wait.
+        Of a GPU those that it has completed; the host does not wait.
         """
         for pairs in self._waiting:
             if pairs and pairs[-1][1].query():
                 self._steps.append(sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3)
-        found = statistics.median(self._steps) if self._steps else float("nan")
+        found = median(self._steps) if self._steps else float("nan")
         self._waiting, self._steps = [], []
         return found
 
@@ -292,132 +286,3 @@ class ForwardTimer:
         end.record()
         self._events.append((begin, end))
         return made
-
-
-# --- from llmfoundry.resilience.watch.gpu_reader: This process's GPU while it trains, by NVML:
-# errors (XIDs), slow-downs, temperature, power.
-#
-# `watch.py` starts one where there is a GPU. The idea: a thread waits for the driver's events and
-# reads the rest every few seconds, so that training never asks the driver anything; `take` gives
-# the
-# worst of what was read since the last time, as an XID's last value says neither when nor how
-# often.
-
-
-SECONDS = 5.0  # between two readings
-_SLOW = sum(SLOWED) | sum(WARM)
-
-
-@dataclass
-class GpuState:
-    """The worst since the last look; 0: nothing, or not known.
-
-    Attributes:
-        xid: the first error that the driver reported.
-        slowed: why the clock was lowered to protect the GPU: a mask of check/nvml.py's.
-        lost: whether it has fallen off the bus.
-        temperature: degrees Celsius, the highest.
-        power: watts, the latest.
-    """
-
-    xid: int = 0
-    slowed: int = 0
-    lost: bool = False
-    temperature: float = 0.0
-    power: float = 0.0
-
-
-class GpuReader:
-    """Reads one GPU in a thread of its own.
-
-    Attributes:
-        problem: why nothing can be read; empty: it can.
-    """
-
-    def __init__(self, uuid: str, *, seconds: float = SECONDS) -> None:
-        """Begin to read the GPU of this UUID, `GPU-…`, every so many seconds."""
-        self._seconds = seconds
-        self._state, self._lock, self._closed = GpuState(), threading.Lock(), threading.Event()
-        self._was_lost = False
-        self._thread = threading.Thread(target=self._run, name="gpu reader", daemon=True)
-        self._nvml, self.problem = open_nvml()
-        if self.problem:
-            return
-        try:
-            self._gpu = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-        except self._nvml.NVMLError as error:
-            self.problem = f"NVML: {error}"
-        else:
-            self._thread.start()
-
-    def take(self) -> GpuState:
-        """The worst since the last call."""
-        with self._lock:
-            found = self._state
-            self._state = GpuState(power=found.power)
-        return found
-
-    def close(self) -> None:
-        """Read no more."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(2 * self._seconds)
-
-    def _run(self) -> None:
-        events = self._events()
-        while not self._closed.is_set():
-            xid = self._wait(events)
-            found = self._read()
-            with self._lock:
-                state = self._state
-                state.xid = state.xid or xid
-                state.slowed |= found.slowed
-                state.temperature = max(state.temperature, found.temperature)
-                state.power = found.power
-                state.lost = state.lost or (found.lost and not self._was_lost)
-            self._was_lost = found.lost
-
-    def _events(self) -> Any:
-        """The driver's queue of this GPU's XIDs; None where it has none."""
-        try:
-            events = self._nvml.nvmlEventSetCreate()
-            kind = self._nvml.nvmlEventTypeXidCriticalError
-            self._nvml.nvmlDeviceRegisterEvents(self._gpu, kind, events)
-        except self._nvml.NVMLError:
-            return None
-        return events
-
-    def _wait(self, events: Any) -> int:
-        """The XID that comes next, 0 if none does in the time between two readings."""
-        if events is None or self._was_lost:
-            self._closed.wait(self._seconds)
-            return 0
-        try:
-            return int(self._nvml.nvmlEventSetWait_v2(events, round(1e3 * self._seconds)).eventData)
-        except self._nvml.NVMLError as error:
-            if getattr(error, "value", None) != self._nvml.NVML_ERROR_TIMEOUT:
-                self._closed.wait(self._seconds)  # not at once again, for ever
-            return 0
-
-    def _read(self) -> GpuState:
-        nvml, gpu, state = self._nvml, self._gpu, GpuState()
-        for read in (self._slowed, self._temperature, self._power):
-            try:
-                read(nvml, gpu, state)
-            except nvml.NVMLError as error:
-                state.lost |= getattr(error, "value", None) == nvml.NVML_ERROR_GPU_IS_LOST
-            except AttributeError:  # a pynvml without that function
-                continue
-        return state
-
-    @staticmethod
-    def _slowed(nvml: Any, gpu: Any, state: GpuState) -> None:
-        state.slowed = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & _SLOW
-
-    @staticmethod
-    def _temperature(nvml: Any, gpu: Any, state: GpuState) -> None:
-        state.temperature = float(nvml.nvmlDeviceGetTemperature(gpu, 0))
-
-    @staticmethod
-    def _power(nvml: Any, gpu: Any, state: GpuState) -> None:
-        state.power = nvml.nvmlDeviceGetPowerUsage(gpu) / 1000

@@ -24,7 +24,7 @@ from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.events import read_events
 from llmfoundry.models.decoder import Block
 from llmfoundry.ops.packed_layout import Batch
-from llmfoundry.resilience.watch.anomalies import RankTimes
+from llmfoundry.resilience.watch import watch
 from llmfoundry.train import trainer as loop
 from llmfoundry.train.step import StepResult
 from tests.tiny import losses, write_recipe
@@ -246,7 +246,7 @@ def test_a_step_that_is_not_finite_again_and_again_ends_a_run_that_goes_back(pla
 def test_a_stall_that_stops_a_run_saves_it_and_the_next_start_goes_on(place: Path) -> None:
     words = (*SETTINGS, "max_duration=12ba", "save_interval=0ba", "callbacks.watch.interval=2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankTimes, "row", lambda own: [math.nan, 0.0, 0.1, 99.0] + [0.0] * 5)
+        patch.setattr(watch, "astuple", lambda own: (math.nan, 0.0, 0.1, 99.0, *[0.0] * 5))
         with pytest.raises(SystemExit) as ended:
             train_here("stalled", *words, "callbacks.watch.stall=stop")
     assert ended.value.code == 75
