@@ -22,6 +22,10 @@ from llmfoundry.files import parse_json
 from llmfoundry.redaction import public_texts
 
 NAME = "events.jsonl"
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in a run's folder."""
+FOLDERS = ("supervise", "hangs")
+"""Beside events.jsonl: what the supervisor and the hang monitor write into a run's folder."""
 _LAST = 253_402_300_799  # seconds: the year 9999 ends
 
 

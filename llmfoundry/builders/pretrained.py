@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from llmfoundry.builders.adapter import FOLDER, check_base, choose_trained, has_adapter, hold_frozen
 from llmfoundry.builders.job import build_root, with_defaults
-from llmfoundry.checkpoint.load import is_checkpoint, list_checkpoints, load_tensors, load_weights
-from llmfoundry.checkpoint.remote_run import find_run, is_url, named
+from llmfoundry.checkpoint.load import load_tensors, load_weights
+from llmfoundry.checkpoint.object_storage import find_run, is_url
+from llmfoundry.checkpoint.storage import is_checkpoint, list_checkpoints, named
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.tokenizer import Tokenizer

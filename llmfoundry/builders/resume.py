@@ -34,18 +34,15 @@ from llmfoundry.builders.job import (
     with_defaults,
 )
 from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
-from llmfoundry.checkpoint.commit import has_commit, unpin
 from llmfoundry.checkpoint.load import (
-    batch_of,
     check_weights,
-    list_checkpoints,
     load_adapter,
     load_training_state,
     load_weights,
     read_state,
 )
-from llmfoundry.checkpoint.remote_run import named
 from llmfoundry.checkpoint.run_folder import find_place, run_folder
+from llmfoundry.checkpoint.storage import batch_of, has_commit, list_checkpoints, named, unpin
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import HeldOut

@@ -34,11 +34,10 @@ from llmfoundry.builders.resume import (
     find_start,
     run_identity,
 )
-from llmfoundry.checkpoint.load import batch_of, read_state
-from llmfoundry.checkpoint.remote_run import named
+from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.run_folder import run_folder
 from llmfoundry.checkpoint.save import Checkpointer
-from llmfoundry.checkpoint.storage import remove_checkpoints
+from llmfoundry.checkpoint.storage import batch_of, named, storage_of
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -249,7 +248,7 @@ def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
     """Begin to record, now that nothing can be refused any more."""
     if job.recipe.save_overwrite and job.world.is_main:
         folder = run_folder(job.recipe)
-        remove_checkpoints(folder)
+        storage_of(folder).remove_all()
         (folder / EVENTS).unlink(missing_ok=True)
     first, clock = trainer.first_batch, trainer.clock
     tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))

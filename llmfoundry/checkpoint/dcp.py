@@ -71,7 +71,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from llmfoundry.checkpoint.commit import Written
+from llmfoundry.checkpoint.commit import FileSums
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mailbox import CollectiveError, Mailbox
 from llmfoundry.errors import one_line
@@ -176,7 +176,7 @@ class TensorFiles:
         # names are the same everywhere
         return replace(plan, planner_data=planner.mappings if self._world.is_main else {})
 
-    def write(self, folder: Path, staged: Staged) -> Written:
+    def write(self, folder: Path, staged: Staged) -> FileSums:
         """Write this process's part; every process calls it.
 
         Returns:
@@ -283,7 +283,7 @@ class _Writer(FileSystemWriter):
     """
 
     written: list[WriteResult]
-    files: Written
+    files: FileSums
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -314,7 +314,7 @@ class _Writer(FileSystemWriter):
 class _Summing(FileSystem):
     """Files as they are, summed up while they are written."""
 
-    def __init__(self, files: Written) -> None:
+    def __init__(self, files: FileSums) -> None:
         self._files = files
 
     @contextmanager

@@ -21,7 +21,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,7 +63,7 @@ from llmfoundry.checkpoint.dcp import (
     own_names,
     pass_on,
 )
-from llmfoundry.checkpoint.remote_run import CHECKPOINTS, named, open_file, stored_run
+from llmfoundry.checkpoint.storage import named, open_file
 from llmfoundry.distributed.collectives import all_gather_object, all_reduce_min, on_rank0
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError, one_line
@@ -79,28 +78,6 @@ from llmfoundry.ops.shard_layout import Stacked
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 _LONGEST = 1 << 26  # bytes of a state.json
-_NAME = re.compile(r"ba\d{7,}")
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether this is the folder of one checkpoint, rather than of a run, by its name."""
-    return _NAME.fullmatch(path.name) is not None
-
-
-def list_checkpoints(run_folder: Path) -> list[Path]:
-    """All checkpoint folders of a run, whole or not, newest first."""
-    run, above = stored_run(run_folder), run_folder / CHECKPOINTS
-    if run is not None:
-        names = run.store.folders(run.name(above))
-    else:
-        names = [folder.name for folder in above.glob("ba*") if folder.is_dir()]
-    found = (above / name for name in names if _NAME.fullmatch(name))
-    return sorted(found, key=batch_of, reverse=True)
-
-
-def batch_of(folder: Path) -> int:
-    """The steps after which a checkpoint was saved."""
-    return int(folder.name[2:])
 
 
 def read_state(folder: Path) -> dict[str, Any]:

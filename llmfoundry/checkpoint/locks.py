@@ -20,12 +20,12 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from llmfoundry.checkpoint.remote_run import StoredRun, record
+from llmfoundry.checkpoint.object_storage import ObjectStorage
 from llmfoundry.data.fetch.download import MissingError
 from llmfoundry.data.fetch.object_store import ExistsError
 from llmfoundry.distributed.collectives import on_rank0
@@ -33,7 +33,7 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import LockedFile, remove_partials, try_lock
 
-NAME = "run.lock"
+LOCK = "run.lock"
 _PATIENCE = 5.0  # seconds: a killed process frees its memory before its locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -73,7 +73,7 @@ def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iter
 
 def _take(folder: Path, note: Callable[[str], None]) -> list[LockedFile]:
     """The locked file; none where the file system has no locks."""
-    path, deadline = folder / NAME, time.monotonic() + _PATIENCE
+    path, deadline = folder / LOCK, time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,6 @@ def _owner(path: Path) -> str:
         return "another process"
 
 
-LEASE_NAME = "run.lock"
 BEAT_S = 15.0
 """Between two signs of life."""
 _DEAD_S = 60.0  # without one
@@ -122,7 +121,7 @@ _SETTLE_S = 1.0  # after which of two that take over at once the slower has writ
 class Lease:
     """The right to write a run's URL, of one process."""
 
-    def __init__(self, run: StoredRun, note: Callable[[str], None]) -> None:
+    def __init__(self, run: ObjectStorage, note: Callable[[str], None]) -> None:
         """Nothing is taken yet; `note` reports a wait."""
         self._run, self._note = run, note
         self._owner, self._beat = uuid.uuid4().hex, 0
@@ -138,7 +137,7 @@ class Lease:
         first, deadline = "", 0.0
         while True:
             with suppress(ExistsError):
-                self._run.store.write(LEASE_NAME, self._facts(), new=True)
+                self._run.store.write(LOCK, self._facts(), new=True)
                 return
             text = self._read()
             facts = _parsed(text)
@@ -155,7 +154,7 @@ class Lease:
             elif text and time.monotonic() > deadline:
                 break
             time.sleep(_LOOK_S)
-        self._run.store.write(LEASE_NAME, self._facts())
+        self._run.store.write(LOCK, self._facts())
         time.sleep(_SETTLE_S)
         self.check()
 
@@ -167,7 +166,7 @@ class Lease:
         """
         self.check()
         self._beat += 1
-        self._run.store.write(LEASE_NAME, self._facts())
+        self._run.store.write(LOCK, self._facts())
 
     def check(self) -> None:
         """Refuse to go on where another has taken the lock over.
@@ -183,17 +182,17 @@ class Lease:
         """Give the lock back, if it is still this process's."""
         with suppress(UserError):
             self.check()
-            self._run.store.delete([LEASE_NAME])
+            self._run.store.delete([LOCK])
 
     def _facts(self) -> bytes:
         place = self._run.identity()
         facts = {"owner": self._owner, "who": self._who, "place": place, "beat": self._beat}
-        return record(facts)
+        return encoded(facts)
 
     def _read(self) -> str:
         """What the object says; nothing where it is not there."""
         try:
-            return self._run.store.read(LEASE_NAME).decode(errors="replace")
+            return self._run.store.read(LOCK).decode(errors="replace")
         except MissingError:
             return ""
 
@@ -214,3 +213,8 @@ def _parsed(text: str) -> dict[str, object]:
 
 def _name(facts: dict[str, object]) -> str:
     return str(facts.get("who") or "another process")[:200]
+
+
+def encoded(facts: Mapping[str, object]) -> bytes:
+    """A few facts as an object of a store."""
+    return json.dumps(facts).encode() + b"\n"

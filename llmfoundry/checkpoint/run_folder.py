@@ -1,21 +1,40 @@
-"""Where a run's files are: a folder, or a URL with a folder of this machine that stands for it.
+"""A run's folder, or the URL that it stands for: held while written, fetched where read.
 
 `commands` hold a run that they write (`hold_run`), and find one that they read (`find_place`).
+
+A run at a URL: the main process writes recipe, metrics, report, tokenizer and all else but
+checkpoints into the working copy, as in any run, and a thread sends the files that have changed
+(`RecordSync`). Stores cannot append, so a file that grows is sent in full each time, and the pauses
+grow with it: at most a tenth of the time is spent on sending. Before a checkpoint counts, all that
+was recorded before it is sent, so that whoever resumes there finds what was done.
+
+The hang monitor and the supervisor write events, stacks and last words into the working copy while
+no process is there that sends them to the store; `LocalEvents` keeps those when the working copy is
+made what the store has, so that they are sent then, and not lost.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from llmfoundry.checkpoint.locks import Lease, only_run
-from llmfoundry.checkpoint.mirror import READ, Mirror, pull
-from llmfoundry.checkpoint.remote_run import StoredRun, find_run, is_url, open_run, stored_run
+from llmfoundry.checkpoint.locks import BEAT_S, LOCK, Lease, only_run
+from llmfoundry.checkpoint.object_storage import ObjectStorage, find_run, is_url, open_run
+from llmfoundry.checkpoint.storage import storage_of
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.events import CHECKPOINTS, FOLDERS
+from llmfoundry.events import NAME as EVENTS
+from llmfoundry.exit_status import ENDS_FOLDER as SUPERVISED
+from llmfoundry.files import parse_json
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -48,25 +67,22 @@ def hold_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iter
         UserError: another process holds it, or it cannot be written; on every process.
     """
     with only_run(folder, world, note=note):
-        run = stored_run(folder)
-        if run is None:
-            yield
-            return
-        with _followed(run, world, note):
+        run = storage_of(folder)
+        with _synced(run, world, note) if isinstance(run, ObjectStorage) else nullcontext():
             yield
 
 
 @contextmanager
-def _followed(run: StoredRun, world: World, note: Callable[[str], None]) -> Iterator[None]:
-    """The store follows what the main process writes into the working copy."""
+def _synced(run: ObjectStorage, world: World, note: Callable[[str], None]) -> Iterator[None]:
+    """The store is kept as the main process writes the working copy."""
     lease = Lease(run, note)
-    mirror = Mirror(run, lease, note)
+    sync = RecordSync(run, lease, note)
 
     def begin() -> None:
         run.store.check_writable()
         lease.take()
         try:
-            mirror.begin()
+            sync.begin()
         except BaseException:
             lease.release()
             raise
@@ -75,14 +91,14 @@ def _followed(run: StoredRun, world: World, note: Callable[[str], None]) -> Iter
 
     def allow() -> None:
         lease.check()
-        mirror.push()
+        sync.push()
 
     run.before_commit = allow
     try:
         yield
     finally:
         if world.is_main:
-            mirror.close()
+            sync.close()
             lease.release()
 
 
@@ -105,26 +121,208 @@ def find_place(path: str, key: str, world: World, *, options: FetchOptions | Non
 
 def read_record(folder: Path, world: World, note: Callable[[str], None]) -> None:
     """Fetch what was recorded of the run that a checkpoint belongs to, where it is at a URL."""
-    run = stored_run(folder)
+    run = storage_of(folder)
 
     def fetch() -> None:
-        assert run is not None
+        assert isinstance(run, ObjectStorage)
         try:
             pull(run, only=READ)
         except UserError as error:  # a folder of checkpoints alone, perhaps
             note(f"going on without the run's record: {one_line(error)}")
 
-    if run is not None:
+    if isinstance(run, ObjectStorage):
         on_rank0(world, fetch)
 
 
 def send_files(folder: Path, warn: Callable[[str], None]) -> None:
     """Send what was written into a run's folder by a script that only read it, if it has a URL."""
-    run = stored_run(folder)
-    if run is None:
+    run = storage_of(folder)
+    if not isinstance(run, ObjectStorage):
         return
     try:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             run.store.upload(run.name(path), path)
     except (UserError, OSError) as error:
         warn(f"{folder} was not sent to {run.url}: {one_line(error)}")
+
+
+_EVERY_S = 30.0
+_REST = 10  # times as long as sending took
+_THREADS = 8
+READ = ("recipe.yaml", "metrics.jsonl", "run.json", "report.html", "events.jsonl", "eval")
+"""What of a record other scripts look at."""
+
+
+class RecordSync:
+    """Keeps a store's files as those of a working copy."""
+
+    def __init__(self, run: ObjectStorage, lease: Lease, warn: Callable[[str], None]) -> None:
+        """Nothing is sent yet; `warn` reports a store that fails."""
+        self._run, self._lease, self._warn = run, lease, warn
+        self._sent: dict[str, tuple[int, int]] = {}  # size and time of change, by name
+        self._one = threading.Lock()
+        self._ended = threading.Event()
+        self._is_away = False
+        self._thread = threading.Thread(target=self._work, name="record sync", daemon=True)
+
+    def begin(self) -> None:
+        """Make the working copy what the store has, and follow it from then on.
+
+        What was written beside the run meanwhile stays, and is sent.
+
+        Raises:
+            UserError: the store cannot be read.
+        """
+        beside = LocalEvents(self._run.folder)
+        names = pull(self._run, spare=FOLDERS)
+        self._sent = {name: stamp for name, stamp in self._changed({}) if name in names}
+        beside.put_back()
+        self._thread.start()
+
+    def push(self) -> None:
+        """Send what has changed, and remove what is gone.
+
+        Raises:
+            UserError: the store does not take it.
+        """
+        with self._one:
+            now = dict(self._changed({}))
+            gone = [name for name in self._sent if name not in now]
+            for name, stamp in now.items():
+                if self._sent.get(name) != stamp:
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        self._run.store.upload(name, self._run.folder / name)
+                        self._sent[name] = stamp
+            self._run.store.delete(gone)
+            for name in gone:
+                del self._sent[name]
+
+    def close(self) -> None:
+        """Send the rest; a warning where the store does not take it."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        try:
+            self.push()
+        except (UserError, OSError) as error:
+            self._warn(
+                f"{one_line(error)}; the end of the record is only in {self._run.folder}, and the"
+                " same command sends it"
+            )
+
+    def _changed(self, known: dict[str, tuple[int, int]]) -> Iterator[tuple[str, tuple[int, int]]]:
+        for name, path in _record_files(self._run.folder):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                stamp = (status.st_size, status.st_mtime_ns)
+                if known.get(name) != stamp:
+                    yield name, stamp
+
+    def _work(self) -> None:
+        due = time.monotonic() + _EVERY_S
+        while not self._ended.wait(min(BEAT_S, _EVERY_S)):
+            try:
+                self._lease.beat()
+                if time.monotonic() >= due:
+                    began = time.monotonic()
+                    self.push()
+                    due = time.monotonic() + max(_EVERY_S, _REST * (time.monotonic() - began))
+                self._is_away = False
+            except (UserError, OSError) as error:
+                if not self._is_away:
+                    self._warn(f"{one_line(error)}; training continues, and it is tried again")
+                self._is_away = True
+
+
+def pull(
+    run: ObjectStorage, *, only: tuple[str, ...] | None = None, spare: tuple[str, ...] = ()
+) -> set[str]:
+    """Make a working copy's record what the store has; the names of its files.
+
+    Args:
+        run: at a URL.
+        only: files and folders of these names; None: all.
+        spare: folders of which nothing is removed.
+
+    Raises:
+        UserError: the store cannot be read.
+    """
+    listed = run.store.files(skip=(CHECKPOINTS,))
+    wanted = {
+        name: size
+        for name, size in listed.items()
+        if name != LOCK and (only is None or name.partition("/")[0] in only)
+    }
+    for name, path in list(_record_files(run.folder)):
+        if name not in wanted and name.partition("/")[0] not in spare:
+            path.unlink(missing_ok=True)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="pull") as pool:
+        for future in [
+            pool.submit(run.store.download, name, run.folder / name, size)
+            for name, size in wanted.items()
+        ]:
+            future.result()
+    return set(wanted)
+
+
+def _record_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """A record's files, by name; nothing that is being written, and no checkpoint."""
+    for at, folders, files in os.walk(folder):
+        if Path(at) == folder:
+            folders[:] = [name for name in folders if name != CHECKPOINTS]
+        folders[:] = [name for name in folders if not name.endswith(".partial")]
+        for file in files:
+            path = Path(at, file)
+            name = path.relative_to(folder).as_posix()
+            if name != LOCK and not file.endswith(".partial") and not path.is_symlink():
+                yield name, path
+
+
+class LocalEvents:
+    """Events of a working copy that its store may lack."""
+
+    def __init__(self, folder: Path) -> None:
+        """As it is before the record is fetched."""
+        self._folder = folder
+        self._first = _lines(folder / "metrics.jsonl")[:1]
+        self._events = _lines(folder / EVENTS)
+
+    def put_back(self) -> None:
+        """Keep it, once the record is fetched, if it is of the same run.
+
+        It is where the metrics begin with the same line, which has its time. Of a run that has none
+        yet, what its supervisor has written since it began is its own.
+
+        Raises:
+            OSError: the events cannot be written.
+        """
+        is_same = bool(self._first) and self._first == _lines(self._folder / "metrics.jsonl")[:1]
+        if not (is_same or SUPERVISED in os.environ):
+            for name in FOLDERS:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+            return
+        mine = self._events if is_same else _of_supervisor(self._events)
+        there = set(_lines(self._folder / EVENTS))
+        lost = [line for line in mine if line not in there]
+        if lost:
+            with (self._folder / EVENTS).open("ab") as file:
+                file.write(b"\n".join(lost) + b"\n")
+
+
+def _of_supervisor(lines: list[bytes]) -> list[bytes]:
+    """The lines since a supervisor's first start; of one that goes on after a requeue all."""
+    for index in range(len(lines) - 1, -1, -1):
+        event = parse_json(lines[index])
+        if event.get("kind") == "start" and event.get("attempt") == 1:
+            return lines[index:]
+    return lines
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The whole lines of a file of JSON objects."""
+    found = []
+    with suppress(OSError):
+        for line in path.read_bytes().split(b"\n"):
+            with suppress(ValueError):
+                found += [line] if isinstance(parse_json(line), dict) else []
+    return found

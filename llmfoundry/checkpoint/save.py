@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.dcp import Staged, TensorFiles
 from llmfoundry.checkpoint.load import training_state
-from llmfoundry.checkpoint.remote_run import named
-from llmfoundry.checkpoint.storage import home_of
+from llmfoundry.checkpoint.storage import named, storage_of
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
@@ -91,7 +90,7 @@ class Checkpointer:
         self._max_wait = max_wait and min(max_wait, world.timeout.total_seconds() / 2)
         self.waits = Waits()  # of the latest save
         self._mailbox = Mailbox(world)
-        self._home = home_of(run_folder, world, self._mailbox, warn)
+        self._storage = storage_of(run_folder)
         self._tensor_files = TensorFiles(world, self._mailbox)
         self._staged: Staged | Exception | None = None  # whose copies may be under way
         self._thread: threading.Thread | None = None
@@ -206,7 +205,7 @@ class Checkpointer:
         if self._saved is None or not self._world.is_main:
             return
         try:
-            self._home.prune(self._saved, self._keep)
+            self._storage.prune(self._saved, self._keep)
         except (OSError, UserError) as error:
             self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
 
@@ -219,7 +218,7 @@ class Checkpointer:
         """Remove what was saved after more steps, as the run goes on from there; all call."""
         self.wait()
         self._mailbox.begin()
-        self._mailbox.run(lambda: self._home.forget_after(batch))
+        self._mailbox.run(lambda: self._storage.forget_after(batch, self._world))
         self._saved = None
 
     @property
@@ -266,7 +265,7 @@ class Checkpointer:
             size = self._write_files(folder, staged, state)
         except Exception as error:  # CollectiveError, or the other processes cannot be reached
             self._fail(batch, error, last=last)
-            self._home.discard(folder)
+            self._storage.discard(folder, self._world)
             if last:
                 raise UserError(f"{self._problem}{self._advice()}") from error
             return
@@ -288,7 +287,7 @@ class Checkpointer:
             self._tell_failed(batch, self._problem, done)
 
     def _advice(self) -> str:
-        newest = self._home.newest()
+        newest = self._storage.newest()
         if newest is None:
             return "; nothing is saved; make room there, or write another save_folder"
         return f"; the newest is {newest}; make room there, and run the same command"
@@ -300,10 +299,10 @@ class Checkpointer:
             CollectiveError: a step failed on one of them; on all.
         """
         sound = self._mailbox.run(lambda: _sound(staged))
-        self._home.prepare(folder)
+        self._storage.prepare(folder, self._mailbox)
         written = self._tensor_files.write(folder, sound)
         self._mailbox.run(lambda: self._write_extras(folder, state), only_main=True)
-        return self._home.commit(folder, written)
+        return self._storage.commit(folder, written, self._mailbox)
 
     def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:
         write_json(folder / "state.json", state, indent=2)

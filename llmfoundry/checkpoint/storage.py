@@ -1,264 +1,295 @@
-"""Where a run's checkpoints are kept: a folder that all processes share, or an object store.
+"""Where a run's checkpoints are kept: `Storage`, a folder that all processes share, or a URL's.
 
-`checkpointer.py` saves in the same steps into both. In a store no process sees what another has
-written: each writes its files on its own machine's disk, sends them itself, and the main process
-writes the marker once all have said that theirs are there.
+`storage_of` gives the storage of any path; `ObjectStorage` in `object_storage.py` is the other
+kind. Saving (`save.py`), listing, reading and removing are methods of it, so no caller asks which
+kind it is. The idea: the rest of the codebase knows folders alone; a run at a URL works in a folder
+of this machine that stands for it.
+
+While a process reads a checkpoint it holds a shared lock on COMMIT (`pin`); a run that removes old
+checkpoints leaves locked ones for the next time.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import IO
 
 from llmfoundry.checkpoint.commit import (
     COMMIT,
-    Written,
-    has_commit,
-    listing,
-    record_of,
-    remove_folder,
-    remove_unpinned,
+    FileSums,
+    read_commit,
+    sums_of_small_files,
     write_commit,
 )
-from llmfoundry.checkpoint.load import batch_of, list_checkpoints
-from llmfoundry.checkpoint.peer_copies import CopyDoor, Told, copies_on_next, exchange
-from llmfoundry.checkpoint.remote_run import CHECKPOINTS, StoredRun, local_size, stored_run
-from llmfoundry.checkpoint.verify import Sums, find_damage
 from llmfoundry.distributed.launch import World
-from llmfoundry.distributed.mailbox import CollectiveError, Mailbox
-from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write, write_json
+from llmfoundry.distributed.mailbox import Mailbox
+from llmfoundry.errors import one_line
+from llmfoundry.events import CHECKPOINTS
+from llmfoundry.files import LockedFile, try_lock
+from llmfoundry.recipe.front.paths import show
 
+_NAME = re.compile(r"ba\d{7,}")
 _LATE_S = 60.0  # as long as NFS may remember that a name was not there
-_FILES = 4  # of a process that are sent at a time; each in several requests
+_at_urls: dict[Path, Storage] = {}  # by the folder that stands for the URL
+_pinned: dict[Path, LockedFile] = {}  # what this process reads
 
 
-class Home(Protocol):
-    """What a save asks for; every process calls these but for `prune` and `newest`."""
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is the folder of one checkpoint, rather than of a run, by its name."""
+    return _NAME.fullmatch(path.name) is not None
 
-    def prepare(self, folder: Path) -> None:
+
+def batch_of(folder: Path) -> int:
+    """The steps after which a checkpoint was saved."""
+    return int(folder.name[2:])
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """All checkpoint folders of a run, complete or not, newest first."""
+    above = run_folder / CHECKPOINTS
+    found = filter(_NAME.fullmatch, storage_of(run_folder).folder_names(above))
+    return sorted((above / name for name in found), key=batch_of, reverse=True)
+
+
+def has_commit(folder: Path) -> bool:
+    """Whether something is called COMMIT there; without it the folder never was a checkpoint."""
+    return storage_of(folder).has_commit(folder)
+
+
+def named(path: Path) -> str:
+    """What a user calls a file or a folder: its URL, or its path."""
+    return storage_of(path).shown(path)
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """A file of a checkpoint, to read at any place: on this disk, or in the store.
+
+    Raises:
+        UserError: the store does not give it.
+        OSError: it cannot be read on this disk.
+    """
+    return storage_of(path).open(path)
+
+
+def pin(folder: Path) -> bool:
+    """Keep a checkpoint from being removed until `unpin`, or until this process ends.
+
+    Returns:
+        Whether it is still there. In an object store, and on a file system without locks, nothing
+        can be kept: there a reader chooses again where a checkpoint has vanished.
+    """
+    return storage_of(folder).pin(folder)
+
+
+def unpin(folder: Path) -> None:
+    """All is read that is needed of a checkpoint."""
+    locked = _pinned.pop(folder, None)
+    if locked is not None:
+        locked.release()
+
+
+def storage_of(path: Path) -> Storage:
+    """The storage of a run's folder, or of anything in it."""
+    if _at_urls:
+        for folder in (path, *path.parents):
+            if folder in _at_urls:
+                return _at_urls[folder]
+    return Storage(path)
+
+
+def add_storage(storage: Storage) -> Storage:
+    """Let a folder stand for a URL in this process; what it stood for already."""
+    return _at_urls.setdefault(storage.folder, storage)
+
+
+class Storage:
+    """A folder on a file system that all processes of a run share."""
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing is made yet."""
+        self.folder, self._began = folder, time.time()
+
+    # Reading: of any path inside of the run.
+
+    def shown(self, path: Path) -> str:
+        """What a user calls a file or a folder."""
+        return show(path)
+
+    def folder_names(self, above: Path) -> list[str]:
+        """Folders directly below another."""
+        return [folder.name for folder in above.glob("*") if folder.is_dir()]
+
+    def has_commit(self, folder: Path) -> bool:
+        """Whether something is called COMMIT in a checkpoint's folder."""
+        try:
+            (folder / COMMIT).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def committed_files(
+        self,
+        folder: Path,
+        needed: Callable[[Mapping[str, int]], Mapping[str, int]] = dict,
+    ) -> dict[str, tuple[int, int]] | str:
+        """Bytes and checksum of a checkpoint's files; or what is wrong with one.
+
+        Args:
+            folder: the checkpoint's.
+            needed: of the sizes of all files by name, those that have to be there.
+        """
+        try:
+            size_of = self._look_up(folder)
+            if isinstance(size_of, str):
+                return size_of
+            files = read_commit(folder)
+            wanted = needed({name: size for name, (size, _) in files.items()})
+            for name, size in wanted.items():
+                found = size_of(name)
+                if found is None:
+                    return f"its file {name} is missing"
+                if found != size:
+                    return f"its file {name} has {found} bytes, not {size}"
+        except OSError as error:
+            return f"it cannot be read: {one_line(error)}"
+        except ValueError as error:
+            return f"its COMMIT cannot be read: {error}"
+        return {name: files[name] for name in wanted}
+
+    def _look_up(self, folder: Path) -> Callable[[str], int | None] | str:
+        """The size of each file by name, None: it is not there; or why it is no checkpoint."""
+
+        def size_of(name: str) -> int | None:
+            path = folder / name
+            return path.stat().st_size if path.is_file() else None
+
+        if self.has_commit(folder):
+            return size_of
+        return NO_COMMIT if folder.exists() else "it is not there"
+
+    def fetch(self, folder: Path, sizes: Mapping[str, int], world: World) -> None:
+        """Put what is needed of a checkpoint on this machine's disk; every process calls it."""
+
+    def drop_copies(self, folder: Path, names: Iterable[str]) -> bool:
+        """Remove this machine's copies of files of the store; whether there was one."""
+        return False
+
+    def open(self, path: Path) -> IO[bytes]:
+        """A file, to read at any place."""
+        return path.open("rb")
+
+    def reading_threads(self, cores: int) -> int:
+        """How many threads of a process that has so many cores read files."""
+        return max(1, cores)
+
+    def pin(self, folder: Path) -> bool:
+        """Hold a checkpoint for reading; whether it is still there."""
+        if folder in _pinned:
+            return True
+        try:
+            locked = try_lock(folder / COMMIT, shared=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        if locked is None:  # it is being removed
+            return False
+        _pinned[folder] = locked
+        return True
+
+    # One save; every process calls these, in this order.
+
+    def prepare(self, folder: Path, mailbox: Mailbox) -> None:
         """Make a checkpoint's folder, empty, before anything is written into it."""
+        mailbox.run(lambda: make_empty(folder), only_main=True)
 
-    def commit(self, folder: Path, written: Written) -> int:
+    def commit(self, folder: Path, written: FileSums, mailbox: Mailbox) -> int:
         """Make what was written count; its bytes, on the main process.
 
-        `written` are the files of tensors of this process, summed up.
+        `written` are the files of tensors of this process.
         """
+        every = mailbox.gather(written)
 
-    def discard(self, folder: Path) -> None:
+        def mark() -> FileSums:
+            _await_files(folder, every)
+            files = merged([*every, sums_of_small_files(folder)])
+            write_commit(folder, files)
+            return files
+
+        return total_bytes(mailbox.run(mark, only_main=True) or {})
+
+    def discard(self, folder: Path, world: World) -> None:
         """Remove what there is of a save that failed; never raises."""
+        if world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)  # the space is needed
+
+    # Removing.
 
     def prune(self, batch: int, keep: int) -> None:
-        """Remove what the checkpoint of `batch`, now whole, makes needless; the main process.
+        """Remove what the checkpoint of `batch`, now complete, makes needless; the main process.
 
         That is all before the newest `keep` (-1: none), and what interrupted saves have left; what
         a process reads at the time goes at a later call. Later batches than this one are of a run
         that was refused at the start; they stay until there is a newer checkpoint.
         """
-
-    def forget_after(self, batch: int) -> None:
-        """Remove what was saved after more steps than `batch`, as the run goes back there."""
-
-    def newest(self) -> str | None:
-        """The name of the newest checkpoint that seems whole; the main process."""
-
-
-def home_of(run_folder: Path, world: World, mailbox: Mailbox, warn: Callable[[str], None]) -> Home:
-    """Where the checkpoints of the run of a folder are kept; `warn` tells what is not vital."""
-    run = stored_run(run_folder)
-    if run is None:
-        return FolderHome(run_folder, world, mailbox)
-    return StoreHome(run, world, mailbox, warn)
-
-
-class FolderHome:
-    """A folder on a file system of all processes."""
-
-    def __init__(self, run_folder: Path, world: World, mailbox: Mailbox) -> None:
-        """Nothing is made yet."""
-        self._folder, self._world, self._mailbox = run_folder, world, mailbox
-        self._began = time.time()
-
-    def prepare(self, folder: Path) -> None:  # noqa: D102
-        self._mailbox.run(lambda: _make_anew(folder), only_main=True)
-
-    def commit(self, folder: Path, written: Written) -> int:  # noqa: D102
-        told = self._mailbox.gather(written)
-
-        def mark() -> Written:
-            _await_files(folder, told)
-            files = _joined([*told, record_of(folder)])
-            write_commit(folder, files)
-            return files
-
-        return _bytes(self._mailbox.run(mark, only_main=True) or {})
-
-    def discard(self, folder: Path) -> None:  # noqa: D102
-        if self._world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)  # the room that is left is needed
-
-    def prune(self, batch: int, keep: int) -> None:  # noqa: D102
-        older = [f for f in list_checkpoints(self._folder) if batch_of(f) < batch]
-        whole = [f for f in older if _seems_whole(f)]
+        older = [f for f in list_checkpoints(self.folder) if batch_of(f) < batch]
+        complete = [f for f in older if self._seems_complete(f)]
         needless = [f for f in older if not has_commit(f) and _last_change(f) < self._began]
-        if keep > 0 and len(whole) >= keep:
-            last = whole[keep - 1]
+        if keep > 0 and len(complete) >= keep:
+            last = complete[keep - 1]
             needless += [f for f in older if batch_of(f) <= batch_of(last) and has_commit(f)]
         for folder in needless:
             remove_unpinned(folder)
 
-    def forget_after(self, batch: int) -> None:  # noqa: D102
-        for folder in list_checkpoints(self._folder) if self._world.is_main else ():
+    def forget_after(self, batch: int, world: World) -> None:
+        """Remove what was saved after more steps than `batch`, as the run goes back there."""
+        for folder in list_checkpoints(self.folder) if world.is_main else ():
             if batch_of(folder) > batch:
-                remove_folder(folder)
+                _remove_folder(folder)
 
-    def newest(self) -> str | None:  # noqa: D102
-        found = next(filter(_seems_whole, list_checkpoints(self._folder)), None)
+    def remove_all(self) -> None:
+        """Remove all checkpoints of a run that begins anew; the main process."""
+        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+
+    def newest(self) -> str | None:
+        """The name of the newest checkpoint that seems complete; the main process."""
+        found = next(filter(self._seems_complete, list_checkpoints(self.folder)), None)
         return None if found is None else found.name
 
-
-class StoreHome:
-    """An object store, and a folder of each machine in which files are written before they go."""
-
-    def __init__(
-        self, run: StoredRun, world: World, mailbox: Mailbox, warn: Callable[[str], None]
-    ) -> None:
-        """Nothing is asked of the store yet."""
-        self._run, self._world, self._mailbox, self._warn = run, world, mailbox, warn
-        self._door: CopyDoor | None = None
-        self._leads = world.local_rank == 0  # of its machine's processes
-        self._whole: dict[str, bool] = {}  # by name: whether it has a marker
-
-    def prepare(self, folder: Path) -> None:  # noqa: D102
-        def make() -> None:
-            if self._leads:
-                _make_anew(folder)
-            if self._world.is_main:
-                self._remove(folder.name)
-
-        self._mailbox.run(make)
-
-    def commit(self, folder: Path, written: Written) -> int:  # noqa: D102
-        own = self._mailbox.run(lambda: written | self._record(folder))
-        files = _joined(self._mailbox.gather(own))
-        self._mailbox.run_long(lambda: self._send(folder, own))
-        self._mailbox.run(lambda: self._mark(folder, files), only_main=True)
-        if self._run.local_copies and self._world.size > local_size():
-            self._copy(folder, written)
-        self._settle(folder)
-        return _bytes(files)
-
-    def discard(self, folder: Path) -> None:  # noqa: D102
-        if self._leads:
-            shutil.rmtree(folder, ignore_errors=True)
-        if self._world.is_main and not self._whole.get(folder.name):  # else it does count
-            with suppress(UserError):  # the next save, or the next start, removes it
-                self._remove(folder.name)
-
-    def prune(self, batch: int, keep: int) -> None:  # noqa: D102
-        older = [f.name for f in list_checkpoints(self._run.folder) if batch_of(f) < batch]
-        for name in older:
-            if name not in self._whole:
-                self._whole[name] = has_commit(self._run.folder / CHECKPOINTS / name)
-        whole = [name for name in older if self._whole[name]]
-        kept = whole[: keep - 1] if keep > 0 else whole
-        for name in [name for name in older if name not in kept]:
-            self._remove(name)
-            self._whole.pop(name, None)
-
-    def forget_after(self, batch: int) -> None:  # noqa: D102
-        newer = [f for f in list_checkpoints(self._run.folder) if batch_of(f) > batch]
-        for folder in newer if self._leads else ():
-            shutil.rmtree(folder, ignore_errors=True)
-        for folder in newer if self._world.is_main else ():
-            self._remove(folder.name)
-            self._whole.pop(folder.name, None)
-
-    def newest(self) -> str | None:  # noqa: D102
-        try:
-            found = next(filter(has_commit, list_checkpoints(self._run.folder)), None)
-        except UserError:  # the store is what failed; what this process has saved, it knows
-            return max((name for name, whole in self._whole.items() if whole), default=None)
-        return None if found is None else found.name
-
-    def _record(self, folder: Path) -> Written:
-        return record_of(folder) if self._world.is_main else {}
-
-    def _send(self, folder: Path, own: Iterable[str]) -> None:
-        """This process's own files, several at a time."""
-        with ThreadPoolExecutor(_FILES, thread_name_prefix="send") as pool:
-            files = [folder / name for name in own]
-            sent = [pool.submit(self._run.store.upload, self._run.name(f), f) for f in files]
-            for future in sent:
-                future.result()
-
-    def _mark(self, folder: Path, files: Written) -> None:
-        """Write the marker, last of all, if the run is still this process's."""
-        self._run.before_commit()
-        write_json(folder / COMMIT, listing(files))
-        self._run.store.upload(self._run.name(folder / COMMIT), folder / COMMIT)
-        self._whole[folder.name] = True
-
-    def _copy(self, folder: Path, written: Written) -> None:
-        """Keep this machine's files on the next one's disk, too; a failure costs the copy alone."""
-        marker = (folder / COMMIT).read_bytes() if self._world.is_main else b""
-        marker = self._mailbox.scatter([marker] * self._world.size)
-        sizes = {name: file["bytes"] for name, file in written.items()}
-        try:
-            door = self._door = self._mailbox.run(lambda: self._door or CopyDoor())
-            told = self._mailbox.gather(Told(door.address, self._run.identity(), sizes))
-            part = self._mailbox.scatter(copies_on_next(told))
-
-            def hand_over() -> None:
-                exchange(door, folder, part)
-                if self._leads:
-                    atomic_write(folder / COMMIT, marker)
-
-            self._mailbox.run_long(hand_over)
-        except CollectiveError as error:
-            if self._world.is_main:
-                self._warn(f"save_local_copies: not every machine's files were copied: {error}")
-
-    def _settle(self, folder: Path) -> None:
-        """Leave on this machine's disk what is to stay there: the newest few checkpoints."""
-        if not self._leads:
-            return
-        with suppress(OSError):
-            here = sorted((f for f in folder.parent.iterdir() if f.is_dir()), reverse=True)
-            for old in here[self._run.local_copies :]:
-                shutil.rmtree(old, ignore_errors=True)
-
-    def _remove(self, name: str) -> None:
-        """Remove a checkpoint, or what there is of one: its marker first."""
-        files = self._run.store.files(f"{CHECKPOINTS}/{name}")
-        marker = f"{CHECKPOINTS}/{name}/{COMMIT}"
-        if marker in files:
-            self._run.store.delete([marker])
-        self._run.store.delete([file for file in files if file != marker])
+    def _seems_complete(self, folder: Path) -> bool:
+        return isinstance(self.committed_files(folder), dict)
 
 
-def remove_checkpoints(run_folder: Path) -> None:
-    """Remove all checkpoints of a run that begins anew; the main process."""
-    run = stored_run(run_folder)
-    if run is not None:
-        files = sorted(run.store.files(CHECKPOINTS), key=lambda name: not name.endswith(COMMIT))
-        markers = [name for name in files if name.endswith(f"/{COMMIT}")]
-        run.store.delete(markers)
-        run.store.delete([name for name in files if name not in markers])
-    shutil.rmtree(run_folder / CHECKPOINTS, ignore_errors=True)
+NO_COMMIT = "it has no COMMIT (it is being written, or its save was interrupted)"
 
 
-def _joined(told: Iterable[Written]) -> Written:
-    return {name: file for files in told for name, file in files.items()}
+def remove_unpinned(folder: Path) -> bool:
+    """Remove a checkpoint, or what there is of one, unless a process reads it; whether it went."""
+    try:
+        locked = try_lock(folder / COMMIT)
+    except OSError:  # there is none, or the file system has no locks
+        locked = None
+    else:
+        if locked is None:
+            return False
+    with locked or nullcontext():
+        _remove_folder(folder)
+    return True
 
 
-def _await_files(folder: Path, told: Sequence[Written]) -> None:
+def _remove_folder(folder: Path) -> None:
+    """Remove a checkpoint: its marker first, so that a half-deleted folder never counts."""
+    (folder / COMMIT).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def _await_files(folder: Path, every: Sequence[FileSums]) -> None:
     """Until this machine sees the files of all processes: a shared folder's names come late.
 
     Raises:
@@ -267,7 +298,7 @@ def _await_files(folder: Path, told: Sequence[Written]) -> None:
     deadline = time.monotonic() + _LATE_S
     while True:
         here = set(os.listdir(folder))
-        lacking = [(rank, name) for rank, files in enumerate(told) for name in files.keys() - here]
+        lacking = [(rank, name) for rank, files in enumerate(every) for name in files.keys() - here]
         if not lacking:
             return
         if time.monotonic() > deadline:
@@ -279,17 +310,28 @@ def _await_files(folder: Path, told: Sequence[Written]) -> None:
         time.sleep(0.2)
 
 
-def _bytes(files: Written) -> int:
+def merged(parts: Iterable[FileSums]) -> FileSums:
+    """The files of several processes."""
+    files: FileSums = {}
+    for part in parts:
+        files |= part
+    return files
+
+
+def total_bytes(files: FileSums) -> int:
+    """The size of all files."""
     return sum(file["bytes"] for file in files.values())
 
 
-def _seems_whole(folder: Path) -> bool:
-    return find_damage(folder, sums=Sums.NONE) is None
-
-
-def _make_anew(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
+    """Make a folder anew."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def local_size() -> int:
+    """Processes of this machine, where a launcher sets it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _last_change(folder: Path) -> float:

@@ -11,9 +11,9 @@ from llmfoundry.builders.adapter import export_adapter
 from llmfoundry.builders.job import build_root, with_defaults
 from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity
-from llmfoundry.checkpoint.remote_run import named
 from llmfoundry.checkpoint.run_folder import read_record
 from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.storage import named
 from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World

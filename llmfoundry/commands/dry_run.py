@@ -19,10 +19,9 @@ from llmfoundry.builders.job import attention_refusal, served_precision, with_de
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, memory_of_process, sketch
-from llmfoundry.checkpoint.commit import has_commit
-from llmfoundry.checkpoint.load import list_checkpoints
-from llmfoundry.checkpoint.remote_run import find_run, is_url, named
+from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.run_folder import find_place
+from llmfoundry.checkpoint.storage import has_commit, list_checkpoints, named
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.commands.evaluate import check_models
 from llmfoundry.commands.track import run_with_record

@@ -25,9 +25,9 @@ from llmfoundry.builders.external_models import check_outside, is_outside, open_
 from llmfoundry.builders.job import Job, eval_rows
 from llmfoundry.builders.resume import Loaded, open_checkpoint
 from llmfoundry.builders.trainer import memory_of_process
-from llmfoundry.checkpoint.load import list_checkpoints
-from llmfoundry.checkpoint.remote_run import is_url, named
+from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
+from llmfoundry.checkpoint.storage import list_checkpoints, named
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.launch import ALONE, World, join, relaunch
 from llmfoundry.errors import UserError

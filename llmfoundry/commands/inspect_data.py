@@ -24,7 +24,8 @@ from llmfoundry.builders.job import with_defaults
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.trainer import build_clock, make_tokenizer
 from llmfoundry.checkpoint.load import read_state
-from llmfoundry.checkpoint.remote_run import find_run, is_url, named
+from llmfoundry.checkpoint.object_storage import find_run, is_url
+from llmfoundry.checkpoint.storage import named
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.loader import Loader

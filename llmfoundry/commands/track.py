@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmfoundry.builders.job import with_defaults
-from llmfoundry.checkpoint.remote_run import named
 from llmfoundry.checkpoint.run_folder import find_place, hold_run, read_record
+from llmfoundry.checkpoint.storage import named
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import Console

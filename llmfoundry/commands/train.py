@@ -9,9 +9,9 @@ from pathlib import Path
 from llmfoundry.builders.job import Job, with_defaults
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.trainer import build_trainer
-from llmfoundry.checkpoint.load import list_checkpoints
-from llmfoundry.checkpoint.remote_run import named, stored_run
+from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import hold_run, run_folder
+from llmfoundry.checkpoint.storage import list_checkpoints, named
 from llmfoundry.commands.check import before_run
 from llmfoundry.commands.supervise import is_supervised, supervise
 from llmfoundry.distributed.collectives import on_rank0
@@ -116,7 +116,9 @@ def _results(trainer: Trainer, job: Job, folder: Path, *, has_page: bool) -> lis
     checkpoints = list_checkpoints(folder)
     name, brought = named(folder), ",".join(job.recipe.plugins)
     plugins = [f"plugins=[{brought}]"] * bool(brought)
-    output = f"{name}/hf" if stored_run(folder) is None else f"runs/{job.recipe.run_name}/hf"
+    output = (
+        f"{name}/hf" if not is_url(job.recipe.save_folder) else f"runs/{job.recipe.run_name}/hf"
+    )
     rows += console_lines(changes(read_evaluations(folder), metric_rows(folder)))
     return [
         *rows,

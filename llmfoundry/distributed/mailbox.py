@@ -43,7 +43,7 @@ class Mailbox:
 
     def __init__(self, world: World) -> None:
         """Prepare to exchange; messages of two mailboxes never mix."""
-        self._world, self._name = world, f"llmfoundry/mailbox/{next(_numbers)}"
+        self.world, self._name = world, f"llmfoundry/mailbox/{next(_numbers)}"
         self._store = None if world.size == 1 else default_store()
         self._round = self._step = 0
         self._sent: list[str] = []  # by this process; deleted once it is known that all have read
@@ -51,7 +51,7 @@ class Mailbox:
     @property
     def is_main(self) -> bool:
         """Whether this process is rank 0."""
-        return self._world.is_main
+        return self.world.is_main
 
     def begin(self) -> None:
         """Start a round: messages of one that was cut short on some process are not read."""
@@ -76,7 +76,7 @@ class Mailbox:
 
     def run_long(self, action: Callable[[], Value]) -> Value:
         """`run` of what may take longer than `parallel.dist_timeout`."""
-        return self.run(with_keepalive(action, self.all_true, self._world.timeout))
+        return self.run(with_keepalive(action, self.all_true, self.world.timeout))
 
     def all_true(self, value: bool) -> bool:
         """Whether it is true on every process."""
@@ -88,7 +88,7 @@ class Mailbox:
             return [value]
         keys = self._keys()
         if not self.is_main:
-            self._send(keys[self._world.rank], value)
+            self._send(keys[self.world.rank], value)
             return []
         self._wait(keys[1:])
         values = [value, *map(pickle.loads, self._store.multi_get(keys[1:]))]
@@ -104,7 +104,7 @@ class Mailbox:
             for key, value in zip(keys[1:], values[1:], strict=True):
                 self._send(key, value)
             return values[0]
-        received: Value = self._receive(keys[self._world.rank])
+        received: Value = self._receive(keys[self.world.rank])
         return received
 
     def all_gather(self, value: Value) -> list[Value]:
@@ -123,7 +123,7 @@ class Mailbox:
         """Of the next message, by the rank that it is of or for."""
         self._step += 1
         where = f"{self._name}/{self._round}/{self._step}"
-        return [f"{where}/{rank}" for rank in range(self._world.size)]
+        return [f"{where}/{rank}" for rank in range(self.world.size)]
 
     def _send(self, key: str, value: Any) -> None:
         assert self._store is not None
@@ -141,7 +141,7 @@ class Mailbox:
     def _wait(self, keys: list[str]) -> None:
         """Until all are there. Polls: a store that waits serves no other thread."""
         assert self._store is not None
-        limit, pause = self._world.timeout.total_seconds(), _FIRST
+        limit, pause = self.world.timeout.total_seconds(), _FIRST
         deadline = time.monotonic() + limit
         while not self._store.check(keys):
             if not threading.main_thread().is_alive():

@@ -261,8 +261,7 @@ def strike(folder: Path, name: str, mode: Mode, blow: Blow, whole: dict[str, Any
 
 def damaged(run_folder: Path) -> str:
     """What is wrong with a checkpoint that counts; empty: all of them are whole."""
-    from llmfoundry.checkpoint.commit import has_commit
-    from llmfoundry.checkpoint.load import list_checkpoints
+    from llmfoundry.checkpoint.storage import has_commit, list_checkpoints
     from llmfoundry.checkpoint.verify import find_damage
 
     counting = filter(has_commit, list_checkpoints(run_folder))

@@ -12,12 +12,9 @@ import torch
 
 from llmfoundry.builders.resume import load_checkpoint
 from llmfoundry.checkpoint import verify
-from llmfoundry.checkpoint.commit import pin, remove_unpinned, unpin
-from llmfoundry.checkpoint.load import list_checkpoints
-from llmfoundry.checkpoint.storage import FolderHome
+from llmfoundry.checkpoint.storage import Storage, list_checkpoints, pin, remove_unpinned, unpin
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
-from llmfoundry.distributed.launch import ALONE, World
-from llmfoundry.distributed.mailbox import Mailbox
+from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import try_lock
 from tests.tiny import ENV, command, run, write_recipe
@@ -71,14 +68,14 @@ def test_pruning_leaves_what_another_process_reads_until_it_has_read_it(
 ) -> None:
     monkeypatch.chdir(place)
     folder = train_here("pinned", "max_duration=4ba", "save_interval=1ba").absolute()
-    home = FolderHome(folder, ALONE, Mailbox(ALONE))
+    storage = Storage(folder)
     read = folder / "checkpoints/ba0000002"
     reader = subprocess.Popen(
         [
             *command("train.py")[:1],
             "-c",
             "import sys; from pathlib import Path;"
-            "from llmfoundry.checkpoint.commit import pin;"
+            "from llmfoundry.checkpoint.storage import pin;"
             f"print(pin(Path({str(read)!r})), flush=True); sys.stdin.read()",
         ],
         env=ENV,
@@ -87,13 +84,13 @@ def test_pruning_leaves_what_another_process_reads_until_it_has_read_it(
         text=True,
     )
     assert reader.stdout is not None and reader.stdout.readline() == "True\n"
-    home.prune(4, keep=1)
+    storage.prune(4, keep=1)
     assert [f.name for f in list_checkpoints(folder)] == ["ba0000004", "ba0000002"]
     assert find_checkpoint(read, note=ignore) == read  # whole, with its marker
     unpin(read)
     reader.kill()  # as any end releases it
     reader.wait()
-    home.prune(4, keep=1)
+    storage.prune(4, keep=1)
     assert [f.name for f in list_checkpoints(folder)] == ["ba0000004"]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from llmfoundry.checkpoint import locks, remote_run
+from llmfoundry.checkpoint import locks, storage
 from llmfoundry.checkpoint.run_folder import run_folder
 from llmfoundry.commands.convert import convert
 from llmfoundry.commands.evaluate import evaluate
@@ -69,7 +69,7 @@ def forget(place: Path) -> None:
     """Another machine, on which nothing is left."""
     for name in ("runs", "runs-read"):
         shutil.rmtree(place / "cache" / name, ignore_errors=True)
-    remote_run._opened.clear()
+    storage._at_urls.clear()
 
 
 @pytest.mark.parametrize("kind", ["memory://bucket", pytest.param("file", marks=pytest.mark.slow)])
@@ -232,7 +232,7 @@ def test_two_runs_at_one_url_the_second_is_refused(place: Path, tmp_path: Path) 
 
     def live() -> None:
         while not ended.is_set():
-            store.write("run.lock", remote_run.record({**facts, "beat": time.monotonic()}))
+            store.write("run.lock", locks.encoded({**facts, "beat": time.monotonic()}))
             time.sleep(0.05)
 
     holder = threading.Thread(target=live)
@@ -257,7 +257,7 @@ def test_one_that_was_taken_over_saves_nothing_more(place: Path, tmp_path: Path)
     def upload(self: ObjectStore, name: str, path: Path) -> None:
         real(self, name, path)
         if name.endswith("ba0000004/__0_0.distcp"):
-            store.write("run.lock", remote_run.record(other))
+            store.write("run.lock", locks.encoded(other))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ObjectStore, "upload", upload)

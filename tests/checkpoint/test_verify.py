@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.builders.resume import find_start, load_checkpoint
-from llmfoundry.checkpoint.commit import Piece, joined, share
 from llmfoundry.checkpoint.verify import Sums, find_damage
 from llmfoundry.distributed.launch import World, set_group_timeouts
 from llmfoundry.errors import RunFailure
@@ -35,28 +34,6 @@ from tests.warm_scripts import on_ranks
 ALONE = World(0, 1, 0, torch.device("cpu"))
 RANKS = 2
 TIMEOUT = 10.0  # seconds of a collective; reading takes longer
-
-
-def test_checksums_of_pieces_are_joined_to_those_of_files(tmp_path: Path) -> None:
-    """Beside zlib's own of the whole, for any number of processes and any sizes, also none."""
-    sizes = {"__0_0.distcp": 1001, "__10_0.distcp": 7, "__2_0.distcp": 0, "state.json": 65}
-    contents = {name: os.urandom(size) for name, size in sizes.items()}
-    for n_ranks in (1, 2, 3, 7, 2000):
-        shares = [share(sizes, rank, n_ranks) for rank in range(n_ranks)]
-        parts = [part for pieces in shares for piece in pieces for part in piece.cut(100)]
-        sums = [(part, zlib.crc32(contents[part.name][part.begin : part.end])) for part in parts]
-        found = joined(reversed(sums))
-        assert {name: found.get(name, 0) for name in sizes} == {
-            name: zlib.crc32(content) for name, content in contents.items()
-        }
-        held = [sum(piece.end - piece.begin for piece in pieces) for pieces in shares]
-        assert sum(held) == sum(sizes.values()) and max(held) - min(held) <= 1
-
-
-def test_a_process_reads_first_what_it_wrote() -> None:
-    sizes = {f"{kind}__{n}_0.distcp": 10 for n in range(12) for kind in ("", "optimizer")}
-    own = [Piece(f"{kind}__11_0.distcp", 0, 10) for kind in ("", "optimizer")]
-    assert share(sizes, 11, 12) == own
 
 
 def write_checkpoint(run: Path, batch: int) -> Path:
@@ -144,12 +121,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(RANKS)]
 
 
-def test_each_process_reads_its_part_however_long_that_takes(told: list[dict[str, Any]]) -> None:
+def test_each_process_reads_the_files_that_it_wrote_however_long_that_takes(
+    told: list[dict[str, Any]],
+) -> None:
     """Rank 0 read all of it before, and the others waited for it within dist_timeout."""
     assert [one["whole"] for one in told] == [["ba0000002", []]] * RANKS
-    total = 13 * 50_000
-    assert sum(one["bytes"] for one in told) == total
-    assert all(abs(one["bytes"] - total / RANKS) <= 1 for one in told)
+    # of ten writers every second one each; and rank 0 the small files
+    assert [one["bytes"] for one in told] == [8 * 50_000, 5 * 50_000]
     assert min(one["seconds"] for one in told) > TIMEOUT, "too fast to show anything"
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry.checkpoint.locks import NAME
+from llmfoundry.checkpoint.locks import LOCK
 from llmfoundry.distributed.launch import World
 from llmfoundry.files import try_lock
 from llmfoundry.train.signals import StopSignal
@@ -91,7 +91,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int | None], li
     folder = tmp_path_factory.mktemp("hung")
     write_recipe(folder)
     (folder / "runs/tiny").mkdir(parents=True)
-    with try_lock(folder / "runs/tiny" / NAME, mode=0o644) or pytest.fail():
+    with try_lock(folder / "runs/tiny" / LOCK, mode=0o644) or pytest.fail():
         ranks = start(folder, "hang", timeout=4)
         began = time.monotonic()
         out, err = ranks[0].communicate(timeout=200)

@@ -66,8 +66,7 @@ class TrainRecipe:
     files are sent; unset: runs/ in data.cache_folder."""
     save_local_copies: Annotated[int, Range(0, 1000)] = 0
     """Only with a URL as save_folder: newest checkpoints that stay on the machines' own disks too,
-    each machine's files also on the next one's, so that a restart reads no more from the store than
-    what was lost with two neighbours."""
+    so that a restart reads from the store no more than what lost machines had written."""
     seed: Annotated[int, Range(0)] = 17
     """Decides initial weights, the order of samples and every random draw."""
     deterministic: bool = False

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from llmfoundry.checkpoint.remote_events import FOLDERS
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.events import CHECKPOINTS, FOLDERS, add_event
 from llmfoundry.events import NAME as EVENTS
-from llmfoundry.events import add_event
 from llmfoundry.loggers.background_queue import describe
 from llmfoundry.loggers.mlflow_logger import RUN_ID_FILE, tag_ended
 from llmfoundry.recipe.front.paths import ROOT
@@ -221,7 +220,7 @@ def send(request: urllib.request.Request, *handlers: urllib.request.BaseHandler)
 
 
 # The run's own processes send events to MLflow and to the store (`loggers/background_queue.py`,
-# `checkpoint/mirror.py`); after the last decision there are none, so that the supervisor has a
+# `checkpoint/run_folder.py`); after the last decision there are none, so that the supervisor has a
 # process of its own send it: a store that does not answer holds nobody up, and the supervisor,
 # which lives for days, imports neither.
 
@@ -293,7 +292,6 @@ def main() -> int:
 
 
 def _upload_events(url: str, options: dict[str, Any], folder: str) -> None:
-    from llmfoundry.checkpoint.remote_run import CHECKPOINTS
     from llmfoundry.data.fetch.object_store import ObjectStore
 
     store, local = ObjectStore(url, FetchOptions(**options), key="save_folder"), Path(folder)

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from llmfoundry.checkpoint.commit import unpin
 from llmfoundry.checkpoint.load import load_training_state, read_state
 from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.storage import unpin
 from llmfoundry.data.loader import Loader
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
