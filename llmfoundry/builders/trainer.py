@@ -56,7 +56,6 @@ from llmfoundry.distributed.mesh import Meshes, build_mesh, with_mesh
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.events import read_events
-from llmfoundry.files import atomic_write
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.loggers.loggers import Tracker
@@ -420,9 +419,14 @@ def build_checkpointer(
 
     write_adapter = adapter_writer(written, job)
 
+    files = {"recipe.yaml": to_yaml(written)}
+    for name, content in job.tokenizer.files().items():
+        files[f"tokenizer/{name}"] = content
+
     def extras(folder: Path) -> None:
-        atomic_write(folder / "recipe.yaml", to_yaml(written))
-        job.tokenizer.save(folder / "tokenizer")
+        (folder / "tokenizer").mkdir()
+        for name, content in files.items():
+            (folder / name).write_text(content, encoding="utf-8")
         if isinstance(written, FinetuneRecipe):
             write_model(folder, job.recipe.model)
             write_adapter(folder)

@@ -1,8 +1,22 @@
-"""Writes a run's checkpoints, in the background where asked.
+"""Writes a run's checkpoints, in a background thread where the recipe sets it.
 
-The idea: a save is a row of steps that all processes end before one of them begins the next, so
-that what goes wrong on one is known to all, at the same step. A save that fails is reported at
-once, and tried again when the next is due; a full disk may be emptied meanwhile.
+`train/trainer.py` calls `Checkpointer.save`. A save is written in this order; every process ends a
+step before any begins the next, so a failure on one is known to all, at the same step:
+
+1. The save before is waited for; after `save_max_wait` seconds this one is skipped instead.
+2. Stage (`dcp.py`): each process lists the tensors that it writes, and copies them to host memory
+   where the rest runs in the background. Training resumes here; the next optimizer step waits for
+   copies from a GPU (`before_update`).
+3. Prepare (`storage.py`): the main process makes the checkpoint's folder, empty.
+4. Tensors (`dcp.py`): each process writes its files, `optimizer__<rank>_*.distcp` and
+   `__<rank>_*.distcp`, to the disk, with their checksums; rank 0 writes `.metadata`.
+5. Small files: rank 0 writes state.json, recipe.yaml, tokenizer/ and what fine-tuning adds.
+6. Commit (`storage.py`): all files are there and on the disk, at a URL sent; then COMMIT, which
+   makes the checkpoint count.
+7. Prune: older checkpoints and what interrupted saves have left are removed.
+
+A failed save is removed, reported at once, and tried again when the next is due; the user may make
+space on a full disk meanwhile.
 """
 
 from __future__ import annotations
@@ -34,17 +48,17 @@ from llmfoundry.ops.devices import device_thread
 
 @dataclass
 class Waits:
-    """Seconds that training waited for a save.
+    """Seconds that a save blocked training.
 
     Attributes:
-        before: for the save before to be written.
-        copies: for what is written in the background to be copied, or for a GPU to begin to.
-        whole: for all of it.
+        before: by the save before, until it was written.
+        copies: by copies for a background save, or until a GPU has begun them.
+        total: in all.
     """
 
     before: float = 0.0
     copies: float = 0.0
-    whole: float = 0.0
+    total: float = 0.0
 
 
 class Checkpointer:
@@ -77,7 +91,7 @@ class Checkpointer:
             max_wait: seconds that a save in the background waits for the one before to be written;
                 then it is left out. None: as long as it takes.
             warn: reports what does not end the run, at once.
-            note: reports each save that is whole.
+            note: reports each complete save.
             failed: reports one that failed or was left out: after which batch, what happened, what
                 is done; None: as `warn` does.
             saved: the batch whose checkpoint in this folder the run resumes from; None: none.
@@ -85,7 +99,7 @@ class Checkpointer:
         self._folder, self._world, self._extras = run_folder, world, extras
         self._keep, self._background = keep, background
         self._max_failures, self._warn, self._note = max_failures, warn, note
-        self._tell_failed = failed or (lambda batch, seen, done: warn(f"{seen}; {done}"))
+        self._report_failed = failed or (lambda batch, seen, done: warn(f"{seen}; {done}"))
         # the others hear of it by a collective, which has its own limit
         self._max_wait = max_wait and min(max_wait, world.timeout.total_seconds() / 2)
         self.waits = Waits()  # of the latest save
@@ -121,16 +135,16 @@ class Checkpointer:
         """
         began = time.perf_counter()
         folder = self._folder / "checkpoints" / f"ba{batch:07d}"
-        in_time = self._wait_for_the_one_before(None if last else self._max_wait)
+        in_time = self._wait_for_previous(None if last else self._max_wait)
         self.waits = Waits(before=time.perf_counter() - began)
         if not last:
             self.check()
         if not in_time:
-            self._leave_out(batch)
+            self._report_skipped(batch)
         elif batch != self._saved:  # by its interval, and now once more by a signal or at the end
             stage = partial(self._stage, model, optimizer)
             self._begin(batch, folder, stage, state, last=last)
-        self.waits.whole = time.perf_counter() - began
+        self.waits.total = time.perf_counter() - began
         return folder
 
     def _begin(
@@ -171,7 +185,7 @@ class Checkpointer:
             self._staged.before_update()
             self._staged = None
 
-    def _wait_for_the_one_before(self, seconds: float | None) -> bool:
+    def _wait_for_previous(self, seconds: float | None) -> bool:
         """Whether the save under way ended in that time; the same on every process."""
         thread = self._thread
         if thread is not None and seconds is not None:
@@ -185,9 +199,9 @@ class Checkpointer:
         self.wait()
         return True
 
-    def _leave_out(self, batch: int) -> None:
+    def _report_skipped(self, batch: int) -> None:
         if self._world.is_main:
-            self._tell_failed(
+            self._report_failed(
                 batch,
                 f"save_max_wait: the checkpoint of batch {batch} is left out: the one before is"
                 f" still being written after {self._max_wait:g} s more",
@@ -284,7 +298,7 @@ class Checkpointer:
         self._problem = f"save_folder: the checkpoint of batch {batch} was not saved: {why}"
         if not last and self._failures < self._max_failures:
             done = "training continues, and the next save tries again"
-            self._tell_failed(batch, self._problem, done)
+            self._report_failed(batch, self._problem, done)
 
     def _advice(self) -> str:
         newest = self._storage.newest()

@@ -132,6 +132,7 @@ class Trainer:
         self._saves_soon = False  # what the run went back to is to outlive a kill
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._started = time.perf_counter()
+        self._settings = self.recipe.training_settings()
 
     def _begin_losses(self, sums: float | list[float] = 0.0, steps: int = 0) -> LossWindow:
         only_finite = self.watch.config.not_finite != "stop"
@@ -412,7 +413,7 @@ class Trainer:
             "identity": self.identity,
             "spikes": self.watch.state(),
             "activation_checkpointing": self.recipe.parallel.activation_checkpointing,
-            "settings": self.recipe.training_settings(),
+            "settings": self._settings,
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }
         with self.training_paused():
@@ -420,7 +421,7 @@ class Trainer:
         self._saves_soon = False
         waits = self.checkpointer.waits
         waited = {
-            "time/checkpoint_blocking": waits.whole,
+            "time/checkpoint_blocking": waits.total,
             "time/checkpoint_wait": waits.before,
         }
         self.tracker.log(self.batch, self.batch * self.clock.tokens_per_batch, waited)

@@ -187,7 +187,7 @@ def slow_saves(rank: int, folder: Path) -> None:
                 let_go.set()
                 saver.wait()
             saver.save(batch, model, optimizer, {"batch": batch})
-            found.append([saver.waits.before, saver.waits.whole])
+            found.append([saver.waits.before, saver.waits.total])
         saver.save(4, model, optimizer, {"batch": 4}, last=True)
     (folder / f"{rank}.json").write_text(json.dumps({"said": said, "waits": found}))
     dist.barrier()

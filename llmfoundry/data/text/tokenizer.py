@@ -315,17 +315,24 @@ class Tokenizer:
             max_length: tokens that the model reads at most.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(folder / "tokenizer.json", self._backend.to_str(pretty=True))
+        for name, content in self.files(max_length=max_length).items():
+            atomic_write(folder / name, content)
+
+    def files(self, *, max_length: int | None = None) -> dict[str, str]:
+        """The files of `save`, by name."""
         config = {name: value for name, value in self._config.items() if value is not None}
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos}
         config.setdefault("pad_token", self.eos)
         config.setdefault("clean_up_tokenization_spaces", False)
         if max_length is not None:
             config["model_max_length"] = max_length
-        _write_json(folder / "tokenizer_config.json", config)
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         tokens = {name: config[name] for name in names if name in config}
-        _write_json(folder / "special_tokens_map.json", tokens)
+        return {
+            "tokenizer.json": self._backend.to_str(pretty=True),
+            "tokenizer_config.json": _json(config),
+            "special_tokens_map.json": _json(tokens),
+        }
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -468,8 +475,8 @@ def read_text(file: Path) -> str:
         raise UserError(f"{file}: holds no UTF-8 text; copy or download it again") from error
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    atomic_write(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def _part(backend: AnyBackend, name: str) -> Any:
