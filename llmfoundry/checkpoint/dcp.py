@@ -99,7 +99,7 @@ class Staged:
     """What a process is to write of a state, listed and perhaps copied.
 
     Attributes:
-        form: of the whole state: all that a plan depends on, to be compared with another's.
+        form: of the full state: all that a plan depends on, to be compared with another's.
         part: what this process writes.
         values: what a plan's items stand for: the state's own, or copies.
         copies: None: the state's own, which must not change before it is written.
@@ -148,10 +148,14 @@ class TensorFiles:
         self._plan: _Plan | None = None
 
     def stage(self, state: dict[str, Any], stacked: Stacked, *, copy: bool) -> Staged:
-        """List what this process writes of a state, and begin to copy it if asked.
+        """List what this process writes of a state, and begin to copy it where `copy`.
 
-        No message is sent and nothing written. Copies last until the next call. `stacked` is of the
-        state's parameters, as in `ops.shard_layout`.
+        No message is sent and nothing written. Copies last until the next call.
+
+        Args:
+            state: tensors and other values, in dictionaries.
+            stacked: of the state's parameters, as in `ops.shard_layout`.
+            copy: to host memory, for a save in the background.
         """
         planner = _Planner()
         planner.set_up_planner(state, is_coordinator=self._world.is_main)
@@ -182,8 +186,6 @@ class TensorFiles:
         Returns:
             The files of this process, with the bytes and checksum that were written.
 
-        `stacked` is of its parameters, as in `ops.shard_layout`.
-
         Raises:
             CollectiveError: it failed on one of them; on all.
         """
@@ -201,7 +203,7 @@ class TensorFiles:
         return writer.files
 
     def _write_anew(self, staged: Staged, writer: _Writer) -> SavePlan:
-        """What `dcp.save` does, which speaks by a process group, and sends the table to all."""
+        """What `dcp.save` does, which uses a process group, and sends the table to all."""
         mailbox, planner = self._mailbox, DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         writer.set_up_storage_writer(mailbox.is_main)
         plans, table = mailbox.gather(staged.part), Metadata({})
@@ -213,16 +215,16 @@ class TensorFiles:
 
         part = mailbox.scatter(mailbox.run(share, only_main=True))
         mailbox.run_long(lambda: writer.write_data(part, staged.values))
-        told = mailbox.gather(writer.written)
-        mailbox.run(lambda: writer.finish(table, told), only_main=True)
+        results = mailbox.gather(writer.written)
+        mailbox.run(lambda: writer.finish(table, results), only_main=True)
         return part
 
     def _write_as_before(self, folder: Path, staged: Staged, plan: _Plan, writer: _Writer) -> None:
         self._mailbox.run_long(lambda: writer.write_data(plan.part, staged.values))
         moved = writer.written != plan.written  # a value that is no tensor has another length
         if not self._mailbox.all_true(not moved):
-            told = self._mailbox.gather(writer.written if moved else [])
-            plan.table = self._mailbox.run(lambda: _moved(plan.table, told), only_main=True)
+            results = self._mailbox.gather(writer.written if moved else [])
+            plan.table = self._mailbox.run(lambda: _moved(plan.table, results), only_main=True)
             plan.written = writer.written
         self._mailbox.run(lambda: atomic_write(folder / TABLE, plan.table), only_main=True)
 
@@ -257,15 +259,15 @@ def _form_of(value: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _moved(table: bytes, told: list[list[WriteResult]]) -> bytes:
+def _moved(table: bytes, results: list[list[WriteResult]]) -> bytes:
     """A table of contents in which some values have other places."""
     metadata = pickle.loads(table)  # of this process's own making
-    metadata.storage_data |= {one.index: one.storage_data for part in told for one in part}
+    metadata.storage_data |= {one.index: one.storage_data for part in results for one in part}
     return pickle.dumps(metadata)
 
 
 class _Planner(DefaultSavePlanner):
-    """PyTorch's, which asks tensors alone for their blocks."""
+    """PyTorch's, for `BlockTensor`s too."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
@@ -399,7 +401,7 @@ class BlockTensor:
 
 
 def as_block_tensors(state: dict[str, Any], stacked: Stacked) -> dict[str, Any]:
-    """A flat state whose DTensors that several dimensions of the mesh cut are `BlockTensor`s.
+    """A flat state whose DTensors that several dimensions of the mesh shard are `BlockTensor`s.
 
     Args:
         state: by names as planners have them: model.NAME, optimizer.state.NAME.KEY.
@@ -447,28 +449,28 @@ def pass_on(state: Mapping[str, Any], world: World) -> None:
         return
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     owners = _owners(tensors, world)
-    whole, cut = dict[_Route, list[Tensor]](), list[tuple[Tensor, list[dist.ProcessGroup]]]()
+    full, sharded = dict[_Route, list[Tensor]](), list[tuple[Tensor, list[dist.ProcessGroup]]]()
     assert dist.group.WORLD is not None
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            cut.append((tensor.to_local().detach(), _replicated(tensor)))
+            sharded.append((tensor.to_local().detach(), _replicated(tensor)))
         else:
             route = _Route(dist.group.WORLD, owners[name], tensor.device, tensor.dtype)
-            whole.setdefault(route, []).append(tensor.detach())
-    _send(whole)
-    for step in range(max((len(groups) for _, groups in cut), default=0)):
+            full.setdefault(route, []).append(tensor.detach())
+    _send(full)
+    for step in range(max((len(groups) for _, groups in sharded), default=0)):
         routes: dict[_Route, list[Tensor]] = {}
-        for held, groups in cut:
+        for local, groups in sharded:
             # Who has not got it yet along a later dimension has nothing to give along this one.
             if step < len(groups) and all(dist.get_rank(g) == 0 for g in groups[step + 1 :]):
                 source = dist.get_global_rank(groups[step], 0)
-                route = _Route(groups[step], source, held.device, held.dtype)
-                routes.setdefault(route, []).append(held)
+                route = _Route(groups[step], source, local.device, local.dtype)
+                routes.setdefault(route, []).append(local)
         _send(routes)
 
 
 class _Route(NamedTuple):
-    """From whom to whom; tensors of one route travel together."""
+    """From a source to a group; tensors of one route are broadcast together."""
 
     group: dist.ProcessGroup
     source: int
@@ -477,17 +479,17 @@ class _Route(NamedTuple):
 
 
 def _owners(state: Mapping[str, Any], world: World) -> dict[str, int]:
-    """The process that each value belongs to which is whole on all of them."""
-    whole = [name for name, value in state.items() if not isinstance(value, DTensor)]
-    owners = dict.fromkeys(whole, 0)
-    if len(whole) < len(state):  # the others are cut
+    """The process that each value belongs to that all have in full."""
+    full = [name for name, value in state.items() if not isinstance(value, DTensor)]
+    owners = dict.fromkeys(full, 0)
+    if len(full) < len(state):  # the others are sharded
         return owners
-    sizes = {name: _bytes(value) for name in whole if isinstance(value := state[name], Tensor)}
+    sizes = {name: _bytes(value) for name in full if isinstance(value := state[name], Tensor)}
     load = [(0, rank) for rank in range(world.size)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        held, rank = heapq.heappop(load)
+        size, rank = heapq.heappop(load)
         owners[name] = rank
-        heapq.heappush(load, (held + sizes[name], rank))
+        heapq.heappush(load, (size + sizes[name], rank))
     return owners
 
 
@@ -507,7 +509,7 @@ def _is_first(tensor: DTensor) -> bool:
 
 
 def _send(routes: Mapping[_Route, list[Tensor]]) -> None:
-    """Broadcasts; every process meets those that it takes part in, in the order of names."""
+    """Broadcasts; each process takes part in its own, in the order of names."""
     for route, tensors in routes.items():
         for part in _messages(tensors):
             _broadcast(part, route)
@@ -577,7 +579,7 @@ class Staging:
     def copy(self, sources: Sequence[Tensor]) -> HostCopies:
         """Begin to copy tensors; those of an earlier call are overwritten.
 
-        Returns at once where they lie on a GPU, else when they are copied.
+        Returns at once where they are on a GPU, else when they are copied.
         """
         held = [source.detach() for source in sources]
         tensors = self._places(held)
@@ -599,16 +601,16 @@ class Staging:
     def _places(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous tensors of these shapes and dtypes in the buffer, each its own storage."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in like]
-        rooms = [math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes]
-        if sum(rooms) > self._buffer.nbytes:
+        spaces = [math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes]
+        if sum(spaces) > self._buffer.nbytes:
             self._buffer = host_buffer(0)  # let go before there is another
-            self._buffer = host_buffer(sum(rooms))
+            self._buffer = host_buffer(sum(spaces))
         begin, places = 0, list[Tensor]()
-        for tensor, size, room in zip(like, sizes, rooms, strict=True):
+        for tensor, size, space in zip(like, sizes, spaces, strict=True):
             if size:
                 flat = torch.frombuffer(self._buffer[begin : begin + size], dtype=tensor.dtype)
             else:
                 flat = torch.empty(0, dtype=tensor.dtype)
             places.append(flat.view(tensor.shape))
-            begin += room
+            begin += space
         return places

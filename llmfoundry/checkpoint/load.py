@@ -74,7 +74,7 @@ from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops import torch_private
 from llmfoundry.ops.shard_layout import Stacked
 
-# said by torch for every save and load of a run that has one process
+# torch warns for every save and load of a run that has one process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 _LONGEST = 1 << 26  # bytes of a state.json
@@ -118,7 +118,7 @@ def load_weights(
     left: Collection[str] = (),
     table: Metadata | None = None,
 ) -> None:
-    """Fill `model`, which processes of `world` read together; `table`: of `check_weights`.
+    """Fill `model`; all processes of `world` call. `table`: of `check_weights`.
 
     Left alone are an adapter, what is kept in 4 bits, which checkpoints never are, and `left`.
     """
@@ -132,17 +132,17 @@ def check_weights(folder: Path, model: Decoder, *, world: World = ALONE) -> Meta
         The checkpoint's table, on rank 0.
 
     Raises:
-        UserError: they are not the same, so that memory for the model is not to be asked for.
+        UserError: they differ; no memory for the model is taken yet.
     """
     shapes = {f"model.{plain_name(n)}": t.shape for n, t in _own_weights(model).items()}
     return check_shapes(shapes, folder, world=world)
 
 
 def _own_weights(model: Decoder, left: Collection[str] = ()) -> dict[str, Any]:
-    whole = get_model_state_dict(model)
+    every = get_model_state_dict(model)
     quantized = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
-    others = {n for n in whole if is_added(n) or n in quantized or n in left}
-    return {n: t for n, t in whole.items() if n not in others}
+    others = {n for n in every if is_added(n) or n in quantized or n in left}
+    return {n: t for n, t in every.items() if n not in others}
 
 
 def load_adapter(folder: Path, model: Decoder, *, world: World = ALONE) -> None:
@@ -166,11 +166,11 @@ def _load_into(
 
 def saved_state(model: Decoder) -> dict[str, Any]:
     """What a checkpoint holds of a model: all, or of an adapted one what its base does not say."""
-    whole = get_model_state_dict(model)
-    if not any(map(is_added, whole)):
-        return whole
+    every = get_model_state_dict(model)
+    if not any(map(is_added, every)):
+        return every
     kept = set(saved_names(model))
-    return {name: tensor for name, tensor in whole.items() if name in kept}
+    return {name: tensor for name, tensor in every.items() if name in kept}
 
 
 def load_training_state(
@@ -206,13 +206,13 @@ def load_tensors(
 ) -> None:
     """Fill the tensors of `state` from a checkpoint.
 
-    The first process reads the table of contents, each of several the tensors that `replicas.py`
-    gives it, and no two the same ones.
+    The first process reads the table of contents, each of several the tensors that
+    `own_names` gives it, and no two the same ones.
 
     Args:
         state: tensors in dictionaries; the same names on every process.
         folder: the checkpoint's.
-        world: the processes that fill theirs together, each of which calls; ALONE: this one alone.
+        world: the processes that fill theirs, each of which calls; ALONE: this one alone.
         stacked: of its parameters, as in `ops.shard_layout`; None: none is.
         table: what `check_shapes` has read of it already.
 
@@ -309,7 +309,7 @@ class _Planner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        if isinstance(value, BlockTensor):  # PyTorch asks tensors alone
+        if isinstance(value, BlockTensor):  # PyTorch's handles tensors alone
             return value.__get_tensor_shard__(index)
         return super().lookup_tensor(index)
 

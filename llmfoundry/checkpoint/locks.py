@@ -132,7 +132,7 @@ class Lease:
         """Take the lock; waits where its holder may be dead.
 
         Raises:
-            UserError: another lives, or the store cannot be asked or written.
+            UserError: another process holds it, or the store cannot be read or written.
         """
         first, deadline = "", 0.0
         while True:
@@ -162,17 +162,17 @@ class Lease:
         """A sign of life; does nothing for one who has lost the lock.
 
         Raises:
-            UserError: another has it, or the store cannot be asked or written.
+            UserError: another process holds it, or the store cannot be read or written.
         """
         self.check()
         self._beat += 1
         self._run.store.write(LOCK, self._facts())
 
     def check(self) -> None:
-        """Refuse to go on where another has taken the lock over.
+        """Refuse to continue where another has taken the lock over.
 
         Raises:
-            UserError: so it is, or the store cannot be asked.
+            UserError: so it is, or the store cannot be read.
         """
         text = self._read()
         if text and _parsed(text).get("owner") != self._owner:
@@ -190,7 +190,7 @@ class Lease:
         return encoded(facts)
 
     def _read(self) -> str:
-        """What the object says; nothing where it is not there."""
+        """The object's content; empty where it is not there."""
         try:
             return self._run.store.read(LOCK).decode(errors="replace")
         except MissingError:

@@ -6,7 +6,7 @@ Saving: no process sees what another has written. Each writes its files on its o
 and sends them itself; the main process writes the marker once all have reported that theirs are
 there.
 
-Reading: the main process asks once for a list of the checkpoint's files and reads the small ones,
+Reading: the main process lists the checkpoint's files once and reads the small ones,
 which all machines get from it. Where one machine has all of a run's processes, they fetch the
 tensors together, each other files; where there are more, every process reads from the store the
 files that it verifies and the tensors that it loads, and no machine has to hold all of it, but for
@@ -94,7 +94,7 @@ def find_run(url: str, key: str, *, options: FetchOptions | None = None) -> Path
     Args:
         url: such as s3://bucket/runs/mine, or s3://bucket/runs/mine/checkpoints/ba0000100.
         key: the recipe's.
-        options: how the store is asked; None: by the environment.
+        options: of requests to the store; None: from the environment.
     """
     options = options or FetchOptions()
     parts = url.rstrip("/").split("/")
@@ -107,7 +107,7 @@ def find_run(url: str, key: str, *, options: FetchOptions | None = None) -> Path
 
 
 class ObjectStorage(Storage):
-    """An object store, and a folder of each machine in which files are written before they go.
+    """An object store, and a folder of each machine in which files are written before sending.
 
     Attributes:
         store: its URL.
@@ -118,7 +118,7 @@ class ObjectStorage(Storage):
     """
 
     def __init__(self, store: ObjectStore, folder: Path) -> None:
-        """Nothing is asked of the store yet."""
+        """No request is sent yet."""
         super().__init__(folder)
         self.store, self.local_copies = store, 0
         self.before_commit: Callable[[], None] = lambda: None
@@ -152,7 +152,7 @@ class ObjectStorage(Storage):
         """Fetch all files but the tensors; the sizes of all that the store has.
 
         Raises:
-            UserError: the store cannot be asked.
+            UserError: the store cannot be read.
             ValueError: the checkpoint's marker cannot be read.
         """
         prefix = self.name(folder) + "/"
@@ -363,7 +363,7 @@ def _begin_copy(folder: Path, marker: bytes) -> None:
 
 
 def _is_here(path: Path, size: int) -> bool:
-    """Whether a file lies on this disk in full; one of another size is of no use, and goes."""
+    """Whether a file lies on this disk in full; one of another size is removed."""
     try:
         if path.stat().st_size == size:
             return True

@@ -109,7 +109,7 @@ def find_place(path: str, key: str, world: World, *, options: FetchOptions | Non
         path: a path, or a URL.
         key: the recipe's.
         world: this process.
-        options: how a store is asked; None: as the environment says.
+        options: of requests to a store; None: from the environment.
 
     Raises:
         UserError: it is not there.
@@ -310,7 +310,7 @@ class LocalEvents:
 
 
 def _of_supervisor(lines: list[bytes]) -> list[bytes]:
-    """The lines since a supervisor's first start; of one that goes on after a requeue all."""
+    """The lines since a supervisor's first start; of one that continues after a requeue all."""
     for index in range(len(lines) - 1, -1, -1):
         event = parse_json(lines[index])
         if event.get("kind") == "start" and event.get("attempt") == 1:
@@ -319,7 +319,7 @@ def _of_supervisor(lines: list[bytes]) -> list[bytes]:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The whole lines of a file of JSON objects."""
+    """The complete lines of a file of JSON objects."""
     found = []
     with suppress(OSError):
         for line in path.read_bytes().split(b"\n"):

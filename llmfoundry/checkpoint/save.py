@@ -62,7 +62,7 @@ class Waits:
 
 
 class Checkpointer:
-    """Writes a run's checkpoints, one at a time, in a background thread where asked."""
+    """Writes a run's checkpoints, one at a time, in a background thread where set."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Checkpointer:
         self._keep, self._background = keep, background
         self._max_failures, self._warn, self._note = max_failures, warn, note
         self._report_failed = failed or (lambda batch, seen, done: warn(f"{seen}; {done}"))
-        # the others hear of it by a collective, which has its own limit
+        # other processes learn of it by a collective, which has its own limit
         self._max_wait = max_wait and min(max_wait, world.timeout.total_seconds() / 2)
         self.waits = Waits()  # of the latest save
         self._mailbox = Mailbox(world)
@@ -156,7 +156,7 @@ class Checkpointer:
         *,
         last: bool,
     ) -> None:
-        """Write in the background, where asked, or now."""
+        """Write in the background, or now."""
         self._mailbox.begin()
         if last or not self._background:
             self._write(batch, folder, stage(False), state, last)
@@ -169,7 +169,7 @@ class Checkpointer:
         self._thread.start()
 
     def _stage(self, model: Decoder, optimizer: Optimizer | None, copy: bool) -> Staged | Exception:
-        """What to write; or why there is none, which the other processes have to be told."""
+        """What to write; or why there is none, which the other processes have to learn."""
         try:
             if optimizer is None:
                 tensors = {"model": get_model_state_dict(model)}
@@ -224,12 +224,12 @@ class Checkpointer:
             self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
 
     def find(self, until: int) -> Path | None:
-        """The newest whole checkpoint of this run saved after at most so many steps; all call."""
+        """The newest complete checkpoint saved after at most so many steps; all call."""
         self.wait()
         return find_checkpoint(self._folder, note=self._warn, world=self._world, until=until)
 
     def forget_after(self, batch: int) -> None:
-        """Remove what was saved after more steps, as the run goes on from there; all call."""
+        """Remove what was saved after more steps, as the run resumes from there; all call."""
         self.wait()
         self._mailbox.begin()
         self._mailbox.run(lambda: self._storage.forget_after(batch, self._world))
@@ -269,7 +269,7 @@ class Checkpointer:
         state: dict[str, Any],
         last: bool = False,
     ) -> None:
-        """Write a checkpoint; if that fails, count it, tell it, and remove what there is of it.
+        """Write a checkpoint; if that fails, count it, report it, and remove what there is of it.
 
         Raises:
             UserError: it was the last.

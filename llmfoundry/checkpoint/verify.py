@@ -71,7 +71,7 @@ def find_checkpoint(
     world: World = ALONE,
     until: int | None = None,
 ) -> Path | None:
-    """The newest whole checkpoint at `path`: one checkpoint's folder, or a run's folder.
+    """The newest complete checkpoint at `path`: one checkpoint's folder, or a run's folder.
 
     It is not pruned before `unpin`, nor while this process lives.
 
@@ -133,7 +133,7 @@ def _counts(folder: Path) -> bool:
 
 
 def _pinned_damage(folder: Path, sums: Sums, world: World) -> str | None:
-    """What is wrong with a checkpoint; None: it is whole, and stays while this process reads it."""
+    """What is wrong with a checkpoint; None: it is complete, and stays while it is read."""
     is_there = bool(all_reduce_min(world, int(pin(folder))))
     try:
         problem = find_damage(folder, sums=sums, world=world)
