@@ -100,7 +100,7 @@ def _add(name: str, target: AdapterTarget, lora: LowRank, dtype: torch.dtype) ->
     if lora.init == "pissa":
         for key, like in ((A_INIT, A), (B_INIT, B)):
             start = torch.empty(shapes[like], dtype=dtype, device=device)
-            module.register_parameter(prefix + key, nn.Parameter(start, requires_grad=False))
+            module.register_parameter(key, nn.Parameter(start, requires_grad=False))
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, LowRank]]:
@@ -124,7 +124,7 @@ def init_adapter(model: nn.Module, seed: int) -> None:
     for name, module, prefix, lora in adapted_layers(model):
         a, b = getattr(module, prefix + A), getattr(module, prefix + B)
         if lora.init == "pissa":
-            _start_from_singular_values(module, prefix, lora)
+            _start_from_singular_values(module, lora)
         elif isinstance(module, nn.Embedding):  # peft's: the product is 0 all the same
             assign(a, torch.zeros(a.shape, device=a.device))
             draw(b, Distribution(1.0), seed, f"{name}.{prefix}{B}")
@@ -159,30 +159,19 @@ class _Whole:
         return full_tensor(self._layer.dense())  # type: ignore[operator]
 
 
-def _start_from_singular_values(module: nn.Module, prefix: str, lora: LowRank) -> None:
-    """PiSSA: the r largest singular values of each matrix, their square roots on either side."""
+def _start_from_singular_values(layer: nn.Module, lora: LowRank) -> None:
+    """PiSSA: the r largest singular values of each part, their square roots on either side."""
+    weight = full_tensor(layer.dense())  # type: ignore[operator]
     a_rows, b_rows = [], []
-    for weight in _matrices(module, prefix, lora):
-        u, s, v = torch.linalg.svd(weight.float(), full_matrices=False)
+    for begin, end in lora.parts:
+        u, s, v = torch.linalg.svd(weight[begin:end].float(), full_matrices=False)
         root = (s[: lora.r] / lora.scaling).sqrt()
         a_rows.append(root[:, None] * v[: lora.r])
         b_rows.append(u[:, : lora.r] * root)
     for key, start, rows in ((A, A_INIT, a_rows), (B, B_INIT, b_rows)):
         value = torch.cat(rows)
-        assign(getattr(module, prefix + key), value)
-        assign(getattr(module, prefix + start), value)
-
-
-def _matrices(module: nn.Module, prefix: str, lora: LowRank) -> Iterator[Tensor]:
-    """The frozen matrices (out, in) that have a pair each: parts, or experts."""
-    if isinstance(module, ExpertWeights):
-        stack = module.dense(prefix[:-1])
-        assert stack is not None
-        stack = full_tensor(stack)
-        yield from stack.transpose(1, 2) if prefix == "w2_" else stack
-    else:
-        weight = full_tensor(module.dense())  # type: ignore[operator]
-        yield from (weight[begin:end] for begin, end in lora.parts)
+        assign(getattr(layer, key), value)
+        assign(getattr(layer, start), value)
 
 
 def is_added(name: str) -> bool:

@@ -228,10 +228,10 @@ def check_fit(name: str, target: AdapterTarget, lora: LowRank) -> None:
             raise UserError(
                 f"adapter.use_dora: stacked experts ({name}) have no DoRA; write false, {leave_out}"
             )
-        if lora.init == "pissa" and lora.shared:
+        if lora.init == "pissa":
             raise UserError(
-                "adapter.init_lora_weights: pissa needs a pair for each expert; write"
-                " experts: independent"
+                f"adapter.init_lora_weights: stacked experts ({name}) have no PiSSA; write default,"
+                f" {leave_out}"
             )
     if target.kind == "embedding" and (lora.dora or lora.init == "pissa" or lora.dropout):
         key = "use_dora" if lora.dora else "lora_dropout" if lora.dropout else "init_lora_weights"

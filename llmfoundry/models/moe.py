@@ -100,7 +100,7 @@ class ExpertWeights(nn.Module):
     the number of experts. Biases are vectors: (E * f,), and w2's (E * D,).
 
     Adapters stand beside them, stacked alike: `w1_lora_A` (E * r, in), `w1_lora_B` (E * out, r); a
-    pair that all experts share has no E; PiSSA's start is `w1_lora_A_init` and `w1_lora_B_init`.
+    pair that all experts share has no E.
 
     Under expert parallelism (`distributed/experts.py`) parameters are DTensors cut into whole
     experts, those without E the same on every process; what computes takes this process's part.
@@ -167,15 +167,8 @@ class ExpertWeights(nn.Module):
         lora = self.lora.get(name)
         if lora is None or not lora.on:
             return None, None
-        pairs = [(f"{name}_lora_A", f"{name}_lora_B", lora.scaling)]
-        if lora.init == "pissa":
-            pairs.append((f"{name}_lora_A_init", f"{name}_lora_B_init", -lora.scaling))
-        split = [
-            (self._by_expert(a, lora), self._by_expert(b, lora) * scale) for a, b, scale in pairs
-        ]
-        if len(split) == 1:
-            return split[0]
-        return torch.cat([a for a, _ in split], 1), torch.cat([b for _, b in split], 2)
+        b = self._by_expert(f"{name}_lora_B", lora)
+        return self._by_expert(f"{name}_lora_A", lora), b * lora.scaling
 
     def _by_expert(self, name: str, lora: LowRank) -> Tensor:
         """(E, rows, columns) of the factor `name`, E the experts here: a shared one is repeated."""

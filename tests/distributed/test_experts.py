@@ -75,7 +75,6 @@ class Case:
     clipping: tuple[str, float] = ("norm", 0.5)
     adapter: str = ""
     quantised: bool = False
-    init: str = "default"
     precision: str = "fp32"
     microbatch: int = 1
     alone: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +104,6 @@ CASES = {
     "lora": Case(adapter="independent"),
     "lora shared": Case(adapter="shared"),
     "qlora": Case(adapter="independent", quantised=True),
-    "pissa": Case(adapter="independent", init="pissa", close=1e-5),
     "eight bits": Case(ffn={"moe_compress_activations": True}, close=0.03),
     "bf16": Case(precision="bf16", close=0.03),
     "amp": Case(precision="amp_bf16", close=0.03),
@@ -121,7 +119,7 @@ def make_root(case: Case) -> Root:
     root.to(weight_dtype(case.precision))
     if case.adapter:
         config = AdapterConfig(name="lora", r=2, experts=case.adapter)
-        config.init_lora_weights, config.target_modules = case.init, ["w1", "v1", "w2"]
+        config.target_modules = ["w1", "v1", "w2"]
         config.fill()
         add_adapter(root.model, plan_adapter(root.model, config, split_qkv=True))
     if case.quantised:

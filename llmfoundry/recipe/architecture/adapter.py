@@ -49,10 +49,11 @@ class AdapterConfig:
     use_rslora: bool | None = None
     """Only for lora: scale by alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023); default false."""
     use_dora: bool | None = None
-    """Only for lora: learn row magnitudes separately (DoRA, Liu et al., 2024); default false."""
+    """Only for lora: learn row magnitudes separately (DoRA, Liu et al., 2024), not of
+    experts; default false."""
     init_lora_weights: Annotated[str | None, choice(INITS)] = None
     """Only for lora. default: A random, B zero. gaussian: A normal with deviation 1 / r. pissa: the
-    largest singular values of the weight move into A and B (Meng et al., 2024)."""
+    largest singular values of the weight move into A and B (Meng et al., 2024), not of experts."""
     lora_plus_ratio: Annotated[float | None, POSITIVE] = None
     """Only for lora: learning rate of B over that of A (LoRA+, Hayou et al., 2024); default 1."""
     modules_to_save: list[str] = field(default_factory=list)
