@@ -18,8 +18,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.moe import ExpertWeights, Router
-from llmfoundry.models.router import Routing
+from llmfoundry.models.moe import ExpertWeights
+from llmfoundry.models.router import Router, Routing
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build, to_dict

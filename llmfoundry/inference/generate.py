@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.positions import longest_document
-from llmfoundry.ops.attention.spec import autocast_dtype
+from llmfoundry.ops.devices import autocast_dtype
 
 _CUT = "\ufffd"  # what decoders write for an incomplete character
 

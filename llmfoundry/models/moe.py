@@ -8,88 +8,23 @@ them and back (`ops/moe/dispatch.py`).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from llmfoundry.models.layers import FFN, Linear
-from llmfoundry.models.low_rank import LowRank, adapted
-from llmfoundry.models.router import OtherTokens, Places, Routed, Statistics
+from llmfoundry.models.layers import FFN
+from llmfoundry.models.low_rank import LowRank
+from llmfoundry.models.router import OtherTokens, Places, Routed, Router, Statistics
 from llmfoundry.ops.activations import to_text
-from llmfoundry.ops.devices import has_autocast, without_autocast
+from llmfoundry.ops.devices import has_autocast
 from llmfoundry.ops.moe.dispatch import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.moe.mixture import mixture
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.architecture.model import ModelConfig
-
-
-class Router(Linear):
-    """Logits (N, E) of tokens (N, D), in fp32 whatever autocast or the weights' precision.
-
-    bfloat16's 8 bits would send some per cent of the tokens to other experts.
-
-    Attributes:
-        bias_steps: (E,), what moe_balancing: bias has added to each score so far, in steps of
-            moe_bias_update_rate. An integer: it stays exact where weights are kept in bfloat16.
-    """
-
-    bias_steps: Tensor
-
-    def __init__(self, config: ModelConfig) -> None:
-        ffn = config.ffn_config
-        assert ffn.moe_num_experts is not None
-        super().__init__(config.d_model, ffn.moe_num_experts, bias=False)
-        self.jitter = ffn.moe_jitter_eps
-        if ffn.moe_balancing == "bias":
-            self.register_buffer("bias_steps", torch.zeros(ffn.moe_num_experts, dtype=torch.int32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of x (N, D), while training of x times random numbers from 1 - eps to 1 + eps."""
-        if self.jitter and self.training:
-            noise = torch.rand(x.shape, dtype=_wide(x), device=x.device)
-            x = x * (1 - self.jitter + 2 * self.jitter * noise)
-        logits = self.base(x)
-        if self.lora is None or not self.lora.on:
-            return logits
-        with without_autocast(x):
-            return adapted(self, x.to(logits.dtype), logits, self.lora)
-
-    def base(self, x: Tensor) -> Tensor:
-        """Logits without an adapter."""
-        return WideLinear.apply(x, self.weight)
-
-
-class WideLinear(torch.autograd.Function):
-    """x W^T in fp32 or wider, of x (N, D) and W (E, D) in any dtype.
-
-    They wait for the backward pass as they came: an fp32 copy of every token would be a tenth more
-    memory than the experts keep.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits (N, E)."""
-        ctx.save_for_backward(x, weight)
-        with without_autocast(x):
-            return F.linear(x.to(_wide(x)), weight.to(_wide(x)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of x and W, in their dtypes."""
-        (x, weight), (grad,) = ctx.saved_tensors, grads
-        with without_autocast(x):
-            dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
-            return dx, (grad.T @ x.to(grad.dtype)).to(weight.dtype)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 class ExpertWeights(nn.Module):
@@ -228,7 +163,7 @@ class MoE(nn.Module):
             tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
         logits = self.router(tokens)  # (N, E)
         scores = logits.softmax(-1)
-        weights, experts = self._choose(scores)  # (N, k) each
+        weights, experts = self.router.choose(scores)  # (N, k) each
         y = self.mixed(tokens, weights, experts)  # (N, D)
         if real is not None:
             y = y.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, real, y)
@@ -256,44 +191,3 @@ class MoE(nn.Module):
         exchange.send_back(multiply(rows, weights.new_ones(here.shape), here))
         y = exchange.combined(weights)
         return y if shared is None else y + shared
-
-    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts (N, k) of tokens by their scores (N, E)."""
-        ffn = self.config
-        assert ffn.moe_top_k is not None
-        preferred = scores.detach()  # (N, E)
-        if ffn.moe_balancing == "bias":
-            assert ffn.moe_bias_update_rate is not None
-            preferred = preferred + ffn.moe_bias_update_rate * self.router.bias_steps
-        chosen = preferred.topk(ffn.moe_top_k).indices  # (N, k)
-        experts = _in_turn(chosen, scores.shape[1]) if ffn.moe_force_balance else chosen
-        weights = scores.gather(1, experts)  # (N, k)
-        if ffn.moe_normalize_expert_weights is not None:
-            p = ffn.moe_normalize_expert_weights
-            weights = weights / torch.linalg.vector_norm(weights, ord=p, dim=1, keepdim=True)
-        if ffn.uniform_expert_assignment:
-            experts = _in_turn(chosen, scores.shape[1])
-        return weights, experts
-
-
-def _in_turn(chosen: Tensor, n_experts: int) -> Tensor:
-    """Experts 0, 1, 2, ... in place of those chosen, in the shape of `chosen`."""
-    return (torch.arange(chosen.numel(), device=chosen.device) % n_experts).view_as(chosen)
-
-
-@torch.no_grad()
-def move_biases(module: nn.Module, load: Tensor, held: Tensor) -> None:
-    """One step of every router's bias, towards experts of less than mean load (Wang et al., 2024).
-
-    Args:
-        module: whose blocks have routers with biases; others are left alone, and so are those
-            of frozen routers.
-        load: (L, E), of the global batch: the same on every process.
-        held: 1: leave all as it is (the step was not taken); else 0.
-    """
-    routers = [m for m in module.modules() if isinstance(m, Router) and hasattr(m, "bias_steps")]
-    if routers:
-        taken = (load.mean(1, keepdim=True) - load).sign() * (1 - held)
-        for router, steps in zip(routers, taken, strict=True):
-            if router.weight.requires_grad:
-                router.bias_steps += steps.to(router.bias_steps.dtype)

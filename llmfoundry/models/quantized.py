@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from llmfoundry.models.adapter import is_added
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.layers import Linear
-from llmfoundry.models.moe import ExpertWeights, Router
+from llmfoundry.models.moe import ExpertWeights
+from llmfoundry.models.router import Router
 from llmfoundry.models.tensor_parallel import stacked_rows
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize, quantize
 from llmfoundry.ops.shard_layout import block_view, local_blocks, local_ranges

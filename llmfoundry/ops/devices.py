@@ -32,6 +32,22 @@ def without_autocast(x: Tensor) -> AbstractContextManager[None]:
     return torch.autocast(x.device.type, enabled=False) if has_autocast(x) else nullcontext()
 
 
+def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """Autocast's dtype where it is on for devices of this kind, else `dtype`; fp64 stays."""
+    available = torch.amp.is_autocast_available(kind)  # the meta device has none
+    if dtype == torch.float64 or not available or not torch.is_autocast_enabled(kind):
+        return dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def working_dtype(v: Tensor) -> torch.dtype:
+    """What attention computes in: autocast's dtype where it is on, else the values' own.
+
+    Queries and keys may come wider than the values, from their normalization.
+    """
+    return autocast_dtype(v.device.type, v.dtype)
+
+
 HAS_BF16: bool = has_avx512_bf16() and torch.backends.mkldnn.is_available()
 """Whether matrix products in bfloat16 are instructions of this CPU; emulated they are up to 100
 times slower than in fp32."""

@@ -33,6 +33,145 @@ time at 256 tokens, 0.12 at 4,096, 0.06 at 8,192."""
 CUDA_TILE = 128  # a chunk is a multiple of it: rows that a kernel computes together
 
 
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    weights: Tensor | None = None,
+    chunk: int | None = None,
+    shard: VocabularyShard | None = None,
+) -> Tensor:
+    """Sum of -log softmax(cap(hidden @ weight.T))[label] over labelled tokens, an fp32 scalar.
+
+    Matrix products run in autocast's dtype where it is on; softmax and sums in fp32.
+
+    Args:
+        hidden: (..., D).
+        weight: (V, D), the output head.
+        labels: (...), int64; IGNORE counts nothing.
+        scale: factor on the logits.
+        softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
+        weights: (...), what each token's summand is multiplied by; None: 1.
+        chunk: tokens whose logits are held at a time; None: as many as suit the device.
+        shard: which rows of the head `weight` is; every process has the same tokens, gets the same
+            result, and a summand of the gradient of hidden states. None: all.
+    """
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    weights = None if weights is None else weights.flatten()
+    kept = labelled_places(labels)
+    if kept is not None:
+        hidden, labels = hidden[kept], labels[kept]
+        weights = None if weights is None else weights[kept]
+    options = HeadOptions(product_dtype(hidden), scale, softcap, chunk, shard)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _LinearCrossEntropy.apply(hidden, weight, labels, weights, options)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Chunked forward that leaves gradients of the sum behind for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor | None,
+        options: HeadOptions,
+    ) -> Tensor:
+        wants = ctx.needs_input_grad[:2]
+        run = HeadPass(hidden, weight, labels, options, wants=wants)
+        total = hidden.new_zeros((), dtype=run.wide)
+        for part in run.parts():
+            nats = run.nats(part)
+            factor = None if weights is None else weights[part, None]
+            total += (nats if factor is None else nats * factor).sum()
+            if any(wants):
+                run.add_gradients(part, factor)
+        ctx.save_for_backward(run.grad_hidden, run.grad_weight)
+        ctx.weight_dtype, ctx.scale = weight.dtype, options.scale
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scale = grads[0] * ctx.scale  # the logits' own factor, at no cost for each of them
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:  # in bf16 the scale itself would be off by up to 0.4 %
+            grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    shard: VocabularyShard | None = None,
+) -> Tensor:
+    """(...): log softmax(cap(hidden @ weight.T))[label] of each token, fp32, 0 without a label.
+
+    Matrix products run in autocast's dtype where it is on; softmax and sums in fp32.
+
+    Args:
+        hidden: (..., D).
+        weight: (V, D), the output head.
+        labels: (...), int64; IGNORE: none is asked.
+        scale: factor on the logits.
+        softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
+        chunk: tokens whose logits are held at a time; None: as many as suit the device.
+        shard: which rows of the head `weight` is; every process has the same tokens, gets the same
+            result, and a summand of the gradient of hidden states. None: all.
+    """
+    shape, options = labels.shape, HeadOptions(product_dtype(hidden), scale, softcap, chunk, shard)
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    kept = labelled_places(labels)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if kept is None:
+            return _LinearLogProbs.apply(hidden, weight, labels, options).view(shape)
+        found = _LinearLogProbs.apply(hidden[kept], weight, labels[kept], options)
+        return found.new_zeros(labels.shape).index_put((kept,), found).view(shape)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Chunked in both passes; nothing but the inputs waits between them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        options: HeadOptions,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.options = options
+        run = HeadPass(hidden, weight, labels, options, wants=(False, False))
+        found = hidden.new_empty(len(hidden), dtype=run.wide)
+        for part in run.parts():
+            found[part] = -run.nats(part)[:, 0]
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        run = HeadPass(hidden, weight, labels, ctx.options, wants=ctx.needs_input_grad[:2])
+        factor = -ctx.options.scale * grad[:, None]
+        for part in run.parts():
+            run.nats(part)
+            run.add_gradients(part, factor[part])
+        grad_weight = None if run.grad_weight is None else run.grad_weight.to(weight.dtype)
+        return run.grad_hidden, grad_weight, None, None
+
+
 def cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Logits times scale and then, with a cap c, c * tanh(logits / c); in fp32 or wider within."""
     if scale == 1 and softcap is None:
@@ -120,6 +259,26 @@ class VocabularyShard:
         return sums.logsumexp(0)[:, None], targets.sum(0)[:, None]
 
 
+@dataclass(frozen=True)
+class HeadOptions:
+    """How logits are made of hidden states (N, D) and an output head (V, D).
+
+    Attributes:
+        dtype: of the matrix products.
+        scale: factor on the logits.
+        softcap: as in `cap`.
+        chunk: tokens at a time; None: as many as `chunk_tokens` gives.
+        shard: which rows of the head are here, on every process others: the gradient of hidden
+            states then is a summand of theirs; None: all.
+    """
+
+    dtype: torch.dtype
+    scale: float = 1.0
+    softcap: float | None = None
+    chunk: int | None = None
+    shard: VocabularyShard | None = None
+
+
 class HeadPass:
     """One pass over tokens: `nats` of a chunk, then, where wanted, `add_gradients` of it.
 
@@ -134,13 +293,9 @@ class HeadPass:
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
+        options: HeadOptions,
         *,
-        dtype: torch.dtype,
-        scale: float,
-        softcap: float | None,
         wants: tuple[bool, bool],
-        chunk: int | None = None,
-        shard: VocabularyShard | None = None,
     ) -> None:
         """Begin one.
 
@@ -148,21 +303,16 @@ class HeadPass:
             hidden: (N, D).
             weight: (V, D), the output head.
             labels: (N,), int64; IGNORE counts nothing.
-            dtype: of the matrix products.
-            scale: factor on the logits.
-            softcap: as in `cap`.
+            options: how logits are made.
             wants: whether gradients of hidden states and of the head are wanted.
-            chunk: tokens at a time; None: as `chunk_tokens` says.
-            shard: which rows of the head `weight` is, on every process another: the gradient of
-                hidden states then is a summand of theirs; None: all.
         """
-        self._shard = shard
+        dtype, self._shard = options.dtype, options.shard
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.grad_hidden = torch.empty_like(hidden) if wants[0] else None
         self.grad_weight = torch.zeros_like(weight, dtype=self.wide) if wants[1] else None
         self._hidden, self._labels, self._weight = hidden, labels, weight.to(dtype)
-        self._chunk = chunk_tokens(weight.shape[0], weight.device, chunk)
-        self._cap = (scale, softcap)
+        self._chunk = chunk_tokens(weight.shape[0], weight.device, options.chunk)
+        self._cap = (options.scale, options.softcap)
         self._products: _Wide | _Scratch = (
             _Wide(dtype)
             if sums_wide(weight.device, dtype)
@@ -295,45 +445,6 @@ def _cap_in_place(logits: Tensor, scale: float, softcap: float | None) -> Tensor
     return slope
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    weights: Tensor | None = None,
-    chunk: int | None = None,
-    shard: VocabularyShard | None = None,
-) -> Tensor:
-    """Sum of -log softmax(cap(hidden @ weight.T))[label] over labelled tokens, an fp32 scalar.
-
-    Matrix products run in autocast's dtype where it is on; softmax and sums in fp32.
-
-    Args:
-        hidden: (..., D).
-        weight: (V, D), the output head.
-        labels: (...), int64; IGNORE counts nothing.
-        scale: factor on the logits.
-        softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
-        weights: (...), what each token's summand is multiplied by; None: 1.
-        chunk: tokens whose logits are held at a time; None: as many as suit the device.
-        shard: which rows of the head `weight` is; every process has the same tokens, gets the same
-            result, and a summand of the gradient of hidden states. None: all.
-    """
-    hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    weights = None if weights is None else weights.flatten()
-    kept = labelled_places(labels)
-    if kept is not None:
-        hidden, labels = hidden[kept], labels[kept]
-        weights = None if weights is None else weights[kept]
-    dtype = product_dtype(hidden)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(
-            hidden, weight, labels, dtype, scale, softcap, weights, chunk, shard
-        )
-
-
 def reference_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -349,91 +460,6 @@ def reference_cross_entropy(
     return (nats if weights is None else nats * weights.flatten()).sum()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Chunked forward that leaves gradients of the sum behind for the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        dtype: torch.dtype,
-        scale: float,
-        softcap: float | None,
-        weights: Tensor | None,
-        chunk: int | None,
-        shard: VocabularyShard | None,
-    ) -> Tensor:
-        wants = ctx.needs_input_grad[:2]
-        run = HeadPass(
-            hidden,
-            weight,
-            labels,
-            dtype=dtype,
-            scale=scale,
-            softcap=softcap,
-            wants=wants,
-            chunk=chunk,
-            shard=shard,
-        )
-        total = hidden.new_zeros((), dtype=run.wide)
-        for part in run.parts():
-            nats = run.nats(part)
-            factor = None if weights is None else weights[part, None]
-            total += (nats if factor is None else nats * factor).sum()
-            if any(wants):
-                run.add_gradients(part, factor)
-        ctx.save_for_backward(run.grad_hidden, run.grad_weight)
-        ctx.weight_dtype, ctx.scale = weight.dtype, scale
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grads[0] * ctx.scale  # the logits' own factor, at no cost for each of them
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:  # in bf16 the scale itself would be off by up to 0.4 %
-            grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
-
-
-def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    shard: VocabularyShard | None = None,
-) -> Tensor:
-    """(...): log softmax(cap(hidden @ weight.T))[label] of each token, fp32, 0 without a label.
-
-    Matrix products run in autocast's dtype where it is on; softmax and sums in fp32.
-
-    Args:
-        hidden: (..., D).
-        weight: (V, D), the output head.
-        labels: (...), int64; IGNORE: none is asked.
-        scale: factor on the logits.
-        softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
-        chunk: tokens whose logits are held at a time; None: as many as suit the device.
-        shard: which rows of the head `weight` is; every process has the same tokens, gets the same
-            result, and a summand of the gradient of hidden states. None: all.
-    """
-    shape, dtype = labels.shape, product_dtype(hidden)
-    hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    kept = labelled_places(labels)
-    with torch.autocast(hidden.device.type, enabled=False):
-        how = (dtype, scale, softcap, chunk, shard)
-        if kept is None:
-            return _LinearLogProbs.apply(hidden, weight, labels, *how).view(shape)
-        found = _LinearLogProbs.apply(hidden[kept], weight, labels[kept], *how)
-        return found.new_zeros(labels.shape).index_put((kept,), found).view(shape)
-
-
 def reference_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -446,40 +472,3 @@ def reference_log_probs(
     log_shares = torch.log_softmax(cap(hidden @ weight.T, scale, softcap), -1)
     keep = labels != IGNORE
     return log_shares.gather(-1, torch.where(keep, labels, 0)[..., None])[..., 0] * keep
-
-
-class _LinearLogProbs(torch.autograd.Function):
-    """Chunked in both passes; nothing but the inputs waits between them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        dtype: torch.dtype,
-        scale: float,
-        softcap: float | None,
-        chunk: int | None,
-        shard: VocabularyShard | None,
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, labels)
-        ctx.settings = {"dtype": dtype, "scale": scale, "softcap": softcap, "chunk": chunk}
-        ctx.settings["shard"] = shard
-        run = HeadPass(hidden, weight, labels, wants=(False, False), **ctx.settings)
-        found = hidden.new_empty(len(hidden), dtype=run.wide)
-        for part in run.parts():
-            found[part] = -run.nats(part)[:, 0]
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels = ctx.saved_tensors
-        run = HeadPass(hidden, weight, labels, wants=ctx.needs_input_grad[:2], **ctx.settings)
-        factor = -ctx.settings["scale"] * grad[:, None]
-        for part in run.parts():
-            run.nats(part)
-            run.add_gradients(part, factor[part])
-        grad_weight = None if run.grad_weight is None else run.grad_weight.to(weight.dtype)
-        return run.grad_hidden, grad_weight, None, None, None, None, None, None

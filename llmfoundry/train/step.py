@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from llmfoundry.distributed.fsdp import gradient_sync, sum_factor
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.moe import move_biases
-from llmfoundry.models.router import Routing
+from llmfoundry.models.router import Routing, move_biases
 from llmfoundry.ops import torch_private
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm

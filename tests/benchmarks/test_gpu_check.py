@@ -560,9 +560,8 @@ def test_a_backend_that_is_off_by_a_percent_is_found(
 def test_a_chunk_of_the_loss_is_as_many_tokens_as_were_asked() -> None:
     def chunks() -> int:
         hidden, weight = torch.zeros(100, 8), torch.zeros(16, 8)
-        options: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "softcap": None}
-        labels = torch.zeros(100, dtype=torch.int64)
-        run = loss.HeadPass(hidden, weight, labels, wants=(True, True), **options)
+        options, labels = loss.HeadOptions(torch.float32), torch.zeros(100, dtype=torch.int64)
+        run = loss.HeadPass(hidden, weight, labels, options, wants=(True, True))
         return len([*run.parts()])
 
     with speed.of_chunks(32):

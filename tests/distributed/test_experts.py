@@ -25,9 +25,9 @@ from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.models.adapter import add_adapter, base_sample, init_adapter
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.moe import MoE, Router
+from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import place, quantize_frozen
-from llmfoundry.models.router import OtherTokens
+from llmfoundry.models.router import OtherTokens, Router
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.architecture.adapter import AdapterConfig

@@ -24,7 +24,7 @@ from llmfoundry.gauntlet.questions import Prompt, common_prefix
 from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.positions import longest_document
-from llmfoundry.ops.attention.spec import autocast_dtype
+from llmfoundry.ops.devices import autocast_dtype
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 if TYPE_CHECKING:

@@ -20,19 +20,15 @@ import importlib.metadata
 import inspect
 import warnings
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.attention.spec import (
-    AttentionPlan,
-    AttentionSpec,
-    device_refusal,
-    packed_plan,
-    working_dtype,
-)
+from llmfoundry.ops.attention.spec import AttentionPlan, AttentionSpec, document_segments
+from llmfoundry.ops.devices import working_dtype
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.ops.torch_private import activate_fa3
 
@@ -41,7 +37,7 @@ def varlen_refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    reason = device_refusal(device, dtype)
+    reason = _device_refusal(device, dtype)
     if reason is None and "window_size" not in _varlen_parameters():
         reason = f"it is too old in torch {torch.__version__}; install 2.11 or newer, or write auto"
     return reason
@@ -64,7 +60,7 @@ def varlen_prepare(
         return AttentionPlan(
             "varlen", spec, shared_heads=shared, longest=queries, longest_keys=keys
         )
-    return packed_plan("varlen", spec, layout, device, past=past, shared_heads=shared)
+    return _packed_plan("varlen", spec, layout, device, past=past, shared_heads=shared)
 
 
 def varlen_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
@@ -120,7 +116,7 @@ def flash_refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    reason = device_refusal(device, dtype)
+    reason = _device_refusal(device, dtype)
     if reason is None and spec.dropout and head_dim is not None and head_dim > DROPOUT_HEAD_DIM:
         properties = torch.cuda.get_device_properties(device)  # AMD's lack this one
         if getattr(properties, "shared_memory_per_block_optin", DROPOUT_MEMORY) < DROPOUT_MEMORY:
@@ -143,7 +139,7 @@ def flash_prepare(
     assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
     if layout is None:
         return AttentionPlan("flash", spec)
-    return packed_plan("flash", spec, layout, device, past=past)
+    return _packed_plan("flash", spec, layout, device, past=past)
 
 
 def flash_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
@@ -199,7 +195,7 @@ def flash3_refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
     """Why it cannot serve; None: it can."""
-    reason = device_refusal(device, dtype)
+    reason = _device_refusal(device, dtype)
     if reason is not None:
         return reason
     if not is_hopper(device):
@@ -220,7 +216,7 @@ def flash3_prepare(
     assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
     if layout is None:
         return AttentionPlan("flash3", spec)
-    return packed_plan("flash3", spec, layout, device, past=past)
+    return _packed_plan("flash3", spec, layout, device, past=past)
 
 
 def flash3_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
@@ -326,3 +322,58 @@ def _undecided(head_dim: int | None) -> str | None:
             f" ({head_dim}); write auto, or deterministic: false"
         )
     return None
+
+
+def _device_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Where FlashAttention does not run, PyTorch's build (varlen) or its own (flash, flash3)."""
+    if device.type != "cuda":
+        return f"its kernel runs on CUDA alone, not on {device.type}; write auto"
+    if dtype not in (torch.float16, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        return f"its kernel takes bf16 and fp16, not {name}; write auto, or precision: amp_bf16"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return (
+            "its kernel needs a GPU of compute capability 8.0 (A100) or newer, this one has"
+            f" {major}.{minor}; write auto"
+        )
+    return None
+
+
+def _packed_plan(
+    impl: str,
+    spec: AttentionSpec,
+    layout: PackedLayout,
+    device: torch.device,
+    *,
+    past: int,
+    shared_heads: bool = True,
+) -> AttentionPlan:
+    """The plan of a kernel that is told where documents begin and end.
+
+    Documents before the first query have none; FlashAttention's kernels serve such ones, and write
+    zeros as the gradients of their keys (csrc/flash_attn/src/flash_bwd_kernel.h: "This also covers
+    the case where actual_seqlen_q == 0").
+    """
+    segments = document_segments(layout, past)
+    borders, longest = _borders([n for n, _ in segments], device)
+    keys, longest_keys = borders, longest
+    if past:
+        keys, longest_keys = _borders([n for _, n in segments], device)
+    return AttentionPlan(
+        impl,
+        spec,
+        shared_heads=shared_heads,
+        borders=borders,
+        longest=longest,
+        key_borders=keys,
+        longest_keys=longest_keys,
+    )
+
+
+def _borders(lengths: list[int], device: torch.device) -> tuple[Tensor, int]:
+    """Where pieces of these lengths begin and end, (N + 1,) int32 on the device; the longest."""
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    if device.type == "cuda":
+        borders = borders.pin_memory()  # from pageable memory the copy would wait for the device
+    return borders.to(device, non_blocking=True), max(lengths)

@@ -22,9 +22,8 @@ from llmfoundry.ops.attention.spec import (
     causal_bias,
     dense_bias,
     document_segments,
-    without_autocast,
-    working_dtype,
 )
+from llmfoundry.ops.devices import without_autocast, working_dtype
 from llmfoundry.ops.packed_layout import PackedLayout
 
 Serve = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
@@ -79,7 +78,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
     if q.device.type != "cpu":
         return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, spec.scale, dropout)
     inner = _cpu_dtype(dtype, queries, plan)
-    with without_autocast("cpu"):
+    with without_autocast(q):
         q, k, v = q.to(inner), k.to(inner), v.to(inner)
         if plan.packed:
             assert plan.by_run is not None

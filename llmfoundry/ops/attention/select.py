@@ -30,12 +30,10 @@ from llmfoundry.ops.attention.spec import (
     AttentionSpec,
     RangePlan,
     alibi_slopes,
-    autocast_dtype,
     dense_bias,
     repeat_heads,
-    without_autocast,
-    working_dtype,
 )
+from llmfoundry.ops.devices import autocast_dtype, without_autocast, working_dtype
 from llmfoundry.ops.packed_layout import PackedLayout, Ranges
 
 __all__ = ["AttentionPlan", "AttentionSpec", "alibi_slopes", "attend", "plan", "refusal"]
@@ -203,7 +201,7 @@ def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout:
     spec, bias, dtype = plan.spec, plan.bias, working_dtype(v)
     assert bias is not None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    with without_autocast(q.device.type):
+    with without_autocast(q):
         logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide))  # (B, H, T, S)
         logits = logits * spec.scale
         if spec.softcap is not None:

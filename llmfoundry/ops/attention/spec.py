@@ -8,7 +8,6 @@ not run, and why), `prepare` (an `AttentionPlan`, once a forward pass) and `atte
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -200,86 +199,9 @@ def document_segments(layout: PackedLayout, past: int) -> tuple[tuple[int, int],
     return tuple(found)
 
 
-def packed_plan(
-    impl: str,
-    spec: AttentionSpec,
-    layout: PackedLayout,
-    device: torch.device,
-    *,
-    past: int,
-    shared_heads: bool = True,
-) -> AttentionPlan:
-    """The plan of a kernel that is told where documents begin and end.
-
-    Documents before the first query have none; FlashAttention's kernels serve such ones, and write
-    zeros as the gradients of their keys (csrc/flash_attn/src/flash_bwd_kernel.h: "This also covers
-    the case where actual_seqlen_q == 0").
-    """
-    segments = document_segments(layout, past)
-    borders, longest = _borders([n for n, _ in segments], device)
-    keys, longest_keys = borders, longest
-    if past:
-        keys, longest_keys = _borders([n for _, n in segments], device)
-    return AttentionPlan(
-        impl,
-        spec,
-        shared_heads=shared_heads,
-        borders=borders,
-        longest=longest,
-        key_borders=keys,
-        longest_keys=longest_keys,
-    )
-
-
-def _borders(lengths: list[int], device: torch.device) -> tuple[Tensor, int]:
-    """Where pieces of these lengths begin and end, (N + 1,) int32 on the device; the longest."""
-    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    if device.type == "cuda":
-        borders = borders.pin_memory()  # from pageable memory the copy would wait for the device
-    return borders.to(device, non_blocking=True), max(lengths)
-
-
-def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Autocast's dtype where it is on for devices of this kind, else `dtype`; fp64 stays."""
-    available = torch.amp.is_autocast_available(kind)  # the meta device has none
-    if dtype == torch.float64 or not available or not torch.is_autocast_enabled(kind):
-        return dtype
-    return torch.get_autocast_dtype(kind)
-
-
-def without_autocast(kind: str) -> AbstractContextManager[object]:
-    """Operations in their inputs' own dtypes."""
-    available = torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if available else nullcontext()
-
-
-def working_dtype(v: Tensor) -> torch.dtype:
-    """What attention computes in: autocast's dtype where it is on, else the values' own.
-
-    Queries and keys may come wider than the values, from their normalisation.
-    """
-    return autocast_dtype(v.device.type, v.dtype)
-
-
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values (B, S, KV, hd) with as many heads as q (B, T, H, hd)."""
     groups = q.shape[2] // k.shape[2]
     if groups == 1:
         return k, v
     return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-
-
-def device_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Where FlashAttention does not run, PyTorch's build (varlen) or its own (flash, flash3)."""
-    if device.type != "cuda":
-        return f"its kernel runs on CUDA alone, not on {device.type}; write auto"
-    if dtype not in (torch.float16, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        return f"its kernel takes bf16 and fp16, not {name}; write auto, or precision: amp_bf16"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return (
-            "its kernel needs a GPU of compute capability 8.0 (A100) or newer, this one has"
-            f" {major}.{minor}; write auto"
-        )
-    return None
