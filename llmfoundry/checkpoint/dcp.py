@@ -422,7 +422,7 @@ _MOMENTS = "optimizer.state."
 def _shown(value: Any, stacked: Sequence[int]) -> Any:
     if not isinstance(value, DTensor):
         return value
-    return BlockTensor(value, stacked) if len(ShardLayout.of(value).cuts) > 1 else value
+    return BlockTensor(value, stacked) if len(ShardLayout.of(value).axes) > 1 else value
 
 
 _MESSAGE = 1 << 28  # bytes of a broadcast at most, and of the copy that it is made from

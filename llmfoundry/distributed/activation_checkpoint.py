@@ -2,7 +2,7 @@
 
 `builders/trainer.py` calls `wrap_blocks` on the meta device, before FSDP: a block's own `forward`
 is replaced in place, so names of parameters stay what they are, and FSDP's hooks, which wait for
-other processes, stay outside of what is compiled and of what is computed again.
+other processes, stay outside of what is compiled and of what is recomputed.
 
 Only training goes through the wraps. Evaluation and generation call the plain forward pass: their
 rows have every length, and each would be compiled anew.
@@ -57,7 +57,7 @@ KEPT = (
 )
 """Operators, by how their names begin, whose results selective checkpointing keeps: matrix
 products, attention, experts, and what other processes would have to take part in. All else is
-bound by memory traffic, and computed again (as torchtitan has it, which keeps every second product
+bound by memory traffic, and recomputed (as torchtitan has it, which keeps every second product
 alone)."""
 
 
@@ -71,7 +71,7 @@ def wrap_blocks(root: Root, *, checkpointing: bool | str, compile_mode: str | No
 
     Args:
         root: the model, before FSDP or DDP wrap it.
-        checkpointing: what is computed again in the backward pass: `none`; `selective`, all but
+        checkpointing: what is recomputed in the backward pass: `none`; `selective`, all but
             what KEPT names; `whole` or True, everything, from a block's input.
         compile_mode: torch.compile's mode; None: not compiled.
     """
@@ -110,7 +110,7 @@ def _checkpointed(forward: Forward, contexts: Callable[[], Any] | None = None) -
     """Keep the inputs; the random state is kept too, so that dropout falls on the same elements.
 
     Args:
-        forward: what is computed again.
+        forward: what is recomputed.
         contexts: of its first and its second time, which keep results; None: nothing is kept.
     """
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
@@ -132,7 +132,7 @@ def _checkpointed(forward: Forward, contexts: Callable[[], Any] | None = None) -
 def _selection(root: Root) -> Callable[[], Any]:
     """Contexts that keep the results of the operators that KEPT names.
 
-    Not of a feed-forward layer's last product: nothing in the block asks for it again.
+    Not of a feed-forward layer's last product: nothing in the block needs it again.
     """
     model = root.model.config
     last = (model.ffn_config.ffn_hidden_size, model.d_model)
@@ -162,7 +162,7 @@ def _shared_mixtures(root: Root) -> list[MoE]:
 
 
 def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:
-    """One function for all blocks: those that are alike share its graphs, compiled once."""
+    """One function for all blocks: identical ones share its graphs, compiled once."""
     # Blocks of other windows, or with others' keys, are other graphs; beyond the limit (8) PyTorch
     # would run them uncompiled and only warn.
     limits = torch.compiler.config
@@ -197,7 +197,7 @@ def check_compiler(mode: str, device: torch.device) -> None:
     """Compile one addition: seconds now in place of a traceback in the first step.
 
     Raises:
-        UserError: kernels cannot be built here, or not as the mode asks.
+        UserError: kernels cannot be built here, or not in this mode.
     """
     if mode in GRAPH_MODES and device.type != "cuda":
         raise UserError(

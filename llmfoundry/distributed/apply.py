@@ -38,16 +38,16 @@ def parallelize(
         precision: the recipe's.
         compile_mode: torch.compile's; None: not compiled.
     """
-    # 1. Tensor: matrices of the dense layers are cut, and each process has its own tokens between.
+    # 1. Tensor: dense layers' matrices are sharded, and each process has its own tokens between.
     apply_tensor_parallel(root, meshes)
-    # 2. Experts: each process holds some of them whole, and tokens travel to them.
+    # 2. Experts: each process has some of them, and tokens are sent to them.
     apply_expert_parallel(root, meshes)
-    # 3. Context: attention asks the processes that share this one's rows for what it needs. What
-    # routers' losses count are the tokens of all that share a row.
+    # 3. Context: attention receives from the processes that share this one's rows what it needs.
+    # What routers' losses count are the tokens of all that share a row.
     apply_context_parallel(root, meshes, config)
     share_router_statistics(root, world, meshes)
     # 4. Activation memory, and compilation inside of it: each block's forward pass is replaced.
     wrap_blocks(root, checkpointing=config.activation_checkpointing, compile_mode=compile_mode)
     # 5. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
-    # computed again. Then memory for what is this process's own.
+    # recomputed. Then memory for this process's shards.
     materialize(root, world, meshes, config, precision=precision)

@@ -1,11 +1,11 @@
-"""What processes say to each other outside of the training step: each call is one for all of them.
+"""Collectives outside of the training step, on objects and host values: every process calls each.
 
 Every process must make the same calls in the same order; one with another microbatch, or another
 number of rows, leaves the others waiting. Free memory, a processor's instructions, and the files
-and recipe on a disk may differ between machines: so `builders` asks here before anything is decided
-by them. And thousands of processes that open the same file are an attack on the file system that
-serves it: one reads it, and broadcasts it or its error. All wait for `parallel.dist_timeout`.
-A thread beside the main one must not call these: `mailbox.py` is for it.
+and recipe on a disk may differ between machines: so `builders` calls these before anything is
+decided by them. And thousands of processes that open the same file are an attack on the file system
+that serves it: one reads it, and broadcasts it or its error. All wait for `parallel.dist_timeout`.
+Threads other than the main one must not call these: `mailbox.py` is for them.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _pickled(error: Exception) -> bytes:
     return data
 
 
-_waited: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # the same on who waits
+_waited: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # the same on all that wait
 
 
 def _wait_for(what: str, is_source: bool) -> None:

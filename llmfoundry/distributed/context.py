@@ -1,9 +1,9 @@
-"""Context parallelism: processes that share the tokens of each row, and see it whole in attention.
+"""Context parallelism: processes share the tokens of each row, and attend to all of it.
 
 `apply.py` calls `apply_context_parallel`; from then on `Decoder.exchange` is one of the two classes
-below. The training step asks it for this process's tokens of each microbatch (`cut`), attention for
-what it needs of the others'. Everything else looks at single tokens. In evaluation nothing is
-exchanged: these processes then have whole rows, each its own.
+below. The training step asks it for this process's tokens of each microbatch (`shard`), attention
+for what it needs of the others'. Everything else looks at single tokens. In evaluation nothing is
+exchanged: these processes then have full rows, each its own.
 
 What a layer sends, in elements, of B rows of T tokens, C processes, H query heads, KV key-value
 heads and heads of width d. Each process, forward pass:
@@ -53,11 +53,11 @@ def apply_context_parallel(root: Root, meshes: Meshes | None, config: ParallelCo
 def token_sharding(root: Root) -> Callable[[Batch], Batch] | None:
     """Gives this process's tokens of a microbatch; None: it has all of its rows."""
     exchange = getattr(root.model, "exchange", None)  # other classes have none
-    return exchange.cut if isinstance(exchange, Sharing) else None
+    return exchange.shard if isinstance(exchange, ContextRank) else None
 
 
 @dataclass(frozen=True)
-class Sharing(ABC):
+class ContextRank(ABC):
     """One of `degree` processes that share rows.
 
     Attributes:
@@ -70,8 +70,8 @@ class Sharing(ABC):
     index: int
     degree: int
 
-    def cut(self, batch: Batch) -> Batch:
-        """This process's tokens of whole rows; first these are padded where they do not divide."""
+    def shard(self, batch: Batch) -> Batch:
+        """This process's tokens of full rows, which are first padded where they do not divide."""
         missing = -batch.tokens.shape[1] % self.pieces
         batch = batch.padded(missing) if missing else batch
         return batch.part(self.ranges(batch.tokens.shape[1]))
@@ -79,17 +79,17 @@ class Sharing(ABC):
     @property
     @abstractmethod
     def pieces(self) -> int:
-        """Into so many neighbouring parts of one length a row is cut."""
+        """Into how many contiguous parts of one length a row is divided."""
 
     @abstractmethod
     def ranges(self, width: int) -> Ranges:
         """Places of this process's tokens in rows of so many, which `pieces` divides."""
 
 
-class Ulysses(Sharing):
-    """Attention over whole rows, each process with a part of the heads (Jacobs et al., 2023).
+class Ulysses(ContextRank):
+    """Attention over full rows, each process with a part of the heads (Jacobs et al., 2023).
 
-    A process has neighbouring tokens. One all-to-all brings it those of the others, of its heads
+    A process has contiguous tokens. One all-to-all brings it those of the others, of its heads
     alone; another takes what it made of them back.
     """
 
@@ -143,11 +143,11 @@ class Ulysses(Sharing):
         return parts.movedim(0, 1).flatten(1, 2)
 
 
-class Gathered(Sharing):
-    """Each process's queries over the keys and values of whole rows, which are gathered.
+class AllGatherKV(ContextRank):
+    """Each process's queries over the keys and values of full rows, which are gathered.
 
-    As Llama 3 was trained (Grattafiori et al., 2024, section 3.3.2): a row is cut into 2 C parts,
-    and process i has parts i and 2 C - 1 - i, so that all see as many keys.
+    As Llama 3 was trained (Grattafiori et al., 2024, section 3.3.2): a row is divided into 2 C
+    parts, and process i has parts i and 2 C - 1 - i, so that all see as many keys.
     """
 
     splits_queries = True
@@ -186,7 +186,10 @@ class Gathered(Sharing):
         return mixed
 
 
-EXCHANGES: dict[str, type[Ulysses] | type[Gathered]] = {"ulysses": Ulysses, "all_gather": Gathered}
+EXCHANGES: dict[str, type[Ulysses] | type[AllGatherKV]] = {
+    "ulysses": Ulysses,
+    "all_gather": AllGatherKV,
+}
 
 
 class AllToAll(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""Expert parallelism: each process holds some of a layer's experts, whole, and tokens travel.
+"""Expert parallelism: each process has some of a layer's experts, and tokens are sent to them.
 
 `apply.py` calls `apply_expert_parallel` on the meta device, before FSDP. The stacked weights become
-DTensors cut along the mesh's expert dimension, expert after expert; `sharding.py` then cuts each
-process's experts once more, over the processes that hold the same ones. What travels, how much, and
+DTensors sharded along the mesh's expert axis, expert after expert; `fsdp.py` then shards each
+process's experts once more, over the processes that have the same ones. What is sent, how much, and
 when it is waited for is in `ops/moe/dispatch.py`; the layer that calls it is `models/moe.py`.
 
 Gradients: an expert meets the tokens of all processes that share the experts with its own, so that
@@ -32,7 +32,7 @@ def apply_expert_parallel(root: Root, meshes: Meshes | None) -> None:
         return
     for layer in mixtures(root):
         layer.group = meshes.expert.get_group()
-        _cut(layer.experts, meshes)
+        _shard(layer.experts, meshes)
 
 
 def share_router_statistics(root: Root, world: World, meshes: Meshes | None) -> None:
@@ -57,23 +57,23 @@ def mixtures(root: Root) -> Iterator[MoE]:
     return (module for module in root.modules() if isinstance(module, MoE))
 
 
-def _cut(experts: ExpertWeights, meshes: Meshes) -> None:
+def _shard(experts: ExpertWeights, meshes: Meshes) -> None:
     """Replace each parameter by this process's part of it."""
     mesh = meshes.expert
     assert mesh is not None
-    alike = {
+    shared = {
         f"{name}_{side}"
         for name, lora in experts.lora.items()
         if lora.shared
         for side in ("lora_A", "lora_B")
     }
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        place: Placement = Replicate() if name in alike else Shard(0)
+        place: Placement = Replicate() if name in shared else Shard(0)
         own: Tensor = parameter.detach()
-        if name not in alike:
+        if name not in shared:
             assert experts.n % mesh.size() == 0, "checked before"
             own = own.chunk(mesh.size())[mesh.get_local_rank()]
-        cut = DTensor.from_local(
+        sharded = DTensor.from_local(
             own, mesh, [place], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
-        setattr(experts, name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))

@@ -1,8 +1,8 @@
-"""Who did not come, when a collective has failed: told in one line by all who did.
+"""Which ranks are missing when a collective fails: reported in one line by all others.
 
-`distributed.launch` asks here as an error leaves the run. The error itself names nobody, and nobody
-else knows: so every process in which a collective failed leaves a mark in the store by which all
-have met, waits a little for the marks of the others, and names those who left none.
+`distributed.launch` calls `explain` as an error leaves the run. The error itself names no rank: so
+every process in which a collective failed leaves a mark in the store at which all met, waits a
+little for the marks of the others, and names the ranks that left none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llmfoundry.errors import RunFailure
 _AFTER_TIMEOUT, _AFTER_LOSS = 10.0, 3.0
 _NAMED = 8  # ranks at most
 _TIMEOUT, _LOSS, _MARKS = "timeout", "loss", "llmfoundry/failed"
-# In what PyTorch raises of them where it is not a DistError. The last is said of what waits in the
-# same group behind a collective that has timed out.
+# In what PyTorch raises of them where it is not a DistError. The last is for what waits in the same
+# group after a collective that timed out.
 _SIGNS = ("gloo", "nccl", "pair closure")
 
 
@@ -44,7 +44,7 @@ def explain(
     failure = failed_collective(error)
     if failure is None:
         return None
-    # The launcher ends all as soon as one has ended: each says first what it has found out.
+    # The launcher ends all as soon as one has ended: each reports first what it has found out.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     timed_out = "timed out" in str(failure).lower() or "timeout" in str(failure).lower()
     missing, timed_out = _missing(store, rank, size, timed_out)

@@ -1,4 +1,4 @@
-"""A model's weights cut by FSDP2 or held whole under DDP, and its gradients added up.
+"""A model's weights sharded by FSDP2 or replicated under DDP, and its gradients added up.
 
 Whatever the layout, gradients are summed, not averaged: the loss is divided by the global count of
 labelled tokens before the backward pass, so the sum is the exact gradient of the global mean.
@@ -31,7 +31,7 @@ from llmfoundry.recipe.parallel import GLOO, ParallelConfig
 def materialize(
     root: Root, world: World, meshes: Meshes | None, config: ParallelConfig, *, precision: str
 ) -> None:
-    """Cut a model built on the meta device into shards, where asked, and give it memory.
+    """Shard a model built on the meta device, where the recipe does, and allocate its memory.
 
     Its weights are not filled: that is `init_weights` or a checkpoint, on every process.
     """
@@ -43,8 +43,8 @@ def materialize(
 def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: str) -> None:
     """Each block its own unit; embeddings, final norm and head stay with the root.
 
-    Experts that other processes share are a unit of their own within a block, cut over the
-    processes that hold the same ones. Under tensor parallelism so is a whole layer with experts:
+    Experts that other processes share are a unit of their own within a block, sharded over the
+    processes that have the same ones. Under tensor parallelism so is a layer with experts:
     its router and a shared expert meet other tokens on each process. Frozen parameters may be of
     any dtype beside those that train, which have one: FSDP gathers bytes of 4-bit weights as they
     are, and reduces gradients only where there are some.
@@ -103,7 +103,7 @@ def apply_ddp(root: Root, meshes: Meshes | None) -> nn.Module:
         root,
         process_group=group,
         gradient_as_bucket_view=True,
-        **_OWN_BUFFERS,  # routers' biases move alike on every process
+        **_OWN_BUFFERS,  # routers' biases are the same on every process
         init_sync=False,  # weights are a function of (seed, name), or read by every rank
     )
     if any(p.dtype == torch.bfloat16 and p.requires_grad for p in root.parameters()):
@@ -149,7 +149,7 @@ def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterat
     Args:
         module: as FSDP or DDP wrapped it, or neither.
         last: whether this microbatch is the step's last.
-        each: cut gradients into shards after every microbatch.
+        each: reduce-scatter gradients after every microbatch.
     """
     if isinstance(module, DistributedDataParallel) and not last:
         with module.no_sync():

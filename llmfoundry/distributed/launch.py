@@ -39,7 +39,7 @@ something for. To connect all takes n gets of n + 19 words each from the one sto
 processes: counted, and at 3,072 19 million requests and 233 GB."""
 GLOO_SOCKETS, STORE_SOCKETS = 1, 3
 """Sockets for each process of the run. Measured with gloo on 2, 4 and 8 processes: a group opens
-one to each other process, and one that listens. Who holds the store has one of each process, and
+one to each other process, and one that listens. The store's process has one of each process, and
 one or two more of NCCL's watchers."""
 MOST_FILES = 1 << 20
 """Some hard limits are a thousand times higher, and some programs walk through all numbers."""
@@ -68,7 +68,7 @@ class World:
     """This process among all processes of the run."""
 
     rank: int
-    """Among all: for what is printed, and for who writes; never for a share of rows."""
+    """Among all: for what is printed, and for which process writes; never for a share of rows."""
     size: int
     local_rank: int
     device: torch.device
@@ -107,7 +107,7 @@ class World:
         return None if self.token_mesh is None else self.token_mesh.get_group()
 
     def in_evaluation(self) -> World:
-        """As it is where whole rows are shared by all that would share their tokens in training."""
+        """The world of evaluation: what shares a row's tokens in training has rows of its own."""
         return replace(self, data_mesh=self.token_mesh)
 
 
@@ -128,7 +128,7 @@ def relaunch(config: ParallelConfig) -> None:
     wanted = wanted_processes(config)
     if wanted == 1:
         return
-    config.degrees(wanted)  # one line here, before each process says it
+    config.degrees(wanted)  # one line here, before each process reports it
     if is_watched():
         print(f"starting {wanted} processes ...", file=sys.stderr, flush=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -175,7 +175,7 @@ def slurm_environment() -> dict[str, str]:
 
 
 def _tasks_of_node(env: Mapping[str, str]) -> int | None:
-    """The step's tasks on this node; `8(x2),4` is of three nodes. None where Slurm does not say."""
+    """The step's tasks on this node; `8(x2),4` is of three nodes. None: Slurm does not set it."""
     each = list[int]()
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         tasks, _, nodes = part.partition("(x")
@@ -266,7 +266,7 @@ def raise_open_file_limit(n_processes: int, *, holds_store: bool) -> None:
 
 
 def needed_files(n_processes: int, *, holds_store: bool) -> int:
-    """How many files and sockets one of so many processes opens; of one alone nothing is asked."""
+    """How many files and sockets one of so many processes opens; 0 for one alone."""
     if n_processes == 1:
         return 0
     return n_processes * (GLOO_SOCKETS + STORE_SOCKETS * holds_store) + OTHER_FILES
@@ -279,7 +279,7 @@ def meet_at_store(rank: int, size: int, *, limit: timedelta, timeout: timedelta)
         rank: this process.
         size: number of processes.
         limit: until all are there.
-        timeout: of what is asked of the store from then on.
+        timeout: of requests to the store from then on.
 
     Raises:
         RunFailure: not all have come.
@@ -306,11 +306,11 @@ def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
 
 def _no_rendezvous(error: RuntimeError, limit: timedelta) -> str:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return (
         f"MASTER_ADDR: the processes did not meet at {address}:{port} within"
-        f" {limit.total_seconds():.0f} s: {_unreachable(address, port) or said}; give every process"
-        " the name of rank 0's machine by which it reaches it, and a free port there; where"
+        f" {limit.total_seconds():.0f} s: {_unreachable(address, port) or reason}; give every"
+        " process the name of rank 0's machine by which it reaches it, and a free port there; where"
         " processes start minutes apart, write a larger parallel.rendezvous_timeout"
     )
 
@@ -416,7 +416,7 @@ def find_machine(world: World) -> Machine | None:
 
 
 def check_devices(found: Sequence[tuple[str, str]]) -> None:
-    """Every process must have a GPU of its own; NCCL says no more than that one is a duplicate.
+    """Every process must have a GPU of its own; NCCL reports only that one is a duplicate.
 
     Args:
         found: the machine and the GPU of each process, by rank; a CPU has no name.
@@ -435,7 +435,7 @@ def check_devices(found: Sequence[tuple[str, str]]) -> None:
 
 
 def _machine_name() -> str:
-    """The host's name, and what tells apart two that have the same; not so two of a container.
+    """The host's name, and what distinguishes two that have the same; not so two of a container.
 
     Two of a scheduler's machines on one host are two: each is started, lost and drained alone.
     """

@@ -1,8 +1,8 @@
 """One device mesh for all processes, and every view of it that a part of the run needs.
 
-The processes stand in a block of data_parallel_replicate x data_parallel_shard x context_parallel x
-tensor_parallel, neighbours along the last. Experts borrow those of the last three, laid out anew:
-their dimension is the innermost, since tokens travel along it twice a layer.
+The processes form a block of data_parallel_replicate x data_parallel_shard x context_parallel x
+tensor_parallel, adjacent ranks along the last. Experts use those of the last three, in another
+shape: their axis is the innermost, since tokens travel along it twice a layer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class Meshes:
     Attributes:
         degrees: of its dimensions.
         root: (replicate, shard), and behind them context and tensor where they are above 1.
-        weights: (replicate, shard x context): how FSDP cuts what is not an expert's.
+        weights: (replicate, shard x context): how FSDP shards what is not an expert's.
         data: the processes that read other rows; None: all.
         tokens: those that hold other tokens, data x context; None: all.
         context: those that share this one's rows; None: it has them alone.
         tensor: those that share this one's matrices; None: it has them alone.
         expert: those that share this one's experts; None: it has them all.
-        expert_weights: (replicate, shard): how FSDP cuts the experts of one of these; None as well.
-        mixture_weights: (replicate, shard x context x tensor): how it cuts what else is of a layer
+        expert_weights: (replicate, shard): how FSDP shards the experts of one of these; None as
+        well. mixture_weights: (replicate, shard x context x tensor): how it shards what else is of
+        a layer
             with experts, where tensor ranks have other tokens; None: as other weights.
     """
 
@@ -119,7 +120,7 @@ def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
 
 
 def with_mesh(world: World, meshes: Meshes | None) -> World:
-    """The world as a mesh cuts it: which processes have other rows, and which other tokens."""
+    """The world with a mesh's groups: which processes have other rows, and which other tokens."""
     if meshes is None:
         return world
     return replace(world, data_mesh=meshes.data, token_mesh=meshes.tokens)

@@ -2,11 +2,12 @@
 
 `apply.py` calls `apply_tensor_parallel` on the meta device, before FSDP. DTensor's own plans do the
 layers (Shoeybi et al., 2019; Korthikanti et al., 2022): queries, keys and values and the up
-projections are cut by rows (heads, inner width), what leads back to the residual stream by columns,
-and norms see this process's tokens alone. What no plan knows is elsewhere: a fused Wqkv whose rows
-lie head by head (`ops/shard_layout.py`), rows of any length (`models/tensor_parallel.py`), the loss
-over a head cut by its vocabulary (`ops/loss.py`). Layers with experts are not cut: each process
-routes its own tokens, and FSDP cuts their weights over tensor ranks too.
+projections are sharded by rows (heads, inner width), what leads back to the residual stream by
+columns, and norms see this process's tokens alone. What no plan knows is elsewhere: a fused Wqkv
+whose rows lie head by head (`ops/shard_layout.py`), rows of any length
+(`models/tensor_parallel.py`), the loss over a head sharded by its vocabulary (`ops/loss.py`).
+Layers with experts are not: each process routes its own tokens, and FSDP shards their weights over
+tensor ranks too.
 
 What a process sends and receives, in elements, of B rows of T tokens, n tensor ranks, width D, in
 the dtype of matrix products: what a norm computes in fp32 is rounded before it is gathered, as the

@@ -1,9 +1,9 @@
-"""The decoder's side of tensor parallelism: how its matrices are cut, and its tokens between them.
+"""The decoder's side of tensor parallelism: how matrices are sharded, and tokens between them.
 
-`distributed/tensor.py` gives a decoder its `TensorRanks`; the decoder asks it for this process's
-tokens and heads. The idea (Korthikanti et al., 2022): what is not a matrix product, norms, dropout
+`distributed/tensor.py` gives a decoder its `TensorRanks`, which selects this process's tokens and
+heads. The idea (Korthikanti et al., 2022): what is not a matrix product, norms, dropout
 and the residual stream, is done once for each token, on the process that has it. A row whose length
-the processes do not divide has tokens behind it that nobody sees and that are cut off again.
+the processes do not divide is padded with tokens that none attends to and that are removed again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _STACKED = ("attn.Wqkv.weight", "attn.Wqkv.bias")
 
 
 def tensor_parallel_dim(name: str) -> int | None:
-    """The dimension along which tensor parallelism cuts a parameter of a dense layer; None: none.
+    """The dimension along which tensor parallelism shards a parameter of a dense layer, if any.
 
-    `distributed/tensor.py` cuts so, and asserts that it did; `plan/shards.py` counts so.
+    `distributed/tensor.py` asserts that it did; `plan/shards.py` counts so.
     """
     if _ROWS.search(name):
         return 0
@@ -41,7 +41,7 @@ def tensor_parallel_dim(name: str) -> int | None:
 def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
     """Heights of the matrices that a parameter stacks, of which each tensor rank has its part.
 
-    Empty: tensor parallelism cuts it as one.
+    Empty: it is sharded as one matrix.
     """
     if not name.endswith(_STACKED) or config.head_dim is None:
         return ()
@@ -86,7 +86,7 @@ class TensorRanks:
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def padded(self, x: Tensor) -> Tensor:
-        """X (B, T, ...) with zeros behind its rows, so that the processes divide their length."""
+        """X (B, T, ...) padded with zeros, so that the processes divide the length of its rows."""
         more = -x.shape[1] % self.n
         return F.pad(x, [0, 0] * (x.ndim - 2) + [0, more]) if more else x
 
@@ -119,21 +119,21 @@ class TensorRanks:
         """(B, S, D): embeddings of this process's tokens, of tokens (B, T) and a table (V, D).
 
         Each process looks up the tokens of its own rows; their sum, of which one summand is not
-        zero, goes to who has the token. DTensor's own embedding does as much, but gives every
-        process the gradient of the whole table.
+        zero, goes to the process that has the token. DTensor's own embedding does as much, but
+        gives every process the gradient of the full table.
         """
         rows, shard = self.local_vocabulary(weight)
         place = self.padded(tokens) - shard.first  # (B, n S)
         mine = (place >= 0) & (place < len(rows))
         found = F.embedding(torch.where(mine, place, 0), rows).masked_fill(~mine[..., None], 0)
-        whole = DTensor.from_local(found, self.mesh, [Partial()], run_check=False)
-        return whole.redistribute(placements=[Shard(1)]).to_local()
+        full = DTensor.from_local(found, self.mesh, [Partial()], run_check=False)
+        return full.redistribute(placements=[Shard(1)]).to_local()
 
     def all_gather(self, x: Tensor, tokens: int) -> Tensor:
         """(B, T, D) of every process's x (B, S, D); gradients of all of them are added up."""
-        whole = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False)
-        whole = whole.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()])[:, :tokens]
+        full = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False)
+        full = full.redistribute(placements=[Replicate()])
+        return full.to_local(grad_placements=[Partial()])[:, :tokens]
 
     def local_vocabulary(self, weight: Tensor) -> tuple[Tensor, VocabularyShard]:
         """The rows (V', D) that this process has of an output head (V, D), and which they are."""
@@ -145,7 +145,7 @@ class TensorRanks:
         """(..., V) of every process's logits (..., V')."""
         shape = torch.Size((*logits.shape[:-1], shard.size))
         stride = torch.empty(shape, device="meta").stride()
-        whole = DTensor.from_local(
+        full = DTensor.from_local(
             logits, self.mesh, [Shard(logits.ndim - 1)], run_check=False, shape=shape, stride=stride
         )
-        return whole.redistribute(placements=[Replicate()]).to_local()
+        return full.redistribute(placements=[Replicate()]).to_local()

@@ -1,8 +1,8 @@
-"""How a tensor is cut: which part of it this process has, and which processes have the rest.
+"""How a tensor is sharded: which part this process has, and which processes have the rest.
 
 This is the one description. Initialization and weights that stream by fill what `local_blocks`
 lists, checkpoints save and load the same blocks, gradient norms and Muon add up and gather over the
-groups of `ShardLayout`. The idea: axes of the mesh cut a tensor one after another,
+groups of `ShardLayout`. The idea: axes of the mesh divide a tensor sequentially,
 each as torch.chunk does: expert parallelism rows, tensor parallelism rows or columns, and FSDP rows
 of what these left. Of each dimension a process then has a few ranges; mostly one, and of a fused
 Wqkv under tensor parallelism three: its heads' queries, keys and values, one after another, so that
@@ -29,8 +29,8 @@ Stacked = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """An axis of the mesh that cuts a tensor, as torch.chunk does: the last parts may be short.
+class ShardAxis:
+    """An axis of the mesh that divides a tensor, as torch.chunk does: the last parts may be short.
 
     Attributes:
         dim: of the tensor.
@@ -38,7 +38,7 @@ class Cut:
         rank: the one that this process has.
         group: the processes that have these parts.
         is_tensor: whether it is tensor parallelism's.
-        axis: of the mesh.
+        number: of the axis in the tensor's mesh.
     """
 
     dim: int
@@ -46,7 +46,7 @@ class Cut:
     rank: int
     group: dist.ProcessGroup
     is_tensor: bool
-    axis: int = field(compare=False)
+    number: int = field(compare=False)
 
     def bounds(self, length: int, rank: int) -> Range:
         """Where part `rank` of so many rows or columns begins and ends."""
@@ -56,50 +56,50 @@ class Cut:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """All that cuts a tensor, in order; nothing: each process has all of it."""
+    """All axes that divide a tensor, in order; none: each process has all of it."""
 
-    cuts: tuple[Cut, ...] = ()
+    axes: tuple[ShardAxis, ...] = ()
 
     @staticmethod
     def of(tensor: Tensor) -> ShardLayout:
-        """The layout of a tensor: full, or a DTensor cut along any dimensions, also unevenly."""
+        """The layout of a tensor: full, or a DTensor sharded along any dimensions."""
         if not isinstance(tensor, DTensor):
             return ShardLayout()
-        mesh, found = tensor.device_mesh, list[tuple[bool, int, Cut]]()
+        mesh, found = tensor.device_mesh, list[tuple[bool, int, ShardAxis]]()
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
         for axis, placement in enumerate(tensor.placements):
             dim = getattr(placement, "dim", None)  # of Shard and _StridedShard
             if dim is not None:
                 here = mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis)
-                # FSDP cuts last what others have cut already: its placement then is a strided one
+                # FSDP divides last what others have divided: its placement then is a strided one
                 is_last = hasattr(placement, "split_factor")
-                found.append((is_last, axis, Cut(dim, *here, names[axis] == TENSOR, axis)))
-        return ShardLayout(tuple(cut for *_, cut in sorted(found, key=lambda each: each[:2])))
+                found.append((is_last, axis, ShardAxis(dim, *here, names[axis] == TENSOR, axis)))
+        return ShardLayout(tuple(axis for *_, axis in sorted(found, key=lambda each: each[:2])))
 
     @property
-    def fsdp(self) -> Cut | None:
-        """FSDP's cut, of rows; None: the tensor is not sharded."""
-        *_, cut = [None, *(cut for cut in self.cuts if not cut.is_tensor)]
-        assert cut is None or cut.dim == 0, "FSDP cuts rows"
-        return cut
+    def fsdp(self) -> ShardAxis | None:
+        """FSDP's, of rows; None: the tensor is not sharded."""
+        *_, last = [None, *(axis for axis in self.axes if not axis.is_tensor)]
+        assert last is None or last.dim == 0, "FSDP shards rows"
+        return last
 
     @property
-    def experts(self) -> Cut | None:
-        """The cut into equal parts that FSDP then cuts: of experts, by rows."""
-        *_, cut = [None, *(cut for cut in self.cuts if not cut.is_tensor and cut != self.fsdp)]
-        assert cut is None or cut.dim == 0, "experts are rows"
-        return cut
+    def experts(self) -> ShardAxis | None:
+        """Expert parallelism's, into equal parts by rows, which FSDP then divides."""
+        others = [axis for axis in self.axes if not axis.is_tensor and axis != self.fsdp]
+        assert len(others) < 2 and all(axis.dim == 0 for axis in others), "experts are rows"
+        return others[0] if others else None
 
     @property
-    def tensor(self) -> Cut | None:
-        """Tensor parallelism's cut of every matrix that the tensor stacks, by rows or columns."""
-        return next((cut for cut in self.cuts if cut.is_tensor), None)
+    def tensor(self) -> ShardAxis | None:
+        """Tensor parallelism's, of every matrix that the tensor stacks, by rows or columns."""
+        return next((axis for axis in self.axes if axis.is_tensor), None)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all processes that have a part of the tensor, in place."""
-        for cut in (self.fsdp, self.experts, self.tensor):
-            if cut is not None:
-                dist.all_reduce(value, group=cut.group)
+        for axis in (self.fsdp, self.experts, self.tensor):
+            if axis is not None:
+                dist.all_reduce(value, group=axis.group)
         return value
 
 
@@ -143,26 +143,26 @@ def local_ranges(
     Args:
         tensor: full, or a DTensor.
         dim: of the tensor.
-        stacked: heights of what dimension 0 stacks, cut each by itself over tensor ranks.
+        stacked: heights of what dimension 0 stacks, each divided by itself over tensor ranks.
         coordinate: of the process in the tensor's mesh; None: this one.
     """
     ranges = [(0, tensor.shape[dim])]
-    for cut in ShardLayout.of(tensor).cuts:
-        if cut.dim != dim:
+    for axis in ShardLayout.of(tensor).axes:
+        if axis.dim != dim:
             continue
         parts = [ranges]
-        if stacked and dim == 0 and cut.is_tensor:
+        if stacked and dim == 0 and axis.is_tensor:
             ends = list(itertools.accumulate(stacked, initial=0))
-            assert ranges == [(0, ends[-1])], "tensor parallelism cuts first"
+            assert ranges == [(0, ends[-1])], "tensor parallelism divides first"
             parts = [[full] for full in itertools.pairwise(ends)]
-        rank = cut.rank if coordinate is None else coordinate[cut.axis]
-        ranges = [each for part in parts for each in _part_of(part, cut, rank)]
+        rank = axis.rank if coordinate is None else coordinate[axis.number]
+        ranges = [each for part in parts for each in _part_of(part, axis, rank)]
     return ranges
 
 
-def _part_of(ranges: list[Range], cut: Cut, rank: int) -> list[Range]:
+def _part_of(ranges: list[Range], axis: ShardAxis, rank: int) -> list[Range]:
     """Part `rank` of some ranges."""
-    low, high = cut.bounds(sum(end - begin for begin, end in ranges), rank)
+    low, high = axis.bounds(sum(end - begin for begin, end in ranges), rank)
     found, passed = [], 0
     for begin, end in ranges:
         first, last = max(low - passed, 0), min(high - passed, end - begin)
@@ -204,7 +204,7 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
     norms = []
     for layout, places in _by_layout(tensors).items():
         norm = torch.linalg.vector_norm(torch.stack(_local_norms([tensors[i] for i in places])))
-        norms.append(layout.sum(norm.square()).sqrt() if layout.cuts else norm)
+        norms.append(layout.sum(norm.square()).sqrt() if layout.axes else norm)
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -213,14 +213,14 @@ def l2_norms(tensors: list[Tensor]) -> Tensor:
     found: list[Tensor] = [torch.empty(())] * len(tensors)
     for layout, places in _by_layout(tensors).items():
         norms = torch.stack(_local_norms([tensors[i] for i in places]))
-        norms = layout.sum(norms.square()).sqrt() if layout.cuts else norms
+        norms = layout.sum(norms.square()).sqrt() if layout.axes else norms
         for place, norm in zip(places, norms.unbind(), strict=True):
             found[place] = norm
     return torch.stack(found)
 
 
 def _by_layout(tensors: list[Tensor]) -> dict[ShardLayout, list[int]]:
-    """Places of the tensors that are cut alike."""
+    """Places of the tensors of each layout."""
     found: dict[ShardLayout, list[int]] = {}
     for place, tensor in enumerate(tensors):
         found.setdefault(ShardLayout.of(tensor), []).append(place)

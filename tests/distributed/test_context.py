@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmfoundry.distributed.context import (
     EXCHANGES,
-    Gathered,
+    AllGatherKV,
     apply_context_parallel,
     token_sharding,
 )
@@ -84,7 +84,7 @@ def test_every_token_is_with_one_process_and_what_is_added_counts_nowhere(
     method: str, degree: int, layout: bool
 ) -> None:
     batch = make_batch(layout, weights=True)
-    parts = [EXCHANGES[method]("", i, degree).cut(batch) for i in range(degree)]
+    parts = [EXCHANGES[method]("", i, degree).shard(batch) for i in range(degree)]
     size = {part.tokens.shape for part in parts}
     assert len(size) == 1
     assert batch.weights is not None
@@ -122,7 +122,7 @@ def test_gathered_keys_are_the_same_work_for_every_process(degree: int) -> None:
     """Queries times keys before them; a row cut in order gives the last process twice the mean."""
     width = 2 * degree * 5
     work = [
-        sum(sum(range(a + 1, b + 1)) for a, b in Gathered("", i, degree).ranges(width))
+        sum(sum(range(a + 1, b + 1)) for a, b in AllGatherKV("", i, degree).ranges(width))
         for i in range(degree)
     ]
     assert set(work) == {width * (width + 1) // 2 // degree}
@@ -216,7 +216,7 @@ def test_loss_and_gradients_are_those_of_the_plain_decoder(name: str) -> None:
 
 def test_rows_are_whole_in_evaluation_and_must_be_cut_in_training() -> None:
     root = Root(make_model(make_config()))
-    root.model.exchange = Gathered("no such group", 1, 2)
+    root.model.exchange = AllGatherKV("no such group", 1, 2)
     cut = token_sharding(root)
     assert cut is not None
     batch = make_batch()

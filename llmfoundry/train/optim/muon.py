@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.ops.shard_layout import Cut, ShardLayout, local_shard
+from llmfoundry.ops.shard_layout import ShardAxis, ShardLayout, local_shard
 
 # Jordan's quintic: its slope at 0 is as steep as convergence allows, so 5 rounds are enough.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -211,7 +211,7 @@ def _orthogonal(updates: list[Tensor], turn: list[MatrixShard]) -> list[Tensor]:
     return [part.view_as(update) for part, update in zip(split, updates, strict=True)]
 
 
-def _over_tensor_ranks(parts: list[Tensor], across: Cut | None) -> list[Tensor]:
+def _over_tensor_ranks(parts: list[Tensor], across: ShardAxis | None) -> list[Tensor]:
     """Matrices made orthogonal of which tensor ranks have parts of one size: each computes one."""
     if across is None:
         return [orthogonal(part) for part in parts]
