@@ -1,7 +1,7 @@
 """What trains in a fine-tuned run: an adapter, or all but what `freeze` names.
 
 `build_trainer` calls `choose_trained` on the meta device and `begin_adapter` once the base has its
-weights; the rest of the house asks `models.adapter` what is an adapter's.
+weights; all others ask `models.adapter` what is an adapter's.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def choose_trained(
         model: the base.
         recipe: filled.
         note: reports what was wrapped, or frozen.
-        checkpoint: of the same run, which goes on from it; None: it begins.
+        checkpoint: of the same run, which resumes from it; None: it begins.
 
     Raises:
         UserError: a name matches nothing, or an adapter does not fit.
@@ -97,7 +97,7 @@ def hold_frozen(
         model: with its adapter.
         recipe: filled.
         written: the same as written, whose model section says what was asked.
-        note: reports what was quantised.
+        note: reports what was quantized.
     """
     if not has_adapter(recipe):
         return

@@ -264,7 +264,7 @@ def adapter_table(model: nn.Module) -> list[str]:
 class MergedState(Mapping[str, Tensor]):
     """The state of the plain decoder that does what an adapted one does, made when it is read.
 
-    Weights without an adapter come as they are; a quantised one dequantised.
+    Weights without an adapter come as they are; a quantized one dequantized.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -394,7 +394,7 @@ ROUNDING = 2.0**-7  # relative: what bfloat16 may change
 def base_sample(model: Decoder, *, frozen: bool, rows: int | None = None) -> dict[str, list[float]]:
     """Numbers at even distances in each tensor of the base, by its name.
 
-    Every process calls it. Tensors that are not kept as numbers (quantised ones) are left out.
+    Every process calls it. Tensors that are not kept as numbers (quantized ones) are left out.
 
     Args:
         model: with its weights.

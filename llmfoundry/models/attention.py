@@ -147,7 +147,7 @@ class Context:
 class Attention(nn.Module):
     """Multi-head, multi-query or grouped-query attention.
 
-    The order is MPT's: project, clip, normalise queries and keys, rotate, attend, project.
+    The order is MPT's: project, clip, normalize queries and keys, rotate, attend, project.
 
     Args:
         config: filled.
@@ -195,7 +195,7 @@ class Attention(nn.Module):
         """Mix tokens of x (B, T, D).
 
         Args:
-            x: normalised residual stream.
+            x: normalized residual stream.
             context: of this forward pass.
             kv: of the block whose keys and values this one takes; None where it makes its own.
 
@@ -232,7 +232,7 @@ class Attention(nn.Module):
         return self.out_proj(mixed), kv if self.is_reused else None
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """(B, T, heads, hd) of x (B, T, heads * hd), normalised as a whole or head by head."""
+        """(B, T, heads, hd) of x (B, T, heads * hd), normalized as a whole or head by head."""
         if norm is None:
             return x.unflatten(-1, (-1, self.head_dim))
         if self.per_head:

@@ -24,11 +24,11 @@ from llmfoundry.recipe.architecture.model import ModelConfig
 
 
 class Linear(nn.Linear):
-    """nn.Linear that may be adapted, its frozen weight quantised.
+    """nn.Linear that may be adapted, its frozen weight quantized.
 
     Attributes:
         lora: what is added to it; None: nothing.
-        packing: how its frozen weight lies in bytes; None: it is not quantised.
+        packing: how its frozen weight lies in bytes; None: it is not quantized.
     """
 
     lora: LowRank | None = None
@@ -49,7 +49,7 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def dense(self) -> Tensor:
-        """Its weight, (out_features, in_features); a quantised one in fp32, without gradient."""
+        """Its weight, (out_features, in_features); a quantized one in fp32, without gradient."""
         if self.packing is None:
             return self.weight
         data, shape = full_tensor(self.weight), (self.out_features, self.in_features)
@@ -91,14 +91,14 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., width)."""
+        """Normalize x (..., width)."""
         if self.low_precision:
             low = to_autocast_dtype(x)
             with torch.autocast(x.device.type, enabled=False):  # which would make it fp32 on CUDA
-                return self._normalise(low)
-        return self._normalise(_wide(x)).to(x.dtype)
+                return self._normalize(low)
+        return self._normalize(_wide(x)).to(x.dtype)
 
-    def _normalise(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
@@ -121,7 +121,7 @@ class RMSNorm(nn.Module):
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., width)."""
+        """Normalize x (..., width)."""
         if self.low_precision:
             low = to_autocast_dtype(x)
             with torch.autocast(x.device.type, enabled=False):

@@ -44,7 +44,7 @@ class ExpertWeights(nn.Module):
         n: E, of all processes together.
         lora: the adapters by the weight's name.
         packing: how one expert's frozen matrix lies in bytes (`models/quantized.py`): each weight
-            then is uint8 (E * packing.nbytes,); None: they are not quantised.
+            then is uint8 (E * packing.nbytes,); None: they are not quantized.
     """
 
     MATRICES = ("w1", "v1", "w2")
@@ -88,7 +88,7 @@ class ExpertWeights(nn.Module):
     def dense(self, name: str) -> Tensor | None:
         """The frozen or trained weight `name` (E, f, D), without adapters; None: there is none.
 
-        A quantised one in fp32, without gradient.
+        A quantized one in fp32, without gradient.
         """
         weight = getattr(self, name, None)
         if weight is None or self.packing is None:
@@ -171,8 +171,8 @@ class MoE(nn.Module):
             return y.view(x.shape), None
         by_row = self.config.moe_lbl_scope in (None, "row")
         places = Places(x.shape[0], x.shape[1], real)
-        told = Statistics.of(logits, scores, experts, places, by_row=by_row)
-        return y.view(x.shape), told.routed(self.others, top_k=experts.shape[1], rows=x.shape[0])
+        found = Statistics.of(logits, scores, experts, places, by_row=by_row)
+        return y.view(x.shape), found.routed(self.others, top_k=experts.shape[1], rows=x.shape[0])
 
     def mixed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """What the experts chosen, here or elsewhere, and the shared one give for x (N, D)."""

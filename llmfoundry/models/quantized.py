@@ -1,7 +1,7 @@
 """Frozen weights of a decoder in fewer bits, and how they get there, one tensor at a time.
 
 `builders/trainer.py` calls `narrow_frozen` and `quantize_frozen` on the meta device, once it is
-known what trains and before FSDP cuts parameters into shards. A quantised weight then is a
+known what trains and before FSDP cuts parameters into shards. A quantized weight then is a
 parameter of bytes (`ops.nf4`), under its own name. Whoever fills weights calls `place` for each
 tensor as it is read, so that no more than one is held in full precision.
 """
@@ -51,7 +51,7 @@ def quantize_frozen(model: Decoder, *, double: bool) -> int:
 
     Args:
         model: on the meta device, its parameters frozen or not as they will be trained.
-        double: scales are quantised again.
+        double: scales are quantized again.
     """
     count = 0
     for module in model.blocks.modules():
@@ -75,7 +75,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def matrices(module: nn.Module) -> list[str]:
-    """Names of a module's parameters that may be quantised, which are so together or not at all."""
+    """Names of a module's parameters that may be quantized, which are so together or not at all."""
     if isinstance(module, Linear) and not isinstance(module, Router):
         return ["weight"]
     if isinstance(module, ExpertWeights):
@@ -84,7 +84,7 @@ def matrices(module: nn.Module) -> list[str]:
 
 
 def quantized_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names of the quantised parameters, and the shapes that they had."""
+    """Names of the quantized parameters, and the shapes that they had."""
     for path, module in model.named_modules():
         if isinstance(module, Linear | ExpertWeights) and module.packing is not None:
             for name in matrices(module):
@@ -107,7 +107,7 @@ def as_held(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]
 
 
 def _there_and_back(packing: Nf4Layout, weight: Tensor) -> Tensor:
-    """A matrix, or experts' one above the other, quantised and dequantised in fp32."""
+    """A matrix, or experts' one above the other, quantized and dequantized in fp32."""
     each = weight.split(packing.values // weight.shape[1])
     kept = ((quantize(part, double=packing.double), part.shape) for part in each)
     parts = [dequantize(b, shape, torch.float32, double=packing.double) for b, shape in kept]
@@ -119,7 +119,7 @@ def _rounded(dtype: torch.dtype, weight: Tensor) -> Tensor:
 
 
 def value_count(model: nn.Module) -> int:
-    """Parameters of a model, those of a quantised weight as those that it stands for."""
+    """Parameters of a model, those of a quantized weight as those that it stands for."""
     sizes = dict(quantized_shapes(model))
     return sum(
         sizes[name][0] * sizes[name][1] if name in sizes else parameter.numel()
@@ -137,7 +137,7 @@ def quantization(model: nn.Module) -> dict[str, str | bool]:
 
 
 def _shape(module: Linear | ExpertWeights) -> tuple[int, int]:
-    """Of a matrix that is not quantised, experts' one above the other."""
+    """Of a matrix that is not quantized, experts' one above the other."""
     if isinstance(module, ExpertWeights):
         return module.n * module.f, module.d
     return module.out_features, module.in_features
@@ -147,7 +147,7 @@ def _shape(module: Linear | ExpertWeights) -> tuple[int, int]:
 def place(model: nn.Module, name: str, tensor: Tensor, *, expert: int | None = None) -> None:
     """Fill the parameter `name`, whole or this process's shard of it, from its whole value.
 
-    A quantised one is quantised first, experts one by one, on the parameter's device.
+    A quantized one is quantized first, experts one by one, on the parameter's device.
 
     Args:
         model: whose parameter it is.
@@ -156,7 +156,7 @@ def place(model: nn.Module, name: str, tensor: Tensor, *, expert: int | None = N
         expert: `tensor` is the matrix of this expert alone, (f, d).
 
     Raises:
-        ValueError: a value that is to be quantised is not finite.
+        ValueError: a value that is to be quantized is not finite.
     """
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)

@@ -167,7 +167,7 @@ class Routing(NamedTuple):
 
 
 def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
-    """What all layers' routers did, the losses weighted as the recipe says.
+    """What all layers' routers did, the losses weighted as the recipe sets.
 
     With the mean over layers the balancing loss is megablocks' batched_load_balancing_loss, its
     weight at perfect balance; tests/models/test_moe.py has the formula.
@@ -251,22 +251,22 @@ class Statistics(NamedTuple):
         return Statistics(load, sums, tokens, logits.logsumexp(-1).square().sum())
 
     def routed(self, others: OtherTokens, *, top_k: int, rows: int) -> Routed:
-        """What is told of them, the tokens of other processes counted where `others` names some.
+        """What is reported of them; tokens of other processes count where `others` names some.
 
         Balance is E / (T k) * sum over e of load_e * mean score_e, over the T tokens of each group:
         a row or, as in megablocks, the microbatch, of this process or of all (Qiu et al., 2025,
         "Demons in the detail"). Loads have no gradient.
         """
-        told = self if others.tensor is None else self._over(others.tensor)
-        every = told
+        own = self if others.tensor is None else self._over(others.tensor)
+        every = own
         if others.added is not None:
-            every = told._over(others.added, times=others.added.size())
+            every = own._over(others.added, times=others.added.size())
         tokens = every.tokens.clamp(min=1)
         balance = (every.load / (tokens * top_k) * (every.scores / tokens)).sum()
         balance = balance * (self.load.shape[1] * rows / len(self.load))
         z = every.squares / every.tokens.sum().clamp(min=1) * rows
-        probability = told.scores.detach().sum(0)
-        return Routed(balance, z, told.load.sum(0), probability, told.tokens.sum())
+        probability = own.scores.detach().sum(0)
+        return Routed(balance, z, own.load.sum(0), probability, own.tokens.sum())
 
     def _over(self, group: dist.ProcessGroup, *, times: int = 1) -> Statistics:
         """Added up over processes; gradients of this one's part, `times` as large."""

@@ -1,12 +1,12 @@
-"""Frozen matrices in 4 bits: NormalFloat (NF4) with scales that are quantised again (QLoRA).
+"""Frozen matrices in 4 bits: NormalFloat (NF4) with scales that are quantized again (QLoRA).
 
 `models/quantized.py` keeps them, `models/layers.py` and `ops/moe/mixture.py` compute with them.
 Values are bitsandbytes' (Dettmers et al., 2023): 64 values in a row share a scale, their largest
 magnitude; each becomes the nearest of 16 quantiles of a normal distribution, the first of two in a
-byte's high half. With double quantisation the scales, less their mean, are one byte each in a code
+byte's high half. With double quantization the scales, less their mean, are one byte each in a code
 of 256 values, and 256 of them share an fp32 scale: 4.127 bits a value in place of 4.5.
 
-One idea: all of it lies in one tensor of bytes for each matrix, so that a quantised weight is one
+One idea: all of it lies in one tensor of bytes for each matrix, so that a quantized weight is one
 parameter, which FSDP cuts into even shards, DDP leaves alone, and nothing can tear apart.
 """
 
@@ -39,9 +39,9 @@ class Quantized(NamedTuple):
 
     Attributes:
         packed: uint8 (ceil(n / 64) * 32,), two values a byte; what is behind the last value is 0.
-        scales: fp32 (ceil(n / 64),), or uint8 where they are quantised again.
+        scales: fp32 (ceil(n / 64),), or uint8 where they are quantized again.
         coarse: fp32 (ceil(len(scales) / 256),), the scales of scales; empty where they are not.
-        offset: fp32 (1,), the scales' mean; empty where they are not quantised again.
+        offset: fp32 (1,), the scales' mean; empty where they are not quantized again.
     """
 
     packed: Tensor
@@ -56,7 +56,7 @@ class Nf4Layout:
 
     Attributes:
         values: of the matrix.
-        double: scales are quantised again.
+        double: scales are quantized again.
     """
 
     values: int
@@ -149,7 +149,7 @@ def dequantize(data: Tensor, shape: Sequence[int], dtype: torch.dtype, *, double
 
 
 def _scales(parts: Quantized) -> Tensor:
-    """The fp32 scales (blocks,) of scales that were quantised again."""
+    """The fp32 scales (blocks,) of scales that were quantized again."""
     code = _scale_code(parts.scales.device).index_select(0, parts.scales.int())
     each = parts.coarse.repeat_interleave(SCALE_BLOCK, output_size=len(parts.coarse) * SCALE_BLOCK)
     return code * each[: len(code)] + parts.offset
@@ -161,7 +161,7 @@ def _step(device: torch.device) -> int:
 
 @cache
 def _bounds(device: torch.device) -> Tensor:
-    """(15,) fp32: halfway between the neighbours of CODE."""
+    """(15,) fp32: halfway between adjacent values of CODE."""
     code = torch.tensor(CODE)
     return ((code[:-1] + code[1:]) / 2).to(device)
 
@@ -189,7 +189,7 @@ def _scale_code(device: torch.device) -> Tensor:
 
 
 def linear(x: Tensor, data: Tensor, width: int, *, double: bool) -> Tensor:
-    """X W^T, (..., width), of x (..., K) and the quantised W (width, K).
+    """X W^T, (..., width), of x (..., K) and the quantized W (width, K).
 
     Differentiable in x. Under autocast in its dtype, else in x's. W exists while it is multiplied,
     and again in the backward pass: what waits for that is `data` alone.

@@ -147,7 +147,7 @@ class PackedLayout:
         )
 
     def span(self, start: int, stop: int) -> PackedLayout:
-        """Documents of the neighbouring places start..stop, cut where these begin and end."""
+        """Documents of the adjacent places start..stop, cut where these begin and end."""
         assert self.ends is None, "documents alone are cut"
         lengths = []
         for row in self.lengths:
@@ -183,7 +183,7 @@ IGNORE = -100  # a label that counts neither in the loss nor in its denominator
 class Answers:
     """Documents to compare. D: the most documents of a row; a row of fewer is filled up with 0.
 
-    The two of a pair are neighbours in their row, the chosen one first. The document that a token
+    The two of a pair are adjacent in their row, the chosen one first. The document that a token
     belongs to is `layout.documents`; its learned tokens are the answer.
 
     Attributes:

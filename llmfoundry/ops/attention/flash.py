@@ -349,7 +349,7 @@ def _packed_plan(
     past: int,
     shared_heads: bool = True,
 ) -> AttentionPlan:
-    """The plan of a kernel that is told where documents begin and end.
+    """The plan of a kernel that takes where documents begin and end.
 
     Documents before the first query have none; FlashAttention's kernels serve such ones, and write
     zeros as the gradients of their keys (csrc/flash_attn/src/flash_bwd_kernel.h: "This also covers

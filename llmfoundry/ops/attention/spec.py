@@ -53,11 +53,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class TreePiece:
-    """Some neighbouring queries of rows that hold trees, and the keys that any of them sees.
+    """Some adjacent queries of rows that hold trees, and the keys that any of them sees.
 
     Attributes:
         queries: so many, from where the piece before ends.
-        keys: flat places b * T + t, ascending; a slice where they are neighbours too.
+        keys: flat places b * T + t, ascending; a slice where they are adjacent too.
         bias: (1, 1, queries, keys) in fp32: 0 where a query sees a key, with ALiBi how far it lies
             back, as a number below 0; minus infinity where it does not.
     """
@@ -69,7 +69,7 @@ class TreePiece:
 
 @dataclass(frozen=True)
 class RangePlan:
-    """Neighbouring queries of the rows, and the keys that any of them sees.
+    """Adjacent queries of the rows, and the keys that any of them sees.
 
     Attributes:
         queries: so many, from where the range before ends.
@@ -99,7 +99,7 @@ class AttentionPlan:
         packed: sdpa on a CPU: documents are attended to by runs, trees by pieces. A flag of its
             own: torch.compile guards a flag, but the runs' number and lengths too if it is asked
             whether there are any, and nothing if it is asked so of `by_run`.
-        runs: with `packed`: (count, length) of neighbouring documents of one length, in order.
+        runs: with `packed`: (count, length) of adjacent documents of one length, in order.
         pieces: with `packed`: of rows that hold trees, in order.
         by_run: with `packed`: what attends to runs or pieces.
         block_mask: flex: which blocks of keys a block of queries sees.
@@ -112,7 +112,7 @@ class AttentionPlan:
         longest_keys: the most keys that a document has.
         segments: sdpa on a CPU, queries that are the last of packed rows: (queries, keys) of each
             document of all rows; `bias` is then read from its bottom-right corner.
-        parts: where queries are some of the row's alone: a plan for each range of neighbours, and
+        parts: where queries are some of the row's alone: a plan for each range, and
             nothing of the above.
     """
 

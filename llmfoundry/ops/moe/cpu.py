@@ -1,9 +1,9 @@
 """The mixture of experts on a CPU: one expert after another, its activations in the cache.
 
-`grouped.py` calls it. Here the host knows the counts without waiting, and a matrix product an
+`mixture.py` calls it. Here the host knows the counts without waiting, and a matrix product an
 expert is as fast as a dense layer's; products write straight into their place. A step of
-`yamls/dbrx-tiny.yaml` takes 1.17 to 1.21 times as long by `backends.reference` and 1.05 to 1.15
-times by `device.py`, which on a CPU has no fp64 and no rows of odd width (AVX512-BF16, by turns).
+`yamls/dbrx-tiny.yaml` takes 1.17 to 1.21 times as long by `mixture.reference` and 1.05 to 1.15
+times by `gpu.py`, which on a CPU has no fp64 and no rows of odd width (AVX512-BF16, interleaved).
 
 Products of narrow types are oneDNN's, compiled for every number of rows that they meet, which takes
 half as long as the product. So a segment of theirs is padded to one of a few numbers of rows: by

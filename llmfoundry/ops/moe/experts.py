@@ -65,7 +65,7 @@ class Experts:
     """E feed-forward layers: act(x w1^T) w2, or with a gate (act(x w1^T) * x v1^T) w2.
 
     Weights are stacked as megablocks and DBRX store them, w2 not transposed. Frozen ones may be
-    quantised, expert by expert: then each is uint8 (E, packing.nbytes), and has no gradient.
+    quantized, expert by expert: then each is uint8 (E, packing.nbytes), and has no gradient.
 
     Attributes:
         w1: (E, f, d), the gate; of an MLP the up projection.
@@ -76,7 +76,7 @@ class Experts:
         b2: (E, d) or None.
         activation: name and arguments, as `activations.to_text` writes them.
         low: their adapters.
-        packing: of one expert's matrix in its bytes; None: they are not quantised.
+        packing: of one expert's matrix in its bytes; None: they are not quantized.
     """
 
     w1: Tensor
@@ -136,7 +136,7 @@ class Experts:
         return self.map(lambda stacked: stacked[e]).dense(d, dtype)
 
     def dense(self, d: int, dtype: torch.dtype) -> Experts:
-        """The same in `dtype`, not quantised."""
+        """The same in `dtype`, not quantized."""
 
         def change(tensor: Tensor) -> Tensor:
             is_bytes = not tensor.is_floating_point()

@@ -1,11 +1,11 @@
 """The mixture of experts on an accelerator: grouped matrix products over all experts at once.
 
-`grouped.py` calls it. Nothing waits for the device: row counts stay there, as grouped_mm's
+`mixture.py` calls it. Nothing waits for the device: row counts stay there, as grouped_mm's
 offsets. Between the products stand four memory-bound steps, kernels of `triton_kernels.py` on CUDA.
 
 grouped_mm's traps, all met here: offsets in int32; no rows behind the last offset (their results
 would be uninitialised); contiguous operands; no fp64; rows of a multiple of 16 bytes
-(`backends.refusal` names the sizes).
+(`mixture.refusal` names the sizes).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.moe import experts as moe_steps
+from llmfoundry.ops.moe import experts as plain_steps
 from llmfoundry.ops.moe.experts import (
     Experts,
     Gradients,
@@ -38,7 +38,7 @@ def forward(
     rows = steps.gather(x, routing.order, top_k)  # (N, d), sorted by expert
     # Two products, not one over concatenated weights: copying w1 and v1 each step moves more bytes
     # than reading the rows twice where experts are large, and checkpoints know two names.
-    whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)  # of a quantised one, while it is used
+    whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)  # of a quantized one, while it is used
     a = _linear(rows, whole(w.w1), w.b1, ends)  # (N, f), as b and h
     b = None if w.v1 is None else _linear(rows, whole(w.v1), w.bv, ends)
     low = w.low
@@ -129,7 +129,7 @@ def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 def steps_of(device_type: str) -> ModuleType:
     """Triton's kernels where they run, PyTorch's functions elsewhere."""
     if device_type != "cuda" or find_spec("triton") is None:
-        return moe_steps
+        return plain_steps
     from llmfoundry.ops.moe import triton_kernels as moe_triton
 
     return moe_triton

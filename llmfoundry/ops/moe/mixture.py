@@ -204,7 +204,7 @@ Backward = tuple[Tensor, ...]  # of x, weights, the six of `Experts.tensors`, an
 # written out: what PyTorch infers from annotations differs by its version and Python's
 STACKED = "Tensor w1, Tensor? v1, Tensor w2, Tensor? b1, Tensor? bv, Tensor? b2, str activation"
 LOW = ", ".join(f"Tensor? {name}=None" for name in LowRankExperts._fields)
-REST = f"{LOW}, int packed=0, bool double=False"  # as `_how` tells it
+REST = f"{LOW}, int packed=0, bool double=False"  # as `_how` makes it
 FORWARD = (
     f"(Tensor x, Tensor weights, Tensor experts, {STACKED}, bool keep, bool compress, {REST})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -219,7 +219,7 @@ BACKWARD = (
 def grouped(
     x: Tensor, weights: Tensor, experts: Tensor, w: Experts, *, compress: bool = False
 ) -> Tensor:
-    """The mixture of x (T, d), weights and experts (T, k): (T, d). See `backends.mixture`."""
+    """The mixture of x (T, d), weights and experts (T, k): (T, d). See `mixture`."""
     inputs = [t for t in (x, weights, *w.tensors(), *w.low) if t is not None]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     out = torch.ops.llmfoundry.moe_forward(
@@ -229,7 +229,7 @@ def grouped(
 
 
 def _how(packing: Nf4Layout | None) -> tuple[int, bool]:
-    """Values of a quantised matrix, 0 where none is, and whether scales are quantised again."""
+    """Values of a quantized matrix, 0 where none is, and whether scales are quantized again."""
     return (0, False) if packing is None else (packing.values, packing.double)
 
 

@@ -1,6 +1,6 @@
 """The memory-bound steps of the mixture of experts as Triton kernels of one pass each.
 
-The functions are those of `steps.py`, which say what they do; `device.py` takes these on CUDA. All
+The functions are those of `experts.py`, which say what they do; `gpu.py` takes these on CUDA. All
 arithmetic is in fp32. A program handles one row or one token and walks along it, so that sums along
 a row need no atomics and every run gives the same bits.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmfoundry.ops.moe import experts as moe_steps
+from llmfoundry.ops.moe import experts as plain_steps
 from llmfoundry.ops.moe.experts import BLOCK, packed_width
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take `steps`
@@ -218,16 +218,16 @@ def unpack_kernel(
 
 
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """`moe_steps.gather`."""
+    """`plain_steps.gather`."""
     out = x.new_empty(order.shape[0], x.shape[1])
     _launch(gather_kernel, out, x, order, out, x.shape[1], K=top_k, WIDTH=WIDTH)
     return out
 
 
 def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
-    """`moe_steps.glu`."""
+    """`plain_steps.glu`."""
     if activation not in ACTIVATIONS:
-        return moe_steps.glu(a, b, activation)
+        return plain_steps.glu(a, b, activation)
     h, gated = torch.empty_like(a), b is not None
     up = b if gated else a
     _launch(glu_kernel, h, a, up, h, a.shape[1], ACT=activation, GATED=gated, WIDTH=WIDTH)
@@ -237,9 +237,9 @@ def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
 def glu_backward(
     dh: Tensor, a: Tensor, b: Tensor | None, weights: Tensor, order: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """`moe_steps.glu_backward`."""
+    """`plain_steps.glu_backward`."""
     if activation not in ACTIVATIONS:
-        return moe_steps.glu_backward(dh, a, b, weights, order, activation)
+        return plain_steps.glu_backward(dh, a, b, weights, order, activation)
     gated = b is not None
     h, da, inner = torch.empty_like(a), torch.empty_like(a), torch.empty_like(weights)
     up, db = (b, torch.empty_like(a)) if gated else (a, None)
@@ -251,7 +251,7 @@ def glu_backward(
 def combine(
     rows: Tensor, inverse: Tensor, weights: Tensor | None, top_k: int, more: Tensor | None = None
 ) -> Tensor:
-    """`moe_steps.combine`."""
+    """`plain_steps.combine`."""
     out = rows.new_empty(inverse.shape[0] // top_k, rows.shape[1])
     arguments = (
         rows,
