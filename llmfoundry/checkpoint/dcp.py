@@ -44,6 +44,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,13 +215,13 @@ class TensorFiles:
             return writer.prepare_global_plan(parts)
 
         part = mailbox.scatter(mailbox.run(share, only_main=True))
-        mailbox.run_long(lambda: writer.write_data(part, staged.values))
+        mailbox.run_long(partial(writer.write_data, part, staged.values))
         results = mailbox.gather(writer.written)
-        mailbox.run(lambda: writer.finish(table, results), only_main=True)
+        mailbox.run(partial(writer.finish, table, results), only_main=True)
         return part
 
     def _write_as_before(self, folder: Path, staged: Staged, plan: _Plan, writer: _Writer) -> None:
-        self._mailbox.run_long(lambda: writer.write_data(plan.part, staged.values))
+        self._mailbox.run_long(partial(writer.write_data, plan.part, staged.values))
         moved = writer.written != plan.written  # a value that is no tensor has another length
         if not self._mailbox.all_true(not moved):
             results = self._mailbox.gather(writer.written if moved else [])

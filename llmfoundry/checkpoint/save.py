@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.dcp import Staged, TensorFiles
 from llmfoundry.checkpoint.load import training_state
-from llmfoundry.checkpoint.storage import named, storage_of
+from llmfoundry.checkpoint.storage import storage_of
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
@@ -289,7 +289,7 @@ class Checkpointer:
             seconds = time.perf_counter() - began
             waited = self.waits.before + (self.waits.copies if copied else seconds)
             how = f"{size / 1e6:,.1f} MB in {seconds:.1f} s; training waited {waited:.2f} s"
-            self._note(f"saved {named(folder)} ({how})")
+            self._note(f"saved {self._storage.shown(folder)} ({how})")
         self.tidy()
 
     def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
@@ -312,10 +312,10 @@ class Checkpointer:
         Raises:
             CollectiveError: a step failed on one of them; on all.
         """
-        sound = self._mailbox.run(lambda: _sound(staged))
+        sound = self._mailbox.run(partial(_sound, staged))
         self._storage.prepare(folder, self._mailbox)
         written = self._tensor_files.write(folder, sound)
-        self._mailbox.run(lambda: self._write_extras(folder, state), only_main=True)
+        self._mailbox.run(partial(self._write_extras, folder, state), only_main=True)
         return self._storage.commit(folder, written, self._mailbox)
 
     def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:

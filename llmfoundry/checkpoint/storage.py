@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -207,7 +208,7 @@ class Storage:
 
     def prepare(self, folder: Path, mailbox: Mailbox) -> None:
         """Make a checkpoint's folder, empty, before anything is written into it."""
-        mailbox.run(lambda: make_empty(folder), only_main=True)
+        mailbox.run(partial(make_empty, folder), only_main=True)
 
     def commit(self, folder: Path, written: FileSums, mailbox: Mailbox) -> int:
         """Make what was written count; its bytes, on the main process.

@@ -76,6 +76,8 @@ class Mailbox:
 
     def run_long(self, action: Callable[[], Value]) -> Value:
         """`run` of what may take longer than `parallel.dist_timeout`."""
+        if self._store is None:
+            return self.run(action)
         return self.run(with_keepalive(action, self.all_true, self.world.timeout))
 
     def all_true(self, value: bool) -> bool:
