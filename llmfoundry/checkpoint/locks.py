@@ -82,7 +82,7 @@ def _take(folder: Path, note: Callable[[str], None]) -> list[LockedFile]:
                 locked = try_lock(path, mode=0o644)
             if locked is not None:
                 os.ftruncate(locked.descriptor, 0)
-                os.pwrite(locked.descriptor, _this_process().encode(), 0)
+                os.pwrite(locked.descriptor, f"{_this_process()}\n".encode(), 0)
                 return [locked]
         except OSError as error:
             if error.errno in _NO_LOCKS:
@@ -101,7 +101,7 @@ def _take(folder: Path, note: Callable[[str], None]) -> list[LockedFile]:
 
 def _this_process() -> str:
     now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
+    return f"process {os.getpid()} on {socket.gethostname()}, since {now}"
 
 
 def _owner(path: Path) -> str:
@@ -125,8 +125,7 @@ class Lease:
         """Nothing is taken yet; `note` reports a wait."""
         self._run, self._note = run, note
         self._owner, self._beat = uuid.uuid4().hex, 0
-        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        self._who = f"process {os.getpid()} on {socket.gethostname()}, since {now}"
+        self._who = _this_process()
 
     def take(self) -> None:
         """Take the lock; waits where its holder may be dead.
