@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.harness import interleaved, over_rounds, ratio, table, write
 from llmfoundry.checkpoint.load import training_state
-from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.distributed.launch import World
 from llmfoundry.files import atomic_write
 
@@ -80,9 +80,7 @@ def ours(subject: Subject, folder: Path, *, background: bool) -> Callable[[int],
         folder,
         subject.world,
         extras=extras,
-        keep=-1,
-        background=background,
-        max_failures=1,
+        policy=SavePolicy(keep=-1, background=background, max_failures=1),
         warn=refuse,
     )
 

@@ -36,7 +36,7 @@ from llmfoundry.builders.resume import (
 )
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.run_folder import run_folder
-from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.checkpoint.storage import batch_of, named, storage_of
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
@@ -438,10 +438,12 @@ def build_checkpointer(
         folder,
         job.world,
         extras=extras,
-        keep=job.recipe.save_num_checkpoints_to_keep,
-        background=job.recipe.save_async,
-        max_failures=job.recipe.save_max_failures,
-        max_wait=job.recipe.save_max_wait,
+        policy=SavePolicy(
+            keep=job.recipe.save_num_checkpoints_to_keep,
+            background=job.recipe.save_async,
+            max_failures=job.recipe.save_max_failures,
+            max_wait=job.recipe.save_max_wait,
+        ),
         warn=tracker.console.warn,
         note=tracker.note,
         failed=failed,

@@ -61,6 +61,24 @@ class Waits:
     total: float = 0.0
 
 
+@dataclass(frozen=True)
+class SavePolicy:
+    """How a run saves.
+
+    Attributes:
+        keep: how many newest checkpoints stay; -1: all.
+        background: return from `save` once weights are copied, not once they are written.
+        max_failures: this many failed saves in a row end the run.
+        max_wait: seconds that a save in the background waits for the one before to be written; then
+            it is left out. None: as long as it takes.
+    """
+
+    keep: int
+    background: bool
+    max_failures: int
+    max_wait: float | None = None
+
+
 class Checkpointer:
     """Writes a run's checkpoints, one at a time, in a background thread where set."""
 
@@ -70,10 +88,7 @@ class Checkpointer:
         world: World,
         *,
         extras: Callable[[Path], None],
-        keep: int,
-        background: bool,
-        max_failures: int,
-        max_wait: float | None = None,
+        policy: SavePolicy,
         warn: Callable[[str], None],
         note: Callable[[str], None] = lambda line: None,
         failed: Callable[[int, str, str], None] | None = None,
@@ -85,11 +100,7 @@ class Checkpointer:
             run_folder: the run's folder.
             world: this process; every one takes part in each save.
             extras: writes recipe and tokenizer into a checkpoint's folder; called on rank 0.
-            keep: how many newest checkpoints stay; -1: all.
-            background: return from `save` once weights are copied, not once they are written.
-            max_failures: this many failed saves in a row end the run.
-            max_wait: seconds that a save in the background waits for the one before to be written;
-                then it is left out. None: as long as it takes.
+            policy: how to save.
             warn: reports what does not end the run, at once.
             note: reports each complete save.
             failed: reports one that failed or was left out: after which batch, what happened, what
@@ -97,11 +108,10 @@ class Checkpointer:
             saved: the batch whose checkpoint in this folder the run resumes from; None: none.
         """
         self._folder, self._world, self._extras = run_folder, world, extras
-        self._keep, self._background = keep, background
-        self._max_failures, self._warn, self._note = max_failures, warn, note
+        self._policy, self._warn, self._note = policy, warn, note
         self._report_failed = failed or (lambda batch, seen, done: warn(f"{seen}; {done}"))
         # other processes learn of it by a collective, which has its own limit
-        self._max_wait = max_wait and min(max_wait, world.timeout.total_seconds() / 2)
+        self._max_wait = policy.max_wait and min(policy.max_wait, world.timeout.total_seconds() / 2)
         self.waits = Waits()  # of the latest save
         self._mailbox = Mailbox(world)
         self._storage = storage_of(run_folder)
@@ -158,7 +168,7 @@ class Checkpointer:
     ) -> None:
         """Write in the background, or now."""
         self._mailbox.begin()
-        if last or not self._background:
+        if last or not self._policy.background:
             self._write(batch, folder, stage(False), state, last)
             self.check()
             return
@@ -219,7 +229,7 @@ class Checkpointer:
         if self._saved is None or not self._world.is_main:
             return
         try:
-            self._storage.prune(self._saved, self._keep)
+            self._storage.prune(self._saved, self._policy.keep)
         except (OSError, UserError) as error:
             self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
 
@@ -257,7 +267,7 @@ class Checkpointer:
         Raises:
             UserError: too many saves in a row failed.
         """
-        if self._failures >= self._max_failures:
+        if self._failures >= self._policy.max_failures:
             many = f" ({self._failures} saves in a row)" if self._failures > 1 else ""
             raise UserError(f"{self._problem}{many}{self._advice()}")
 
@@ -296,7 +306,7 @@ class Checkpointer:
         self._failures += 1
         why = one_line(error).removeprefix("save_folder: ")
         self._problem = f"save_folder: the checkpoint of batch {batch} was not saved: {why}"
-        if not last and self._failures < self._max_failures:
+        if not last and self._failures < self._policy.max_failures:
             done = "training continues, and the next save tries again"
             self._report_failed(batch, self._problem, done)
 

@@ -12,7 +12,7 @@ from llmfoundry.builders.job import build_root, with_defaults
 from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity
 from llmfoundry.checkpoint.run_folder import read_record
-from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.checkpoint.storage import named
 from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -176,7 +176,11 @@ def _import(recipe: ConvertRecipe) -> None:
     extras(output)
     print(f"precision: {written.precision}, as the weights are stored")
     writer = Checkpointer(
-        output, ALONE, extras=extras, keep=-1, background=False, max_failures=1, warn=print
+        output,
+        ALONE,
+        extras=extras,
+        policy=SavePolicy(keep=-1, background=False, max_failures=1),
+        warn=print,
     )
     state = {"batch": 0, "identity": model_identity(config), "is_trained": is_trained}
     print(f"{public(recipe.checkpoint)} is {show(writer.save_weights(root.model, state))}")

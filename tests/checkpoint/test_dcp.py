@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmfoundry.checkpoint.dcp import TensorFiles
-from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.distributed.launch import World
 from llmfoundry.files import atomic_write
 from tests.warm_scripts import on_ranks
@@ -66,9 +66,7 @@ class Run:
             folder,
             self.world,
             extras=extras,
-            keep=-1,
-            background=background,
-            max_failures=9,
+            policy=SavePolicy(keep=-1, background=background, max_failures=9),
             warn=lambda line: None,
         )
 

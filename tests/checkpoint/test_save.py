@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.checkpoint.verify import find_checkpoint, find_damage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
@@ -87,7 +87,11 @@ def test_a_checkpoint_counts_once_all_of_it_is_on_the_disk(
         (folder / "adapter/weights").write_bytes(b"of a library that does not sync")
 
     checkpointer = Checkpointer(
-        tmp_path, ALONE, extras=extras, keep=-1, background=False, max_failures=1, warn=print
+        tmp_path,
+        ALONE,
+        extras=extras,
+        policy=SavePolicy(keep=-1, background=False, max_failures=1),
+        warn=print,
     )
     disk = Disk(monkeypatch)
     folder = checkpointer.save_weights(nn.Linear(2, 3), {"batch": 0})
@@ -231,7 +235,9 @@ def make_saver(folder: Path, world: World, **settings: Any) -> tuple[Checkpointe
         atomic_write(place / "recipe.yaml", "")
 
     given = {"keep": -1, "background": False, "max_failures": 2} | settings
-    return Checkpointer(folder, world, extras=extras, warn=said.append, **given), said
+    return Checkpointer(
+        folder, world, extras=extras, policy=SavePolicy(**given), warn=said.append
+    ), said
 
 
 def parts() -> tuple[Any, torch.optim.Optimizer]:

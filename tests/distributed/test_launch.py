@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 
 import llmfoundry
 from llmfoundry.builders import trainer
-from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.distributed import launch
 from llmfoundry.distributed import mesh as mesh_module
 from llmfoundry.distributed.launch import (
@@ -76,9 +76,7 @@ def groups_of_a_run(rank: int, size: int) -> dict[str, Any]:
             Path(),
             world,
             extras=lambda folder: None,
-            keep=-1,
-            background=True,
-            max_failures=1,
+            policy=SavePolicy(keep=-1, background=True, max_failures=1),
             warn=print,
         )
         stop.begin(None)

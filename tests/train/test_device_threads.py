@@ -69,9 +69,7 @@ def test_the_checkpoints_thread_has_the_device(
         tmp_path,
         World(0, 1, 0, torch.device("cpu")),
         extras=lambda folder: None,
-        keep=-1,
-        background=True,
-        max_failures=1,
+        policy=save.SavePolicy(keep=-1, background=True, max_failures=1),
         warn=print,
     )
     saving.save(3, cast(Any, None), cast(Any, None), {})

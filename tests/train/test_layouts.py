@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from llmfoundry.checkpoint.load import load_training_state, load_weights
-from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.fsdp import apply_ddp
@@ -159,9 +159,7 @@ class Job:
             folder,
             self.world,
             extras=extras,
-            keep=-1,
-            background=True,
-            max_failures=1,
+            policy=SavePolicy(keep=-1, background=True, max_failures=1),
             warn=print,
         )
         place = saver.save(batch, self.root.model, self.optimizer, {"batch": batch})

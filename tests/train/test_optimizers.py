@@ -14,7 +14,7 @@ from torch.optim import _muon
 
 from llmfoundry.builders.job import product_dtype
 from llmfoundry.checkpoint.load import load_training_state
-from llmfoundry.checkpoint.save import Checkpointer
+from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
@@ -351,9 +351,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, tmp_path:
         tmp_path,
         World(0, 1, 0, CPU),
         extras=lambda folder: None,
-        keep=-1,
-        background=False,
-        max_failures=1,
+        policy=SavePolicy(keep=-1, background=False, max_failures=1),
         warn=print,
     )
     folder = saver.save(4, root.model, optimizer, {})
@@ -385,9 +383,7 @@ def test_a_resume_takes_all_but_moments_from_the_recipe(then: str, tmp_path: Pat
         tmp_path,
         World(0, 1, 0, CPU),
         extras=lambda folder: None,
-        keep=-1,
-        background=False,
-        max_failures=1,
+        policy=SavePolicy(keep=-1, background=False, max_failures=1),
         warn=print,
     )
     folder = saver.save(1, root.model, optimizer, {})
