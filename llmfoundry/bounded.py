@@ -1,13 +1,13 @@
 """`run_bounded`: functions of untrusted input, run in a child process with bounds.
 
-A chat template is a program, and a regular expression can take for ever: looking at them does not
+A chat template is a program, and a regular expression can take for ever: inspecting them does not
 show how long. The one idea: they run in a process of their own, which the kernel ends when an item
 takes too much CPU time or memory, and which can open nothing: no file, no connection, no other
-process. Its environment is empty. What it sends back is data of a few known types. Called wherever
-files of others are evaluated; what functions import is imported before files can no longer be
-opened.
+process. Its environment is empty. It answers with data of a few known types. Called wherever
+untrusted files are evaluated; the modules that functions need are imported before files can no
+longer be opened.
 
-The child is kept until this process ends, and replaced where it was stopped. On macOS, which limits
+The child is kept until this process ends, and replaced when it was stopped. On macOS, which limits
 no address space, its memory is read ten times a second instead.
 """
 

@@ -1,9 +1,9 @@
 """`events.jsonl` of a run's folder: what happened to the run, and what was done about it.
 
-Written by whoever sees something: the loop's watch, the monitor of hanging ranks, the supervisor;
-read by the supervisor, the report, the loggers and people. The idea: a line is added by one write,
-so that processes beside each other need no lock; one that is torn, or not ours, is passed over.
-What is decided goes by the order of lines; their times are for people, as a clock may be set.
+Written by the loop's watch, the hang monitor and the supervisor; read by the supervisor, the
+report, the loggers and people. The idea: a line is appended by one write, so that several processes
+need no lock; a torn or foreign line is skipped. Decisions rely on the order of lines; their times
+are for people, as a clock may be set.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def add_event(
     """Add a line to a run's events, its secrets masked; the line.
 
     Args:
-        folder: the run's, which is made if need be.
+        folder: the run's, created if need be.
         kind: a word to select by, such as hang or loss_spike.
         what: what was seen, for people.
-        step: the step (from 1) under way; None: none in particular.
+        step: the current step (from 1); None: none in particular.
         rank: the process that it is about; None: all, or none in particular.
         action: what was done: log, skip, roll_back, end, restart, stop ...
         more: further facts, as JSON.
@@ -60,7 +60,7 @@ def add_event(
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):  # a pipe takes what nobody reads, until it is full
+        if not stat.S_ISREG(found.st_mode):  # a pipe would block once it is full
             raise OSError(errno.EINVAL, "not a file", str(folder / NAME))
         size = found.st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -74,7 +74,7 @@ def add_event(
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run in the order in which they were written; none where there is no file."""
+    """The events of a run in the order in which they were written; none without a file."""
     path = folder / NAME
     try:
         lines = path.read_bytes().split(b"\n") if path.is_file() else []  # a pipe would wait
@@ -93,13 +93,13 @@ def is_restart(event: Mapping[str, Any]) -> bool:
 
 
 def names_in(event: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """What an event lists under a key, such as nodes; nothing where it lists nothing."""
+    """The names that an event lists under a key, such as nodes."""
     found = event.get(key)
     return tuple(map(str, found)) if isinstance(found, list | tuple) else ()
 
 
 def _is_event(found: Any) -> bool:
-    """Whether a line has what `add_event` gives to each, so that its readers need not ask."""
+    """Whether a line has the fields that `add_event` writes, so that readers need not check."""
     if not isinstance(found, dict):
         return False
     when, step, action = found.get("time"), found.get("step"), found.get("action")

@@ -1,15 +1,18 @@
-"""How a process of a run ends: the statuses that schedulers and the supervisor go by.
+"""How a process of a run ends, and what a supervisor and the run's processes exchange.
 
     0    done
     1    it failed, and may succeed if it is started again (so any status that is not listed)
-    2    a mistake of the user's, told in a line: the same command fails again
+    2    a mistake of the user's, reported in a line: the same command fails again
     3    scripts/check.py, or a run with health_check.before_run: a machine is bad
     75   stopped by a signal and saved: run the same command again (EX_TEMPFAIL of sysexits.h)
     93   the supervisor gives up: do not start it again before somebody has looked
     130  Ctrl-C before there was anything to save
 
-torchrun makes 1 of every status but 0, and says of each process no more than its number. So each
-process also leaves a file where the supervisor asks for it, with the line that it ended with.
+torchrun makes 1 of every status but 0, and reports no more than a number of each process. So each
+process also writes a file into the supervisor's folder, with the line that it ended with. In the
+other direction the supervisor sets, in the environment, from which checkpoint an attempt may resume
+(`ResumeLimits`; `builders/resume.py` reads it): a process that finds fewer checkpoints than the
+supervisor, on another machine perhaps, must not silently start over.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from llmfoundry.files import read_json
 Handler = Callable[[int, FrameType | None], None]
 DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP = 0, 1, 2, 3, 75, 93
 ENDS_FOLDER = "LLMFOUNDRY_ENDS"
-"""In the environment: the folder for these files; none are written without it."""
+"""In the environment: the folder for these files; without it none are written."""
 STOPS = tuple(getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "USR1", "HUP"))
-"""Signals that ask a run to save and end: schedulers, Ctrl-C, and a terminal that is closed."""
-_MOST_LOST = 8  # ranks that tell that another was lost: 3,072 files would say no more
+"""Signals that make a run save and end: of schedulers, Ctrl-C, and a terminal that is closed."""
+_MOST_LOST = 8  # ranks that record a lost one: 3,072 files would add nothing
 
 
 def own_node() -> str:
@@ -54,36 +57,36 @@ def on_stops(hear: Handler) -> dict[signal.Signals, Any]:
 
 
 def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
-    """Leave word of how this process ends, where anybody asked for it.
+    """Record how this process ends, if it has a supervisor.
 
     Args:
         status: its exit status.
         kind: mistake, lost (another process was), error, full (a disk), stopped or done.
-        lines: what it said, without secrets.
+        lines: its message, without secrets.
     """
     folder, rank = os.environ.get(ENDS_FOLDER), int(os.environ.get("RANK", 0))
     if folder is None or (kind == "lost" and rank >= _MOST_LOST):
         return
     end = {"rank": rank, "status": status, "kind": kind, "time": time.time()}
     end |= {"node": own_node(), "lines": [line[:1000] for line in lines[:20]]}
-    _leave(Path(folder) / f"rank-{rank}.json", end)
+    _write(Path(folder) / f"rank-{rank}.json", end)
 
 
 def record_ranks(folder: Path, ranks: Sequence[int]) -> None:
-    """Leave word of which processes are on this machine; by the first of them."""
-    _leave(folder / f"place-{ranks[0]}.json", {"node": own_node(), "ranks": list(ranks)})
+    """Record which ranks are on this machine; called by the first of them."""
+    _write(folder / f"place-{ranks[0]}.json", {"node": own_node(), "ranks": list(ranks)})
 
 
-def _leave(path: Path, word: dict[str, Any]) -> None:
-    """Write it whole, without waiting for the disk, as `files.write_json` would."""
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """An atomic write without fsync, for which `files.write_json` would wait."""
     with suppress(OSError):  # the disk may be what failed
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(word), encoding="utf-8")
+        partial.write_text(json.dumps(record), encoding="utf-8")
         partial.replace(path)
 
 
 def read_ranks(folder: Path) -> dict[int, str]:
-    """The machine of each process that has begun, by rank."""
+    """The machine of each rank that has begun."""
     found = dict[int, str]()
     for path in folder.glob("place-*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):  # damaged
@@ -93,10 +96,7 @@ def read_ranks(folder: Path) -> dict[int, str]:
 
 
 def read_ends(folder: Path) -> list[dict[str, Any]]:
-    """What processes left in a folder, the first that ended first.
-
-    The order is the file system's, which has one clock; machines have one each.
-    """
+    """The ends that processes have recorded, in the order of the file system's one clock."""
     found = list[tuple[int, dict[str, Any]]]()
     for path in folder.glob("rank-*.json"):
         with suppress(OSError, ValueError):
@@ -114,23 +114,15 @@ def _is_end(found: Any) -> bool:
     return all(isinstance(found.get(name), kind) for name, kind in kinds.items())
 
 
-# --- from llmfoundry.resume_limits: From which checkpoint an attempt at a run may resume, as the
-# supervisor that starts it says.
-#
-# `resilience/supervise` writes it into the environment of the attempt, `builders/resume.py` reads
-# it. The idea: the supervisor knows what was saved before; a process that finds less than that, on
-# another machine perhaps, must not begin anew without a word.
-
-
 _SAVED, _BEFORE = "LLMFOUNDRY_SAVED_BATCH", "LLMFOUNDRY_RESUME_BEFORE"
 
 
 @dataclass(frozen=True)
 class ResumeLimits:
-    """What a supervisor knows of a run's checkpoints.
+    """From which checkpoint an attempt may resume.
 
     Attributes:
-        saved: the batch of the newest that has to be there; -1: none has.
+        saved: the batch of the newest, which must exist; -1: none has to.
         before: resume from one of fewer batches than this; None: from the newest.
     """
 
@@ -143,14 +135,14 @@ class ResumeLimits:
         return None if self.before is None else self.before - 1
 
     def environment(self) -> dict[str, str]:
-        """The variables that tell an attempt."""
+        """The variables of an attempt's environment."""
         return {_SAVED: str(self.saved), _BEFORE: "" if self.before is None else str(self.before)}
 
 
 def resume_limits() -> ResumeLimits:
-    """What this process's supervisor says; no limits where it has none.
+    """The limits that this process's supervisor has set; none without one.
 
-    Where torchrun has started the processes again by itself, others may be there since.
+    Nor where torchrun itself has restarted the processes, as there may be newer checkpoints.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return ResumeLimits()

@@ -1,9 +1,9 @@
-"""Where a process of a run is: step, phase, and since when; for a monitor beside it.
+"""Heartbeats: the step and phase of a process, and since when, for the hang monitor.
 
-The training loop calls `beat` as it enters a phase; `resilience/hang` reads the files. The idea: a
-beat is one write of a short line to a file in memory (/dev/shm), a few microseconds, and whatever
-then blocks this process, the file can still be read. Times are CLOCK_MONOTONIC's, the same in every
-process of a machine, which no correction of the clock moves.
+The training loop calls `beat` as it enters a phase; `resilience/hang` and the supervisor read the
+files. The idea: a heartbeat is one write of a short line to a file in memory (/dev/shm), a few
+microseconds, and whatever then blocks this process, the file can still be read. Times are
+CLOCK_MONOTONIC's: the same in all processes of a machine, and never set.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from typing import IO, Any
 from llmfoundry.files import read_json
 
 PHASES = ("start", "data", "step", "update", "evaluation", "callbacks", "save", "end")
-"""In the order in which a step passes them: data is the wait for rows, step the forward and
-backward pass, update the optimizer's with what all processes agree upon before it."""
+"""In the order of a step: data is the wait for its batch, step the forward and backward pass,
+update the optimizer's, with the collectives before it."""
 LEARNED = ("step", "update")
-"""Phases that take as long in one step as in the next."""
+"""Phases that take the same time in each step, so that their limit is learned."""
 STACKS = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""The signal at which a process writes its stacks; schedulers send USR1 and USR2 for other ends."""
+"""The signal at which a process writes its stacks; schedulers send USR1 and USR2 for other
+purposes."""
 BEATS = "LLMFOUNDRY_BEATS"
-"""In the environment: the folder below which processes beat, whether or not a monitor looks."""
+"""In the environment: the folder below which processes write heartbeats for the supervisor."""
 RECORDER = "LLMFOUNDRY_RECORDER"
-"""In the environment: where this process's flight recorder of NCCL writes, if it has one."""
+"""In the environment: where this process's NCCL flight recorder writes, if it has one."""
 MEMORY = "/dev/shm"
-_ROOM = 2**22  # bytes: 16 ranks' beats and stacks
+_FREE = 2**22  # bytes: 16 ranks' heartbeats and stacks
 _SIZE = 512  # bytes of a line, padded: a write never leaves the end of a longer one
-_NAME = 60  # characters of a callback's
+_NAME = 60  # characters of a callback's name
 _WARM = 3  # steps that compile, tune and connect
-_WINDOW = 100  # steps, the longest of which is told
+_WINDOW = 100  # steps, the longest of which is reported
 
 
 def memory_folder() -> str | None:
-    """Where files are in memory; None: there is no such place, or it is not ours or full."""
+    """A folder in memory; None: there is none, or it is not writable or full."""
     if not os.access(MEMORY, os.W_OK):
         return None
-    return MEMORY if shutil.disk_usage(MEMORY).free >= _ROOM else None
+    return MEMORY if shutil.disk_usage(MEMORY).free >= _FREE else None
 
 
 class Heartbeat:
-    """The beats of this process."""
+    """The heartbeat of this process."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Begin in the phase `start`; from now on `STACKS` writes this process's stacks."""
+        """Start in the phase `start`; from now on the signal `STACKS` writes the stacks."""
         self._rank = rank
         self._path = beat_path(folder, rank)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -65,7 +66,7 @@ class Heartbeat:
         self.beat("start", 0)
 
     def beat(self, phase: str, step: int, saved: int | None = None) -> None:
-        """Enter a phase of a step (from 1); `saved`: as the function `beat` has it."""
+        """Enter a phase of a step; arguments as of the function `beat`."""
         now = time.monotonic()
         self._saved = self._saved if saved is None else saved
         self._first = step if self._first is None and phase == "step" else self._first
@@ -76,7 +77,7 @@ class Heartbeat:
         self._write(now, "")
 
     def enter(self, callback: str) -> None:
-        """Call a callback, or (empty) return from it, within the phase."""
+        """Enter a callback, or (empty) return from it, within the phase."""
         self._write(time.monotonic(), callback.encode("ascii", "replace").decode()[:_NAME])
 
     def _write(self, since: float, callback: str) -> None:
@@ -89,7 +90,7 @@ class Heartbeat:
         os.pwrite(self._file, json.dumps(beat).encode().ljust(_SIZE - 1) + b"\n", 0)
 
     def close(self) -> None:
-        """Beat no more, and leave no beat behind: this process has nothing to wait for."""
+        """Remove the heartbeat: nobody has to wait for this process."""
         faulthandler.unregister(STACKS)
         self._stacks.close()
         os.close(self._file)
@@ -115,13 +116,12 @@ def stop_heartbeat() -> None:
 
 
 def beat(phase: str, step: int, saved: int | None = None) -> None:
-    """Tell that this process enters a phase of a step (from 1); nothing where nobody looks.
+    """Record that this process enters a phase of a step; does nothing without `start_heartbeat`.
 
     Args:
         phase: one of PHASES.
-        step: the step under way.
-        saved: the batch of the run's newest checkpoint; -1: there is none, or it is not known;
-            None: as before.
+        step: the current step (from 1).
+        saved: the batch of the run's newest checkpoint; -1: none, or not known; None: as before.
     """
     if _own is not None:
         _own.beat(phase, step, saved)
@@ -129,16 +129,16 @@ def beat(phase: str, step: int, saved: int | None = None) -> None:
 
 @contextmanager
 def in_callback(name: str) -> Iterator[None]:
-    """Tell that this process calls a callback, whose name a monitor says if it does not return."""
+    """Record the callback that this process calls, which a monitor names if it does not return."""
     if _own is not None:
         _own.enter(name)
     yield
-    if _own is not None:  # not after an error: who sees this process end sees where
+    if _own is not None:  # not after an error: the last heartbeat shows where this process ended
         _own.enter("")
 
 
 def beat_path(folder: Path, rank: int) -> Path:
-    """The file of a rank's beats."""
+    """The file of a rank's heartbeat."""
     return folder / f"rank-{rank}.beat"
 
 
@@ -148,7 +148,7 @@ def stacks_path(folder: Path, rank: int) -> Path:
 
 
 def read_heartbeats(folder: Path) -> list[dict[str, Any]]:
-    """The newest beat of every rank of this machine, by rank."""
+    """The newest heartbeat of every rank of this machine, by rank."""
     found = []
     for path in folder.glob("rank-*.beat"):
         with suppress(OSError, ValueError):
@@ -159,7 +159,7 @@ def read_heartbeats(folder: Path) -> list[dict[str, Any]]:
 
 
 def _is_beat(found: Any) -> bool:
-    """Whether it is what a `Heartbeat` writes: /dev/shm is everybody's."""
+    """Whether it is what a `Heartbeat` writes: everybody may write to /dev/shm."""
     kinds: dict[str, Any] = {"rank": int, "pid": int, "step": int, "longest": dict}
     kinds["since"] = (int, float)
     if not isinstance(found, dict) or found.get("phase") not in PHASES:

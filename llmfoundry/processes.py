@@ -1,9 +1,9 @@
-"""Processes that end with those that they work for, however these end.
+"""Child processes that end with the process that they work for, however that ends.
 
-Who is killed (kill -9, out of memory) cannot end its helpers, and the system does not either: a
-fork server stays the parent of its workers, and torchrun's processes are sessions of their own. The
-one idea: every helper looks by itself, twice a second, whether the process that it works for is
-still there. Called by whatever of ours starts processes, and first of all by every script.
+A process that is killed (kill -9, out of memory) cannot end its children, and the system does not
+either: a fork server stays the parent of its workers, and torchrun's processes are sessions of
+their own. The one idea: every child checks by itself, twice a second, whether the process that it
+works for is alive. Called by every script, and wherever child processes are started.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import MutableMapping
 
 import psutil
 
-_SECONDS = 0.5  # between two looks; the next start of a run waits longer for its folder
+_SECONDS = 0.5  # between two checks; the next start of a run waits longer for its folder
 _STARTERS = "LLMFOUNDRY_END_WITH"  # in the environment: the processes that a script ends with
 
 
@@ -27,12 +27,12 @@ def cores() -> int:
 
 
 def end_with(pid: int) -> None:
-    """From now on end this process, at once and without a word, when process `pid` has ended."""
+    """From now on end this process, at once and silently, when process `pid` has ended."""
     threading.Thread(target=_watch, args=(pid,), name="end_with", daemon=True).start()
 
 
 def end_with_parent() -> None:
-    """The same in a worker of multiprocessing, for the process that it was started by and for."""
+    """The same in a worker of multiprocessing, for the process that has started it."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     end_with(parent.pid)
@@ -41,9 +41,9 @@ def end_with_parent() -> None:
 def end_with_starters() -> None:
     """The same in a script, for torchrun and for scripts of ours that called `keep_children`."""
     pids = {int(pid) for pid in os.environ.get(_STARTERS, "").split()}
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own, who says so by no other means
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun, which sets no other sign
         pids.add(os.getppid())
-    for pid in pids - {os.getpid()}:  # who starts scripts runs some of them in its own process
+    for pid in pids - {os.getpid()}:  # some scripts are run in the process that starts others
         end_with(pid)
 
 
@@ -55,7 +55,7 @@ def keep_children(environment: MutableMapping[str, str] = os.environ) -> None:
 
 def _watch(pid: int) -> None:
     try:
-        process = psutil.Process(pid)  # knows it by its start time too, should the id come again
+        process = psutil.Process(pid)  # identified by its start time too, as ids are reused
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(_SECONDS)
     except psutil.NoSuchProcess:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-_random = random.Random()  # its own, so that no seeded draw is moved
+_random = random.Random()  # its own, so that seeded draws elsewhere are not shifted
 _MOST_DOUBLINGS = 60
 
 
@@ -24,12 +24,12 @@ def retry(
     again: Callable[[Exception, int], float],
     wait: Callable[[float], object] = time.sleep,
 ) -> T:
-    """What `call` gives, once it gives something.
+    """The result of `call`, which is repeated while it raises.
 
     Args:
-        call: is tried.
-        again: gets an error and how many there have been in a row; returns the seconds to wait
-            before the next attempt, or raises what the caller is to see.
+        call: to repeat.
+        again: gets an error and how many came in a row; returns the seconds to wait before the
+            next attempt, or raises what the caller is to see.
         wait: waits for so many seconds.
     """
     failures = 0
@@ -62,20 +62,17 @@ def backoff(
     return min(longest, doubled) * _random.uniform(*jitter)
 
 
-Made = TypeVar("Made")
-
-
 class Late(RuntimeError):
     """There was no answer in time."""
 
 
-def within(seconds: float, call: Callable[[], Made]) -> Made:
-    """What a call returns or raises; one that is late goes on until the process ends.
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What a call returns or raises; one that is late runs until the process ends.
 
     Raises:
         Late: it took longer than `seconds`.
     """
-    answers: list[Made] = []
+    answers: list[T] = []
     failures: list[Exception] = []
 
     def work() -> None:
