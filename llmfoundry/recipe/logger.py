@@ -215,7 +215,8 @@ CALLBACKS = ChoiceTable(
     CallbackType,
     {  # in the order in which they are called; the early stopper after all that measure something
         "watch": CallbackType(
-            "llmfoundry.resilience.watch.watch:watch", is_on=lambda config: config.watch.tells_times
+            "llmfoundry.resilience.watch.watch:watch",
+            is_on=lambda config: config.watch.has_rounds,
         ),
         "speed_monitor": _callback("speed_monitor", lambda config: config.speed_monitor),
         "lr_monitor": _callback("lr_monitor", lambda config: config.lr_monitor),

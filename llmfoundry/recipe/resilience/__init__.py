@@ -1,1 +1,1 @@
-"""Sections of what goes on around and beside a run."""
+"""Sections of hang detection, supervision and the watch of a run."""

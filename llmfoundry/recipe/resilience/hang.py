@@ -1,4 +1,4 @@
-"""The `hang` section: when a process that does not go on counts as hanging, and what is done."""
+"""The `hang` section: when a process counts as hanging, and what is done."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ SECONDS = Range(1, 31_536_000, "a year")
 
 @dataclass
 class HangConfig:
-    """A process beside those of each machine that sees who no longer goes on.
+    """A monitor process on each machine that detects which rank hangs.
 
-    It says in which phase, keeps stacks in the run's folder (hangs/), and ends the processes.
-    Without it a hanging process is found after parallel.dist_timeout seconds, by the others.
+    It reports the phase, keeps stacks in the run's folder (hangs/), and ends the processes. Without
+    it a hang ends the run after parallel.dist_timeout seconds.
     """
 
     monitor: Annotated[str, choice(MONITORS)] = "auto"
     """on, off, or auto: where a run has several processes, or a supervisor."""
     action: Annotated[str | None, choice(ACTIONS)] = None
-    """end: kill the processes once their stacks are kept, so that torchrun or the supervisor begins
-    again (the default); report: only tell."""
+    """end: kill the processes once their stacks are kept, so that torchrun or the supervisor
+    restarts them (the default); report: only report."""
     step_seconds: Annotated[float | None, SECONDS] = None
     """How long the forward and backward pass, or the update, may take; unset: five times the
     longest of the last hundred steps, at least 30 s (300 s with compile)."""
     first_step_seconds: Annotated[float | None, SECONDS] = None
     """The same of the first three steps, which compile and connect; default 1800."""
     stopped_seconds: Annotated[float | None, SECONDS] = None
-    """How long a process may be stopped (SIGSTOP, a debugger) or be dead and not yet buried, in any
-    phase; default 30."""
+    """How long a process may be stopped (SIGSTOP, a debugger) or a zombie, in any phase; default
+    30."""
     data_seconds: Annotated[float | None, SECONDS] = None
-    """How long a step's rows may take; default 900, as a store that fails is asked again."""
+    """How long a step's batch may take; default 900, as a store that fails is retried."""
     save_seconds: Annotated[float | None, SECONDS] = None
-    """How long a save may hold training up; default 1800."""
+    """How long a save may block training; default 1800."""
     evaluation_seconds: Annotated[float | None, SECONDS] = None
     """How long an evaluation may take; default 14400. Tokenizing, loading and the end of a run have
-    no limit but stopped_seconds; processes meet within parallel.rendezvous_timeout."""
+    no limit but stopped_seconds; processes join within parallel.rendezvous_timeout."""
     callback_seconds: Annotated[float | None, SECONDS] = None
     """How long one call of a callback (samples are one), of yours too, may take in any phase of a
     step; default 1800. It is named."""
     notice_seconds: Annotated[float | None, SECONDS] = None
-    """After how long it is told that processes wait for one which is behind them; default 60."""
+    """After how long it is reported that processes wait for one which is behind; default 60."""
 
     def check(self, key: str = "hang.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""

@@ -15,21 +15,21 @@ from llmfoundry.redaction import public
 LEVELS = ("off", "quick", "full")
 WEBHOOK_FORMS = ("slack", "discord", "teams", "json")
 EXCLUDE = "{exclude}"
-_FIELD = re.compile(r"\{[^{}]*\}")
-"""In `launch`: the machines to do without, with commas between."""
+"""In `launch`: the machines to leave out, with commas between."""
 NODES = "{nodes}"
 """In `launch`: how many machines of the Slurm job are left."""
+_FIELD = re.compile(r"\{[^{}]*\}")
 
 
 @dataclass
 class SuperviseConfig:
-    """A process around the run that starts it, sees why it ended, and starts it again, or not."""
+    """A process around the run that starts it, finds why it ended, and decides on a restart."""
 
     enabled: bool = False
     """Supervise a run of scripts/train.py or finetune.py; scripts/supervise.py does in any case."""
     no_progress: Annotated[int, Range(1, 1000)] = 3
-    """Attempts in a row without a newer checkpoint, whatever they failed of, after which it gives
-    up (exit status 93)."""
+    """Attempts in a row without a newer checkpoint, whatever the cause, after which it gives up
+    (exit status 93)."""
     max_restarts: Annotated[int, Range(0, 1000)] = 3
     """Restarts after failures of one kind since the last newer checkpoint; at most 1 where a loss
     was not finite and 2 where the cause is unknown."""
@@ -37,20 +37,20 @@ class SuperviseConfig:
     """Restarts within 24 hours, whatever the cause and though each attempt leaves a newer
     checkpoint, after which it gives up (exit status 93). 16,384 GPUs had about 8 a day."""
     min_goodput: Annotated[float, Range(0, below=1)] = 0.25
-    """The least share of the last 24 hours in steps that a checkpoint has kept: with less it gives
-    up (93), once five attempts and an hour can be judged; 0: whatever it is."""
+    """The smallest share of the last 24 hours in steps that a checkpoint has kept: below it gives
+    up (93), after at least five attempts and an hour; 0: no limit."""
     vanished_seconds: Annotated[float, Range(0, 86_400, "a day")] = 60.0
     """How long a checkpoint that was there after the last attempt may be missing before the next
     start, as a file system is mounted late; then it ends with 93 and says what has vanished."""
     store_seconds: Annotated[float, Range(0, 31_536_000, "a year")] = 3600.0
-    """How long a store of checkpoints that cannot be asked is waited for before a start, with
-    pauses up to 300 s; then it ends with 1."""
+    """How long to wait before a start for a store of checkpoints that does not answer, with pauses
+    up to 300 s; then it ends with 1."""
     prometheus_port: Annotated[int | None, Range(1, 65_535)] = None
     """Serve the supervisor's own state for Prometheus here, at the address of
     logger.prometheus_host; unset: with logger.prometheus_port a hundred ports after that."""
     prometheus_textfile: str | None = None
-    """The same in a file NAME.prom for node-exporter; unset: with logger.prometheus_textfile
-    beside that, as NAME-supervisor.prom. It stays after the end, with the exit status."""
+    """The same in a file NAME.prom for node-exporter; unset: with logger.prometheus_textfile in
+    the same folder, as NAME-supervisor.prom. It stays after the end, with the exit status."""
     wait_seconds: Annotated[float, Range(0, 86_400, "a day")] = 2.0
     """Pause before a restart; twice as long after each attempt without progress, 300 s at most."""
     confirm: Annotated[str, choice(LEVELS)] = "quick"
@@ -58,21 +58,21 @@ class SuperviseConfig:
     scripts/check.py does."""
     act: bool = False
     """Whether machines that the check finds bad are taken out: drained (Slurm) or cordoned
-    (Kubernetes), and left out of the next start. false: it is only told, and the run starts again
+    (Kubernetes), and left out of the next start. false: it is only reported, and the run restarts
     on the same ones."""
     launch: list[str] = field(default_factory=list)
     """Words before `scripts/train.py RECIPE ...`, as [srun, -K, "--nodes={nodes}",
     "--exclude={exclude}", python]; unset: this machine alone. {nodes}: how many machines of the
-    Slurm job are left, so that it goes on with fewer; a number: so many, and others are spare. A
-    word with {exclude} is left out while there is none to do without."""
+    Slurm job are left, so that it continues with fewer; a number: so many, and others are spare. A
+    word with {exclude} is omitted while there is none to leave out."""
     requeue: bool = False
-    """Whether a Slurm job that is to go on later or elsewhere (exit status 75) puts itself back
-    into the queue (scontrol requeue), with `act` without machines found bad; not after SIGINT, a
-    person's. false: whoever has started it does."""
+    """Whether a Slurm job that is to resume later or elsewhere (exit status 75) requeues itself
+    (scontrol requeue), with `act` without machines found bad; not after SIGINT, a person's. false:
+    whoever has started it does."""
     webhook: str | None = None
     """A URL that gets every decision as a line; it is a secret: write ${oc.env:SLACK_WEBHOOK}."""
     webhook_form: Annotated[str | None, choice(WEBHOOK_FORMS)] = None
-    """What is posted: slack: {"text": ...}, as Mattermost, Rocket.Chat and Google Chat take it too;
+    """What is posted: slack: {"text": ...}, as for Mattermost, Rocket.Chat and Google Chat;
     discord; teams: an adaptive card; json: the text and the whole event. Unset: by the URL's host,
     else slack."""
 

@@ -1,4 +1,4 @@
-"""The section `callbacks.watch`: what a run notices about itself, and what it does about it."""
+"""The section `callbacks.watch`: anomalies that a run detects in itself, and its actions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _MOST = Range(0, 2**31, "no run has as many steps")
 
 @dataclass
 class WatchConfig:
-    """What a run notices about itself, and what it does about it.
+    """Anomalies that a run detects in itself, and its actions.
 
-    As it stands it observes: each event is a line on the console and in save_folder/events.jsonl.
+    By default it only logs: each event is a line on the console and in save_folder/events.jsonl.
     """
 
     loss_spike: Annotated[str, choice(SPIKE_ACTIONS)] = "log"
     """What to do about a step whose loss is spike_deviations above the mean of those before it: log
-    it; skip: leave its update out; roll_back: go back to a checkpoint, and leave out what was read
-    since; stop: end the run, with exit status 93."""
+    it; skip: skip its update; roll_back: go back to a checkpoint, and skip the batches since; stop:
+    end the run, with exit status 93."""
     gradient_spike: Annotated[str, choice(SPIKE_ACTIONS)] = "log"
-    """The same of the gradient's norm, by its logarithm, and at least five times the mean: what is
-    less happens in sound runs of small batches, and clipping serves."""
+    """The same of the gradient's norm, by its logarithm, and at least five times the mean: smaller
+    ones are normal with small batches, and clipping handles them."""
     not_finite: Annotated[str, choice(NOT_FINITE_ACTIONS)] = "stop"
     """What to do about a step whose loss or gradient is not finite, which never is an update."""
     spike_window: Annotated[int, Range(8, 2**16, "each is kept on the device")] = 128
@@ -44,8 +44,8 @@ class WatchConfig:
     """Only with roll_back: steps to go back at least, to the newest checkpoint that is as old;
     default 100 (PaLM). Where there is none, to the step before the spike, which is in memory."""
     roll_back_skip: Annotated[int | None, _MOST] = None
-    """Only with roll_back: batches to leave out behind the spike's, beside those from the
-    checkpoint up to it; default 100. PaLM left out 200 to 500 in all."""
+    """Only with roll_back: batches to skip after the spike's, in addition to those from the
+    checkpoint up to it; default 100. PaLM skipped 200 to 500 in all."""
     roll_back_most: Annotated[int | None, Range(1, 2**31)] = None
     """Only with roll_back: times in a row that the run may go back without passing the furthest
     spike; then it ends. Default 3."""
@@ -62,7 +62,7 @@ class WatchConfig:
     mfu_drop_below: Annotated[float, Range(above=0, below=1)] = 0.85
     """Of the median of the earlier intervals."""
     data_wait: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
-    """What to do about steps that wait longer for their rows than in earlier intervals."""
+    """What to do about steps that wait longer for their batch than in earlier intervals."""
     data_wait_above: Annotated[float, Range(above=0, below=1)] = 0.1
     """Share of a step; it must be twice that of the earlier intervals too."""
     stall: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
@@ -70,13 +70,13 @@ class WatchConfig:
     stall_above: Annotated[float, Range(above=0, most=1e6)] = 30.0
     """Seconds; it must be ten usual steps too."""
     gpu: Annotated[str, choice(LOG_ACTIONS)] = "log"
-    """What to do about XIDs, throttling and lost GPUs, as NVML (package nvidia-ml-py) tells them;
+    """What to do about XIDs, throttling and lost GPUs, by NVML (package nvidia-ml-py);
     temperature and power are metrics then. Nothing without a GPU."""
     interval: Annotated[int, Range(1, 2**31)] = 100
-    """Batches between two rounds in which all processes tell each other their times, by one small
-    message that nobody waits for."""
+    """Batches between two rounds in which all processes share their times, by one small all-gather
+    that nobody waits for."""
     in_a_row: Annotated[int, Range(1, 1000)] = 2
-    """Rounds in a row that must show a slow process, a drop or a wait, until it is an event: one is
+    """Rounds in a row that must show a slow process, a drop or a wait before it is an event: one is
     often chance."""
 
     def check(self, key: str) -> Iterator[str]:
@@ -105,8 +105,8 @@ class WatchConfig:
         return self.loss_spike != "off" or self.gradient_spike != "off"
 
     @property
-    def tells_times(self) -> bool:
-        """Whether processes tell each other their times."""
+    def has_rounds(self) -> bool:
+        """Whether processes share their times."""
         names = (self.slow_rank, self.mfu_drop, self.data_wait, self.stall, self.gpu)
         return any(name != "off" for name in names)
 
