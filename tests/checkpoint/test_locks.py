@@ -37,7 +37,7 @@ with only_run(Path(sys.argv[1]), World(0, 1, 0, torch.device("cpu")), note=print
 
 def hold(folder: Path) -> None:
     with locks.only_run(folder, ALONE, note=print):
-        assert (folder / locks.NAME).exists()
+        assert (folder / locks.LOCK).exists()
 
 
 def test_a_folder_is_free_as_soon_as_its_owner_is_killed(
@@ -72,7 +72,7 @@ def test_a_refused_start_touches_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(locks, "_PATIENCE", 0.2)
     folder = train_here("one", "max_duration=2ba")
-    assert not (folder / locks.NAME).exists()
+    assert not (folder / locks.LOCK).exists()
 
     def state() -> dict[str, int]:
         files = (path for path in tmp_path.rglob("*") if path.is_file())
