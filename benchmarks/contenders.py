@@ -353,12 +353,12 @@ def samples() -> Iterator[np.ndarray]:
 def our_loader(folder: Path, *, apart: bool = False) -> Make:
     """This project's loader, as a run on a CPU has it; `apart`: with documents' places."""
     from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
-    from llmfoundry.data.loader import BatchPrefetcher, Loader
+    from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
     from llmfoundry.data.mds_source import MDSTexts
-    from llmfoundry.data.mixture import Mixture, Phase
+    from llmfoundry.data.mixture import ONLY, Mixture, Phase
     from llmfoundry.data.order import Order
     from llmfoundry.data.shard_index import read_index
-    from llmfoundry.data.sources import ONLY, OrderedStream, RowOptions, open_source
+    from llmfoundry.data.sources import OrderedStream, RowOptions, open_source
     from llmfoundry.ops.devices import keep_memory
 
     keep_memory()
@@ -371,10 +371,7 @@ def our_loader(folder: Path, *, apart: bool = False) -> Make:
         loader = Loader(
             [OrderedStream(source, Order(source.sizes, seed=17, shuffle=True))],
             Mixture([ONLY], [Phase(0, (1.0,))], batch_size=rows),
-            seq_len=SAMPLE_TOKENS,
-            eos_id=EOS,
-            vocab_size=_IDS,
-            attend_across_documents=not apart,
+            RowFormat(SAMPLE_TOKENS, EOS, _IDS, attend_across_documents=not apart),
             workers=workers,
         )
         with closing(BatchPrefetcher(loader, 0)) as batches:

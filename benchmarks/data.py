@@ -472,10 +472,8 @@ def _seconds(trainer: Trainer, batches: Iterator[Batch]) -> float:
             trainer.module,
             trainer.optimizer,
             next(batches).to(trainer.world.device),
+            trainer.settings,
             number=0,
-            microbatch=trainer.microbatch,
-            autocast=trainer.autocast,
-            clipping=trainer.recipe.gradient_clipping,
             guard=trainer.watch.guard,
         )
     result.loss.item()  # waits for the device

@@ -60,7 +60,7 @@ from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train import step
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import CrossEntropy, Guard, train_step
+from llmfoundry.train.step import CrossEntropy, Guard, StepSettings, train_step
 
 
 class LiveBytes(TorchDispatchMode):
@@ -321,14 +321,16 @@ def _step(
             root,
             optimizer,
             Batch(tokens, tokens, None),
+            StepSettings(
+                microbatch=rows,
+                autocast=build_autocast(recipe.precision, CPU),
+                clipping=recipe.gradient_clipping,
+                cut=token_sharding(root),
+                reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
+                objective=_Labelled(),
+            ),
             number=0,
-            microbatch=rows,
-            autocast=build_autocast(recipe.precision, CPU),
-            clipping=recipe.gradient_clipping,
             guard=Guard(CPU),
-            cut=token_sharding(root),
-            reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
-            objective=_Labelled(),
             on_gradients=note,
         )
     held, moments = held_bytes(root, optimizer)

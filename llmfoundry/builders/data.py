@@ -18,21 +18,18 @@ import numpy as np
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
-from llmfoundry.data.loader import Loader
+from llmfoundry.data.loader import Loader, RowFormat, Stream
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
-from llmfoundry.data.mixture import Mixture, Phase, stream_weights
+from llmfoundry.data.mixture import ONLY, Mixture, Phase, stream_key, stream_weights
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.shard_index import Index, read_index, with_sample
 from llmfoundry.data.sources import (
-    ONLY,
     OrderedStream,
     RowOptions,
-    Stream,
     TokenSource,
     open_shards,
     open_source,
-    stream_key,
     too_short,
 )
 from llmfoundry.data.supervised.bad_rows import BadRowsError
@@ -228,12 +225,14 @@ def build_loader(
     return Loader(
         data.streams,
         build_mixture(recipe, data, clock),
-        seq_len=recipe.max_seq_len,
-        eos_id=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size,
+        RowFormat(
+            seq_len=recipe.max_seq_len,
+            eos_id=tokenizer.eos_id,
+            vocab_size=tokenizer.vocab_size,
+            attend_across_documents=recipe.data.attend_across_documents,
+        ),
         data_rank=world.data_rank,
         data_size=world.data_size,
-        attend_across_documents=recipe.data.attend_across_documents,
         workers=recipe.data.loader_workers,
         prefetch_factor=recipe.data.prefetch_factor,
         allow_changed=recipe.data.allow_changed,

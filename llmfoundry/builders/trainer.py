@@ -32,6 +32,7 @@ from llmfoundry.builders.resume import (
     check_same_rows,
     fill_weights,
     find_start,
+    roll_back,
     run_identity,
 )
 from llmfoundry.checkpoint.load import read_state
@@ -40,6 +41,7 @@ from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.checkpoint.storage import batch_of, named, storage_of
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
+from llmfoundry.data.sources import tokens_left_out
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.activation_checkpoint import check_compiler
 from llmfoundry.distributed.apply import parallelize
@@ -80,7 +82,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import PRETRAINED
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
-from llmfoundry.train.step import CROSS_ENTROPY
+from llmfoundry.train.step import CROSS_ENTROPY, StepSettings
 from llmfoundry.train.trainer import Trainer
 
 
@@ -129,6 +131,17 @@ def build_trainer(
     identity |= reference.begin()
     for line in chain(spans, mixture_lines(loader, clock.total)):
         tracker.note(line)
+    settings = StepSettings(
+        microbatch=chosen.microbatch,
+        autocast=job.autocast,
+        clipping=recipe.gradient_clipping,
+        objective=build_objective(job) or CROSS_ENTROPY,
+        data_group=world.data_group,
+        token_group=world.token_group,
+        cut=token_sharding(root),
+        reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
+    )
+    checkpointer = build_checkpointer(written, job, tracker, start)
     trainer = Trainer(
         recipe=recipe,
         world=world,
@@ -137,15 +150,21 @@ def build_trainer(
         optimizer=optimizer,
         loader=loader,
         clock=clock,
-        microbatch=chosen.microbatch,
-        autocast=job.autocast,
+        settings=settings,
         bytes_per_token=data.bytes_per_token,
         tracker=tracker,
-        checkpointer=build_checkpointer(written, job, tracker, start),
+        checkpointer=checkpointer,
+        roll_back=partial(
+            roll_back,
+            recipe=recipe,
+            loader=loader,
+            checkpointer=checkpointer,
+            model=root.model,
+            optimizer=optimizer,
+            world=world,
+        ),
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
-        objective=build_objective(job) or CROSS_ENTROPY,
-        cut=token_sharding(root),
         callbacks=build_callbacks(job, state.get("callbacks", {})),
         first_batch=state["batch"],
         window=tuple(state["window"]),
@@ -472,7 +491,7 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
         (
             "data",
             f"{loader.n_rows:,} rows of {recipe.max_seq_len:,} tokens;"
-            f" {loader.tokens_left_out:,} after the last whole row are left out",
+            f" {tokens_left_out(loader.streams):,} after the last whole row are left out",
         ),
         (
             "length",

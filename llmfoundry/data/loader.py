@@ -25,19 +25,67 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmfoundry.data.make_batch import Rows
-from llmfoundry.data.mixture import Mixture
-from llmfoundry.data.sources import OrderedStream, Stream, TokenSource, stream_key
+from llmfoundry.data.make_batch import Row, Rows
+from llmfoundry.data.mixture import Mixture, stream_key
 from llmfoundry.errors import UserError
 from llmfoundry.ops.devices import device_thread, keep_memory
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.processes import end_with_parent
+
+
+class Stream(Protocol):
+    """Rows by the number of the sample in a run, epoch after epoch.
+
+    Attributes:
+        name: in the recipe; data where it is the only one.
+    """
+
+    name: str
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of an epoch."""
+
+    def locate(self, samples: np.ndarray) -> np.ndarray:
+        """(n,) int64: the places of samples number `samples` (n,) int64, for `read` and `where`."""
+
+    def read(self, place: int) -> Row:
+        """The row at a place."""
+
+    def where(self, place: int) -> str:
+        """Its shard and place there, for messages."""
+
+    def prefetch(self, sample: int) -> None:
+        """Fetch ahead what this and the following samples need."""
+
+    def state(self) -> dict[str, Any]:
+        """What decides which rows the samples are, as JSON."""
+
+    def resume(self, state: dict[str, Any], *, allow_changed: bool) -> None:
+        """Go on with the samples that an earlier `state` describes."""
+
+    def close(self) -> None:
+        """Let go of open shards; reading opens them again."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What rows become in a batch."""
+
+    seq_len: int
+    """T, tokens of a row."""
+    eos_id: int
+    """What short rows are filled up with."""
+    vocab_size: int
+    """Ids are below it."""
+    attend_across_documents: bool = False
+    """Leave out the layout, so that a row is one document."""
 
 
 class Loader:
@@ -45,20 +93,16 @@ class Loader:
 
     Attributes:
         n_rows: rows of all streams.
-        tokens_left_out: of each epoch: those after the last whole row of token streams.
     """
 
     def __init__(
         self,
         streams: Sequence[Stream],
         mixture: Mixture,
+        form: RowFormat,
         *,
-        seq_len: int,
-        eos_id: int,
-        vocab_size: int,
         data_rank: int = 0,
         data_size: int = 1,
-        attend_across_documents: bool = False,
         workers: int = 0,
         prefetch_factor: int = 2,
         allow_changed: Collection[str] = (),
@@ -69,12 +113,9 @@ class Loader:
             streams: what is read, in the mixture's order.
             mixture: which of them gives which row of a step; its batch is a multiple of
                 `data_size`.
-            seq_len: T, tokens of a row.
-            eos_id: what short rows are filled up with.
-            vocab_size: ids are below it.
+            form: of its rows.
             data_rank: among the processes that read different rows.
             data_size: their number.
-            attend_across_documents: leave out the layout, so that a row is one document.
             workers: processes that make batches; 0: a thread does.
             prefetch_factor: batches made ahead, by each of them.
             allow_changed: streams that a resumed run may find changed.
@@ -84,12 +125,10 @@ class Loader:
         assert tuple(stream.name for stream in streams) == mixture.names
         self.streams, self.mixture = tuple(streams), mixture
         self.n_rows = sum(stream.n_rows for stream in streams)
-        sources = (s.source for s in streams if isinstance(s, OrderedStream))
-        self.tokens_left_out = sum(s.tokens_left_out for s in sources if isinstance(s, TokenSource))
-        self._seq_len, self._eos_id, self._vocab_size = seq_len, eos_id, vocab_size
+        self._form = form
         self._share = mixture.batch_size // data_size
         self._first_slot = data_rank * self._share
-        self.with_layout = not attend_across_documents
+        self.with_layout = not form.attend_across_documents
         self.workers, self.prefetch_factor = workers, prefetch_factor
         self._allow_changed = frozenset(allow_changed)
         self._plan: _Plan | None = None
@@ -108,8 +147,8 @@ class Loader:
         plan = self._plan_of(step)
         source, places = plan.source[step - plan.step], plan.places[step - plan.step]
         found = [self.streams[n].read(place) for n, place in zip(source, places, strict=True)]
-        rows = Rows.fill(found, self._seq_len, self._eos_id)
-        wrong = rows.outside(self._vocab_size)
+        rows = Rows.fill(found, self._form.seq_len, self._form.eos_id)
+        wrong = rows.outside(self._form.vocab_size)
         if wrong is not None:
             raise self._strange(self.streams[source[wrong]], places[wrong], rows.ids[wrong])
         return rows
@@ -127,7 +166,7 @@ class Loader:
         """For a checkpoint written when `step` steps are done: what `resume` needs, as JSON."""
         streams = {stream.name: stream.state() for stream in self.streams}
         return {
-            "seq_len": self._seq_len,
+            "seq_len": self._form.seq_len,
             "mixture": self.mixture.state(step),
             "streams": self._gone | streams,
         }
@@ -140,10 +179,10 @@ class Loader:
         Raises:
             UserError: rows or their order would not be those of the checkpoint.
         """
-        if state["seq_len"] != self._seq_len:
+        if state["seq_len"] != self._form.seq_len:
             raise UserError(
                 f"max_seq_len: the checkpoint's samples were ordered with {state['seq_len']}, this"
-                f" run has {self._seq_len}; write {state['seq_len']}"
+                f" run has {self._form.seq_len}; write {state['seq_len']}"
             )
         before = state["streams"]
         for stream in self.streams:
@@ -195,10 +234,11 @@ class Loader:
 
     def _strange(self, stream: Stream, place: int, ids: np.ndarray) -> UserError:
         """Ids that no token has."""
-        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        limit = self._form.vocab_size
+        outside = ids[(ids < 0) | (ids >= limit)]
         return UserError(
             f"{stream_key(stream.name)}: {stream.where(place)}: has the id {outside[0]}, but the"
-            f" tokenizer's are 0 … {self._vocab_size - 1}; name the tokenizer that made the data,"
+            f" tokenizer's are 0 … {limit - 1}; name the tokenizer that made the data,"
             " or correct data.token_encoding_type"
         )
 

@@ -26,6 +26,14 @@ import numpy as np
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.source import StreamConfig
 
+ONLY = "data"  # the name of a stream that is alone
+
+
+def stream_key(name: str) -> str:
+    """The recipe's key of a stream."""
+    return "data" if name == ONLY else f"data.streams.{name}"
+
+
 VERSION = 1
 # Shifts in units of 2**-40 row. The step is the number next to the golden ratio's part behind the
 # point whose continued fraction over 2**40 has no term above 3: even for any number of steps.

@@ -9,7 +9,7 @@ token streams, `mds_source.py` has those of MDS shards.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +17,11 @@ import numpy as np
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.file_spec import INDEX
+from llmfoundry.data.loader import Stream
 from llmfoundry.data.make_batch import Row
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds_source import MDSColumn, MDSTexts, MDSTokens
+from llmfoundry.data.mixture import stream_key
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import Index
 from llmfoundry.data.token_rows import StreamIndex, TokenDataset
@@ -27,13 +29,6 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.source import SourceConfig
 
 TOKENS, TEXT = "tokens", "text"  # columns that LLM Foundry's preparation writes
-
-ONLY = "data"  # the name of a stream that is alone
-
-
-def stream_key(name: str) -> str:
-    """The recipe's key of a stream."""
-    return "data" if name == ONLY else f"data.streams.{name}"
 
 
 class RowSource(Protocol):
@@ -59,41 +54,6 @@ class RowSource(Protocol):
 
     def prefetch(self, shards: Iterator[int]) -> None:
         """Fetch these shards ahead, in this order, in place of those asked for before."""
-
-    def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
-
-
-class Stream(Protocol):
-    """Rows by the number of the sample in a run, epoch after epoch.
-
-    Attributes:
-        name: in the recipe; data where it is the only one.
-    """
-
-    name: str
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of an epoch."""
-
-    def locate(self, samples: np.ndarray) -> np.ndarray:
-        """(n,) int64: the places of samples number `samples` (n,) int64, for `read` and `where`."""
-
-    def read(self, place: int) -> Row:
-        """The row at a place."""
-
-    def where(self, place: int) -> str:
-        """Its shard and place there, for messages."""
-
-    def prefetch(self, sample: int) -> None:
-        """Fetch ahead what this and the following samples need."""
-
-    def state(self) -> dict[str, Any]:
-        """What decides which rows the samples are, as JSON."""
-
-    def resume(self, state: dict[str, Any], *, allow_changed: bool) -> None:
-        """Go on with the samples that an earlier `state` describes."""
 
     def close(self) -> None:
         """Let go of open shards; reading opens them again."""
@@ -381,3 +341,9 @@ class TokenSource:
         self.dataset.close()
         if self._folder is not None:
             self._folder.close()
+
+
+def tokens_left_out(streams: Iterable[Stream]) -> int:
+    """Tokens of each epoch that are after the last whole row of token streams."""
+    sources = (s.source for s in streams if isinstance(s, OrderedStream))
+    return sum(s.tokens_left_out for s in sources if isinstance(s, TokenSource))

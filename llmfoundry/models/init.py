@@ -171,6 +171,12 @@ STDS: dict[str, Callable[[ModelConfig, int, int], float]] = {
 UNIFORM = ("default_", "kaiming_uniform_", "xavier_uniform_")
 
 
+def seed_of(seed: int, what: str) -> int:
+    """The seed of one of a run's draws: the first 56 bits of BLAKE2b of `seed/what`."""
+    digest = hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
 def draw(
     parameter: Tensor,
     distribution: Distribution,
@@ -182,8 +188,7 @@ def draw(
 
     `stacked` is as in `ops.shard_layout`.
     """
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big"))
+    generator = torch.Generator(parameter.device).manual_seed(seed_of(seed, name))
     # in fp32 whatever the parameter's dtype, which rounds it
     whole = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
     if distribution.uniform:

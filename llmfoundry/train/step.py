@@ -117,6 +117,26 @@ class StepResult:
     reported: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class StepSettings:
+    """What all steps of a run have in common."""
+
+    microbatch: int
+    """Rows computed at a time."""
+    autocast: Callable[[], AbstractContextManager[None]]
+    """Makes the context of a forward pass."""
+    clipping: GradientClippingConfig
+    objective: Objective = CROSS_ENTROPY
+    data_group: dist.ProcessGroup | None = None
+    """The processes whose rows make up the global batch; None: all."""
+    token_group: dist.ProcessGroup | None = None
+    """Those whose tokens do, where several share each row; None: all."""
+    cut: Callable[[Batch], Batch] | None = None
+    """Of the rows of a microbatch, the tokens that are this process's; None: all are."""
+    reduce_scatter_each: bool = True
+    """FSDP does so after every microbatch, not after the last alone."""
+
+
 def not_finite(model: nn.Module) -> str:
     """A parameter with numbers that are not finite in what this process holds; empty: none."""
     every = model.named_parameters()
@@ -146,48 +166,36 @@ def train_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
+    settings: StepSettings,
     *,
     number: int,
-    microbatch: int,
-    autocast: Callable[[], AbstractContextManager[None]],
-    clipping: GradientClippingConfig,
     guard: Guard,
-    data_group: dist.ProcessGroup | None = None,
-    token_group: dist.ProcessGroup | None = None,
-    cut: Callable[[Batch], Batch] | None = None,
-    reduce_scatter_each: bool = True,
-    objective: Objective = CROSS_ENTROPY,
     on_gradients: Callable[[], None] | None = None,
     before_update: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Run step `number` on this process's rows of the global batch.
+    """Run step `number`, from 0, on this process's rows of the global batch.
 
     Args:
         module: the Root, as FSDP or DDP wrapped it.
         optimizer: a fused one.
         batch: this process's rows, on its device.
+        settings: of all steps.
         number: of the step, from 0.
-        microbatch: rows computed at a time.
-        autocast: gives the context of the forward pass.
-        clipping: bound on the gradient.
-        guard: says, on the device, whether the step is no update.
-        data_group: the processes whose rows make up the global batch; None: all processes.
-        token_group: those whose tokens do, where several share each row; None: all processes.
-        cut: of the rows of a microbatch, the tokens that are this process's; None: all are.
-        reduce_scatter_each: FSDP does so after every microbatch, not after the last alone.
-        objective: what is minimised.
+        guard: decides, on the device, whether the optimizer leaves the weights as they are.
         on_gradients: called while parameters hold the step's gradients, before clipping.
         before_update: called before the optimizer; what it raises leaves the weights as they were.
     """
-    batch = objective.prepare(batch, _look(module, microbatch, autocast), data_group)
-    microbatches = [part if cut is None else cut(part) for part in batch.split(microbatch)]
+    objective, cut, clipping = settings.objective, settings.cut, settings.clipping
+    batch = objective.prepare(batch, _forward_only(module, settings), settings.data_group)
+    rows_at_once = batch.split(settings.microbatch)
+    microbatches = [part if cut is None else cut(part) for part in rows_at_once]
     own = torch.stack([objective.count(part) for part in microbatches]).sum()
-    count, rows = _over_processes(own, len(batch.tokens), token_group)
+    count, rows = _over_processes(own, len(batch.tokens), settings.token_group)
     divisor = torch.where(count > 0, count, 1)
-    sums, factor = StepSums(), sum_factor(module)
+    sums, factor, each = StepSums(), sum_factor(module), settings.reduce_scatter_each
     for part in microbatches:
-        with gradient_sync(module, last=part is microbatches[-1], each=reduce_scatter_each):
-            with autocast():
+        with gradient_sync(module, last=part is microbatches[-1], each=each):
+            with settings.autocast():
                 (total, reported), routing = module(
                     part.tokens, part.layout, objective.of(part), routing=True
                 )
@@ -195,14 +203,14 @@ def train_step(
             shares += [loss / rows for loss in routing.losses.values()] if routing else []
             (sum(shares) * factor).backward()
         sums.add(shares, reported, routing)
-    parts, reported, routing = sums.over_processes(token_group)
-    loss = sum(parts.values(), torch.zeros_like(parts["loss"]))
+    losses, reported, routing = sums.over_processes(settings.token_group)
+    loss = sum(losses.values(), torch.zeros_like(losses["loss"]))
     parameters = [p for p in module.parameters() if p.grad is not None]
     norm = total_norm([p.grad for p in parameters if p.grad is not None])
     if on_gradients is not None:
         on_gradients()
     CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
-    result = StepResult(loss, norm, count, parts if len(parts) > 1 else {}, routing, reported)
+    result = StepResult(loss, norm, count, losses if len(losses) > 1 else {}, routing, reported)
     guard.observe(number, result)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
     if before_update is not None:
@@ -226,9 +234,7 @@ def _over_processes(
     return count, total
 
 
-def _look(
-    module: nn.Module, microbatch: int, autocast: Callable[[], AbstractContextManager[None]]
-) -> Look:
+def _forward_only(module: nn.Module, settings: StepSettings) -> Look:
     """Forward passes alone, of as many rows at a time as the step takes."""
 
     @torch.no_grad()
@@ -238,8 +244,8 @@ def _look(
         was_training = module.training
         module.eval()
         found = []
-        for part in batch.split(microbatch):
-            with autocast():
+        for part in batch.split(settings.microbatch):
+            with settings.autocast():
                 found.append(module(part.tokens, part.layout, finish(part)))
         module.train(was_training)
         return torch.cat(found)

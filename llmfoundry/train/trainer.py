@@ -9,31 +9,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import enough_memory
 from llmfoundry.heartbeat import beat, in_callback
-from llmfoundry.models.decoder import Root
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.init import seed_of
 from llmfoundry.ops.packed_layout import IGNORE, Batch
-from llmfoundry.recipe.parallel import recomputation
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.train.metrics import LoggedStep, LossWindow, ReadStep, routing_metrics
-from llmfoundry.train.optim.schedule import lr_factor
+from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.signals import StopSignal
-from llmfoundry.train.spikes.decide import RollBack, StepWatch, TrainingLog, go_back
-from llmfoundry.train.step import CROSS_ENTROPY, Objective, StepResult, not_a_step, train_step
+from llmfoundry.train.spikes.decide import Return, RollBack, StepWatch, TrainingLog
+from llmfoundry.train.step import StepResult, StepSettings, not_a_step, train_step
 
 
 class Callback:
@@ -79,6 +78,39 @@ class Callback:
         """Resume from what `state` returned; empty where a run starts at batch 0."""
 
 
+class Checkpoints(Protocol):
+    """What the loop needs of `checkpoint.save.Checkpointer`; every process calls all of it."""
+
+    @property
+    def saved(self) -> int:
+        """The newest batch that this process knows to be saved; -1: none."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is being written in the background."""
+
+    @property
+    def waits(self) -> Any:
+        """Seconds that training waited for the latest save: `total`, and of it `before`."""
+
+    def tidy(self) -> None:
+        """Remove what killed saves left, before the first step."""
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, before a step."""
+
+    def before_update(self) -> None:
+        """Wait until the weights of a save are copied."""
+
+    def save(
+        self, batch: int, model: Decoder, optimizer: Optimizer, state: dict[str, Any], *, last: bool
+    ) -> object:
+        """Save after `batch` steps; the last is complete when this returns."""
+
+    def wait(self) -> None:
+        """Return when what is under way is written."""
+
+
 @dataclass
 class Trainer:
     """All parts of a run, and the loop over them."""
@@ -93,20 +125,17 @@ class Trainer:
     optimizer: Optimizer
     loader: Loader
     clock: Clock
-    microbatch: int
-    autocast: Callable[[], AbstractContextManager[None]]
+    settings: StepSettings
     bytes_per_token: float
     """Of the training text."""
     tracker: TrainingLog
-    checkpointer: Checkpointer
+    checkpointer: Checkpoints
+    roll_back: Callable[[int], Return]
+    """Loads a checkpoint from before a spike, and leaves out the batches read since."""
     evaluate: Callable[[int], dict[str, float]]
     """Measures the model after this many batches; every process takes part."""
     identity: dict[str, Any]
     """Settings that a continuation of the run may not change, by recipe key."""
-    objective: Objective = CROSS_ENTROPY
-    """What is minimised."""
-    cut: Callable[[Batch], Batch] | None = None
-    """Of the rows of a microbatch, the tokens that are this process's; None: all are."""
     callbacks: list[Callback] = field(default_factory=list)
     first_batch: int = 0
     """Steps done before this process started."""
@@ -130,9 +159,11 @@ class Trainer:
         self.watch = StepWatch(watch, self.world.device, self.tracker, self.spikes)
         self._losses = self._begin_losses(*self.window)
         self._saves_soon = False  # what the run went back to is to outlive a kill
+        self._lr_factor = build_schedule(self.recipe.schedule, self.clock)
+        self._draws_as = self.world.in_evaluation().data_rank  # those that share rows draw alike
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._started = time.perf_counter()
-        self._settings = self.recipe.training_settings()
+        self._training_settings = self.recipe.training_settings()
 
     def _begin_losses(self, sums: float | list[float] = 0.0, steps: int = 0) -> LossWindow:
         only_finite = self.watch.config.not_finite != "stop"
@@ -192,15 +223,7 @@ class Trainer:
         beat("start", self.batch)  # reading a checkpoint takes as long as it takes
         self._launched = None
         self._batches.close()
-        to = go_back(
-            why.decision.batch,
-            self.watch.config,
-            self.loader,
-            self.checkpointer,
-            self.root.model,
-            self.optimizer,
-            self.world,
-        )
+        to = self.roll_back(why.decision.batch)
         self.batch = self.logged_batch = to.batch
         self._losses = self._begin_losses(*to.state.get("window", ()))
         self._wait_seconds, self._saves_soon = 0.0, True
@@ -253,29 +276,21 @@ class Trainer:
     def _step(self, batch: Batch, stop: StopSignal) -> None:
         beat("step", self.batch + 1)
         self._seed()
-        factor = lr_factor(self.recipe.schedule, self.clock, self.batch)
+        factor = self._lr_factor(self.batch)
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
         following = self.batch + 1
         logs = following == self.clock.total or self.clock.is_due(
             self.recipe.log_interval, following
         )
-        reduce_scatter_each = self.recipe.parallel.reduce_scatter_each_microbatch is not False
         with enough_memory(self._smaller()):
             result = train_step(
                 self.module,
                 self.optimizer,
                 batch.to(self.world.device),
+                self.settings,
                 number=self.batch,
-                microbatch=self.microbatch,
-                autocast=self.autocast,
-                clipping=self.recipe.gradient_clipping,
                 guard=self.watch.guard,
-                data_group=self.world.data_group,
-                token_group=self.world.token_group,
-                cut=self.cut,
-                reduce_scatter_each=reduce_scatter_each,
-                objective=self.objective,
                 on_gradients=self._on_gradients if logs else None,
                 before_update=partial(self._before_update, stop),
             )
@@ -300,20 +315,21 @@ class Trainer:
 
     def _smaller(self) -> str:
         """What to write where a step does not fit into the memory."""
-        checkpointing = recomputation(self.recipe.parallel.activation_checkpointing) == "whole"
+        recomputes = self.recipe.parallel.activation_checkpointing == "whole"
+        rows = self.settings.microbatch
         return (
             f"device_train_microbatch_size: step {self.batch + 1} ran out of memory at"
-            f" {self.microbatch}; write {self.microbatch // 2 or 'a smaller model'}"
-            + ("" if checkpointing else ", or parallel.activation_checkpointing=true")
+            f" {rows}; write {rows // 2 or 'a smaller model'}"
+            + ("" if recomputes else ", or parallel.activation_checkpointing=true")
         )
 
     def _seed(self) -> None:
-        """Make the step's draws a function of (seed, batch, rank among those of other tokens).
+        """Make the step's draws (dropout) a function of the seed, the batch and the data rank.
 
         Not torch.manual_seed: on a machine without a GPU it leaves behind, at every call, a stack
         trace for each kind of device that might still come.
         """
-        value = hash((self.recipe.seed, self.batch, self.world.in_evaluation().data_rank))
+        value = seed_of(self.recipe.seed, f"step/{self.batch}/{self._draws_as}")
         torch.default_generator.manual_seed(value)
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(value)
@@ -363,7 +379,7 @@ class Trainer:
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
         self.logged_batch = found.step.batch
-        metrics = found.metrics(self.objective, bytes_per_token=self.bytes_per_token)
+        metrics = found.metrics(self.settings.objective, bytes_per_token=self.bytes_per_token)
         self._log_routing(found, metrics)
         for callback in self._calling("on_log"):
             callback.on_log(self, metrics)
@@ -413,7 +429,7 @@ class Trainer:
             "identity": self.identity,
             "spikes": self.watch.state(),
             "activation_checkpointing": self.recipe.parallel.activation_checkpointing,
-            "settings": self._settings,
+            "settings": self._training_settings,
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }
         with self.training_paused():

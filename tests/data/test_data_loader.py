@@ -21,12 +21,18 @@ import torch
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.held_out import validation_batches
-from llmfoundry.data.loader import BatchPrefetcher, Loader
+from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import OrderedStream, RowOptions, TokenSource, open_source
+from llmfoundry.data.sources import (
+    OrderedStream,
+    RowOptions,
+    TokenSource,
+    open_source,
+    tokens_left_out,
+)
 from llmfoundry.data.token_rows import TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
@@ -57,9 +63,12 @@ def loader(
 ) -> Loader:
     names = [stream.name for stream in streams]
     phases = phases or [Phase(0, (1.0,) * len(names))]
-    settings = {"eos_id": EOS, "vocab_size": TOKENIZER.vocab_size} | settings
+    form = {"eos_id": EOS, "vocab_size": TOKENIZER.vocab_size}
+    form |= {
+        key: settings.pop(key) for key in (*form, "attend_across_documents") if key in settings
+    }
     mixture = Mixture(names, phases, batch_size=batch_size)
-    return Loader(streams, mixture, seq_len=seq_len, **settings)
+    return Loader(streams, mixture, RowFormat(seq_len, **form), **settings)
 
 
 def dataset(stream: OrderedStream) -> TokenDataset:
@@ -146,7 +155,7 @@ def test_an_epoch_gives_every_row_once(web: OrderedStream) -> None:
     held = dataset(web)
     expected = {tuple(held.row(r, T)[0][:-1].tolist()) for r in range(one.n_rows)}
     assert rows == expected
-    assert one.n_rows * T + one.tokens_left_out == held.n_tokens - 1
+    assert one.n_rows * T + tokens_left_out(one.streams) == held.n_tokens - 1
 
 
 def test_unshuffled_batches_are_the_stream(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
-from llmfoundry.data.loader import BatchPrefetcher, Loader
+from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.mds_source import MDSTexts
 from llmfoundry.data.mixture import Mixture, Phase
@@ -55,7 +55,7 @@ def stream(texts: MDSTexts, packing: PackingRatio, **settings: Any) -> PackedStr
 def loader(texts: MDSTexts, packing: PackingRatio, batch_size: int = 8, **settings: Any) -> Loader:
     mixture = Mixture(["data"], [Phase(0, (1.0,))], batch_size=batch_size)
     packed = stream(texts, packing)
-    return Loader([packed], mixture, seq_len=T, eos_id=EOS, vocab_size=257, **settings)
+    return Loader([packed], mixture, RowFormat(T, EOS, 257), **settings)
 
 
 @pytest.mark.parametrize("n_documents", [0, 1, 2, 5, 9, 40])

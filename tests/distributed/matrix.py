@@ -42,7 +42,7 @@ from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import GLOO
 from llmfoundry.train.callbacks import OptimizerMonitor
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import Guard, train_step
+from llmfoundry.train.step import Guard, StepSettings, train_step
 from tests.distributed.layouts import MODELS, Entry
 from tests.models.test_decoder import make_config
 from tests.warm_scripts import on_ranks
@@ -146,15 +146,17 @@ def train(entry: Entry, root: Root, module: nn.Module, world: World) -> dict[str
                 module,
                 optimizer,
                 share(global_batch(step, entry.packed), world),
+                StepSettings(
+                    microbatch=rows,
+                    autocast=nullcontext,
+                    clipping=GradientClippingConfig("norm", CLIP),
+                    data_group=world.data_group,
+                    token_group=world.token_group,
+                    cut=token_sharding(root),
+                    reduce_scatter_each=not entry.once,
+                ),
                 number=step,
-                microbatch=rows,
-                autocast=nullcontext,
-                clipping=GradientClippingConfig("norm", CLIP),
                 guard=Guard(world.device),
-                data_group=world.data_group,
-                token_group=world.token_group,
-                cut=token_sharding(root),
-                reduce_scatter_each=not entry.once,
                 on_gradients=on_gradients if step == STEPS - 1 else None,
             )
         assert result.count == sum(LABELS)

@@ -31,7 +31,7 @@ from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import Guard, train_step
+from llmfoundry.train.step import Guard, StepSettings, train_step
 from tests.distributed.matrix import MICROBATCH, global_batch, share
 from tests.distributed.matrix import ROWS as ALL_ROWS
 from tests.models.test_decoder import make_config
@@ -79,13 +79,15 @@ def take_step(recipe: TrainRecipe, world: World) -> tuple[list[int], int]:
             root,
             build_optimizer(root.model, recipe.optimizer),
             Batch(tokens, tokens, None),
+            StepSettings(
+                microbatch=1,
+                autocast=nullcontext,
+                clipping=GradientClippingConfig("norm", 1.0),
+                data_group=world.data_group,
+                reduce_scatter_each=bool(recipe.parallel.reduce_scatter_each_microbatch),
+            ),
             number=0,
-            microbatch=1,
-            autocast=nullcontext,
-            clipping=GradientClippingConfig("norm", 1.0),
             guard=Guard(CPU),
-            data_group=world.data_group,
-            reduce_scatter_each=bool(recipe.parallel.reduce_scatter_each_microbatch),
         )
     return [after - held[0] for after in held[1:]], live.most
 
@@ -149,12 +151,14 @@ def dbrx_steps(layout: str, clipping: str, world: World) -> dict[str, Any]:
                 root,
                 optimizer,
                 share(global_batch(step), world),
+                StepSettings(
+                    microbatch=ALL_ROWS if world.size == 1 else MICROBATCH[world.size],
+                    autocast=nullcontext,
+                    clipping=GradientClippingConfig(clipping, CLIPPINGS[clipping]),
+                    data_group=world.data_group,
+                ),
                 number=step,
-                microbatch=ALL_ROWS if world.size == 1 else MICROBATCH[world.size],
-                autocast=nullcontext,
-                clipping=GradientClippingConfig(clipping, CLIPPINGS[clipping]),
                 guard=guard,
-                data_group=world.data_group,
             )
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())

@@ -34,7 +34,7 @@ from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import Guard, train_step
+from llmfoundry.train.step import Guard, StepSettings, train_step
 from tests.gauntlet.test_generation import LETTERS
 from tests.models.test_decoder import make_config
 from tests.warm_scripts import on_ranks
@@ -179,12 +179,14 @@ def take_steps(case: Case, world: World, degrees: dict[str, int]) -> dict[str, A
             root,
             optimizer,
             batch,
+            StepSettings(
+                microbatch=case.microbatch,
+                autocast=build_autocast(case.precision, CPU),
+                clipping=GradientClippingConfig(*case.clipping),
+                data_group=world.data_group,
+            ),
             number=step,
-            microbatch=case.microbatch,
-            autocast=build_autocast(case.precision, CPU),
-            clipping=GradientClippingConfig(*case.clipping),
             guard=Guard(CPU),
-            data_group=world.data_group,
         )
         assert result.routing is not None
         found["loss"].append(result.loss.item())

@@ -33,7 +33,7 @@ from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import Guard, train_step
+from llmfoundry.train.step import Guard, StepSettings, train_step
 from tests.distributed.matrix import (
     CLIP,
     CPU,
@@ -117,10 +117,12 @@ def take_steps(kind: Kind, layout: str, world: World) -> dict[str, Any]:
             module,
             optimizer,
             share(global_batch(step), world),
+            StepSettings(
+                microbatch=MICROBATCH[world.size],
+                autocast=build_autocast(kind.precision, CPU),
+                clipping=GradientClippingConfig("norm", CLIP),
+            ),
             number=step,
-            microbatch=MICROBATCH[world.size],
-            autocast=build_autocast(kind.precision, CPU),
-            clipping=GradientClippingConfig("norm", CLIP),
             guard=Guard(CPU),
         )
         losses.append(result.loss.item())

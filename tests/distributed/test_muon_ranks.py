@@ -24,7 +24,7 @@ from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig, ParamGroupConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
-from llmfoundry.train.step import Guard, clip_adaptive, train_step
+from llmfoundry.train.step import Guard, StepSettings, clip_adaptive, train_step
 from tests.models.test_decoder import make_config
 from tests.selection import slow_but
 from tests.tiny import losses, run, write_recipe
@@ -89,10 +89,10 @@ def train(rank: int, size: int, degrees: tuple[int, int], folder: str) -> None:
             module,
             optimizer,
             batch,
+            StepSettings(
+                microbatch=2, autocast=nullcontext, clipping=GradientClippingConfig("adaptive", 0.1)
+            ),
             number=number,
-            microbatch=2,
-            autocast=nullcontext,
-            clipping=GradientClippingConfig("adaptive", 0.1),
             guard=guard,
         )
         found.append(result.loss.item())

@@ -180,6 +180,7 @@ def test_a_copy_keeps_dtypes_shapes_and_every_bit() -> None:
 
 SCRIPT = """
 import torch
+from contextlib import nullcontext
 from types import SimpleNamespace
 from torch.utils._python_dispatch import TorchDispatchMode
 from llmfoundry.models.decoder import Decoder, Root
@@ -188,11 +189,12 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.duration import Clock, Duration
-from llmfoundry.train.callbacks import LRMonitor, RuntimeEstimator, SpeedMonitor
-from llmfoundry.train.callbacks import EarlyStopper
+from llmfoundry.train.callbacks import (
+    EarlyStopper, LRMonitor, OptimizerMonitor, RuntimeEstimator, SpeedMonitor
+)
 from llmfoundry.train.metrics import LoggedStep
-from llmfoundry.train.callbacks import OptimizerMonitor
 from llmfoundry.train.optim.optimizers import build_optimizer
+from llmfoundry.train.step import StepSettings
 from llmfoundry.train.trainer import Trainer
 
 class Waits(TorchDispatchMode):
@@ -240,9 +242,10 @@ with FakeTensorMode(), Waits():
     trainer = Trainer(
         recipe=recipe, world=World(0, 1, 0, torch.device("cuda", 0)), root=root, module=root,
         optimizer=build_optimizer(root.model, recipe.optimizer), loader=None,
-        clock=Clock(4, 128, 10, Duration.parse("10ba")), microbatch=2,
-        autocast=__import__("contextlib").nullcontext, bytes_per_token=1.0, tracker=nothing,
-        checkpointer=SimpleNamespace(before_update=lambda: None), evaluate=None, identity={},
+        clock=Clock(4, 128, 10, Duration.parse("10ba")), bytes_per_token=1.0,
+        settings=StepSettings(2, nullcontext, recipe.gradient_clipping), tracker=nothing,
+        checkpointer=SimpleNamespace(before_update=lambda: None), roll_back=None, evaluate=None,
+        identity={},
         callbacks=[SpeedMonitor(window=2, flops_per_token=1.0, peak_flops=None), LRMonitor(),
                    OptimizerMonitor(), RuntimeEstimator(),
                    EarlyStopper(recipe.callbacks.early_stopper)],

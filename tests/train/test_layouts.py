@@ -41,7 +41,7 @@ from llmfoundry.ops.packed_layout import PackedLayout as Rows
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import Guard, train_step
+from llmfoundry.train.step import Guard, StepSettings, train_step
 from tests.models.test_decoder import make_config
 from tests.tiny import run, write_recipe
 from tests.warm_scripts import on_ranks
@@ -138,14 +138,16 @@ class Job:
             self.module,
             self.optimizer,
             list(batch.split(ROWS // world.data_size))[world.data_rank],
+            StepSettings(
+                microbatch=4,
+                autocast=nullcontext,
+                clipping=GradientClippingConfig("norm", CLIP),
+                data_group=world.data_group,
+                token_group=world.token_group,
+                cut=token_sharding(self.root),
+            ),
             number=number,
-            microbatch=4,
-            autocast=nullcontext,
-            clipping=GradientClippingConfig("norm", CLIP),
             guard=Guard(CPU),
-            data_group=world.data_group,
-            token_group=world.token_group,
-            cut=token_sharding(self.root),
         )
         return result.loss.item()
 

@@ -25,7 +25,7 @@ from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.metrics import routing_metrics
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import Guard, StepResult, train_step
+from llmfoundry.train.step import Guard, StepResult, StepSettings, train_step
 from tests.models.plain_moe import balancing_loss
 from tests.models.test_decoder import make_config
 from tests.models.test_moe import DMOE, K
@@ -68,10 +68,12 @@ def one_step(root: Root, batch: Batch, microbatch: int, guard: Guard | None = No
         root,
         make_optimizer(root),
         batch,
+        StepSettings(
+            microbatch=microbatch,
+            autocast=nullcontext,
+            clipping=GradientClippingConfig("norm", 1e9),
+        ),
         number=0,
-        microbatch=microbatch,
-        autocast=nullcontext,
-        clipping=GradientClippingConfig("norm", 1e9),
         guard=guard or Guard(CPU),
     )
 
@@ -240,10 +242,10 @@ def take_steps(entry: Entry, world: World, settings: dict[str, Any]) -> list[dic
             module,
             optimizer,
             part,
+            StepSettings(
+                microbatch=2, autocast=nullcontext, clipping=GradientClippingConfig("norm", 0.5)
+            ),
             number=step,
-            microbatch=2,
-            autocast=nullcontext,
-            clipping=GradientClippingConfig("norm", 0.5),
             guard=guard,
         )
         assert result.routing is not None

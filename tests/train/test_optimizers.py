@@ -27,7 +27,7 @@ from llmfoundry.recipe.optimizer import (
 )
 from llmfoundry.train.optim.muon import orthogonal
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
-from llmfoundry.train.step import Guard, clip_adaptive, train_step
+from llmfoundry.train.step import Guard, StepSettings, clip_adaptive, train_step
 from tests.models.test_decoder import CHAIN, make_config
 from tests.selection import slow_but
 
@@ -171,10 +171,8 @@ def step(
         root,
         optimizer,
         make_batch(),
+        StepSettings(microbatch=3, autocast=nullcontext, clipping=GradientClippingConfig()),
         number=number,
-        microbatch=3,
-        autocast=nullcontext,
-        clipping=GradientClippingConfig(),
         guard=guard or Guard(CPU),
     )
 

@@ -29,7 +29,7 @@ from llmfoundry.train.preference import (
     build_preference,
     mismatched,
 )
-from llmfoundry.train.step import Guard, StepResult, train_step
+from llmfoundry.train.step import Guard, StepResult, StepSettings, train_step
 from tests.train.preference_goldens import (
     CASES,
     GOLDENS,
@@ -111,12 +111,14 @@ def step(
         root,
         new_optimizer(root.parameters(), config),
         batch,
+        StepSettings(
+            microbatch=microbatch,
+            autocast=nullcontext,
+            clipping=GradientClippingConfig("norm", 1e9),
+            objective=objective,
+        ),
         number=0,
-        microbatch=microbatch,
-        autocast=nullcontext,
-        clipping=GradientClippingConfig("norm", 1e9),
         guard=Guard(torch.device("cpu")),
-        objective=objective,
         on_gradients=keep,
     )
     return result, seen

@@ -12,7 +12,7 @@ from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.optim.optimizers import new_optimizer
-from llmfoundry.train.optim.schedule import lr_factor
+from llmfoundry.train.optim.schedule import build_schedule
 
 CLOCK = Clock(
     samples_per_batch=4,
@@ -27,7 +27,7 @@ def factors(name: str, **settings: object) -> list[float]:
     config = ScheduleConfig(name=name, **settings)
     assert list(config.check()) == []
     config.fill()
-    return [lr_factor(config, CLOCK, batch) for batch in range(100)]
+    return [*map(build_schedule(config, CLOCK), range(100))]
 
 
 @pytest.mark.parametrize("warmup", ["10ba", "4000tok", "40sp", "0.1dur", "0.2ep"])

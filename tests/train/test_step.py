@@ -13,7 +13,7 @@ from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.ops.shard_layout import total_norm
 from llmfoundry.recipe.optimizer import OPTIMIZERS, GradientClippingConfig, OptimizerConfig
 from llmfoundry.train.optim.optimizers import new_optimizer
-from llmfoundry.train.step import Guard, StepResult, train_step
+from llmfoundry.train.step import Guard, StepResult, StepSettings, train_step
 from tests.models.test_decoder import make_config
 
 CPU = torch.device("cpu")
@@ -50,10 +50,12 @@ def one_step(
         root,
         optimizer,
         batch,
+        StepSettings(
+            microbatch=microbatch,
+            autocast=nullcontext,
+            clipping=GradientClippingConfig(kind, threshold),
+        ),
         number=0,
-        microbatch=microbatch,
-        autocast=nullcontext,
-        clipping=GradientClippingConfig(kind, threshold),
         guard=Guard(CPU),
     )
 
@@ -128,10 +130,8 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_optimizer(name: s
             root,
             optimizer,
             batch,
+            StepSettings(microbatch=3, autocast=nullcontext, clipping=GradientClippingConfig()),
             number=number,
-            microbatch=3,
-            autocast=nullcontext,
-            clipping=GradientClippingConfig(),
             guard=guard,
         )
 

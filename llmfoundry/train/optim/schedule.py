@@ -7,23 +7,20 @@ the last step of the run is at the schedule's end. (Composer lags: its first two
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from llmfoundry.recipe.schedule import SCHEDULES, ScheduleConfig
 from llmfoundry.recipe.values.duration import Clock
 
 
-def lr_factor(config: ScheduleConfig, clock: Clock, batch: int) -> float:
-    """The factor on the peak learning rate in step number `batch`, from 0.
+def build_schedule(config: ScheduleConfig, clock: Clock) -> Callable[[int], float]:
+    """The factor on the peak learning rate by the step's number, from 0; `config` is filled."""
+    warmup, after = clock.batches(config.t_warmup), SCHEDULES[config.name].load()
 
-    Args:
-        config: filled.
-        clock: of the run.
-        batch: steps done before this one.
-    """
-    time, warmup = batch + 1, clock.batches(config.t_warmup)
-    if time < warmup:
-        return time / warmup
-    factor: float = SCHEDULES[config.name].load()(config, clock, time - warmup)
+    def factor(batch: int) -> float:
+        time = batch + 1
+        return time / warmup if time < warmup else after(config, clock, time - warmup)
+
     return factor
 
 

@@ -3,8 +3,8 @@
 The trainer gives `StepWatch` what the guard (`guard.py`, on the device) saw, as soon as the host
 has it: at each step on a CPU, where there is nothing to wait for, else at each log. `decide` is a
 pure function, the same on every process: what a decision depends on beside the verdict, how often
-this has happened, is a value that goes in and comes out, and that the checkpoint keeps. `go_back`
-loads an earlier checkpoint and leaves out the batches read since.
+this has happened, is a value that goes in and comes out, and that the checkpoint keeps. A roll-back
+itself is `builders/resume.py`, which loads an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -15,16 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch.optim import Optimizer
 
-from llmfoundry.checkpoint.load import load_training_state, read_state
-from llmfoundry.checkpoint.save import Checkpointer
-from llmfoundry.checkpoint.storage import unpin
-from llmfoundry.data.loader import Loader
-from llmfoundry.distributed.collectives import on_rank0
-from llmfoundry.distributed.launch import World
 from llmfoundry.errors import GivenUp
-from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.resilience.watch import WatchConfig
 from llmfoundry.train.spikes.guard import KINDS, Guard, StepVerdict, read_verdicts
 
@@ -248,38 +240,3 @@ class Return:
             f"the run went back {where}; what were to be batches {self.batch + 1:,} to {last:,} are"
             " left out"
         )
-
-
-def go_back(
-    spike: int,
-    config: WatchConfig,
-    loader: Loader,
-    checkpointer: Checkpointer,
-    model: Decoder,
-    optimizer: Optimizer,
-    world: World,
-) -> Return:
-    """Load the newest checkpoint that is old enough, and leave out what came after it.
-
-    Args:
-        spike: steps done before the one that spiked; the weights are those of before it.
-        config: filled.
-        loader: which no thread reads meanwhile.
-        checkpointer: whose newer checkpoints are removed.
-        model: to fill.
-        optimizer: to fill.
-        world: this process.
-    """
-    assert config.roll_back_steps is not None and config.roll_back_skip is not None
-    folder = checkpointer.find(spike - config.roll_back_steps)
-    batch, state = spike, dict[str, Any]()
-    if folder is not None:
-        state = on_rank0(world, lambda: read_state(folder))
-        batch = int(state["batch"])
-        loader.resume(state["order"], batch)
-        load_training_state(folder, model, optimizer, world=world)
-        unpin(folder)
-    skipped = spike + 1 + config.roll_back_skip - batch
-    loader.skip(batch, skipped)
-    checkpointer.forget_after(batch)
-    return Return(batch, skipped, folder.name if folder is not None else "", state)
