@@ -1,4 +1,4 @@
-"""Names in docstrings and comments exist: a file or a `name` in backquotes that was renamed fails."""
+"""Names in docstrings and comments exist: a renamed file, or a `name` in backquotes, fails."""
 
 from __future__ import annotations
 
