@@ -1,9 +1,9 @@
 """transformers' architectures that some of our settings express exactly: one table, both ways.
 
-`settings.py` picks the one to export to, and turns a `model` section into config.json's keys and
+`config_json.py` picks the one to export to, and turns a `model` section into config.json's keys and
 back by its row. transformers ignores keys that it does not know, and several that it does (an MPT
 always has ALiBi with exponent 8, whatever its config.json says); so a row claims only what its
-class was read, and is tested, to do. Which row keeps which setting: `coverage.markdown()`.
+class was read, and is tested, to do. Which row keeps which setting: `markdown()` below.
 """
 
 from __future__ import annotations

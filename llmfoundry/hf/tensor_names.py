@@ -1,6 +1,6 @@
 """Names of the decoder's weights in transformers' architectures: a `WeightMap` for each.
 
-A new architecture is one entry of `MAPS` here and one of `config/architectures.py`.
+A new architecture is one entry of `MAPS` here and one of `hf/architectures.py`.
 """
 
 from __future__ import annotations

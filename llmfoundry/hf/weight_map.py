@@ -1,10 +1,10 @@
 """Names and shapes of the decoder's weights in another's, both ways, by a `WeightMap`.
 
-`hf.py` and `read.py` write and read the folders; here is only how a tensor becomes another. One map
-serves both directions: a `Rule` ties one of our layers to theirs, and biases follow its weight. The
-maps of transformers' architectures are in `hf_maps.py`, LLM Foundry's is in `foundry.py`.
-Rows are split, joined, repeated and put in order, so what goes out comes back bit for bit. Only for
-Gemma is anything computed: its norms count from one, its embedding is multiplied.
+`write.py` and `read.py` write and read the folders; here is only how a tensor becomes another. One
+map serves both directions: a `Rule` ties one of our layers to theirs, and biases follow its weight.
+The maps of transformers' architectures are in `tensor_names.py`, LLM Foundry's is in
+`llm_foundry.py`. Rows are split, joined, repeated and put in order, so what goes out comes back bit
+for bit. Only for Gemma is anything computed: its norms count from one, its embedding is multiplied.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ UNIFORM = ("default_", "kaiming_uniform_", "xavier_uniform_")
 
 
 def seed_of(seed: int, what: str) -> int:
-    """The seed of one of a run's draws: the first 56 bits of BLAKE2b of `seed/what`."""
+    """The seed of one of a run's draws: the first 56 bits of BLAKE2b of "seed/what"."""
     digest = hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 

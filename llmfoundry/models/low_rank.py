@@ -1,7 +1,8 @@
 """What an adapter of low rank adds to a linear layer: LoRA, rsLoRA, DoRA, PiSSA.
 
-`models.layers.Linear` calls `adapted` where a `LowRank` was put on it (`adapt.add_adapter`). The
-parameters stand beside the frozen weight, which is never changed and never added to:
+`models.layers.Linear` calls `adapted` where a `LowRank` was put on it
+(`models.adapter.add_adapter`). The parameters stand beside the frozen weight, which is never
+changed and never added to:
 
     lora_A (P * r, in), lora_B (rows, r)   trained; P is the number of parts, mostly 1
     lora_magnitude (rows,)                 trained, DoRA's

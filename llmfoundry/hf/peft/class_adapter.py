@@ -1,10 +1,10 @@
 """Adapters on a model that transformers' class holds, by peft itself (extra: peft).
 
-`hf/peft/class_adapter.py` calls it in place of `plan.py` and `adapt.add_adapter`. peft puts
-its layers around the class's: a wrapped layer's own parameters are then called
-`….base_layer.weight`, which `adapt.plain_name` takes back for whoever reads files. Experts that a
-class stacks in one parameter go through peft's `target_parameters`, which builds W + B A of all
-experts in every forward pass.
+`builders/adapter.py` calls it in place of `models/adapter_targets.py` and
+`models.adapter.add_adapter`. peft puts its layers around the class's: a wrapped layer's own
+parameters are then called `….base_layer.weight`, which `plain_name` takes back for whoever reads
+files. Experts that a class stacks in one parameter go through peft's `target_parameters`, which
+builds W + B A of all experts in every forward pass.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def peft_layers(model: nn.Module) -> Iterator[Any]:
 
 @torch.no_grad()
 def init_peft(model: nn.Module, seed: int, init: str) -> None:
-    """Fill them as `adapt.init_adapter` does, of a base that has its weights."""
+    """Fill them as `init_adapter` does, of a base that has its weights."""
     for name, module in model.named_modules():
         if not (hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")):
             continue

@@ -1,6 +1,6 @@
 """A machine's paths, limits, shared memory, versions and clock: how they are read, what they mean.
 
-`run_check` calls `read_machine` and `try_path` on one process of each node and the `judge_`
+`run_check` calls `read_machine` and `try_path` on one process of each node and the judging
 functions on rank 0; `recipe_paths` finds the paths by the type of their key. The idea: what differs
 between the machines of one run is suspect by itself, whatever its value: another version, a folder
 that is there on all others. A file system that hangs must not hang the check: each path has a time

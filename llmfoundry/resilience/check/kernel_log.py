@@ -1,6 +1,6 @@
 """The kernel's log: its recent lines, and what they mean for GPUs, NVSwitches and the machine.
 
-`run_check` and `supervise/machines.py` call `read_log`, `log_events` and `judge_log`. Lines come
+`run_check` and `supervise/nodes.py` call `read_log`, `log_events` and `judge_log`. Lines come
 from a file that the recipe names, else /dev/kmsg, `dmesg` or `journalctl`; lines older than some
 hours are left out, as an error from before a repair is no reason to take a machine out.
 
