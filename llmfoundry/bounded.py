@@ -314,7 +314,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def serve(modules: Sequence[str]) -> None:
+def serve_calls(modules: Sequence[str]) -> None:
     """What the child does: read a function and items, and write what became of each."""
     global _inside
     _inside = True

@@ -240,12 +240,12 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None]:
             config = model.peft_config
             write_class_adapter(folder / FOLDER, config, tensors, base)
             return
-        from llmfoundry.hf.peft.write import matrices, write_adapter
+        from llmfoundry.hf.peft.write import target_matrices, write_adapter
 
         write_adapter(
             folder / FOLDER,
             model.config,
-            matrices(plan, tensors, experts),
+            target_matrices(plan, tensors, experts),
             whole={name: t for name, t in tensors.items() if not is_added(name)},
             base=base,
         )
@@ -260,7 +260,7 @@ def export_adapter(loaded: Adapted, folder: Path, *, architecture: str | None, e
         UserError: the run has no adapter, or peft cannot serve it.
     """
     from llmfoundry.hf.peft.names import OWN_TYPE, read_config
-    from llmfoundry.hf.peft.write import matrices, write_adapter
+    from llmfoundry.hf.peft.write import target_matrices, write_adapter
 
     model, parameters = loaded.root.model, dict(loaded.root.model.named_parameters())
     own = loaded.folder / FOLDER
@@ -279,7 +279,7 @@ def export_adapter(loaded: Adapted, folder: Path, *, architecture: str | None, e
     name = write_adapter(
         folder,
         model.config,
-        matrices(plan, parameters, model.config.ffn_config.moe_num_experts or 1),
+        target_matrices(plan, parameters, model.config.ffn_config.moe_num_experts or 1),
         whole={n: p for n, p in parameters.items() if p.requires_grad and not is_added(n)},
         base=read_config(loaded.folder / FOLDER).get("base_model_name_or_path"),
         architecture=architecture,

@@ -317,14 +317,14 @@ def open_folder(
         UserError: neither can hold it; or the one that was asked for cannot.
     """
     from llmfoundry.hf.config_json import check_layers
-    from llmfoundry.hf.read import read_json
+    from llmfoundry.hf.read import read_json_object
 
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise UserError(
             f"model.pretrained: {folder} is an adapter; write it as adapter.pretrained, and the"
             " model that it was made for as model.pretrained"
         )
-    written = on_rank0(world, lambda: read_json(folder / "config.json"))
+    written = on_rank0(world, lambda: read_json_object(folder / "config.json"))
     if not isinstance(written, dict):
         raise UserError(
             f"{folder / 'config.json'}: is not a model's; write a folder that holds one"

@@ -28,7 +28,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.resilience.check.findings import BAD, STATUS_BAD, Report
 from llmfoundry.resilience.check.host import NamedPath, recipe_paths, write_and_read
 from llmfoundry.resilience.check.report import JSON, check_lines, write_check
-from llmfoundry.resilience.check.run_check import sweep
+from llmfoundry.resilience.check.run_check import run_check
 
 _OURS = "LLMFOUNDRY_CHECK_STARTED"  # in the environment of processes that `check` has started
 _GRACE = 5.0  # seconds from the report until a process that has not ended hangs
@@ -95,7 +95,7 @@ def _check(
         page = write_check(report, folder)
         print(*check_lines(report, page), sep="\n", flush=True)
 
-    level = sweep(settings, paths, world, is_full=is_full, publish=publish)
+    level = run_check(settings, paths, world, is_full=is_full, publish=publish)
     return STATUS_BAD if level == BAD else 0
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from llmfoundry.data.make_batch import Row, Rows
 from llmfoundry.data.mds_source import MDSTexts, MDSTokens
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.text_packing import pack
+from llmfoundry.data.text_packing import pack_texts
 from llmfoundry.data.token_rows import TokenDataset
 from llmfoundry.ops.packed_layout import Batch
 
@@ -107,7 +107,7 @@ class MDSDocuments:
         if seq_len not in self._rows:
             documents = self._tokenizer.encode_documents(self.texts())
             rows = -(-(sum(map(len, documents)) - 1) // seq_len)
-            self._rows = {seq_len: pack(documents, rows=rows, seq_len=seq_len)}
+            self._rows = {seq_len: pack_texts(documents, rows=rows, seq_len=seq_len)}
         return self._rows[seq_len]
 
 

@@ -81,7 +81,7 @@ def probe(
     return Probe(packing, n_bytes / int(sizes.sum()))
 
 
-def pack(documents: Sequence[Sequence[int]], *, rows: int, seq_len: int) -> list[Row]:
+def pack_texts(documents: Sequence[Sequence[int]], *, rows: int, seq_len: int) -> list[Row]:
     """Lay documents, special tokens around them included, one after another over rows of T tokens.
 
     Row j is ids j * T … j * T + T of what they are together, as in a token stream.
@@ -196,6 +196,6 @@ class PackedStream:
             n = self.packing.documents
             rows = self._order.rows(number * n, n).tolist()
             ids = self._tokenizer.encode_documents([self.texts.text(row) for row in rows])
-            made = pack(ids, rows=self.packing.rows, seq_len=self._seq_len)
+            made = pack_texts(ids, rows=self.packing.rows, seq_len=self._seq_len)
             self._groups = groups = {number: made}
         return groups[number]

@@ -1,8 +1,8 @@
 """Which ranks are missing when a collective fails: reported in one line by all others.
 
-`distributed.launch` calls `explain` as an error leaves the run. The error itself names no rank: so
-every process in which a collective failed leaves a mark in the store at which all met, waits a
-little for the marks of the others, and names the ranks that left none.
+`distributed.launch` calls `explain_failure` as an error leaves the run. The error itself names no
+rank: so every process in which a collective failed leaves a mark in the store at which all met,
+waits a little for the marks of the others, and names the ranks that left none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TIMEOUT, _LOSS, _MARKS = "timeout", "loss", "llmfoundry/failed"
 _SIGNS = ("gloo", "nccl", "pair closure")
 
 
-def explain(
+def explain_failure(
     error: BaseException, store: dist.Store, *, rank: int, size: int, timeout: timedelta
 ) -> RunFailure | None:
     """A line about the processes that never came; None: that was not the error.

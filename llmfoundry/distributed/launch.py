@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from llmfoundry.distributed.failures import explain
+from llmfoundry.distributed.failures import explain_failure
 from llmfoundry.errors import RunFailure, UserError
 from llmfoundry.exit_status import own_node
 from llmfoundry.ops.devices import keep_memory
@@ -210,7 +210,7 @@ def join(config: ParallelConfig) -> Iterator[World]:
         yield replace(world, machine=find_machine(world))
     except Exception as error:
         # The groups stay as they are: to leave them is to wait for the others.
-        lost = explain(error, default_store(), rank=rank, size=size, timeout=world.timeout)
+        lost = explain_failure(error, default_store(), rank=rank, size=size, timeout=world.timeout)
         if lost is None:
             raise
         raise lost from error

@@ -165,12 +165,12 @@ class Architecture:
         for item in self.fields:
             choices = item.choices
             if choices is not None and get(config, item.ours) not in choices.values():
-                names = dict.fromkeys(show(value) for value in choices.values())
+                names = dict.fromkeys(field_text(value) for value in choices.values())
                 missed[item.ours] = f"one of {', '.join(names)}"
         spoken = {need.key for need in self.needs}
         for key, off in OFF.items():
             if key not in spoken and not self.keeps(key) and get(config, key) != off:
-                missed[key] = show(off)
+                missed[key] = field_text(off)
         attn = config.attn_config
         if (attn.qk_ln or attn.qk_gn) and not missed.keys() & {QK_LN, QK_GN}:
             if attn.norm_type != config.norm_type:
@@ -188,10 +188,10 @@ def get(config: ModelConfig, key: str) -> Any:
     return value
 
 
-def show(value: Any) -> str:
+def field_text(value: Any) -> str:
     """A setting's value as YAML would write it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {show(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {field_text(item)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
@@ -199,7 +199,7 @@ def show(value: Any) -> str:
 
 def only(key: str, value: Any) -> Need:
     """`key` must be `value`."""
-    return Need(key, lambda config: get(config, key) == value, show(value), value)
+    return Need(key, lambda config: get(config, key) == value, field_text(value), value)
 
 
 MHA = Need(

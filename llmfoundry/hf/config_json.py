@@ -31,9 +31,9 @@ from llmfoundry.hf.config_fields import (
     Architecture,
     Field,
     Windows,
+    field_text,
     get,
     read_nope,
-    show,
 )
 from llmfoundry.hf.llm_foundry import FOUNDRY, is_foundry, read_foundry
 from llmfoundry.hf.tensor_names import MAPS
@@ -88,7 +88,7 @@ DEFAULT_ARGUMENTS: dict[str, dict[str, Any]] = {  # of torch, where transformers
 }
 
 
-def choose(config: ModelConfig, architecture: str | None) -> str:
+def choose_architecture(config: ModelConfig, architecture: str | None) -> str:
     """The architecture to write: the one asked for, else the one that fits exactly.
 
     Of several that fit it is the one with the fewest linear layers whose bias would be zeros, and
@@ -138,7 +138,7 @@ def _distance(plain: ModelConfig, name: str) -> tuple[int, int, int]:
 
 def _say(config: ModelConfig, key: str) -> str:
     if key != "block_overrides":
-        return show(get(config, key))
+        return field_text(get(config, key))
     assert config.block_overrides is not None
     return ", ".join(config.block_overrides.overrides)
 
@@ -217,8 +217,8 @@ def unkept(config: ModelConfig, name: str) -> list[str]:
         return []
     architecture = ARCHITECTURES[name]
     lines = [
-        f"model.{key}: {show(get(config, key))} is left out; {name} has nothing like it, and only"
-        " training feels it"
+        f"model.{key}: {field_text(get(config, key))} is left out; {name} has nothing like it, and"
+        " only training feels it"
         for key, off in TRAINING.items()
         if get(config, key) != off and not architecture.keeps(key)
     ]
@@ -312,7 +312,7 @@ def _check_kinds(written: Mapping[str, Any]) -> Iterator[str]:
         for key in keys:
             value = _look_up(written, key, None)
             if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-                yield f"config.json: {key}: {show(value)} is not a {noun}"
+                yield f"config.json: {key}: {field_text(value)} is not a {noun}"
 
 
 def said_biases(written: Mapping[str, Any], name: str, config: ModelConfig) -> dict[str, bool]:
@@ -361,7 +361,9 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
         try:
             value = value if field.read is None else field.read(value)
         except (TypeError, ZeroDivisionError):
-            problems.append(f"config.json: {field.theirs}: {show(value)} is not a number above 0")
+            problems.append(
+                f"config.json: {field.theirs}: {field_text(value)} is not a number above 0"
+            )
             return None
         found: list[Problem] = []
         key = f"config.json: {field.theirs}"
@@ -370,7 +372,7 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
         problems += [problem.line for problem in found]
         return value
     if value not in list(field.choices):  # a list, for what cannot be a dictionary's key
-        can = ", ".join(show(theirs) for theirs in field.choices)
+        can = ", ".join(field_text(theirs) for theirs in field.choices)
         problems.append(f"config.json: {field.theirs} {value!r}; the decoder has only {can}")
         return None
     return field.choices[value]
@@ -394,8 +396,8 @@ def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: 
         value = _look_up(written, fixed.theirs, fixed.default)
         if value is not ANYTHING and fixed.default is not ANYTHING and value != fixed.value:
             problems.append(
-                f"config.json: {fixed.theirs} {show(value)}; {architecture.model_type} is read"
-                f" with {show(fixed.value)} alone{architecture.advice}"
+                f"config.json: {fixed.theirs} {field_text(value)}; {architecture.model_type} is"
+                f" read with {field_text(fixed.value)} alone{architecture.advice}"
             )
     if written.get("quantization_config") is not None:
         problems.append("config.json: quantization_config; write a folder that is not quantised")

@@ -120,7 +120,7 @@ def open_hf(
     Raises:
         UserError: what the decoder cannot follow exactly, by config.json's key or tensor's name.
     """
-    written = read_json(folder / "config.json") if written is None else written
+    written = read_json_object(folder / "config.json") if written is None else written
     check_layers(written)
     name, config = read_settings(written)
     for line in unread(written, name):
@@ -405,7 +405,7 @@ def _find_files(folder: Path) -> tuple[list[Path], Callable[[Path], Reader]]:
 
 def _shards(index: Path, suffix: str) -> list[Path]:
     """The files that an index names, all beside it, and all there."""
-    written = read_json(index)
+    written = read_json_object(index)
     names = written.get("weight_map") if isinstance(written, dict) else None
     if not isinstance(names, dict):
         raise UserError(f"{index}: has no weight_map; copy or download it again")
@@ -422,7 +422,7 @@ def _shards(index: Path, suffix: str) -> list[Path]:
     return files
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """A folder's config.json, or another of its files.
 
     Raises:

@@ -24,7 +24,7 @@ from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.architectures import ARCHITECTURES, remarks
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.causal_lm import HFCausalLM
-from llmfoundry.hf.config_json import OWN, choose, unkept, write_settings
+from llmfoundry.hf.config_json import OWN, choose_architecture, unkept, write_settings
 from llmfoundry.hf.read import FLOATS as DTYPES
 from llmfoundry.hf.tensor_names import MAPS
 from llmfoundry.hf.weight_map import to_theirs
@@ -78,7 +78,7 @@ def to_hf(
         UserError: no architecture expresses the model, the output is not empty, or weights do not
             fit the dtype.
     """
-    name = choose(model.config, architecture)
+    name = choose_architecture(model.config, architecture)
     with whole_or_nothing(output) as folder:
         ids = copy_tokenizer(tokenizer_folder, folder)
         settings = write_settings(model.config, name)

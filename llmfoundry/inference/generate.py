@@ -68,7 +68,7 @@ def stream_tokens(
     cache = _new_cache(root, fed, device, autocast) if kv_cache else None
     for _ in range(max_new_tokens):
         logits = _next_logits(root, tokens, cache, autocast)[:n_tokens]
-        token = _agree(draw(logits, temperature, top_k, top_p, generator), device)
+        token = _agree(sample_token(logits, temperature, top_k, top_p, generator), device)
         if token == eos_id:
             return
         yield token
@@ -123,7 +123,7 @@ def _last_logits(model: Decoder, hidden: Tensor) -> Tensor:
     return model.head(hidden[0, -1])
 
 
-def draw(
+def sample_token(
     logits: Tensor,
     temperature: float,
     top_k: int | None,
@@ -140,7 +140,7 @@ def draw(
 def draw_probabilities(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
-    """What `draw` draws from, (V,) float64: temperature, then top_k, then top_p of what is left.
+    """What `sample_token` draws from, (V,) float64: temperature, then top_k, then top_p.
 
     top_p keeps the fewest likeliest tokens whose probabilities reach it (Holtzman et al., 2019).
     """

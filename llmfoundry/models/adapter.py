@@ -31,7 +31,7 @@ from llmfoundry.models.low_rank import (
     A,
     B,
     LowRank,
-    merged,
+    merged_weight,
     row_norms,
 )
 from llmfoundry.models.moe import ExpertWeights
@@ -288,7 +288,7 @@ class MergedState(Mapping[str, Tensor]):
         if isinstance(module, ExpertWeights) and kind in ("w1", "v1", "w2"):
             return _merged_stack(module, kind)
         if isinstance(module, Linear) and kind == "weight":
-            return module.dense() if module.lora is None else merged(module, module.lora)
+            return module.dense() if module.lora is None else merged_weight(module, module.lora)
         if isinstance(module, nn.Embedding) and getattr(module, "lora", None) is not None:
             return _merged_embedding(module)
         return self._state[name]
@@ -345,7 +345,7 @@ def merge_into(
         weight = full_tensor(parameters[f"{name}.weight"])
         own = weight[:rows] if f"{name}.weight" in tables else weight
         layer = _layer_of(name, lora, tensors, own)
-        value = _merged_embedding(layer) if name in ("wte", "wpe") else merged(layer, lora)
+        value = _merged_embedding(layer) if name in ("wte", "wpe") else merged_weight(layer, lora)
         assign(parameters[f"{name}.weight"], grown(value, len(weight)))
     for name, tensor in tensors.items():
         if name in parameters:

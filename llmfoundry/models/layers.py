@@ -45,7 +45,7 @@ class Linear(nn.Linear):
         """What it gives without an adapter."""
         if self.packing is None:
             return F.linear(x, self.weight, self.bias)
-        y = nf4.linear(x, self.weight, self.out_features, double=self.packing.double)
+        y = nf4.nf4_linear(x, self.weight, self.out_features, double=self.packing.double)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def dense(self) -> Tensor:

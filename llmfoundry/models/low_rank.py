@@ -169,7 +169,7 @@ def delta(layer: Any, lora: LowRank) -> Tensor:
 
 
 @torch.no_grad()
-def merged(layer: Any, lora: LowRank) -> Tensor:
+def merged_weight(layer: Any, lora: LowRank) -> Tensor:
     """The weight (out, in) in fp32 that does what the adapted layer does."""
     weight = layer.dense().float() + delta(layer, lora)
     if lora.dora:

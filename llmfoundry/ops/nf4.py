@@ -188,7 +188,7 @@ def _scale_code(device: torch.device) -> Tensor:
     return torch.tensor(sorted(values)).to(device)
 
 
-def linear(x: Tensor, data: Tensor, width: int, *, double: bool) -> Tensor:
+def nf4_linear(x: Tensor, data: Tensor, width: int, *, double: bool) -> Tensor:
     """X W^T, (..., width), of x (..., K) and the quantized W (width, K).
 
     Differentiable in x. Under autocast in its dtype, else in x's. W exists while it is multiplied,

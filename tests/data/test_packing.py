@@ -19,7 +19,7 @@ from llmfoundry.data.mixture import Mixture, Phase
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import RowOptions, open_source
-from llmfoundry.data.text_packing import PackedStream, PackingRatio, group_rows, pack, probe
+from llmfoundry.data.text_packing import PackedStream, PackingRatio, group_rows, pack_texts, probe
 from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE
 from tests.shards import bytes_tokenizer
@@ -61,7 +61,7 @@ def loader(texts: MDSTexts, packing: PackingRatio, batch_size: int = 8, **settin
 @pytest.mark.parametrize("n_documents", [0, 1, 2, 5, 9, 40])
 def test_packing_is_the_documents_one_after_another(n_documents: int) -> None:
     documents = [TOKENIZER.encode(text) for text in draw(n_documents)]
-    rows = pack([[EOS, *ids] for ids in documents], rows=4, seq_len=T)
+    rows = pack_texts([[EOS, *ids] for ids in documents], rows=4, seq_len=T)
     everything = [(i, n) for n, d in enumerate(documents) for i in [EOS, *d]]
     assert len(rows) == 4
     for start, row in zip(range(0, 4 * T, T), rows, strict=True):

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config_json import choose, read_settings
+from llmfoundry.hf.config_json import choose_architecture, read_settings
 from llmfoundry.hf.read import from_hf
 from llmfoundry.models.decoder import Decoder
 
@@ -87,7 +87,7 @@ def test_a_norm_of_queries_and_keys_that_is_not_the_models_is_not_exported_as_su
     attn.clip_qkv = None
     config.fill()
     with pytest.raises(UserError) as caught:
-        choose(config, "Qwen3ForCausalLM")
+        choose_architecture(config, "Qwen3ForCausalLM")
     lines = [line for line in caught.value.problems if line.startswith("model.")]
     assert [line.split(":")[0] for line in lines] == [
         "model.attn_config.norm_type",

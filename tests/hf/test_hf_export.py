@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
 from llmfoundry.hf.config_fields import ACTIVATIONS
-from llmfoundry.hf.config_json import choose, write_settings
+from llmfoundry.hf.config_json import choose_architecture, write_settings
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write import to_hf
 from llmfoundry.models.decoder import Decoder
@@ -294,7 +294,7 @@ def test_an_activation_is_kept_exactly_or_refused(
         assert (theirs - logits(model, rows())).abs().max() < 2e-5
     else:
         with pytest.raises(UserError, match=rf"(?m)^model\.ffn_config\.ffn_act_fn: {name}; Llama"):
-            choose(config, "LlamaForCausalLM")
+            choose_architecture(config, "LlamaForCausalLM")
 
 
 @pytest.mark.parametrize("arguments", [{"negative_slope": 0.01}, {"negative_slope": 0.1}])
@@ -306,4 +306,4 @@ def test_arguments_of_an_activation_must_be_its_defaults(arguments: dict[str, fl
         )
     else:
         with pytest.raises(UserError, match=r"\{name: leaky_relu, negative_slope: 0\.1\}; GPT2"):
-            choose(settings(**case), "GPT2LMHeadModel")
+            choose_architecture(settings(**case), "GPT2LMHeadModel")

@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.hf import LlmfoundryConfig
 from llmfoundry.hf.architectures import ARCHITECTURES, markdown
 from llmfoundry.hf.config_fields import TRAINING, get
-from llmfoundry.hf.config_json import choose, read_settings, unkept, write_settings
+from llmfoundry.hf.config_json import choose_architecture, read_settings, unkept, write_settings
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write import to_hf
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -58,7 +58,7 @@ def test_a_setting_is_kept_exactly_or_refused_by_its_key(
         assert not list(config.check()), list(config.check())
         tried += 1
         try:
-            choose(config, name)
+            choose_architecture(config, name)
         except UserError as error:
             blamed = {line.split(":")[0].removeprefix("model.") for line in error.problems}
             assert blamed & set(BLAMED.get(key, (key,))), (name, error.problems)
@@ -86,7 +86,7 @@ def test_no_need_is_there_that_nothing_offends(name: str) -> None:
         if config is None:
             continue
         try:
-            choose(config, name)
+            choose_architecture(config, name)
         except UserError as error:
             refused |= {line.split(":")[0].removeprefix("model.") for line in error.problems}
     assert {need.key for need in ARCHITECTURES[name].needs} <= refused
@@ -100,7 +100,9 @@ def test_a_setting_that_logits_do_not_feel_changes_nothing(key: str) -> None:
             assert (".moe_" in key or "router" in key) and not ARCHITECTURES[name].mixture
             continue
         assert get(config, key) != get(base, key)
-        assert write_settings(config, choose(config, name)) == write_settings(base, name)
+        assert write_settings(config, choose_architecture(config, name)) == write_settings(
+            base, name
+        )
         assert unkept(config, name) == []
 
 
@@ -112,7 +114,7 @@ def test_a_setting_of_training_goes_along_or_is_named(key: str) -> None:
         if config is None:
             assert (".moe_" in key or "router" in key) and not ARCHITECTURES[name].mixture
             continue
-        assert choose(config, name) == name
+        assert choose_architecture(config, name) == name
         back = read_settings(write_settings(config, name))[1]
         if get(back, key) == 0.25:
             kept.add(name)

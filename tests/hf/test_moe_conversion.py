@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import ARCHITECTURES
-from llmfoundry.hf.config_json import choose
+from llmfoundry.hf.config_json import choose_architecture
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write import to_hf
 from llmfoundry.models.decoder import Decoder
@@ -232,14 +232,14 @@ def test_what_no_class_of_transformers_has_is_refused_by_its_key(which: str) -> 
     values, refusal = OTHERS[which]
     config = settings(**MIXTURE | {"attn": ROPE | GQA, "ffn": SUM | values})
     with pytest.raises(UserError, match=refusal):
-        choose(config, None)
-    assert choose(config, "llmfoundry") == "llmfoundry"
+        choose_architecture(config, None)
+    assert choose_architecture(config, "llmfoundry") == "llmfoundry"
 
 
 def test_a_mixture_is_not_likened_to_a_dense_class() -> None:
     config = settings(attn=ROPE | {"qk_gn": True}, ffn=SUM | {"mlp_type": "mlp"}, norm_eps=0.1)
     with pytest.raises(UserError) as caught:
-        choose(config, None)
+        choose_architecture(config, None)
     nearest = caught.value.problems[0]
     assert any(name in nearest for name, a in ARCHITECTURES.items() if a.mixture), nearest
 
@@ -247,7 +247,7 @@ def test_a_mixture_is_not_likened_to_a_dense_class() -> None:
 def test_biases_of_experts_are_refused_by_no_bias() -> None:
     config = settings(attn=ROPE | CLIP, ffn=SUM, **UNTIED)
     with pytest.raises(UserError, match=r"(?m)^model\.no_bias: false; Dbrx.* needs true"):
-        choose(config, "DbrxForCausalLM")
+        choose_architecture(config, "DbrxForCausalLM")
 
 
 def test_qwens_own_name_for_the_number_of_experts_is_read(tmp_path: Path) -> None:

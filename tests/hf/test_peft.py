@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from llmfoundry.errors import UserError
 from llmfoundry.hf.peft.names import CONFIG, splits_qkv
 from llmfoundry.hf.peft.read import read_adapter
-from llmfoundry.hf.peft.write import matrices, write_adapter
+from llmfoundry.hf.peft.write import target_matrices, write_adapter
 from llmfoundry.hf.write import to_hf
 from llmfoundry.models.adapter import (
     adapted_layers,
@@ -68,7 +68,12 @@ def save(model: Decoder, folder: Path, **how: Any) -> str:
     whole = {n: p for n, p in parameters.items() if p.requires_grad and not is_added(n)}
     experts = model.config.ffn_config.moe_num_experts or 1
     return write_adapter(
-        folder, model.config, matrices(plan, parameters, experts), whole=whole, base="base", **how
+        folder,
+        model.config,
+        target_matrices(plan, parameters, experts),
+        whole=whole,
+        base="base",
+        **how,
     )
 
 

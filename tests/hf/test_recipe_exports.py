@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config_json import choose
+from llmfoundry.hf.config_json import choose_architecture
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write import to_hf
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -40,12 +40,12 @@ def shipped(name: str, vocab_size: int) -> ModelConfig:
 def test_every_shipped_model_but_one_can_be_exported(name: str) -> None:
     if name == NONE:
         with pytest.raises(UserError) as caught:
-            choose(shipped(name, 512), None)
+            choose_architecture(shipped(name, 512), None)
         assert "write architecture=llmfoundry " in caught.value.problems[0]
         assert caught.value.problems[1].startswith("model.attn_config.alibi_bias_max: 16; Mpt")
         return
     expected = max((key for key in EXPORTED if name.startswith(key)), key=len)
-    assert choose(shipped(name, 512), None) == EXPORTED[expected]
+    assert choose_architecture(shipped(name, 512), None) == EXPORTED[expected]
 
 
 @pytest.mark.parametrize("name", ["dbrx-tiny", "dbrx-tiny-dense", "quickstart"])

@@ -211,7 +211,7 @@ def test_under_autocast_the_cache_changes_little(monkeypatch: pytest.MonkeyPatch
         seen.append(logits)
         return row[len(seen) % 20]
 
-    monkeypatch.setattr("llmfoundry.inference.generate.draw", recorded)
+    monkeypatch.setattr("llmfoundry.inference.generate.sample_token", recorded)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     for kv_cache in (True, False):
         continued(model, row[:1], autocast=autocast, kv_cache=kv_cache, max_new_tokens=20)

@@ -26,7 +26,7 @@ from llmfoundry.models.adapter import (
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.layers import Linear
-from llmfoundry.models.low_rank import LowRank, merged
+from llmfoundry.models.low_rank import LowRank, merged_weight
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from tests.models.test_decoder import make_config
 
@@ -139,7 +139,7 @@ def test_outputs_and_gradients_are_those_of_peft(kind: str) -> None:
     theirs = [model(x), *torch.autograd.grad(model(x), [x, *(t for t, _ in pairs)], grad)]
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=4e-6)
-    torch.testing.assert_close(F.linear(x, merged(ours, lora), ours.bias), mine[0])
+    torch.testing.assert_close(F.linear(x, merged_weight(ours, lora), ours.bias), mine[0])
 
 
 def test_dropout_falls_on_what_enters_a_alone() -> None:
@@ -154,7 +154,7 @@ def test_dropout_falls_on_what_enters_a_alone() -> None:
     expected = F.linear(x, ours.weight, ours.bias) + 1.5 * dropped @ ours.lora_A.T @ ours.lora_B.T
     torch.testing.assert_close(found, expected)
     ours.eval()
-    torch.testing.assert_close(ours(x), F.linear(x, merged(ours, ours.lora), ours.bias))
+    torch.testing.assert_close(ours(x), F.linear(x, merged_weight(ours, ours.lora), ours.bias))
 
 
 def test_parts_of_a_fused_projection_are_layers_apart() -> None:
@@ -199,7 +199,7 @@ def test_an_adapted_head_gives_the_loss_and_gradients_of_its_merged_weight(kind:
     head, labels = model.lm_head, TOKENS.roll(-1, 1)
     hidden = torch.randn(*TOKENS.shape, head.in_features, requires_grad=True)
     found = model.loss(hidden, labels)
-    weight = merged(head, head.lora).requires_grad_()
+    weight = merged_weight(head, head.lora).requires_grad_()
     expected = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(model.head(hidden), hidden @ weight.T)

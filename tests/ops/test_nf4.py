@@ -134,7 +134,7 @@ def test_a_product_is_that_with_the_dequantised_weight(dtype: torch.dtype) -> No
     weight = nf4.dequantize(data, (48, 80), dtype, double=True)
     x, grad = torch.randn(2, 5, 80, generator=generator), torch.randn(2, 5, 48, generator=generator)
     ours, plain = (x.to(dtype).requires_grad_() for _ in range(2))
-    y, expected = nf4.linear(ours, data, 48, double=True), F.linear(plain, weight)
+    y, expected = nf4.nf4_linear(ours, data, 48, double=True), F.linear(plain, weight)
     assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
     assert kept_floats(y, ours) == 0
     y.backward(grad.to(dtype))

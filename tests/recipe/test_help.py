@@ -14,7 +14,7 @@ from recipe_front import Front
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.argv import CommandLine
 from llmfoundry.recipe.front.called import as_called
-from llmfoundry.recipe.front.help.explain import explain
+from llmfoundry.recipe.front.help.explain import help_text
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import ROOT, YAMLS
 from llmfoundry.recipe.schema import Schema
@@ -42,7 +42,7 @@ def test_help_fits_a_terminal(script: Path, width: int, monkeypatch: pytest.Monk
     monkeypatch.setenv("LLMFOUNDRY_CONSOLE", "1")
     docstring = ast.get_docstring(ast.parse(script.read_text()))
     assert docstring
-    text = as_called(explain(Schema.of(TrainRecipe), CommandLine(), docstring))
+    text = as_called(help_text(Schema.of(TrainRecipe), CommandLine(), docstring))
     assert max(map(len, text.splitlines())) <= width
     assert "recipe/scripts/train.py" in text  # which is a file, and no command
     words = as_called(docstring).split()

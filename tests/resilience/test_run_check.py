@@ -30,7 +30,7 @@ from llmfoundry.resilience.check import links
 from llmfoundry.resilience.check.findings import BAD, Finding, Report
 from llmfoundry.resilience.check.host import NamedPath
 from llmfoundry.resilience.check.links import Pair
-from llmfoundry.resilience.check.run_check import Tools, sweep
+from llmfoundry.resilience.check.run_check import Tools, run_check
 from llmfoundry.retry import Late
 from tests.tiny import ENV, command
 from tests.warm_scripts import on_ranks
@@ -168,7 +168,7 @@ def work(rank: int, folder: Path, size: int, cases: list[str]) -> None:
             }
             (folder / f"{case}.json").write_text(json.dumps(found))
 
-        level = sweep(settings, paths, world, is_full=True, publish=publish, tools=tools)
+        level = run_check(settings, paths, world, is_full=True, publish=publish, tools=tools)
         (folder / f"{case}.{rank}").write_text(level)
     os._exit(0)  # gloo waits for those that are gone
 

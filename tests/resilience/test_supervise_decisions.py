@@ -17,7 +17,7 @@ from llmfoundry.resilience.supervise.decide import (
     STOP,
     WITHOUT,
     Attempt,
-    decide,
+    decide_restart,
 )
 from llmfoundry.resilience.supervise.nodes import launch_words
 
@@ -152,66 +152,71 @@ POLICY = SuperviseConfig()
     ],
 )
 def test_the_first_attempt(kind: str, action: str, status: int) -> None:
-    decision = decide([of(kind)], POLICY)
+    decision = decide_restart([of(kind)], POLICY)
     assert (decision.action, decision.status) == (action, status)
 
 
 def test_a_loss_that_is_not_finite_twice_is_no_machines_error() -> None:
-    assert decide([of("numerical", progressed=True)], POLICY).action == RESTART
+    assert decide_restart([of("numerical", progressed=True)], POLICY).action == RESTART
     twice = [of("numerical", progressed=True), of("numerical")]
-    assert decide(twice, POLICY).status == GIVE_UP
+    assert decide_restart(twice, POLICY).status == GIVE_UP
     passed = [*twice[:1], of("numerical", progressed=True)]  # it came further: another step
-    assert decide(passed, POLICY).action == RESTART
+    assert decide_restart(passed, POLICY).action == RESTART
 
 
 def test_three_attempts_without_progress_end_it_whatever_they_failed_of() -> None:
     kinds = ["machine", "network", "hang", "unknown"]
     for three in itertools.permutations(kinds, 3):
         attempts = [of(kind) for kind in three]
-        assert [decide(attempts[:n], POLICY).action for n in (1, 2)] == [RESTART, RESTART]
-        assert (decide(attempts, POLICY).action, decide(attempts, POLICY).status) == (STOP, GIVE_UP)
+        assert [decide_restart(attempts[:n], POLICY).action for n in (1, 2)] == [RESTART, RESTART]
+        assert (
+            decide_restart(attempts, POLICY).action,
+            decide_restart(attempts, POLICY).status,
+        ) == (STOP, GIVE_UP)
 
 
 def test_budgets_refill_only_after_progress() -> None:
     policy = SuperviseConfig(no_progress=100, max_restarts=3)
     often = [of("network")] * 3
-    assert decide(often, policy).action == RESTART
-    assert decide([*often, of("network")], policy).status == FAILED
-    assert decide([*often, of("network", progressed=True)], policy).action == RESTART
+    assert decide_restart(often, policy).action == RESTART
+    assert decide_restart([*often, of("network")], policy).status == FAILED
+    assert decide_restart([*often, of("network", progressed=True)], policy).action == RESTART
     refilled = [*often, of("network", progressed=True), *often[:2]]
-    assert decide(refilled, policy).action == RESTART
-    assert decide([*refilled, of("network")], policy).action == STOP
-    assert decide([of("unknown")] * 2, policy).action == RESTART
-    assert decide([of("unknown")] * 3, policy).action == STOP  # fewer tries
-    assert decide([of("machine")], SuperviseConfig(max_restarts=0)).status == FAILED
+    assert decide_restart(refilled, policy).action == RESTART
+    assert decide_restart([*refilled, of("network")], policy).action == STOP
+    assert decide_restart([of("unknown")] * 2, policy).action == RESTART
+    assert decide_restart([of("unknown")] * 3, policy).action == STOP  # fewer tries
+    assert decide_restart([of("machine")], SuperviseConfig(max_restarts=0)).status == FAILED
 
 
 def test_failures_each_of_which_brought_the_run_further_are_bounded_by_the_day() -> None:
     hourly = replace(of("machine", progressed=True), seconds=3700.0, useful=3000.0)
-    assert decide([hourly] * 100, POLICY).action == RESTART  # 23 of them begin within a day
+    assert decide_restart([hourly] * 100, POLICY).action == RESTART  # 23 of them begin within a day
     half = replace(hourly, seconds=1800.0, useful=1500.0)
-    assert decide([hourly] * 100 + [half] * 4, POLICY).action == STOP
-    assert decide([half] * 24, POLICY).action == RESTART
-    stopped = decide([half] * 25, POLICY)
+    assert decide_restart([hourly] * 100 + [half] * 4, POLICY).action == STOP
+    assert decide_restart([half] * 24, POLICY).action == RESTART
+    stopped = decide_restart([half] * 25, POLICY)
     assert (stopped.action, stopped.status) == (STOP, GIVE_UP)
     assert stopped.why.startswith("24 restarts within a day (supervise.max_restarts_per_day)")
-    assert decide([half] * 25, SuperviseConfig(max_restarts_per_day=100)).action == RESTART
-    assert decide([half], SuperviseConfig(max_restarts_per_day=0)).status == GIVE_UP
+    assert decide_restart([half] * 25, SuperviseConfig(max_restarts_per_day=100)).action == RESTART
+    assert decide_restart([half], SuperviseConfig(max_restarts_per_day=0)).status == GIVE_UP
 
 
 def test_a_run_that_spends_its_day_on_starts_is_given_up() -> None:
     """Though each attempt leaves a newer checkpoint: one of 900 s, 100 of them in kept steps."""
     slow = replace(of("hang", progressed=True), seconds=900.0, useful=100.0)
-    assert decide([slow] * 4, POLICY).action == RESTART  # too few to judge
-    stopped = decide([slow] * 5, POLICY)
+    assert decide_restart([slow] * 4, POLICY).action == RESTART  # too few to judge
+    stopped = decide_restart([slow] * 5, POLICY)
     assert (stopped.action, stopped.status) == (STOP, GIVE_UP)
     assert "goodput is 11% over the last 5 attempts, 1.2 h" in stopped.why
-    assert decide([slow] * 5, SuperviseConfig(min_goodput=0.1)).action == RESTART
-    assert decide([slow] * 5, SuperviseConfig(min_goodput=0)).action == RESTART
+    assert decide_restart([slow] * 5, SuperviseConfig(min_goodput=0.1)).action == RESTART
+    assert decide_restart([slow] * 5, SuperviseConfig(min_goodput=0)).action == RESTART
     quick = replace(slow, seconds=60.0, useful=1.0)
-    assert decide([quick] * 20, POLICY).action == RESTART  # not an hour yet
+    assert decide_restart([quick] * 20, POLICY).action == RESTART  # not an hour yet
     day = replace(slow, seconds=86_400.0, useful=80_000.0)
-    assert decide([*[slow] * 4, day, slow], POLICY).action == RESTART  # yesterday does not count
+    assert (
+        decide_restart([*[slow] * 4, day, slow], POLICY).action == RESTART
+    )  # yesterday does not count
 
 
 def not_finite(step: int, *, resumed: int, earlier: int, is_first: bool = False) -> Attempt:
@@ -220,20 +225,22 @@ def not_finite(step: int, *, resumed: int, earlier: int, is_first: bool = False)
 
 
 def test_weights_that_are_not_finite_after_a_resume_are_passed_over() -> None:
-    first = decide([not_finite(56, resumed=55, earlier=50)], POLICY)
+    first = decide_restart([not_finite(56, resumed=55, earlier=50)], POLICY)
     assert (first.action, first.resume_before) == (RESTART, 55)
     assert "first step after ba0000055, so it resumes from ba0000050" in first.why
     damaged = not_finite(0, resumed=55, earlier=50, is_first=True)
-    assert decide([damaged], POLICY).resume_before == 55
+    assert decide_restart([damaged], POLICY).resume_before == 55
     later = not_finite(58, resumed=55, earlier=50)
-    assert decide([later], POLICY).resume_before is None  # once more from the same
-    assert decide([later, later], POLICY).status == GIVE_UP
+    assert decide_restart([later], POLICY).resume_before is None  # once more from the same
+    assert decide_restart([later, later], POLICY).status == GIVE_UP
     again = [not_finite(56, resumed=0, earlier=-1), damaged]
-    assert decide(again, POLICY).resume_before == 55  # does not count as the same again
-    assert decide([*again, not_finite(56, resumed=50, earlier=45)], POLICY).status == GIVE_UP
+    assert decide_restart(again, POLICY).resume_before == 55  # does not count as the same again
+    assert (
+        decide_restart([*again, not_finite(56, resumed=50, earlier=45)], POLICY).status == GIVE_UP
+    )
     none_before = not_finite(6, resumed=5, earlier=-1)
-    assert decide([none_before], POLICY).resume_before is None
-    assert decide([none_before] * 2, POLICY).status == GIVE_UP
+    assert decide_restart([none_before], POLICY).resume_before is None
+    assert decide_restart([none_before] * 2, POLICY).status == GIVE_UP
 
 
 def test_what_was_said_last_is_quoted_where_no_cause_is_known() -> None:
@@ -265,27 +272,30 @@ def test_a_name_that_is_not_known_is_the_networks(line: str) -> None:
 
 def test_pauses_grow_without_progress_up_to_five_minutes() -> None:
     policy = SuperviseConfig(no_progress=100, max_restarts=100, wait_seconds=2.0)
-    waits = [decide([of("network")] * n, policy).wait for n in range(1, 12)]
+    waits = [decide_restart([of("network")] * n, policy).wait for n in range(1, 12)]
     assert waits == [2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
-    assert decide([of("network")] * 5 + [of("network", progressed=True)], policy).wait == 2
+    assert decide_restart([of("network")] * 5 + [of("network", progressed=True)], policy).wait == 2
 
 
 def test_machines_are_taken_out_only_where_it_may_and_can() -> None:
     bad = [of("machine", bad=("n4",))]
-    told = decide(bad, POLICY)
+    told = decide_restart(bad, POLICY)
     assert (told.action, told.nodes) == (RESTART, ()) and "the check finds n4 bad" in told.why
-    out = decide(bad, SuperviseConfig(act=True), can_exclude=True)
+    out = decide_restart(bad, SuperviseConfig(act=True), can_exclude=True)
     assert (out.action, out.nodes) == (WITHOUT, ("n4",))
-    alone = decide(bad, SuperviseConfig(act=True))
+    alone = decide_restart(bad, SuperviseConfig(act=True))
     assert (alone.action, alone.status) == (STOP, SAVED)
-    assert decide([of("machine")], SuperviseConfig(act=True), can_exclude=True).action == RESTART
+    assert (
+        decide_restart([of("machine")], SuperviseConfig(act=True), can_exclude=True).action
+        == RESTART
+    )
 
 
 def test_who_does_not_start_on_fewer_machines_is_started_elsewhere() -> None:
     """Also where its batch does not divide among those that are left: a mistake elsewhere."""
     for kind in ("user", "unknown", "network"):
         refused = Attempt(Cause(kind, "x"), without=("n4",))
-        decision = decide([of("machine", bad=("n4",)), refused], SuperviseConfig(act=True))
+        decision = decide_restart([of("machine", bad=("n4",)), refused], SuperviseConfig(act=True))
         assert (decision.action, decision.status) == (STOP, SAVED)
         assert "does not start here without n4" in decision.why
 

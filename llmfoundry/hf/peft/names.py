@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmfoundry.bounded import run_bounded
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config_json import OWN, choose
+from llmfoundry.hf.config_json import OWN, choose_architecture
 from llmfoundry.hf.experts import ExpertNames, is_mixture
 from llmfoundry.hf.tensor_names import MAPS
 from llmfoundry.hf.weight_map import Rule, layers, swap_pairs
@@ -76,9 +76,9 @@ class PeftModule:
 def adapter_architecture(config: ModelConfig, architecture: str | None = None) -> str:
     """The architecture whose names an adapter takes: what the model exports to, else our own."""
     if architecture is not None:
-        return choose(config, architecture)
+        return choose_architecture(config, architecture)
     try:
-        return choose(config, None)
+        return choose_architecture(config, None)
     except UserError:
         return OWN
 

@@ -75,7 +75,7 @@ class AdaptedMatrix:
             at += height
 
 
-def matrices(
+def target_matrices(
     plan: Mapping[str, LowRank], tensors: Mapping[str, Tensor], experts: int
 ) -> dict[str, AdaptedMatrix]:
     """Adapted matrices by name, from a model's parameters by theirs."""

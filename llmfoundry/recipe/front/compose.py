@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.defaults import YamlSource, parts
+from llmfoundry.recipe.front.defaults import YamlSource, config_parts
 from llmfoundry.recipe.front.grammar import DEFAULT, split
 from llmfoundry.recipe.front.paths import group_options, search_folders, show
 from llmfoundry.recipe.front.typed import flat, to_dict
@@ -193,11 +193,11 @@ def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) 
     options = group_options(folders, schema)
     groups, values = split(overrides, schema, options)
     defaults = to_dict(schema.cls())
-    sources = parts(recipe, groups, options, folders)
+    sources = config_parts(recipe, groups, options, folders)
     merged = _merged(defaults, sources)
     implied = _implied(schema, merged, groups, values)
     if implied:
-        sources = parts(recipe, groups | implied, options, folders)
+        sources = config_parts(recipe, groups | implied, options, folders)
         merged = _merged(defaults, sources)
     try:
         config = OmegaConf.create(merged)

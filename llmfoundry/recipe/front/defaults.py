@@ -62,7 +62,7 @@ class _Part(NamedTuple):
     """The file whose defaults list names it."""
 
 
-def parts(
+def config_parts(
     recipe: Path | None,
     groups: dict[str, str],
     options: dict[str, list[str]],

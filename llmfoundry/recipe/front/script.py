@@ -24,7 +24,7 @@ from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine, parse
 from llmfoundry.recipe.front.called import as_called
 from llmfoundry.recipe.front.help.complete import complete
-from llmfoundry.recipe.front.help.explain import explain
+from llmfoundry.recipe.front.help.explain import help_text
 from llmfoundry.recipe.front.help.hints import unknown_flag
 from llmfoundry.recipe.front.load import checked, import_for_help, read
 from llmfoundry.recipe.front.paths import recipe_name, shipped
@@ -135,7 +135,7 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
         return None
     if "--help" in command.flags:
         import_for_help(schema, command.recipe, command.overrides)
-        print(as_called(explain(schema, command, help)))
+        print(as_called(help_text(schema, command, help)))
         return None
     _check_installation()
     _need_recipe(schema, command)

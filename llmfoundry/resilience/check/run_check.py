@@ -1,4 +1,4 @@
-"""The order of a check: who is here, machines, burn, pairs, verdict. Every process calls `sweep`.
+"""The order of a check: who is here, machines, burn, pairs, verdict. All processes call `run_check`.
 
 `commands/check.py` calls it with the processes of a launcher, and `commands/train.py` before a run.
 One process of each node reads the machine; all compute; rank 0 decides by the pure files of this
@@ -56,7 +56,7 @@ class Tools:
     now: Callable[[], float] = time.time
 
 
-def sweep(
+def run_check(
     settings: HealthCheckConfig,
     paths: Sequence[host.NamedPath],
     world: World,

@@ -1,4 +1,4 @@
-"""What to do after an attempt: `decide`, a pure function of the attempts so far and the policy.
+"""What to do after an attempt: `decide_restart`, a pure function of attempts and policy.
 
 The idea: only progress, a newer checkpoint, earns further attempts. A run that fails the same way
 again and again wastes its machines; one that does make progress, but restarts all day or spends the
@@ -75,7 +75,7 @@ class Decision:
     resume_before: int | None = None
 
 
-def decide(
+def decide_restart(
     attempts: Sequence[Attempt], policy: SuperviseConfig, *, can_exclude: bool = False
 ) -> Decision:
     """What to do after the last of these attempts.

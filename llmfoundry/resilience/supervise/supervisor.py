@@ -3,9 +3,9 @@
 `commands/supervise.py` calls `Supervisor.run`, whose result is the exit status. In the order of an
 attempt: its checkpoints must still be there (`checkpoints`), it runs (`attempt`), what it left
 behind is gathered here, its cause is found (`causes`), suspected machines are checked (`nodes`),
-and `decide` decides; `causes`, `decide` and the judgement of `checkpoints` are pure functions. The
-idea: a run is exact, so that a restart is always correct, and the question is only whether it is of
-use.
+and `decide_restart` decides; `causes`, `decide_restart` and the judgement of `checkpoints` are pure
+functions. The idea: a run is exact, so that a restart is always correct, and the question is only
+whether it is of use.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from llmfoundry.resilience.supervise.decide import (
     WITHOUT,
     Attempt,
     Decision,
-    decide,
+    decide_restart,
 )
 from llmfoundry.resilience.supervise.exporter import Exporter, ExportTo
 from llmfoundry.resilience.supervise.notify import Reporter, print_stderr
@@ -325,7 +325,7 @@ class Supervisor:
         attempt = self._as_attempt(cause, times, evidence, excluded)
         bad = attempt.bad_nodes
         self.attempts.append(attempt)
-        decision = decide(self.attempts, self.config, can_exclude=self._can_exclude(bad))
+        decision = decide_restart(self.attempts, self.config, can_exclude=self._can_exclude(bad))
         self._resume_before = decision.resume_before or self._resume_before
         self.attempts[-1] = replace(attempt, seconds=attempt.seconds + decision.wait)
         done = decision.action

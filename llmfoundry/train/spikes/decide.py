@@ -1,10 +1,10 @@
 """What is done about steps that the guard flagged: log, skip, roll back or stop.
 
 The trainer gives `StepWatch` what the guard (`guard.py`, on the device) saw, as soon as the host
-has it: at each step on a CPU, where there is nothing to wait for, else at each log. `decide` is a
-pure function, the same on every process: what a decision depends on beside the verdict, how often
-this has happened, is a value that goes in and comes out, and that the checkpoint keeps. A roll-back
-itself is `builders/resume.py`, which loads an earlier checkpoint.
+has it: at each step on a CPU, where there is nothing to wait for, else at each log. `decide_spike`
+is a pure function, the same on every process: what a decision depends on beside the verdict, how
+often this has happened, is a value that goes in and comes out, and that the checkpoint keeps. A
+roll-back itself is `builders/resume.py`, which loads an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SpikeDecision:
     batch: int
 
 
-def decide(
+def decide_spike(
     verdict: StepVerdict, config: WatchConfig, record: SpikeRecord
 ) -> tuple[SpikeDecision | None, SpikeRecord]:
     """What is done about a step, None where it was sound, and the record after it."""
@@ -194,7 +194,7 @@ class StepWatch:
             GivenUp: it is to end.
         """
         for verdict in verdicts:
-            decision, self.record = decide(verdict, self.config, self.record)
+            decision, self.record = decide_spike(verdict, self.config, self.record)
             if decision is None:
                 continue
             if decision.kind == "not_finite" and self.config.not_finite == "stop":

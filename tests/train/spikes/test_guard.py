@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from llmfoundry.recipe.resilience.watch import WatchConfig
-from llmfoundry.train.spikes.decide import SpikeRecord, decide
+from llmfoundry.train.spikes.decide import SpikeRecord, decide_spike
 from llmfoundry.train.spikes.guard import Guard, StepVerdict, read_verdicts
 
 CPU = torch.device("cpu")
@@ -129,17 +129,20 @@ def verdict(batch: int, *flags: bool) -> StepVerdict:
 
 def test_of_several_flags_the_one_about_which_most_is_done_decides() -> None:
     config = WatchConfig(loss_spike="log", gradient_spike="skip")
-    found, record = decide(verdict(6, False, True, True), config, SpikeRecord())
+    found, record = decide_spike(verdict(6, False, True, True), config, SpikeRecord())
     assert found is not None and (found.kind, found.action) == ("gradient_spike", "skip")
     assert record == SpikeRecord(in_a_row=1, skipped=1)
     assert "step 7" in found.seen and "callbacks.watch.gradient_spike: skip" in found.done
-    assert decide(verdict(7, False, False, False), config, record) == (None, SpikeRecord(0, 1))
+    assert decide_spike(verdict(7, False, False, False), config, record) == (
+        None,
+        SpikeRecord(0, 1),
+    )
 
 
 def test_skipping_for_ever_ends_the_run() -> None:
     config, record, actions = WatchConfig(loss_spike="skip", spikes_in_a_row=3), SpikeRecord(), []
     for batch in range(4):
-        found, record = decide(verdict(batch, False, True, False), config, record)
+        found, record = decide_spike(verdict(batch, False, True, False), config, record)
         assert found is not None
         actions.append(found.action)
     assert actions == ["skip", "skip", "skip", "stop"]
@@ -149,7 +152,7 @@ def test_going_back_without_passing_the_spike_ends_the_run() -> None:
     config = WatchConfig(loss_spike="roll_back", roll_back_most=2)
     record, actions = SpikeRecord(), []
     for batch in (50, 40, 60, 55, 60):
-        found, record = decide(verdict(batch, False, True, False), config, record)
+        found, record = decide_spike(verdict(batch, False, True, False), config, record)
         assert found is not None
         record = SpikeRecord.restored(record.state())
         actions.append(found.action)

@@ -35,7 +35,7 @@ WIDEST = 98
 _NOTE = re.compile(r"(?<=\S)  +(?=\S)")  # between a command and what it is for
 
 
-def explain(schema: Schema, command: CommandLine, help: str) -> str:
+def help_text(schema: Schema, command: CommandLine, help: str) -> str:
     """The text for `--help`, `RECIPE --help` or `--help KEY`."""
     if command.topic is not None:
         return "\n".join(_topic(schema, command.topic))
