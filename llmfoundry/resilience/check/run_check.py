@@ -1,4 +1,4 @@
-"""The order of a check: who is here, machines, burn, pairs, verdict. All processes call `run_check`.
+"""The order of a check: who is here, machines, burn, pairs, verdict. All call `run_check`.
 
 `commands/check.py` calls it with the processes of a launcher, and `commands/train.py` before a run.
 One process of each node reads the machine; all compute; rank 0 decides by the pure files of this
