@@ -29,7 +29,7 @@ def prepare_data(written: PrepareRecipe) -> None:
 
 
 def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
-    """What the filled `prepare_corpus` section asks for."""
+    """What the filled `prepare` section asks for."""
     if config.format == "tokens":
         return token_output(tokenizer, shard_bytes=config.size_limit, hashes=tuple(config.hashes))
     output = Output(
