@@ -271,7 +271,7 @@ def test_make_help_lists_every_target() -> None:
 
 def test_every_path_in_the_tree_exists() -> None:
     page = READMES["llmfoundry/README.md"]
-    tree = page.split("## The tree", 1)[1].split("```text\n", 1)[1].split("```", 1)[0]
+    tree = page.split("# Code map", 1)[1].split("```text\n", 1)[1].split("```", 1)[0]
     folders: list[str] = []
     for line in filter(str.strip, tree.splitlines()):
         name = line.strip().split()[0]
