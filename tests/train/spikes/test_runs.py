@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.faults.noise import reading_noise
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.errors import GivenUp, UserError
@@ -26,6 +25,7 @@ from llmfoundry.models.decoder import Block
 from llmfoundry.resilience.watch import watch
 from llmfoundry.train import trainer as loop
 from llmfoundry.train.step import StepResult
+from tests.faults.plugin import reading_noise
 from tests.tiny import losses, write_recipe
 from tests.train.here import tensors, train_here
 from tests.warm_scripts import on_ranks
