@@ -61,9 +61,8 @@ bench-layouts: $(VENV)/.dev ## DBRX on 512 and 3,072 fake ranks in every layout:
 bench-checkpoint: $(VENV)/.dev ## how long a save of 2 GB blocks training: in the background, synchronous, torch's async_save
 	$(BIN)/python -m benchmarks.checkpoint
 
-bench-faults: $(VENV)/.dev ## faults injected into runs of four processes: who sees them, what is done, what it costs
-	$(BIN)/python -m benchmarks.faults
-	$(BIN)/python -m benchmarks.faults.quiet
+bench-faults: $(VENV)/.dev ## faults injected into runs of four processes: who detects them, what is done, what it costs: FAULTS="typo or xid"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/faults $(if $(FAULTS),-k "$(FAULTS)")
 
 gpu-check: $(VENV)/.gpu ## tests, kernels, speed, memory and losses on this machine's GPU, on one page: CHECK="minutes=60 steps=mfu"
 	$(BIN)/python scripts/gpu_check.py $(CHECK)

@@ -27,6 +27,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # nothing need be installed
 
 if __name__ == "__main__":
-    from benchmarks.gpu_check.command import main
+    from benchmarks.gpu_check.check import main
 
     sys.exit(main(sys.argv[1:], __doc__ or ""))

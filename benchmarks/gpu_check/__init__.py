@@ -1,1 +1,1 @@
-"""`make gpu-check`: what this project is worth on the GPU at hand, on one page."""
+"""`make gpu-check`: what this project is worth on this machine's GPU, on one page."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
 import sys
 import time
 import zipfile
@@ -20,19 +21,13 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.gpu_check import command, plan, process, runner, verdict
-from benchmarks.gpu_check.command import Options, options
-from benchmarks.gpu_check.items import exactness, kernel_times, rows, speed, watch
-from benchmarks.gpu_check.items.facts import facts
-from benchmarks.gpu_check.items.measure import Here
-from benchmarks.gpu_check.page import as_html
+from benchmarks.gpu_check import check as checking
+from benchmarks.gpu_check import measure, page, plan, timing
+from benchmarks.gpu_check.check import Options, Runner, differs, options, time_of, unpack
+from benchmarks.gpu_check.page import ItemResult, Results, StepResult, as_html
 from benchmarks.gpu_check.plan import Item, Step
-from benchmarks.gpu_check.results import ItemResult, Results, StepResult
-from benchmarks.gpu_check.runner import Runner, differs, time_of
-from benchmarks.gpu_check.wheels import unpack
 from llmfoundry.errors import UserError
 from llmfoundry.ops import loss
-from llmfoundry.ops.attention.select import IMPLS
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -51,14 +46,10 @@ def check_of(
     def words(item: Item, file: Path, *_: object) -> list[str]:
         return [sys.executable, "-c", PRELUDE + scripts[item.name], str(file)]
 
-    patch.setattr(process, "command", words)
+    patch.setattr(checking, "command", words)
     facts = Item("facts", 60)
     scripts["facts"] = 'found({"device": "cpu", "modules": []})'
     steps = [Step("device", "Device", 1, (facts,)), *(Step(i.name, i.name, 1, (i,)) for i in items)]
-    patch.setattr(
-        "benchmarks.gpu_check.page.COLUMNS",
-        {step.name: {"": "item", "value": "value"} for step in steps},
-    )
     minutes = settings.pop("minutes", 5.0)
     return Runner(Results("cpu", minutes, "today"), steps, folder, **settings)
 
@@ -110,8 +101,8 @@ def test_a_crash_a_refusal_and_a_missing_package_are_rows_and_the_rest_goes_on(
     assert by_name["last"].rows == [{"value": 10}]
     html = (tmp_path / "gpu-check.html").read_text()
     assert all(name in html for name in by_name if name != "facts")
-    assert Results.read(tmp_path / "gpu-check.json") == check.results
-    assert not (tmp_path / "work").exists() and verdict.status(check.results) == 1
+    assert checking.read_results(tmp_path / "gpu-check.json") == check.results
+    assert not (tmp_path / "work").exists() and page.status(check.results) == 1
 
 
 def test_an_item_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -123,10 +114,10 @@ def test_an_item_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) ->
         "time.sleep(600)\n"
     )
     log = tmp_path / "log"
-    ended = process.run(
+    state, reason, _ = checking.run(
         [sys.executable, "-c", program], log, folder=tmp_path, env={}, limit=4, own_limit=True
     )
-    assert ended.state == "too long" and ended.reason == "ended after 4 s"
+    assert state == "too long" and reason == "ended after 4 s"
     pid = log.read_text().strip()  # a loaded machine may not have come so far
     with suppress(psutil.NoSuchProcess):  # killed; it may have to wait to end
         while pid and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
@@ -141,7 +132,7 @@ def test_what_has_no_time_is_listed_and_makes_the_check_incomplete(
     check = check_of(items, scripts, tmp_path, monkeypatch, minutes=1e-4)
     check.run_all()
     assert states(check) == {"facts": "ok", "one": "no time", "two": "no time"}
-    assert verdict.status(check.results) == 1 and len(verdict.not_run(check.results)) == 2
+    assert page.status(check.results) == 1 and len(page.not_run(check.results)) == 2
 
 
 def test_what_cannot_end_in_the_time_that_is_left_is_not_begun(
@@ -186,7 +177,7 @@ def test_runs_without_a_corpus_are_not_begun(
     check.__post_init__()
     check.run_all()
     assert states(check) == {"facts": "ok", "corpus": "failed", "run": "not here"}
-    assert verdict.status(check.results) == 1
+    assert page.status(check.results) == 1
 
 
 def test_time_that_a_step_does_not_use_is_for_those_after_it() -> None:
@@ -225,7 +216,7 @@ def test_a_full_disk_is_told_once_and_ends_nothing(
 
     scripts = {"one": 'found({"value": 1})', "two": 'found({"value": 1})'}
     check = check_of([Item(name, 60) for name in scripts], scripts, tmp_path, monkeypatch)
-    monkeypatch.setattr(runner, "write_whole", full)
+    monkeypatch.setattr(checking, "atomic_write", full)
     check.run_all()
     assert [*states(check).values()] == ["ok"] * 3
     assert capsys.readouterr().err.count("No space left on device") == 1
@@ -238,7 +229,7 @@ def test_a_device_that_is_not_there_leaves_an_earlier_page_alone(
     (tmp_path / "gpu-check.json").write_text("earlier")
     check = check_of([], {}, tmp_path, monkeypatch)
     monkeypatch.setattr(
-        process, "command", lambda *_: [sys.executable, "-c", "exit('torch sees no GPU')"]
+        checking, "command", lambda *_: [sys.executable, "-c", "exit('torch sees no GPU')"]
     )
     with pytest.raises(UserError, match="torch sees no GPU"):
         check.run_all()
@@ -273,20 +264,26 @@ def test_the_commands_words_are_read() -> None:
 
 
 def test_two_checks_do_not_share_a_folder(tmp_path: Path) -> None:
-    with command._alone(tmp_path), pytest.raises(UserError, match="another check is at work"):
-        command._alone(tmp_path)
-    command._alone(tmp_path).release()
+    with checking._alone(tmp_path), pytest.raises(UserError, match="another check is at work"):
+        checking._alone(tmp_path)
+    checking._alone(tmp_path).release()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        command._alone(tmp_path / "file" / "folder")
+        checking._alone(tmp_path / "file" / "folder")
 
 
 def write_wheel(folder: Path, name: str) -> None:
+    package, version = name.split("-")[:2]
+    about = f"{package}-{version}.dist-info"
     with zipfile.ZipFile(folder / name, "w") as wheel:
-        wheel.writestr("small_package/__init__.py", "VALUE = 7\n")
+        wheel.writestr(f"{package}/__init__.py", "VALUE = 7\n")
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0")
+        tag = name.removesuffix(".whl").split("-", 2)[2]
+        wheel.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        wheel.writestr(f"{about}/RECORD", "")
 
 
-def test_wheels_are_unpacked_once_and_strange_ones_refused(tmp_path: Path) -> None:
+def test_wheels_are_unpacked_and_those_of_other_machines_refused(tmp_path: Path) -> None:
     folder, into = tmp_path / "wheels", tmp_path / "into"
     folder.mkdir()
     with pytest.raises(UserError, match=r"holds no \.whl"):
@@ -295,17 +292,16 @@ def test_wheels_are_unpacked_once_and_strange_ones_refused(tmp_path: Path) -> No
     (path,) = unpack(folder, into)
     assert (path / "small_package" / "__init__.py").read_text() == "VALUE = 7\n"
     assert unpack(folder, into) == [path]
-    for name, said in {
-        "fast-1.0-cp27-cp27m-manylinux_2_17_x86_64.whl": "is not for Python",
-        "fast-1.0-cp310-abi3-macosx_11_0_vax.whl": "is not for",
-        "nonsense.whl": "is not named as a wheel is",
+    for name, message in {
+        "fast-1.0-cp27-cp27m-manylinux_2_17_x86_64.whl": "is not a supported wheel",
+        "fast-1.0-cp310-abi3-macosx_11_0_vax.whl": "is not a supported wheel",
     }.items():
         write_wheel(folder, name)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=f"wheels: .*{message}"):
             unpack(folder, into)
         (folder / name).unlink()
     (folder / "broken-1.0-py3-none-any.whl").write_text("no zip file")
-    with pytest.raises(UserError, match="cannot be unpacked"):
+    with pytest.raises(UserError, match=r"wheels: .*broken"):
         unpack(folder, into)
 
 
@@ -336,7 +332,7 @@ def test_every_run_of_the_plan_is_a_sound_recipe(device: str, tmp_path: Path) ->
 
 def are_sound(runs: list[Item], folder: Path) -> None:
     for item in runs:
-        words = process.command(item, folder / "rows", "cuda", 60.0, folder / "runs" / "a")
+        words = checking.command(item, folder / "rows", "cuda", folder / "runs" / "a")
         recipe = checked(TrainRecipe, words[2], words[3:])
         settings = recipe.callbacks.plugins["gpu_check"]
         assert settings is not None and settings["model"] == item.recipe, item.name
@@ -349,7 +345,7 @@ def test_names_in_the_plan_are_items_own() -> None:
         for step in plan.steps(device):
             names = [item.name for item in step.items]
             assert len({*names}) == len(names), step.name
-    assert [step.name for step in plan.steps("cuda")] == command.STEPS
+    assert [step.name for step in plan.steps("cuda")] == checking.STEPS
 
 
 @pytest.mark.parametrize(
@@ -379,10 +375,31 @@ def test_the_page_shows_how_far_layouts_are_from_a_plain_loop_and_which_were_not
     assert "t[fsdp]" in html and "1.5e-07" in html and "needs 2 GPUs" in html
 
 
-def test_files_with_gpu_tests_are_found_kernels_first() -> None:
-    names = [path.name for path in plan.gpu_tests()]
-    assert {"test_attention_kernels.py", "test_moe.py", "test_callbacks.py"} <= {*names}
-    assert names[0] == "test_attention_kernels.py" and "test_loader.py" not in names
+def test_files_with_gpu_tests_are_found_those_of_kernels_in_a_step_of_their_own() -> None:
+    steps = {step.name: [item.name for item in step.items] for step in plan.steps("cuda")}
+    assert {"ops/test_attention_kernels.py", "ops/test_moe.py"} <= {*steps["kernels"]}
+    assert "train/test_callbacks.py" in steps["tests"]
+    assert not any("test_loader.py" in name for names in steps.values() for name in names)
+
+
+def test_a_row_is_a_test_with_what_it_records_why_it_failed_or_was_skipped(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_good(record_property):\n    record_property('output error', 1e-3)\n"
+        "def test_bad():\n    assert 1 == 2, 'one is not two'\n"
+        "@pytest.mark.skip(reason='no GPU')\ndef test_left(): ...\n"
+        "@pytest.fixture\ndef broken():\n    raise OSError('disk')\n"
+        "def test_broken(broken): ...\n"
+    )
+    file = tmp_path / "rows"
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    subprocess.run([*words, f"--junitxml={file}", str(tmp_path)], capture_output=True)
+    good, bad, left, broken = checking.test_rows(file)
+    assert good["outcome"] == "passed" and good["output error"] == 1e-3 and good["s"] >= 0
+    assert bad["outcome"] == "failed" and "one is not two" in bad["wrong"]
+    assert left["outcome"] == "skipped" and left["reason"] == "no GPU"
+    assert broken["outcome"] == "failed" and "disk" in broken["wrong"]
+    assert checking.test_rows(tmp_path / "none") == []
 
 
 def results_of_a_gpu() -> Results:
@@ -406,7 +423,7 @@ def results_of_a_gpu() -> Results:
         step(
             "tests", file=[{"test": "t[<b>]", "outcome": "failed", "wrong": "<script>x</script>"}]
         ),
-        step("kernels", flex=[_case(1e-3), {"case": "b", "dtype": "bf16", "not served": "why"}]),
+        step("kernels", flex=[{"test": "flex[a]", "outcome": "passed", "output error": 1e-3}]),
         step("experts", dbrx=[{"contender": "grouped_mm", "TFLOP/s": 240.0, "ms": 1.0}]),
         step("mfu", fast=[run(520.0)], slow=[run(400.0, **{"data wait, ms": 5.0})]),
         step("memory", full=[run(500.0, **{"peak GiB": 12.0})]),
@@ -422,47 +439,40 @@ def results_of_a_gpu() -> Results:
     results.step("mfu").items.append(ItemResult("crash", "failed", "killed", log="last <words>"))
     for one in results.steps:
         for item in one.items:
-            verdict.judge(results, one.name, item)
+            page.judge(results, one.name, item)
     return results
 
 
-def _case(error: float) -> dict[str, Any]:
-    row = {"case": "a", "dtype": "bf16", "output error": error, "gradient error": error}
-    return {**row, "bounds": [6e-3, 2e-2]}
-
-
 def test_what_is_below_its_target_is_said_with_what_was_found() -> None:
-    below = {what: found for what, found, _ in verdict.below(results_of_a_gpu())}
+    below = {what: found for what, found, _ in page.below(results_of_a_gpu())}
     assert below == {
         "slow": "50.0% of products",  # 400 of 800; 520 are 65 %
         "experts of dbrx, grouped_mm": "30.0% of products",
-        "beside a bare loop, compiled": "80.0%",  # 1e5 of 1.25e5 tokens a second
+        "against a bare loop, compiled": "80.0%",  # 1e5 of 1.25e5 tokens a second
         "the loss of head": "1.50 of the best chunk's time",
         "mfu: slow, waits for data": "5.0%",
     }
 
 
 def test_what_is_wrong_is_said_whoever_found_it() -> None:
-    lines = verdict.wrong(results_of_a_gpu())
+    lines = page.wrong(results_of_a_gpu())
     assert lines[0] == "mfu: crash: failed: killed"
     assert "m in amp_bf16 is off by 5.0e-02, more than 2e-02" in lines[1]  # fp32 is off by 5e-4
     assert "memory, full: 11.0 GiB were estimated and 12.0 taken" in lines[2]
-    assert len(lines) == 3 and verdict.status(results_of_a_gpu()) == 1
+    assert len(lines) == 3 and page.status(results_of_a_gpu()) == 1
 
 
 def test_the_exit_status_is_0_where_all_ran_and_is_right() -> None:
     results = Results("cpu", 1, "today", "finished", steps=[StepResult("mfu", "speed")])
     results.steps[0].items = [ItemResult("a", "ok"), ItemResult("b", "not here", "needs CUDA")]
-    assert verdict.status(results) == 0
+    assert page.status(results) == 0
     for state in ("wrong", "failed", "out of memory", "too long", "no time", "waiting"):
         results.steps[0].items[0].state = state
-        assert verdict.status(results) == 1, state
-    results.steps[0].items[0] = ItemResult("a", "ok", rows=[{"not run": "no time was left"}])
-    assert verdict.status(results) == 1
+        assert page.status(results) == 1, state
 
 
 def test_the_time_of_a_step_adds_up_to_one() -> None:
-    ((name, shares),) = verdict.time_by_kind(results_of_a_gpu())
+    ((name, shares),) = page.time_by_kind(results_of_a_gpu())
     found = {kind: pytest.approx(share) for kind, share in shares}
     assert name == "one" and found == {"matrix products": 0.6, "norms": 0.2, "no kernel": 0.2}
 
@@ -495,9 +505,9 @@ class Balanced(HTMLParser):
 
 def test_the_page_is_whole_says_all_and_runs_nothing_of_what_it_shows() -> None:
     html = as_html(results_of_a_gpu())
-    page = Balanced()
-    page.feed(html)
-    assert page.open == []
+    shown = Balanced()
+    shown.feed(html)
+    assert shown.open == []
     for words in (
         "NVIDIA H200",
         "80.8% of the table's 989.5",  # 800 of 989.5
@@ -505,56 +515,28 @@ def test_the_page_is_whole_says_all_and_runs_nothing_of_what_it_shows() -> None:
         "needs flash_attn",
         "last <words>",
         "<script>x</script>",
-        "8 x 2048",
+        "2048",
         "0.5, 0.25",
         "no kernel",
     ):
-        assert words in page.text, words
+        assert words in shown.text, words
     assert "<script>x" not in html
 
 
 def test_a_page_of_nothing_yet_is_whole() -> None:
     results = Results("cuda", 25, "today", steps=[StepResult("mfu", "speed", [ItemResult("a")])])
-    page = Balanced()
-    page.feed(as_html(results))
-    assert page.open == [] and "waiting" in page.text
+    shown = Balanced()
+    shown.feed(as_html(results))
+    assert shown.open == [] and "waiting" in shown.text
 
 
 def test_rows_survive_a_line_that_was_cut(tmp_path: Path) -> None:
     file = tmp_path / "rows"
-    assert rows.read(file) == []
-    rows.append(file, {"a": 1.23456789, "b": [float("nan")], "c": None})
+    assert measure.read(file) == []
+    measure.append(file, {"a": 1.23456789, "b": [float("nan")], "c": None})
     with file.open("a") as out:
         out.write('{"half": ')
-    assert rows.read(file) == [{"a": 1.23457, "b": ["nan"], "c": None}]
-
-
-def here(tmp_path: Path) -> Here:
-    return Here(torch.device("cpu"), tmp_path, tmp_path / "rows", ends=float("inf"))
-
-
-def test_a_backend_that_is_off_by_a_percent_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exactness, "SMALL", ["gqa-rows", "gqa-window-packed"])
-    right = IMPLS["sdpa"]
-    monkeypatch.setitem(IMPLS, "sdpa", lambda *given: 1.01 * right(*given))
-    assert all(
-        "wrong" in row for row in exactness.attention(here(tmp_path), impl="sdpa", small=True)
-    )
-
-    def broken(*given: Any) -> Any:
-        raise RuntimeError("no kernel image\nfor this device")
-
-    monkeypatch.setitem(IMPLS, "sdpa", broken)
-    found = list(exactness.attention(here(tmp_path), impl="sdpa", small=True))
-    said = "RuntimeError: no kernel image for this device"
-    assert [row["wrong"] for row in found] == [said] * 4  # a row each: the rest goes on
-    monkeypatch.setitem(IMPLS, "sdpa", right)
-    found = list(exactness.attention(here(tmp_path), impl="sdpa", small=True))
-    assert len(found) == 4 and not any("wrong" in row for row in found)
-    nan = exactness._row((float("nan"), 0.0), [1.0, 1.0])
-    assert "wrong" in nan
+    assert measure.read(file) == [{"a": 1.23457, "b": ["nan"], "c": None}]
 
 
 def test_a_chunk_of_the_loss_is_as_many_tokens_as_were_asked() -> None:
@@ -564,9 +546,9 @@ def test_a_chunk_of_the_loss_is_as_many_tokens_as_were_asked() -> None:
         run = loss.HeadPass(hidden, weight, labels, options, wants=(True, True))
         return len([*run.parts()])
 
-    with speed.of_chunks(32):
+    with measure.of_chunks(32):
         assert chunks() == 4
-    with speed.of_chunks(None):
+    with measure.of_chunks(None):
         assert chunks() == 1
     assert chunks() == 1
 
@@ -586,7 +568,7 @@ def test_kernels_of_a_profile_are_summed_by_name_and_kind() -> None:
         event("Optimizer.step#AdamW.step", 900.0, note=True),  # holds kernels, is none
         event("aten::mm", 900.0, on=DeviceType.CPU),
     ]
-    found = kernel_times.kernel_rows(SimpleNamespace(events=lambda: events), "cuda")
+    found = timing.kernel_rows(SimpleNamespace(events=lambda: events), "cuda")
     assert found == [
         {"kernel": "nvjet_tst_128x256", "calls": 2, "ms": 0.4, "share": 0.8},
         {"kernel": "flash_fwd_kernel", "calls": 1, "ms": 0.1, "share": 0.2},
@@ -611,7 +593,7 @@ def test_kernels_of_a_profile_are_summed_by_name_and_kind() -> None:
     ],
 )
 def test_a_kernels_kind_is_in_its_name(name: str, kind: str) -> None:
-    assert kernel_times.kind(name) == kind
+    assert timing.kind(name) == kind
 
 
 def test_a_gpus_moments_are_events_and_its_times_milliseconds(
@@ -630,8 +612,8 @@ def test_a_gpus_moments_are_events_and_its_times_milliseconds(
             return 250.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    before, after = (watch.mark(torch.device("cuda")) for _ in range(2))
-    assert watch.seconds_between(before, after) == 0.25
+    before, after = (timing.mark(torch.device("cuda")) for _ in range(2))
+    assert timing.seconds_between(before, after) == 0.25
 
 
 def test_an_items_process_sees_one_gpu_or_none_and_no_launcher(
@@ -640,14 +622,14 @@ def test_an_items_process_sees_one_gpu_or_none_and_no_launcher(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     for name in ("RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
         monkeypatch.setenv(name, "8")
-    env = process.environment([Path("/a/wheel")], "cuda")
+    env = checking.environment([Path("/a/wheel")], "cuda")
     assert env["CUDA_VISIBLE_DEVICES"] == "3" and "/a/wheel" in env["PYTHONPATH"]
     assert not {"RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"} & {*env}
-    assert process.environment([], "cpu")["CUDA_VISIBLE_DEVICES"] == ""
+    assert checking.environment([], "cpu")["CUDA_VISIBLE_DEVICES"] == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whoever hides all GPUs means it
-    assert process.environment([], "cuda")["CUDA_VISIBLE_DEVICES"] == ""
+    assert checking.environment([], "cuda")["CUDA_VISIBLE_DEVICES"] == ""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert process.environment([], "cuda")["CUDA_VISIBLE_DEVICES"] == "0"
+    assert checking.environment([], "cuda")["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 @pytest.mark.parametrize(
@@ -667,9 +649,8 @@ def test_a_torch_without_a_gpu_says_why(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     monkeypatch.setattr(torch, "ones", broken)
-    asked = Here(torch.device("cuda"), tmp_path, tmp_path / "rows", ends=float("inf"))
     with pytest.raises(SystemExit, match=said):
-        next(facts(asked))
+        next(measure.facts(torch.device("cuda")))
 
 
 def test_a_run_is_timed_on_the_road_of_a_recipe(
@@ -683,7 +664,7 @@ def test_a_run_is_timed_on_the_road_of_a_recipe(
         Step("profile", "Profile", 1, small["profile"].items[:1]),
     ]
     monkeypatch.setattr(plan, "steps", lambda device: steps)
-    assert command.check(Options(minutes=10, device="cpu", output=tmp_path)) == 0
+    assert checking.check(Options(minutes=10, device="cpu", output=tmp_path)) == 0
     results = json.loads((tmp_path / "gpu-check.json").read_text())
     timed, *profiled = results["steps"][1]["items"][0]["rows"]
     assert timed["model"] == "mpt-125m" and timed["rows"] * timed["row tokens"] == 4 * 64
@@ -700,9 +681,9 @@ def test_a_run_is_timed_on_the_road_of_a_recipe(
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_the_whole_check_runs_on_a_cpu(tmp_path: Path) -> None:
-    assert command.check(Options(minutes=110, device="cpu", output=tmp_path)) == 0
-    results = Results.read(tmp_path / "gpu-check.json")
+    assert checking.check(Options(minutes=110, device="cpu", output=tmp_path)) == 0
+    results = checking.read_results(tmp_path / "gpu-check.json")
     assert results is not None and results.status == "finished"
     assert {item.state for _, item in results.items()} == {"ok", "not here"}
-    differences = [found for *_, found in verdict.loss_differences(results)]
+    differences = [found for *_, found in page.loss_differences(results)]
     assert len(differences) == 4 and max(differences) < 2e-2

@@ -177,7 +177,7 @@ class FakeGpus(Callback):
     """
 
     def __init__(self, job: Job) -> None:
-        from llmfoundry.resilience.watch.gpu_reader import GpuReader
+        from llmfoundry.resilience.check.nvml import GpuReader
         from llmfoundry.resilience.watch.watch import Watch
 
         start = Watch.on_start

@@ -1,7 +1,7 @@
 """Faults injected into runs of four processes: who detects each, what is done, and what it costs.
 
     make bench-faults                     all of them, a minute or more each on two cores; a table
-    make bench-faults K="rank_killed or typo"
+    make bench-faults FAULTS="rank_killed or typo"
 
 Each function below `@fault` is a row of the table in benchmarks/README.md. Where a machine lacks
 something, the fault is skipped with the reason: full disks, bad links and lost machines need root,
@@ -89,6 +89,22 @@ def test_a_fault_is_detected_and_costs_no_more_than_it_may(place: Place, name: s
     place.name = name.replace("_", "-")
     ROWS[title] = expected, inject(place)
     assert ROWS[title][1].wrong(expected) == [], ROWS[title][1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_without_faults_reports_none(place: Place) -> None:
+    """2,000 steps with all that watches a run; a slow process of a loaded machine may be true."""
+    place.name = "quiet"
+    length = ("max_duration=2000ba", "save_interval=100ba", "save_num_checkpoints_to_keep=2")
+    with place.start(*length, "callbacks.watch.gpu=log", "callbacks.plugins.pace.seconds=0") as run:
+        run.process.wait()
+        expected = ("start", "decision")
+        false = [
+            e for e in run.events() if e["kind"] not in expected or e.get("cause", "done") != "done"
+        ]
+        assert (run.process.returncode, len(run.steps())) == (0, 2000), run.output()[-3000:]
+    assert [e["what"] for e in false] == []
 
 
 # Processes

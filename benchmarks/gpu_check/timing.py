@@ -1,26 +1,27 @@
-"""The plugin that times a run of `scripts/train.py` for a check, and ends it before it saves.
+"""The plugin that times a run of `scripts/train.py` for a GPU check, and ends it before it saves.
 
-`process.PLUGIN` adds the callback `gpu_check`. It leaves a row in a file: the time of a step by the
-device's own clock, memory beside its estimate, losses, waits for data and, where it is asked to,
-what saving costs or which kernels a step runs.
+It leaves a row in a file: time of a step by the device's own clock, memory next to its estimate,
+losses, waits for data and, where it is told so, what saving costs or which kernels a step runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import statistics
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_check.items.kernel_times import kernel_rows
-from benchmarks.gpu_check.items.rows import append
+from benchmarks.gpu_check.measure import GIB, append
 from llmfoundry.builders.job import Job, product_dtype
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.counts import trained_flops_per_token
@@ -31,10 +32,23 @@ from llmfoundry.recipe.values.choices import REQUIRED
 from llmfoundry.train.callbacks import peak_memory
 from llmfoundry.train.trainer import Callback, Trainer
 
-GIB = 2**30
+LARGEST = 10  # kernels that are listed
+KINDS = {  # the first that matches a kernel's name
+    "attention": r"flash|fmha|attention|sdpa|flex",
+    "grouped products": r"grouped|gather_kernel|glu_|combine_kernel",
+    "collectives": r"nccl",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|addmm|\bmm\b|matmul|linear|mkldnn|onednn",
+    "optimizer": r"adam|multi_tensor|foreach|lion|muon",
+    "norms": r"norm",
+    "softmax and loss": r"softmax|logsumexp|nll|cross_entropy|scatter|gather",
+    "embedding": r"embedding|index",
+    "copies and casts": r"memcpy|memset|copy|cast|\bto\b|_to_",
+    "compiled": r"triton",
+    "elementwise": r"elementwise|vectorized|reduce|add|mul|gelu|silu|fill|sum|cat",
+}
 
 
-class Watch(Callback):
+class Timing(Callback):
     """Times steps; after the last of them the process ends at once."""
 
     may_lag = True  # or each logged step would wait for the GPU
@@ -44,16 +58,13 @@ class Watch(Callback):
         job: Job,
         *,
         file: str,
-        model: str,
-        way: str,
         warm_up: int,
         steps: int,
         profile: bool,
         saves: bool,
+        **named: str,
     ) -> None:
-        """Take over what `plan.training` says: where to write, what it is called, how long."""
-        self._job, self._file = job, Path(file)
-        self._named = {"model": model, "way": way}
+        self._job, self._file, self._named = job, Path(file), named
         self._warm_up, self._last = warm_up, warm_up + steps
         self._profiles, self._saves = profile, saves
         self._profiler: Any = None
@@ -76,37 +87,33 @@ class Watch(Callback):
         self._marks.append(mark(device))
         if self._profiles and len(self._marks) == self._last - 1:
             wait_for(device)
-            self._profiler = profile(activities=_activities(device))
+            on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu])
             self._profiler.__enter__()
         if len(self._marks) == self._last:
             wait_for(device)
             self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
-        device = trainer.world.device
-        profiled = []
+        device, kernels = trainer.world.device, list[dict[str, Any]]()
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
-            profiled = kernel_rows(self._profiler, device.type)
+            kernels = kernel_rows(self._profiler, device.type)
         with trainer.training_paused():
             pass  # the last step's values are read
-        spans = [seconds_between(a, b) for a, b in itertools.pairwise(self._marks)][
-            self._warm_up - 1 :
-        ]
+        spans = [seconds_between(a, b) for a, b in itertools.pairwise(self._marks)]
+        counted = spans[self._warm_up - 1 :]
         if self._profiler is not None:
-            spans = spans[:-1] or spans  # the profiler makes its step slow
-        row = {**self._named, **self._speed(trainer, spans), **self._memory(device)}
+            counted = counted[:-1] or counted  # the profiler slows its step down
+        row = {**self._named, **self._speed(trainer, counted), **self._memory(device)}
         row |= {"losses": self._losses, "first step, s": self._first_step}
         row["data wait, ms"] = 1e3 * statistics.median(self._waits) if self._waits else None
-        if self._saves:
-            row |= self._saving(
-                trainer, [seconds_between(a, b) for a, b in itertools.pairwise(self._marks)]
-            )
+        row |= self._saving(trainer, spans) if self._saves else {}
         append(self._file, row)
-        for one in profiled:
+        for one in kernels:
             append(self._file, {**self._named, **one, "step ms": row["step ms"]})
         sys.stdout.flush()
-        os._exit(0)  # the end of a run is saved, which nobody needs of this one
+        os._exit(0)  # the end of a run is saved, which is not needed here
 
     def _speed(self, trainer: Trainer, spans: list[float]) -> dict[str, Any]:
         recipe, job = trainer.recipe, self._job
@@ -127,7 +134,7 @@ class Watch(Callback):
         }
 
     def _attention(self, device: torch.device) -> str:
-        """The backends that serve the layers."""
+        """The backends of the layers."""
         recipe, model = self._job.recipe, self._job.recipe.model
         impl, packed = model.attn_config.attn_impl, not recipe.data.attend_across_documents
         if impl != "auto":
@@ -149,8 +156,7 @@ class Watch(Callback):
         interval = trainer.clock.batches(trainer.recipe.save_interval)
         saved = [n for n in range(1, len(self._marks)) if n % interval == 0]
         others = [s for n, s in enumerate(spans, 1) if n not in saved and n >= self._warm_up]
-        usual = statistics.median(others)
-        began = time.perf_counter()
+        usual, began = statistics.median(others), time.perf_counter()
         trainer.checkpointer.wait()
         files = Path(trainer.recipe.save_folder, "checkpoints").rglob("*")
         written = sum(file.stat().st_size for file in files if file.is_file())
@@ -179,26 +185,47 @@ def seconds_between(before: Any, after: Any) -> float:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done all that it was told."""
+    """Until the device is done with all that was queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _activities(device: torch.device) -> list[ProfilerActivity]:
-    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    return [ProfilerActivity.CPU, *on_gpu]
+def kernel_rows(profiler: Any, device: str) -> list[dict[str, Any]]:
+    """A row for each of the largest kernels of a profiled step, then one for each kind, by time.
+
+    On a CPU the rows are of operators, by their own time.
+    """
+    times: dict[str, list[float]] = defaultdict(list)
+    if device == "cuda":
+        for event in profiler.events():
+            annotates = getattr(event, "is_user_annotation", False)  # of kernels that are there too
+            if event.device_type == DeviceType.CUDA and not annotates:
+                times[event.name].append(event.time_range.elapsed_us())
+    else:
+        for event in profiler.key_averages():
+            times[event.key] += [event.self_cpu_time_total / event.count] * event.count
+    kinds: dict[str, float] = defaultdict(float)
+    sums = {name: sum(each) for name, each in times.items()}
+    for name, us in sums.items():
+        kinds[kind(name)] += us
+    total = sum(sums.values()) or 1.0
+
+    def row(named: dict[str, Any], us: float) -> dict[str, Any]:
+        return {**named, "ms": us / 1e3, "share": us / total}
+
+    largest = sorted(sums, key=lambda name: -sums[name])[:LARGEST]
+    rows = [row({"kernel": n, "calls": len(times[n])}, sums[n]) for n in largest]
+    return rows + [row({"kind": n}, kinds[n]) for n in sorted(kinds, key=lambda n: -kinds[n])]
 
 
+def kind(name: str) -> str:
+    """Of a kernel, by its name."""
+    found = (key for key, words in KINDS.items() if re.search(words, name, re.IGNORECASE))
+    return next(found, "other")
+
+
+KEYS = {"file": REQUIRED, "model": "", "way": "", "warm_up": 4, "steps": 12}
+KEYS |= {"profile": False, "saves": False}
 CALLBACKS["gpu_check"] = CallbackType(
-    Watch,
-    keys={
-        "file": REQUIRED,
-        "model": "",
-        "way": "",
-        "warm_up": 4,
-        "steps": 12,
-        "profile": False,
-        "saves": False,
-    },
-    meaning="Times steps for `make gpu-check` and ends the run.",
+    Timing, keys=KEYS, meaning="Times steps for `make gpu-check` and ends the run."
 )

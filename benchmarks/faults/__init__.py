@@ -1,1 +1,0 @@
-"""Faults injected into runs of four processes, and what became of each: `make bench-faults`."""

@@ -1,1 +1,0 @@
-"""What a check starts as processes of their own: measurements, and the plugin of its runs."""
