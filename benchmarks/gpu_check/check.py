@@ -499,7 +499,7 @@ def test_rows(file: Path) -> list[dict[str, Any]]:
     for case in ElementTree.parse(file).iter("testcase"):
         row: dict[str, Any] = {"test": case.get("name"), "outcome": "passed"}
         row["s"] = float(case.get("time") or 0)
-        row |= {p.get("name"): _number(p.get("value") or "") for p in case.iter("property")}
+        row |= {p.get("name", ""): _number(p.get("value") or "") for p in case.iter("property")}
         for kind in ("failure", "error", "skipped"):
             for why in case.iter(kind):
                 row["outcome"] = "skipped" if kind == "skipped" else "failed"

@@ -143,7 +143,9 @@ def training(
     """A run of the recipe that `name` begins with, on the corpus of this check."""
     model, _, way = name.partition(", ")
     rows = rows or (4 if small else ROWS[model])
-    timed = {"warm_up": 1, "steps": 2} if small else {"warm_up": WARM_UP, "steps": STEPS}
+    timed: dict[str, Any] = (
+        {"warm_up": 1, "steps": 2} if small else {"warm_up": WARM_UP, "steps": STEPS}
+    )
     first = [f"global_train_batch_size={rows}"]
     if small:
         first += [*SMALL, *(SMALL_EXPERTS if model.startswith("dbrx") else [])]
