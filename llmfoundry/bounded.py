@@ -47,8 +47,8 @@ _LARGEST = 1 << 27  # bytes of an answer
 _HEADER = struct.Struct("<Q")
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from llmfoundry.bounded import serve
-serve(sys.argv[2:])"""
+from llmfoundry.bounded import serve_calls
+serve_calls(sys.argv[2:])"""
 _KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")  # of the environment
 _ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),

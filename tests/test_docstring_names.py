@@ -23,6 +23,8 @@ FOREIGN = {
     "bytes_to_unicode",
     "distributed_c10d._set_pg_timeout",
     "enable_plan_caching",
+    "file.py",
+    "setup.py",
     "evaluation/triviaqa_evaluation.py",
     "group/option",
     "hopper/flash_attn_interface.py",

@@ -233,7 +233,7 @@ class KTO:
     w (1 - sigmoid(s beta (r - z))), eq. 7: r the answer's log-ratio, s its side, w its side's
     weight, and z = max(0, m), where m is the mean log-ratio of prompts with the answers of others,
     which no gradient goes through. That mean is over the global batch: a forward pass before the
-    first microbatch finds it (`mismatched.py`). (TRL takes each process' microbatch.)
+    first microbatch finds it (`mismatched`). (TRL takes each process' microbatch.)
     """
 
     is_cross_entropy, has_reference = False, True

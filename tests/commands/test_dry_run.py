@@ -207,7 +207,11 @@ def test_other_hardware_is_for_training_alone(capsys: pytest.CaptureFixture[str]
     assert "only a training run is estimated for other GPUs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted(YAMLS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [p for p in sorted(YAMLS.glob("*.yaml")) if p.stem != "pretrain"],  # what others begin with
+    ids=lambda path: path.stem,
+)
 def test_a_recipe_that_asks_for_more_of_c4_than_there_is_says_how_many_passes(path: Path) -> None:
     """In its header, and in the plan of any command that trains by it."""
     recipe = checked(TrainRecipe, path, [])

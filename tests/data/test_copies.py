@@ -235,7 +235,7 @@ def test_copies_that_may_only_be_read_are_read(
     one, near = write(tmp_path / "one", 1), tmp_path / "near"
     shutil.copytree(one, near)
     monkeypatch.setattr(copies, "lock", refuse)
-    monkeypatch.setattr(copies, "whole_file", refuse)
+    monkeypatch.setattr(copies, "atomic_file", refuse)
     assert values(opened(one, near, cache=tmp_path / "c")[1]) == {1}
     assert not (near / COPIES).exists()
     (near / COPIES).write_text(json.dumps({"remote": "file:///elsewhere", "index": ""}))

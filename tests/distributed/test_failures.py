@@ -26,17 +26,17 @@ TARGETS = """
 import time
 from pathlib import Path
 import torch, torch.distributed as dist
-from llmfoundry.checkpoint import run_lock
+from llmfoundry.checkpoint import locks
 from llmfoundry.errors import UserError, enough_memory
-from llmfoundry.distributed import lost_ranks
+from llmfoundry.distributed import failures
 from llmfoundry.distributed.launch import join
 from llmfoundry.distributed.mesh import build_mesh
 
 def hang(recipe):
-    run_lock._PATIENCE, lost_ranks._AFTER_TIMEOUT = 0.2, 3
+    locks._PATIENCE, failures._AFTER_TIMEOUT = 0.2, 3
     with join(recipe.parallel) as world:
         try:
-            with run_lock.only_run(Path(recipe.save_folder), world, note=print):
+            with locks.only_run(Path(recipe.save_folder), world, note=print):
                 print("has it")
         except UserError as error:
             print(error, flush=True)

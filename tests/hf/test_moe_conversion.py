@@ -206,7 +206,7 @@ def test_the_router_that_the_card_warns_of_is_transformers_own(
     ours = model.blocks[0].ffn
     differing = {}
     with torch.no_grad():
-        _, chosen = ours._choose(ours.router(x).softmax(-1))
+        _, chosen = ours.router.choose(ours.router(x).softmax(-1))
         for dtype in (torch.bfloat16, torch.float32):
             theirs = (
                 AutoModelForCausalLM.from_pretrained(out, dtype=dtype).transformer.blocks[0].ffn

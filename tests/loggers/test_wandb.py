@@ -26,12 +26,12 @@ pytest.importorskip("wandb", reason="the extra wandb is not installed")
 
 RUN = """
 import json, sys, time; from pathlib import Path
-from llmfoundry.loggers import wandb_session
+from llmfoundry.loggers import wandb_logger
 from tests.loggers.hearing import *
 folder, heard = Path(sys.argv[1]), Hears()
 first, last, mode = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 hooks = sys.exit, sys.excepthook
-wandb_session.FINISH_SECONDS, wandb_session._LOOK_SECONDS = map(float, sys.argv[6:])
+wandb_logger.FINISH_SECONDS, wandb_logger._LOOK_SECONDS = map(float, sys.argv[6:])
 sender = writer('wandb', folder, heard, wandb_mode=mode)
 sender.start(facts(folder, first, params={'seed': 17, 'optimizer.lr': 6e-4}, tags={'torch': '2'}))
 def train(first, last):

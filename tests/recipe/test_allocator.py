@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.gpu_check.process import environment
 
+from benchmarks.gpu_check.check import environment
 from llmfoundry.recipe.front.script import ALLOCATOR_VARIABLES, allocator_settings
 from tests.tiny import ROOT
 

@@ -87,7 +87,10 @@ def test_dropout_falls_elsewhere_on_other_tokens_and_alike_beside_them() -> None
 
     def draws(world: World, batch: int = 3) -> list[float]:
         with torch.random.fork_rng():
-            run: Any = SimpleNamespace(recipe=TrainRecipe(), batch=batch, world=world)
+            shared = world.in_evaluation().data_rank
+            run: Any = SimpleNamespace(
+                recipe=TrainRecipe(), batch=batch, world=world, _draws_as=shared
+            )
             Trainer._seed(run)
             return torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
 

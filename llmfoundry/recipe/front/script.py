@@ -76,7 +76,7 @@ def run(
             tell_loading()
             if "--dry-run" in command.flags:
                 beside = f"{module.rpartition('.')[0]}.dry_run"
-                importlib.import_module(beside).plan(function, recipe, command.hardware)
+                importlib.import_module(beside).print_plan(function, recipe, command.hardware)
             else:
                 getattr(importlib.import_module(module), function)(recipe)
     except (UserError, RunFailure) as error:

@@ -3,7 +3,7 @@
 The step calls it, the trainer reads what it saw once the host has it. Nothing here asks the device
 for a value: an update is left out by the optimizer's fused kernel, which leaves weights and state
 alone while `found_inf` is 1 (the switch that PyTorch's GradScaler uses). Loss and norm are sums
-over all processes, the same on each, and so is what is decided. `spikes.py` is the host's part.
+over all processes, the same on each, and so is what is decided. `decide.py` is the host's part.
 """
 
 from __future__ import annotations
