@@ -1,7 +1,7 @@
 """transformers' own classes for the decoder: `import llmfoundry.hf`, then `AutoModelForCausalLM`.
 
-For models that no architecture of transformers expresses; `write.py` writes their folders. The import
-registers model_type `llmfoundry`, so that `from_pretrained`, `generate`, the Trainer and
+For models that no architecture of transformers expresses; `write.py` writes their folders. The
+import registers model_type `llmfoundry`, so that `from_pretrained`, `generate`, the Trainer and
 evaluation harnesses work with them.
 """
 

@@ -1,4 +1,4 @@
-"""Muon for the blocks' matrices and AdamW for all else, as one optimizer; `optimizers.py` builds it.
+"""Muon for the blocks' matrices and AdamW for all else, as one optimizer.
 
 Muon (Jordan et al., 2024) makes the running gradient of a matrix orthogonal, so that a step moves
 all of its directions alike. That needs whole matrices: where FSDP has cut them into rows, as many
