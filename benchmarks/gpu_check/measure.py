@@ -279,7 +279,6 @@ def of_chunks(tokens: int | None) -> Iterator[None]:
 def bare(device: torch.device, *, steps: int, compile: bool, **sizes: int) -> Iterator[Row]:
     """Steps of the shortest loop that one would write."""
     from benchmarks.contenders import Sizes, bare_steps
-    from benchmarks.gpu_check.timing import mark, seconds_between, wait_for
 
     shape = Sizes(**sizes)
     run = bare_steps(shape, precision="amp_bf16", steps=steps, compiled=compile, device=device.type)
@@ -288,6 +287,28 @@ def bare(device: torch.device, *, steps: int, compile: bool, **sizes: int) -> It
     spans = [seconds_between(a, b) for a, b in itertools.pairwise(marks)]
     step = statistics.median(spans[min(3, len(spans) - 1) :])
     yield {"rows": shape.rows, "step ms": 1e3 * step, "tokens/s": shape.rows * shape.seq / step}
+
+
+def mark(device: torch.device) -> Any:
+    """A moment on the device's clock; nothing waits for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(before: Any, after: Any) -> float:
+    """Between two moments; on a GPU the later one is over."""
+    if isinstance(before, float):
+        return float(after - before)
+    return float(before.elapsed_time(after)) / 1e3
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device is done with all that was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def main() -> None:

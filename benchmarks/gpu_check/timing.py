@@ -21,7 +21,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_check.measure import GIB, append
+from benchmarks.gpu_check.measure import GIB, append, mark, seconds_between, wait_for
 from llmfoundry.builders.job import Job, product_dtype
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.counts import trained_flops_per_token
@@ -166,28 +166,6 @@ class Timing(Callback):
             "waited at the end, s": time.perf_counter() - began,
             "checkpoint GiB": written / GIB / max(len(saved), 1),
         }
-
-
-def mark(device: torch.device) -> Any:
-    """A moment on the device's clock; nothing waits for it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(before: Any, after: Any) -> float:
-    """Between two moments; on a GPU the later one is over."""
-    if isinstance(before, float):
-        return float(after - before)
-    return float(before.elapsed_time(after)) / 1e3
-
-
-def wait_for(device: torch.device) -> None:
-    """Until the device is done with all that was queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def kernel_rows(profiler: Any, device: str) -> list[dict[str, Any]]:

@@ -612,8 +612,8 @@ def test_a_gpus_moments_are_events_and_its_times_milliseconds(
             return 250.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    before, after = (timing.mark(torch.device("cuda")) for _ in range(2))
-    assert timing.seconds_between(before, after) == 0.25
+    before, after = (measure.mark(torch.device("cuda")) for _ in range(2))
+    assert measure.seconds_between(before, after) == 0.25
 
 
 def test_an_items_process_sees_one_gpu_or_none_and_no_launcher(
