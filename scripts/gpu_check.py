@@ -4,13 +4,13 @@ r"""Check a GPU from end to end: tests, kernels, speed, memory, losses; one JSON
     python scripts/gpu_check.py minutes=60
     python scripts/gpu_check.py device=cpu             shrunk: whether the check itself works
     python scripts/gpu_check.py steps=kernels,mfu      some of its steps
-    python scripts/gpu_check.py resume=true            go on, after a kill or without time
+    python scripts/gpu_check.py resume=true            continue, after a kill or without time
     python scripts/gpu_check.py wheels=my/wheels       on a machine that has only torch
 
-Writes gpu-check/gpu-check.json and gpu-check.html (output=FOLDER: elsewhere), whole after every
-item; an item that fails, hangs or runs out of memory is a row, and the rest goes on. Steps, in
-order of importance: device, tests, kernels, experts, mfu, memory, loss, losses, bare, data, save,
-profile. Exit status: 0 all ran and is right, 1 something is wrong or had no time, 2 a mistake in
+Writes gpu-check/gpu-check.json and gpu-check.html (output=FOLDER: elsewhere) atomically after every
+item; an item that fails, hangs or runs out of memory is a row, and the rest still runs. Steps, in
+order of importance: device, tests, layouts, kernels, experts, mfu, memory, loss, losses, bare,
+data, save, profile. Exit status: 0 all ran and is right, 1 something is wrong or had no time, 2 a mistake in
 the command.
 
 Without a network: torch 2.11 to 2.13, this repository, and a folder with the wheels of hydra-core,

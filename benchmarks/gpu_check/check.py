@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import json
 import os
 import re
@@ -20,60 +19,44 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-from benchmarks.gpu_check import plan
-from benchmarks.gpu_check.page import (
-    DEFECTS,
-    FAILED,
-    JSON_NAME,
-    MEMORY,
-    NO_TIME,
-    NOT_CHOSEN,
-    NOT_HERE,
-    OK,
-    PAGE_NAME,
-    TOO_LONG,
-    WRONG,
-    ItemResult,
-    Results,
-    StepResult,
-    as_html,
-    below,
-    headline,
-    judge,
-    not_run,
-    status,
-    wrong,
-)  # fmt: skip
+from benchmarks.gpu_check.page import as_html, below, headline, judge, not_run, status, wrong
 from benchmarks.gpu_check.plan import (
-    COMPILED,
     CORPUS,
     CUDA,
     DEVICE,
+    DONE,
     FACTS,
+    FAILED,
+    NO_TIME,
+    NOT_HERE,
+    OK,
     PATIENCE,
-    SEVERAL,
+    REASON,
+    WAITING,
     Item,
+    Results,
     Step,
+    read,
+    steps,
 )
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import LockedFile, atomic_write, try_lock
 from llmfoundry.loggers.console import duration
+from llmfoundry.processes import keep_children
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.front.script import allocator_settings
 from llmfoundry.recipe.values.checks import nearest, not_a_choice
 
 KEYS = ("minutes", "device", "output", "wheels", "steps", "resume")
-STEPS = [step.name for step in plan.steps("cpu")]
-LEAST = {CUDA: 12.0, "cpu": 3.0}  # seconds below which no item is started
+STEPS = [step.name for step in steps("cpu")]
+JSON_NAME, PAGE_NAME = "gpu-check.json", "gpu-check.html"
 OF_LIMIT = 4  # times that an item's limit is longer than its shortest time, as a guess
-GRACE, REAPED = 3.0, 10.0  # seconds to end by itself after SIGTERM, and after SIGKILL
-TAIL, LINES, LONGEST = 12_000, 30, 300  # bytes and lines of a log; characters of a reason
-ENDS_WITH = "LLMFOUNDRY_END_WITH"  # what llmfoundry.processes reads in every script
+GRACE = 3.0  # seconds to end after SIGTERM
+LINES = 30  # of a log
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|ran out of memory")
 _LAUNCHED = re.compile(
     r"(SLURM_|TORCHELASTIC_|GROUP_|ROLE_|PMI).*|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
@@ -82,13 +65,13 @@ _LAUNCHED = re.compile(
 
 @dataclass(frozen=True)
 class Options:
-    """The keys of the command; `wheels` None: all packages are installed; `steps` None: all."""
+    """The keys of the command; `wheels` None: all packages are installed; `steps` empty: all."""
 
     minutes: float = 25.0
     device: str = CUDA
     output: Path = Path("gpu-check")
     wheels: Path | None = None
-    steps: tuple[str, ...] | None = None
+    steps: tuple[str, ...] = ()
     resume: bool = False
 
 
@@ -120,26 +103,24 @@ def options(words: Sequence[str]) -> Options:
             raise UserError(f"{what} '{key}'{nearest(key, KEYS)} (keys: {', '.join(KEYS)})")
         if key in given:
             raise UserError(f"{key}: is given twice; remove one of the two")
-        if not value:
+        if not value.strip("[], "):
             raise UserError(f"{key}: is empty; write {key}=VALUE, or leave it out")
         given[key] = value
-    for key, choices in (("device", [CUDA, "cpu"]), ("resume", ["true", "false"])):
-        if given.get(key, choices[0]) not in choices:
-            raise UserError(f"{key}: {not_a_choice(given[key], choices)}")
-    names = [
-        name for name in given.get("steps", "").strip("[]").replace(" ", "").split(",") if name
-    ]
-    for name in names:
-        if name not in STEPS:
-            raise UserError(f"steps: {not_a_choice(name, STEPS)}")
-    if "steps" in given and not names:
-        raise UserError(f"steps: is empty; write some of {', '.join(STEPS)}")
+    names = re.findall(r"[^\[\], ]+", given.get("steps", ""))
+    for key, found, choices in (
+        ("device", [given.get("device", CUDA)], [CUDA, "cpu"]),
+        ("resume", [given.get("resume", "false")], ["true", "false"]),
+        ("steps", names, STEPS),
+    ):
+        for value in found:
+            if value not in choices:
+                raise UserError(f"{key}: {not_a_choice(value, choices)}")
     return Options(
         minutes=_minutes(given.get("minutes", "25")),
         device=given.get("device", CUDA),
         output=Path(given.get("output", "gpu-check")).expanduser(),
         wheels=Path(given["wheels"]).expanduser() if "wheels" in given else None,
-        steps=tuple(names) or None,
+        steps=tuple(names),
         resume=given.get("resume") == "true",
     )
 
@@ -159,13 +140,11 @@ def check(given: Options) -> int:
     """
     folder = given.output.absolute()
     with _alone(folder):
-        kept = read_results(folder / JSON_NAME) if given.resume else None
-        if kept is not None and kept.device != given.device:
-            kept = None
         started = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
-        results = Results(given.device, given.minutes, started)
+        results = Results(given.device, given.minutes, started, steps(given.device))
         paths = unpack(given.wheels.absolute(), folder / "wheels") if given.wheels else []
-        runner = Runner(results, plan.steps(given.device), folder, paths, given.steps, kept)
+        kept = read_results(folder / JSON_NAME, given.device) if given.resume else {}
+        runner = Runner(results, folder, paths, given.steps, kept)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the item under way too
         try:
             runner.run_all()
@@ -185,8 +164,6 @@ def _alone(folder: Path) -> LockedFile:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".probe").write_bytes(b"x")
-        (folder / ".probe").unlink()
         lock = try_lock(folder / ".lock", mode=0o644)
     except OSError as error:
         why = f"{folder} cannot be written: {one_line(error)}; write another folder"
@@ -196,22 +173,16 @@ def _alone(folder: Path) -> LockedFile:
     return lock
 
 
-def read_results(path: Path) -> Results | None:
-    """What an earlier check left; None: nothing of this form."""
-    try:
+def read_results(path: Path, device: str) -> dict[str, Any]:
+    """What an earlier check of that device left; empty: nothing of this form."""
+    with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("version") != VERSION:
-            return None
-        steps = [
-            StepResult(s["name"], s["title"], [ItemResult(**item) for item in s["items"]])
-            for s in content.pop("steps")
-        ]
-        return Results(**content, steps=steps)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        if isinstance(content, dict) and content.get("version") == VERSION:
+            return content if content["device"] == device else {}
+    return {}
 
 
-VERSION = 1  # of the file's form
+VERSION = 2  # of the file's form
 
 
 def unpack(folder: Path, into: Path) -> list[Path]:
@@ -242,36 +213,31 @@ def _end(results: Results, folder: Path) -> Iterator[str]:
         yield f"  not run       {len(left)}, each with its reason on the page"
 
 
-@dataclass
 class Runner:
-    """A check under way.
+    """A check under way; `unwritten`: why the last results are not on the disk, empty: they are."""
 
-    Attributes:
-        results: what it fills.
-        steps: what it does.
-        folder: of results, logs and work.
-        paths: of wheels.
-        chosen: names of steps; the others are not run. None: all.
-        kept: an earlier check, of which what was finished is not measured again.
-        unwritten: why the last results are not on the disk; empty: they are.
-    """
+    def __init__(
+        self,
+        results: Results,
+        folder: Path,
+        paths: Sequence[Path] = (),
+        chosen: Sequence[str] = (),
+        kept: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Of `results`, which it fills.
 
-    results: Results
-    steps: Sequence[Step]
-    folder: Path
-    paths: Sequence[Path] = ()
-    chosen: Sequence[str] | None = None
-    kept: Results | None = None
-    unwritten: str = field(default="", init=False)
-
-    def __post_init__(self) -> None:
+        Args:
+            results: the plan.
+            folder: of results, logs and work.
+            paths: of wheels.
+            chosen: names of steps; the others are not run. Empty: all.
+            kept: an earlier check, of which what was finished is not measured again.
+        """
+        self.results, self.unwritten, self.kept = results, "", kept or {}
+        self._folder, self._paths, self._chosen = folder, paths, chosen
+        self._work = folder / "work"
         self._began = time.monotonic()
-        self._ends = self._began + 60 * self.results.minutes
-        self._work = self.folder / "work"
-        self.results.steps = [
-            StepResult(step.name, step.title, [ItemResult(item.name) for item in step.items])
-            for step in self.steps
-        ]
+        self._ends = self._began + 60 * results.minutes
 
     def run_all(self) -> None:
         """Run every step that was chosen; the results are on the disk after each item.
@@ -280,17 +246,13 @@ class Runner:
             UserError: the chosen device is not there, or packages are missing.
         """
         shutil.rmtree(self._work, ignore_errors=True)
-        (self._work / "runs").mkdir(parents=True)
-        (self.folder / "logs").mkdir(exist_ok=True)
-        pairs = list(zip(self.steps, self.results.steps, strict=True))
+        self._work.mkdir()
+        (self._folder / "logs").mkdir(exist_ok=True)
         try:
-            for number, (step, result) in enumerate(pairs):
-                now, runs = time.monotonic(), [s for s in self.steps[number:] if self._runs(s)]
-                share = time_of(runs, self._ends - now) if step in runs else 0.0
-                # what all others need has all of the time
-                self._step(step, result, self._ends if step.name == DEVICE else now + share)
-            for step, result in pairs:
-                self._step(step, result, self._ends, again=True)  # in what time others left
+            for number, step in enumerate(self.results.steps):
+                self._step(step, time.monotonic() + self._share(number))
+            for step in self.results.steps:
+                self._step(step, self._ends)  # what had no time, in what others left
             self.results.status = "finished"
         except KeyboardInterrupt:
             self.results.status = "stopped"
@@ -300,110 +262,97 @@ class Runner:
                 self.write()
             shutil.rmtree(self._work, ignore_errors=True)
 
+    def _share(self, number: int) -> float:
+        """Seconds for a step, of all that are left; what all others need has all of the time."""
+        left, later = self._ends - time.monotonic(), self.results.steps[number:]
+        shares = sum(step.share for step in later if self._runs(step))
+        return left * (later[0].share / shares if number and shares else 1)
+
     def _runs(self, step: Step) -> bool:
-        return self.chosen is None or step.name in self.chosen or step.name == DEVICE
+        return not self._chosen or step.name in (*self._chosen, DEVICE)
 
-    def _step(self, step: Step, result: StepResult, ends: float, *, again: bool = False) -> None:
-        """Run its items; `again`: those that had no time, while there is some."""
-        for item, found in zip(step.items, result.items, strict=True):
-            if again and (found.state != NO_TIME or self._needs(item) > ends - time.monotonic()):
+    def _step(self, step: Step, ends: float) -> None:
+        """Run its items that have no result yet."""
+        for item in step.items:
+            if item.state not in (WAITING, NO_TIME):
                 continue
-            self._item(step, item, found, ends)
+            before = item.state
+            self._item(step, item, ends)
             if item.name == FACTS:
-                self._take_facts(found)
-            judge(self.results, step.name, found)
+                self._take_facts(item)
+            judge(self.results, step, item)
             self.write()
-            if found.seconds or found.state == NO_TIME:
+            if item.seconds or item.state == NO_TIME != before:
                 at = duration(time.monotonic() - self._began)
-                print(f"{at:>7}  {step.name} · {headline(found)}", flush=True)
+                print(f"{at:>7}  {step.name} · {headline(item)}", flush=True)
 
-    def _item(self, step: Step, item: Item, found: ItemResult, ends: float) -> None:
-        """Run one item, or say why not."""
-        if (kept := self._kept(step, item)) is not None:
-            vars(found).update(vars(kept))
-            return
-        left, needs, is_first = ends - time.monotonic(), self._needs(item), item.name == FACTS
-        if not self._runs(step):
-            found.state, found.reason = NOT_CHOSEN, "steps= leaves it out"
+    def _item(self, step: Step, item: Item, ends: float) -> None:
+        """Run one item, or write why not."""
+        left = ends - time.monotonic() if item.name != FACTS else item.limit
+        needs = item.limit / OF_LIMIT / (1 if self.results.device == CUDA else PATIENCE)
+        if kept := self._kept(step, item):
+            vars(item).update(kept)
+        elif not self._runs(step):
+            item.state, item.reason = NOT_HERE, "steps= leaves it out"
         elif lacking := self._lacking(item):
-            found.state, found.reason = NOT_HERE, lacking
-        elif not is_first and left < needs:
+            item.state, item.reason = NOT_HERE, lacking
+        elif left < needs:
             reason = f"{max(left, 0):.0f} s were left of its step's time"
-            found.state, found.reason = NO_TIME, f"{reason}; it takes {needs:.0f} s or more"
+            item.state, item.reason = NO_TIME, f"{reason}; it takes {needs:.0f} s or more"
         else:
-            limit = item.limit if is_first else min(item.limit, left)
-            self._measure(item, f"{step.name}-{item.name}", found, limit)
+            self._measure(item, f"{step.name}-{item.name}", min(item.limit, left))
 
-    def _measure(self, item: Item, name: str, found: ItemResult, limit: float) -> None:
+    def _measure(self, item: Item, name: str, limit: float) -> None:
         name = re.sub(r"[^\w.-]+", "-", name).strip("-")
-        file, run_folder = self._work / f"{name}.rows", self._work / "runs" / name
+        file, device = self._work / f"{name}.rows", item.device or self.results.device
         file.unlink(missing_ok=True)  # of its first try
-        device = item.on or self.results.device
         started = time.monotonic()
-        found.state, found.reason, found.log = run(
-            command(item, file, device, run_folder),
-            self.folder / "logs" / f"{name}.txt",
-            folder=self._work,
-            env=environment(self.paths, device, all_gpus=item.all_gpus),
-            limit=limit,
-            own_limit=limit == item.limit,
-        )
-        found.seconds = time.monotonic() - started
-        found.rows = test_rows(file) if item.measure == "tests" else _read(file)
-        if item.measure == "tests" and found.rows and found.state == FAILED:
-            found.state = OK  # pytest's status 1: some tests failed
-        bad = [row for row in found.rows if "wrong" in row]
-        if found.state == OK and bad:
-            which = bad[0].get("test") or bad[0].get("contender") or bad[0].get("chunk") or ""
-            reason = f"{len(bad)} of {len(found.rows)} rows: {which}: {bad[0]['wrong']}"
-            found.state, found.reason = WRONG, reason[:LONGEST]
-        shutil.rmtree(run_folder, ignore_errors=True)
+        env = environment(self._paths, device, all_gpus=item.all_gpus)
+        ended, log = run(command(item, file, device), self._folder / "logs" / f"{name}.txt",
+                         folder=self._work, env=env, limit=limit)  # fmt: skip
+        item.seconds, item.rows = time.monotonic() - started, read(file)
+        item.state, item.reason = outcome(ended, log)
+        if ended is None and limit < item.limit:
+            item.state, item.reason = NO_TIME, f"the time was up after {limit:.0f} s of it"
+        elif ended is None:
+            item.reason = f"too long: ended after {limit:.0f} s"
+        bad = [row for row in item.rows if "wrong" in row]
+        if item.state == OK and bad:
+            reason = f"{len(bad)} of {len(item.rows)} rows: {bad[0].get('test', '')}: "
+            item.state, item.reason = FAILED, (reason + bad[0]["wrong"])[:REASON]
+        item.log = log if item.state == FAILED else ""
+        shutil.rmtree(file.with_suffix(".run"), ignore_errors=True)
 
-    def _needs(self, item: Item) -> float:
-        """Seconds that an item takes at least: as those like it took, or by its limit."""
-
-        def kind(one: Item) -> tuple[str, str, bool]:
-            return one.measure, one.recipe, {*COMPILED} <= {*one.overrides}
-
-        took = [
-            found.seconds
-            for step, result in zip(self.steps, self.results.steps, strict=True)
-            for one, found in zip(step.items, result.items, strict=True)
-            if found.state == OK and kind(one) == kind(item)
-        ]
-        patience = 1 if self.results.device == CUDA else PATIENCE
-        return max(LEAST[self.results.device], min(took, default=item.limit / OF_LIMIT / patience))
-
-    def _kept(self, step: Step, item: Item) -> ItemResult | None:
+    def _kept(self, step: Step, item: Item) -> dict[str, Any]:
         """What an earlier check found, where it is not to be measured again."""
-        if self.kept is None or step.name == DEVICE or step.name in (self.chosen or ()):
-            return None
-        done, items = (OK, *DEFECTS), self.kept.step(step.name).items
-        return next((one for one in items if one.name == item.name and one.state in done), None)
+        if step.name in (DEVICE, *self._chosen):
+            return {}
+        before = (
+            one for s in self.kept.get("steps", ()) if s["name"] == step.name for one in s["items"]
+        )
+        found = (one for one in before if one["name"] == item.name and one["state"] in DONE)
+        return next(found, {})
 
     def _lacking(self, item: Item) -> str:
         """What an item needs that is not here."""
-        facts = self.results.facts
-        corpus = [item.state for item in self.results.step(DEVICE).items if item.name == CORPUS]
-        if item.recipe and corpus not in ([], [OK]):
+        corpus = [i.state for _, i in self.results.items() if i.name == CORPUS]
+        if item.measure == "train" and corpus not in ([], [OK]):
             return "needs the corpus, which was not written"
         for need in item.needs:
             if need == CUDA and self.results.device != CUDA:
                 return "needs CUDA"
-            if need == SEVERAL and facts.get("gpus", 0) < 2:
-                return f"needs 2 GPUs, {facts.get('gpus', 0)} here"
-            if need not in (CUDA, SEVERAL) and need not in facts.get("modules", []):
+            if need != CUDA and need not in self.results.facts.get("modules", []):
                 return f"needs the package {need}, which is not installed"
         return ""
 
-    def _take_facts(self, found: ItemResult) -> None:
+    def _take_facts(self, item: Item) -> None:
         """The first item's row; without it nothing else can run."""
-        if found.state != OK or not found.rows:
-            raise UserError(f"device: {self.results.device} does not work here: {found.reason}")
-        facts = found.rows[0]
-        if self.kept is not None and (other := differs(self.kept.facts, facts)):
+        if item.state != OK or not item.rows:
+            raise UserError(f"device: {self.results.device} does not work here: {item.reason}")
+        facts = item.rows[0]
+        if self.kept and (other := differs(self.kept["facts"], facts)):
             print(f"resume: the earlier check was of another {other}; nothing of it is kept")
-            self.kept = None
+            self.kept = {}
         if lacking := facts.get("lacking"):
             raise UserError(
                 f"wheels: {', '.join(lacking)} cannot be imported; put their wheels into a folder"
@@ -416,28 +365,20 @@ class Runner:
         self.results.seconds = time.monotonic() - self._began
         content = json.dumps({"version": VERSION, **asdict(self.results)}, indent=1, default=str)
         try:
-            atomic_write(self.folder / JSON_NAME, content + "\n")
-            atomic_write(self.folder / PAGE_NAME, as_html(self.results))
+            atomic_write(self._folder / JSON_NAME, content + "\n")
+            atomic_write(self._folder / PAGE_NAME, as_html(self.results))
             self.unwritten = ""
         except OSError as error:
             if not self.unwritten:
-                room = "; make room there" * (error.errno == errno.ENOSPC)
-                print(f"output: {one_line(error)}{room}", file=sys.stderr)
+                print(f"output: {one_line(error)}", file=sys.stderr)
             self.unwritten = one_line(error)
-
-
-def time_of(steps: Sequence[Step], left: float) -> float:
-    """Seconds for the first of the steps that are left, of so many in all."""
-    shares = sum(step.share for step in steps)
-    return steps[0].share / shares * max(0.0, left) if shares else 0.0
 
 
 def differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What makes two checks' numbers incomparable; empty: nothing."""
-    old, new = before.get("libraries", {}), now.get("libraries", {})
-    names = {name: (before.get(name), now.get(name)) for name in ("gpu", "processor")}
-    names |= {name: (old.get(name), new.get(name)) for name in ("torch", "git commit")}
-    return next((name for name, (one, other) in names.items() if one != other), "")
+    both = [{**facts, **facts.get("libraries", {})} for facts in (before, now)]
+    names = ("gpu", "processor", "torch", "git commit")
+    return next((name for name in names if both[0].get(name) != both[1].get(name)), "")
 
 
 def environment(paths: Sequence[Path], device: str, *, all_gpus: bool = False) -> dict[str, str]:
@@ -451,152 +392,54 @@ def environment(paths: Sequence[Path], device: str, *, all_gpus: bool = False) -
     first = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if device != CUDA or not all_gpus:
         found["CUDA_VISIBLE_DEVICES"] = first if device == CUDA else ""
-    quiet = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    return {**found, **allocator_settings(found), **quiet, ENDS_WITH: str(os.getpid())}
+    found |= {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    keep_children(found)
+    return {**found, **allocator_settings(found)}
 
 
-def command(item: Item, file: Path, device: str, run: Path) -> list[str]:
-    """What an item starts; `run`: folder of a training run, two below the corpus'."""
-    if item.measure == "tests":
-        only = ["-m", "gpu", "-q", "-k", item.settings.get("keyword", ""), item.settings["file"]]
-        where = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", f"--junitxml={file}"]
-        return [sys.executable, "-m", "pytest", *where, *only]
-    if item.measure:
-        settings = json.dumps(dict(item.settings))
-        module = "benchmarks.gpu_check.measure"
-        return [sys.executable, "-m", module, item.measure, str(file), device, settings]
-    timing = {"file": str(file), **item.timing}
-    overrides = [
-        f"run_name={run.name}",
-        f"save_folder={run}",
-        "data=mds",
-        "data.remote=null",
-        f"data.local={run.parent.parent / 'corpus'}",
-        "data.split=null",
-        "data.validation=null",
-        "tokenizer=bytes",
-        "logger=none",
-        "eval=off",
-        "plugins=[benchmarks.gpu_check.timing]",
-        *(f"callbacks.plugins.gpu_check.{k}={_written(v)}" for k, v in timing.items()),
-        *item.overrides,
-    ]
-    if not any(override.startswith("save_interval=") for override in overrides):
-        overrides.append("save_interval=0ba")
-    return [sys.executable, str(ROOT / "scripts" / "train.py"), item.recipe, *overrides]
-
-
-def _written(value: object) -> str:
-    """A value as the command line of a recipe takes it."""
-    return json.dumps(value) if not isinstance(value, str) else f"'{value}'"
-
-
-def test_rows(file: Path) -> list[dict[str, Any]]:
-    """A row for each test of pytest's JUnit XML; what a test records is in its row."""
-    if not file.exists():
-        return []
-    rows = []
-    for case in ElementTree.parse(file).iter("testcase"):
-        row: dict[str, Any] = {"test": case.get("name"), "outcome": "passed"}
-        row["s"] = float(case.get("time") or 0)
-        row |= {p.get("name", ""): _number(p.get("value") or "") for p in case.iter("property")}
-        for kind in ("failure", "error", "skipped"):
-            for why in case.iter(kind):
-                row["outcome"] = "skipped" if kind == "skipped" else "failed"
-                text = why.get("message") or why.text or ""
-                row["reason" if kind == "skipped" else "wrong"] = text[-LONGEST:].strip()
-        rows.append(row)
-    return rows
-
-
-def _number(text: str) -> Any:
-    with contextlib.suppress(ValueError):
-        return float(text)
-    return text
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    from benchmarks.gpu_check.measure import read
-
-    return read(file)
+def command(item: Item, file: Path, device: str) -> list[str]:
+    """What an item starts."""
+    module, settings = "benchmarks.gpu_check.measure", json.dumps(item.settings)
+    return [sys.executable, "-m", module, item.measure, str(file), device, settings]
 
 
 def run(
-    words: Sequence[str],
-    log: Path,
-    *,
-    folder: Path,
-    env: Mapping[str, str],
-    limit: float,
-    own_limit: bool,
-) -> tuple[str, str, str]:
-    """Run a command to its end or its limit: state, reason, last lines of the log.
+    words: Sequence[str], log: Path, *, folder: Path, env: Mapping[str, str], limit: float
+) -> tuple[int | None, str]:
+    """Run a command: its exit status, None after its limit, and the last lines of its log.
 
     Whatever it does (crash, hang, run out of memory, leave children), this returns in time: it runs
-    in a group of its own, which is ended with it. `own_limit`: the limit is the item's, else the
-    budget's.
+    in a group of its own, which is ended with it.
     """
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            words,
-            cwd=folder,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(words, cwd=folder, env=dict(env), stdin=subprocess.DEVNULL,
+                                   stdout=out, stderr=out, start_new_session=True)  # fmt: skip
     try:
-        status = process.wait(limit)
+        ended: int | None = process.wait(limit)
     except subprocess.TimeoutExpired:
-        _end_group(process)
-        if own_limit:
-            return TOO_LONG, f"ended after {limit:.0f} s", _tail(log)
-        return NO_TIME, f"the time was up after {limit:.0f} s of it", ""
-    except BaseException:
-        _end_group(process)
-        raise
-    _kill_group(process.pid, signal.SIGKILL)  # what it left behind
-    return _ending(status, _tail(log))
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all of its group, by SIGKILL where SIGTERM does not help."""
-    _kill_group(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
+        ended = None
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it left behind
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may keep it
         process.wait(GRACE)
-    _kill_group(process.pid, signal.SIGKILL)
-    try:
-        process.wait(REAPED)
-    except subprocess.TimeoutExpired:
-        print(f"process {process.pid} was killed and does not end", file=sys.stderr)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return ended, "\n".join(lines[-LINES:])
 
 
-def _kill_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
-def _ending(status: int, log: str) -> tuple[str, str, str]:
-    """State, reason and log by an exit status and the last lines."""
+def outcome(status: int | None, log: str) -> tuple[str, str]:
+    """State and reason by an exit status and the last lines."""
     if status == 0:
-        return OK, "", ""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    last = lines[-1][:LONGEST] if lines else f"exit status {status}"
+        return OK, ""
+    lines = [line.strip()[:REASON] for line in log.splitlines() if line.strip()]
+    last = lines[-1] if lines else f"exit status {status}"
     if "GiB are free" in log and status == 2:
-        return NOT_HERE, last, ""
-    for line in lines:
-        if _OUT_OF_MEMORY.search(line):
-            return MEMORY, line[:LONGEST], log
-    if status < 0:
-        name = signal.Signals(-status).name
-        hint = "; the system may have been out of memory" if name == "SIGKILL" else ""
-        return FAILED, f"killed by {name}{hint}", log
-    return FAILED, last, log
-
-
-def _tail(log: Path) -> str:
-    """The last lines of a log."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-LINES:])
+        return NOT_HERE, last
+    if memory := [line for line in lines if _OUT_OF_MEMORY.search(line)]:
+        return FAILED, memory[0]
+    if status is not None and status < 0:
+        return FAILED, f"killed by {signal.Signals(-status).name}"
+    return FAILED, last

@@ -1,32 +1,36 @@
 """Measurements of a GPU check, each in a process of its own that `check.py` starts.
 
-    python -m benchmarks.gpu_check.measure NAME FILE DEVICE SECONDS [SETTINGS as JSON]
+    python -m benchmarks.gpu_check.measure NAME FILE DEVICE SETTINGS
 
-Every row that a measurement yields is in FILE as soon as it is known, a JSON object a line. Imports
-at the top need torch alone, so that `facts` can report which packages are missing.
+SETTINGS are JSON. Every row of a measurement is in FILE as soon as it is known, a JSON object a
+line. Imports at the top need torch alone, so that `facts` can report which packages are missing.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import itertools
 import json
 import math
 import os
+import runpy
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.utils.benchmark import Timer
+
+from benchmarks.gpu_check.plan import CORPUS, CUDA, REASON, Row, append
+from llmfoundry.recipe.front.paths import ROOT
 
 GIB = 2**30
-WARM_UP, BURN = 0.5, 2.0  # seconds: until clocks have settled, and of what is measured
 CHUNKS = (256, 1024, 2048, 4096, 8192, 16384, 32768)
 MEDIAN, SPREAD = 450.0, 1.0  # tokens of a document, as of web pages: log-normal
 OPTIONAL = ["pytest", "triton", "flash_attn", "flash_attn_interface", "megablocks", "grouped_gemm"]
@@ -36,46 +40,6 @@ NEEDED = {  # module: wheel, of what `scripts/train.py` imports beside torch
     "tokenizers": "tokenizers", "packaging": "packaging", "fsspec": "fsspec",
 }  # fmt: skip
 
-Row = dict[str, Any]
-
-
-def append(file: Path, row: Row) -> None:
-    """Add a row, in one write: it is there when the process is killed."""
-    with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(_plain(row), default=str) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """What JSON knows: NaN and the infinities as words, numbers of six digits."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-    return value
-
-
-def read(file: Path) -> list[Row]:
-    """The rows so far; an unfinished line is left out."""
-    rows = []
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return [row for row in rows if isinstance(row, dict)]
-
-
-def tried(row: Row, find: Callable[[], Row]) -> Row:
-    """A row with what `find` finds, or with what went wrong; the next one may well succeed."""
-    try:
-        return {**row, **find()}
-    except torch.OutOfMemoryError:
-        return {**row, "not run": "out of memory"}
-    except Exception as error:
-        return {**row, "wrong": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
-
 
 def facts(device: torch.device) -> Iterator[Row]:
     """The device, the libraries, and the packages that are missing.
@@ -83,7 +47,7 @@ def facts(device: torch.device) -> Iterator[Row]:
     Raises:
         SystemExit: CUDA is chosen and cannot be used; says why.
     """
-    if device.type == "cuda" and (reason := _no_cuda()):
+    if device.type == CUDA and (reason := _no_cuda()):
         raise SystemExit(reason)
     row: Row = {"device": device.type}
     row["lacking"] = [wheel for n, wheel in NEEDED.items() if importlib.util.find_spec(n) is None]
@@ -93,11 +57,10 @@ def facts(device: torch.device) -> Iterator[Row]:
         return
     from benchmarks.harness import libraries, machine
     from llmfoundry.models.counts import peak_flops
-    from llmfoundry.recipe.front.paths import ROOT
 
     os.chdir(ROOT)  # whose commit is a fact
     row |= {**machine(), "libraries": libraries()}
-    if device.type == "cuda":
+    if device.type == CUDA:
         found = torch.cuda.get_device_properties(device)
         row["free GiB"], row["memory GiB"] = (n / GIB for n in torch.cuda.mem_get_info(device))
         row["gpus"] = torch.cuda.device_count()
@@ -125,31 +88,26 @@ def _no_cuda() -> str:
 
 def products(device: torch.device, *, small: bool) -> Iterator[Row]:
     """The rate of bf16 matrix products of several sizes, and of copies in memory."""
+    burn = 0.1 if small else 2.0
     for n in (256, 512) if small else (2048, 4096, 8192, 16384):
         a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-        seconds = _sustained(partial(torch.matmul, a, b), device, 0.1 if small else BURN)
+        seconds = _seconds(partial(torch.matmul, a, b), burn)
         rate = 2 * n**3 / seconds / 1e12
         yield {"product": f"{n} x {n} x {n}", "ms": seconds * 1e3, "TFLOP/s": rate}
     size = 1 << (22 if small else 30)
-    source = torch.ones(size, device=device, dtype=torch.uint8)
-    seconds = _sustained(source.clone, device, 0.1 if small else 0.5)
+    seconds = _seconds(torch.ones(size, device=device, dtype=torch.uint8).clone, burn)
     yield {"product": "copy in memory", "ms": seconds * 1e3, "GB/s": 2 * size / seconds / 1e9}
 
 
-def _sustained(step: Callable[[], Any], device: torch.device, burn: float) -> float:
-    """Seconds of a step, the median over `burn` seconds after the clocks have settled."""
-    from benchmarks.moe import timed
-
-    spans: list[float] = []
-    started = time.perf_counter()
-    while (at := time.perf_counter() - started) < WARM_UP + burn or not spans:
-        span = next(iter(timed(step, device).values()))
-        if at > WARM_UP or not spans:
-            spans.append(span)
-    return statistics.median(spans[1:] or spans)
+def _seconds(step: Callable[[], Any], burn: float) -> float:
+    """Of a call, the median over `burn` seconds after as many in which clocks settle."""
+    threads = torch.get_num_threads()
+    timer = Timer("step()", globals={"step": step}, num_threads=threads)
+    timer.blocked_autorange(min_run_time=burn)
+    return float(timer.blocked_autorange(min_run_time=burn).median)
 
 
-def corpus(device: torch.device, *, tokens: int, folder: Path = Path("corpus")) -> Iterator[Row]:
+def corpus(device: torch.device, *, tokens: int, folder: Path = Path(CORPUS)) -> Iterator[Row]:
     """Random token shards for all runs, as `scripts/prepare_data.py` would write them.
 
     Document borders cost what they cost on text; ids are bytes, whose tokenizer needs no file.
@@ -181,53 +139,14 @@ def corpus(device: torch.device, *, tokens: int, folder: Path = Path("corpus")) 
 
 def experts(device: torch.device, *, rounds: int, **sizes: int) -> Iterator[Row]:
     """Each way to compute the layer in bf16, interleaved with a dense one of the same FLOPs."""
-    from benchmarks.moe import DENSE, LayerShape, contenders
-    from llmfoundry.plan.fit import available_memory
+    from benchmarks.harness import middle
+    from benchmarks.moe import LayerShape, layer_rows
 
-    shape = LayerShape(**{**sizes, "tokens": _tokens_that_fit(device, **sizes)})
-    if not shape.tokens:
-        free = available_memory(device) / GIB
-        yield {"contender": "all", "not run": f"{free:.0f} GiB are free, too few for its weights"}
-        return
-    x = torch.randn(shape.tokens, shape.d, device=device).bfloat16().requires_grad_()
-    layers = contenders(shape, torch.bfloat16, device.type)
-    for name in [name for name in layers if name != DENSE]:
-        row: Row = {"contender": name, "tokens": shape.tokens}
-        yield tried(row, partial(_against_dense, shape, x, layers, name, rounds))
-        gc.collect()
-
-
-def _against_dense(
-    shape: Any, x: torch.Tensor, layers: Mapping[str, Any], name: str, rounds: int
-) -> Row:
-    """Its time, also over the dense layer's in each round, its rate, and what it saves."""
-    from benchmarks.moe import DENSE, saved_bytes, seconds
-
-    found = seconds({DENSE: layers[DENSE], name: layers[name]}, x, rounds)
-    mine, dense = ([next(iter(t.values())) for t in found[n]] for n in (name, DENSE))
+    shape = LayerShape(**sizes)
     flops = 3 * 3 * 2 * shape.tokens * shape.top_k * shape.d * shape.f
-    return {
-        "ms": 1e3 * statistics.median(mine),
-        "dense ms": 1e3 * statistics.median(dense),
-        "of dense": statistics.median(a / b for a, b in zip(mine, dense, strict=True)),
-        "TFLOP/s": flops / statistics.median(mine) / 1e12,
-        "saved a token, d": round(saved_bytes(layers[name][0], x) / shape.tokens / shape.d, 1),
-    }
-
-
-def _tokens_that_fit(
-    device: torch.device, *, tokens: int, d: int, f: int, experts: int, top_k: int
-) -> int:
-    """So many tokens, or half, a quarter, ... of them; 0 where the weights alone do not fit."""
-    from llmfoundry.plan.fit import USABLE, available_memory
-
-    stacked = 2 * 3 * experts * d * f
-    # weights, their gradients, plain autograd's joined copy of two thirds and its gradient, dense
-    fixed = stacked * 10 // 3 + 2 * 2 * 3 * top_k * d * f
-    usable = USABLE * available_memory(device)
-    while tokens and fixed + 2 * tokens * top_k * (12 * f + 8 * d) > usable:
-        tokens = tokens // 2 if tokens > 256 else 0
-    return tokens
+    ms = "ms, wall" if device.type == "cpu" else "ms, GPU"
+    for row in layer_rows(shape, torch.bfloat16, device.type, rounds):
+        yield {**row, "TFLOP/s": flops / middle(row[ms]) / 1e9}
 
 
 def loss(device: torch.device, *, tokens: int, d: int, vocabulary: int) -> Iterator[Row]:
@@ -237,43 +156,37 @@ def loss(device: torch.device, *, tokens: int, d: int, vocabulary: int) -> Itera
     hidden = torch.randn(tokens, d, device=device, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(vocabulary, d, device=device) * d**-0.5)
     labels = torch.randint(0, vocabulary, (tokens,), device=device)
+    flops, best = 3 * 2 * tokens * d * vocabulary, math.inf
 
     def step() -> None:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             total = linear_cross_entropy(hidden, weight, labels)
         torch.autograd.grad(total, [hidden, weight])
 
-    def measured(chunk: int | None) -> Row:
-        before = 0
-        if device.type == "cuda":
+    for chunk in (*(n for n in CHUNKS if n <= tokens), None):
+        row: Row = {"chunk": chunk or "as it is"}
+        if device.type == CUDA:
             torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-        with of_chunks(chunk):
-            seconds = _sustained(step, device, 0.3 if device.type == "cpu" else 1.0)
-        row: Row = {
-            "ms": 1e3 * seconds,
-            "TFLOP/s": 3 * 2 * tokens * d * vocabulary / seconds / 1e12,
-        }
-        if device.type == "cuda":
-            row["GiB"] = (torch.cuda.max_memory_allocated(device) - before) / GIB
-        return row
-
-    for chunk in (None, *(n for n in CHUNKS if n <= tokens)):
-        yield tried({"chunk": chunk or "as it is"}, partial(measured, chunk))
+        try:
+            with of_chunks(chunk):
+                seconds = _seconds(step, 0.3)
+        except torch.OutOfMemoryError:
+            yield {**row, "not run": "out of memory"}
+            continue
+        best = min(best, seconds)
+        row |= {"ms": 1e3 * seconds, "TFLOP/s": flops / seconds / 1e12}
+        if device.type == CUDA:
+            row["GiB"] = torch.cuda.max_memory_allocated(device) / GIB
+        yield row | ({} if chunk else {"of best chunk": seconds / best})
 
 
-@contextmanager
-def of_chunks(tokens: int | None) -> Iterator[None]:
+def of_chunks(tokens: int | None) -> AbstractContextManager[object]:
     """The loss has the logits of so many tokens at a time in memory; None: its own choice."""
     from llmfoundry.ops import loss as head
 
-    original = head.chunk_tokens
-    if tokens is not None:
-        head.chunk_tokens = lambda *_, **__: tokens
-    try:
-        yield
-    finally:
-        head.chunk_tokens = original
+    if tokens is None:
+        return nullcontext()
+    return mock.patch.object(head, "chunk_tokens", lambda *_, **__: tokens)
 
 
 def bare(device: torch.device, *, steps: int, compile: bool, **sizes: int) -> Iterator[Row]:
@@ -289,9 +202,64 @@ def bare(device: torch.device, *, steps: int, compile: bool, **sizes: int) -> It
     yield {"rows": shape.rows, "step ms": 1e3 * step, "tokens/s": shape.rows * shape.seq / step}
 
 
+class TestRows:
+    """A plugin of pytest: a row for each test, with what it records, as soon as it ended."""
+
+    __test__ = False
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Called after each of setup, call and teardown."""
+        if report.when != "call" and report.passed:
+            return
+        row: Row = {"test": report.nodeid.rpartition("::")[2], "outcome": report.outcome}
+        row |= {"s": report.duration, **dict(report.user_properties)}
+        if report.skipped:
+            row["reason"] = str(report.longrepr[2]).removeprefix("Skipped: ")
+        elif report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            row["wrong"] = str(crash.message if crash else report.longrepr)[-REASON:].strip()
+        append(self._file, row)
+
+
+def tests(device: torch.device, *, file: Path, files: list[str]) -> Iterator[Row]:
+    """`pytest -m gpu` on some files."""
+    import pytest
+
+    words = ["-m", "gpu", "-q", "--rootdir", str(ROOT), "-p", "no:cacheprovider", *files]
+    status = pytest.main(words, plugins=[TestRows(file)])
+    if status > pytest.ExitCode.TESTS_FAILED:
+        yield {"test": "pytest", "wrong": f"ended with status {int(status)}; see the log"}
+
+
+def train(
+    device: torch.device, *, file: Path, recipe: str, words: list[str], timing: dict[str, Any]
+) -> Iterator[Row]:
+    """A run of `scripts/train.py` on the corpus, beside which it is; `timing.Timing` ends it."""
+    sys.argv = [str(ROOT / "scripts" / "train.py"), *run_words(file, recipe, words, timing)]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    yield {"wrong": "the run ended before it was timed"}
+
+
+def run_words(
+    file: Path, recipe: str, words: list[str], timing: Mapping[str, Any]
+) -> Iterator[str]:
+    """The words of the command of such a run, whose folder is beside `file`."""
+    yield from (recipe, f"run_name={file.stem}", f"save_folder={file.with_suffix('.run')}")
+    yield from ("data=mds", "data.remote=null", f"data.local={file.parent / CORPUS}")
+    yield from ("data.split=null", "data.validation=null", "tokenizer=bytes", "logger=none")
+    yield from ("eval=off", "save_interval=0ba", "plugins=[benchmarks.gpu_check.timing]")
+    for key, value in {"file": str(file), **timing}.items():
+        written = f"'{value}'" if isinstance(value, str) else json.dumps(value)
+        yield f"callbacks.plugins.gpu_check.{key}={written}"
+    yield from words
+
+
 def mark(device: torch.device) -> Any:
     """A moment on the device's clock; nothing waits for it."""
-    if device.type != "cuda":
+    if device.type != CUDA:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -307,7 +275,7 @@ def seconds_between(before: Any, after: Any) -> float:
 
 def wait_for(device: torch.device) -> None:
     """Until the device is done with all that was queued."""
-    if device.type == "cuda":
+    if device.type == CUDA:
         torch.cuda.synchronize(device)
 
 
@@ -316,7 +284,8 @@ def main() -> None:
     if importlib.util.find_spec("psutil") is not None:
         importlib.import_module("llmfoundry.processes").end_with_starters()
     name, file, device, settings = sys.argv[1:]
-    for row in globals()[name](torch.device(device), **json.loads(settings)):
+    given = json.loads(settings) | ({"file": Path(file)} if name in ("tests", "train") else {})
+    for row in globals()[name](torch.device(device), **given):
         append(Path(file), row)
     sys.stdout.flush()
     os._exit(0)  # a broken context of CUDA may hang a process at its end

@@ -1,124 +1,221 @@
-"""What a GPU check does: steps in order of importance, each a list of items, an item a process.
+"""What a GPU check does: steps in order of importance, each a list of measurements with results.
 
-`check.py` runs them. An item is a measurement of `measure.py`, a file of tests marked `gpu`, or a
-run of `scripts/train.py` on a shipped recipe that `timing.py` times: the users' code path, not a
-second loop. On a CPU the same plan is shrunk to minutes; what needs CUDA is listed as such.
+`check.py` runs every item in a process of its own and fills in what it found; all of it is
+`gpu-check.json`. An item is a function of `measure.py`: tests marked `gpu`, a kernel or a loop, or
+`train`, a run of `scripts/train.py` on a shipped recipe that `timing.py` times: the users' code
+path, not a second loop. On a CPU the same plan is shrunk to minutes.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmfoundry.recipe.front.paths import ROOT
 
-ROWS = {"mpt-125m": 32, "mpt-1b": 16, "mpt-3b": 8, "dbrx-mini": 32}  # of 2048 tokens, a step
-WARM_UP, STEPS = 4, 12  # of a run: not counted, counted
+CUDA, DEVICE, FACTS, CORPUS = "cuda", "device", "facts", "corpus"
+WAITING, OK, FAILED, NO_TIME, NOT_HERE = "waiting", "ok", "failed", "no time", "not here"
+DONE = (OK, FAILED)
 GPU_MARK = re.compile(r"mark\.gpu\b")
 LAYOUTS = ROOT / "tests" / "distributed" / "test_matrix_on_gpus.py"
-CUDA, SEVERAL = "cuda", "several GPUs"
-DEVICE, FACTS, CORPUS = "device", "facts", "corpus"  # the step and items that others need
+ROWS = {"mpt-125m": 32, "mpt-1b": 16, "mpt-3b": 8, "dbrx-mini": 32}  # of 2048 tokens, a step
+SMALL = ("mpt-125m", "dbrx-mini")  # the recipes of a CPU's check, with this:
+SHRUNK = ["model.d_model=64", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=512"]
+SHRUNK += ["max_seq_len=64"]
+SHRUNK_EXPERTS = ["model.attn_config.kv_n_heads=1", "model.ffn_config.ffn_hidden_size=64"]
 PATIENCE = 4  # times a GPU's time limits, on a CPU: other work may use it too
 COMPILED, FULL = ("compile=true",), ("data.attend_across_documents=true",)
 CHECKPOINTED = ("parallel.activation_checkpointing=true",)
-SMALL = ["model.d_model=64", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=512"]
-SMALL += ["max_seq_len=64"]  # on a CPU
-SMALL_EXPERTS = ["model.attn_config.kv_n_heads=1", "model.ffn_config.ffn_hidden_size=64"]
+NEEDS = {"flex": CUDA, "varlen": CUDA, "flash": "flash_attn", "flash3": "flash_attn_interface"}
+RUN = ("rows", "row tokens", "microbatch")
+REASON = 300  # characters of a reason
+
+Row = dict[str, Any]
+"""What an item measured; under `wrong` what is not right, under `not run` why it is not."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Item:
-    """One process.
+    """One process and its result.
 
     Attributes:
         name: within its step.
+        measure: a function of `measure.py`.
+        settings: its arguments.
         limit: seconds that it may take.
-        measure: a function of `measure.py`, or "tests"; of a run "".
-        settings: of the measurement.
-        recipe: of a run.
-        overrides: of a run.
-        timing: settings of `timing.Timing`.
-        needs: `cuda`, packages, or `SEVERAL`; without them it is listed as not for this machine.
+        needs: `cuda` or packages; without them it is listed as not for this machine.
+        device: where it is not the check's own.
         all_gpus: whether it sees every GPU, not the first alone.
-        on: the device, where it is not the check's own.
+        state: one of the words above.
+        reason: why it is not `ok`.
+        seconds: of wall time.
+        rows: what it measured, also where it was ended before its time.
+        log: the last lines that it printed, where it failed.
     """
 
     name: str
-    limit: float
-    measure: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    recipe: str = ""
-    overrides: Sequence[str] = ()
-    timing: Mapping[str, Any] = field(default_factory=dict)
+    measure: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    limit: float = 120
     needs: tuple[str, ...] = ()
+    device: str = ""
     all_gpus: bool = False
-    on: str = ""
+    state: str = WAITING
+    reason: str = ""
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    log: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """Items that answer one question; `share`: of the time left, among the steps left."""
+    """Items that answer one question, in the order in which they run.
+
+    Attributes:
+        share: of the time left, among the steps left.
+        hint: what the numbers are.
+        columns: of the page's table; empty: all that the rows have.
+    """
 
     name: str
     title: str
     share: float
-    items: tuple[Item, ...] = ()
+    items: list[Item]
+    hint: str = ""
+    columns: tuple[str, ...] = ()
+
+
+@dataclass
+class Results:
+    """All of a check.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        minutes: the budget.
+        started: date and time.
+        steps: in order of importance.
+        status: running, finished or stopped.
+        seconds: so far.
+        facts: of device and libraries, as the first item found them.
+    """
+
+    device: str
+    minutes: float
+    started: str
+    steps: list[Step]
+    status: str = "running"
+    seconds: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def step(self, name: str) -> Step:
+        """The step of a name; an empty one where there is none."""
+        return next((step for step in self.steps if step.name == name), Step(name, name, 0, []))
+
+    def items(self) -> Iterator[tuple[Step, Item]]:
+        """Every item with its step."""
+        yield from ((step, item) for step in self.steps for item in step.items)
+
+    def rows(self, *steps: str) -> Iterator[tuple[Step, Item, Row]]:
+        """Every row, of some steps or of all."""
+        for step, item in self.items():
+            yield from ((step, item, row) for row in item.rows if not steps or step.name in steps)
+
+
+def append(file: Path, row: Row) -> None:
+    """Add a row, in one write: it is there when the process is killed."""
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(_plain(row), default=str) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON knows: NaN and the infinities as words, numbers of six digits."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    return value
+
+
+def read(file: Path) -> list[Row]:
+    """The rows so far; an unfinished line is left out."""
+    rows = []
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def steps(device: str) -> list[Step]:
     """All steps, for `cuda`, or shrunk for `cpu`."""
     small = device != CUDA
     found = [
-        Step(DEVICE, "The device", 1, tuple(_device(small))),
-        Step("tests", "Tests that need a GPU", 4, tuple(_tests(ops=False))),
-        Step("layouts", "Parallel layouts", 2, tuple(_layouts())),
-        Step("kernels", "Kernels against float64", 4, tuple(_tests(ops=True))),
-        Step("experts", "Experts against a dense layer", 2, tuple(_experts(small))),
-        Step("mfu", "Training speed", 10, tuple(_speeds(small))),
-        Step("memory", "Memory against its estimate", 1, tuple(_memory(small))),
-        Step("loss", "Chunks of the loss", 1, tuple(_loss(small))),
-        Step("losses", "Losses against the CPU's", 2, tuple(_losses(small))),
-        Step("bare", "Against a bare loop", 2, tuple(_bare(small))),
-        Step("data", "Waiting for data", 0.1),
-        Step("save", "Saving a checkpoint", 1, tuple(_save(small))),
-        Step("profile", "Where a step's time goes", 2, tuple(_profiles(small))),
-    ]
-    if not small:
-        return found
-    return [replace(s, items=tuple(replace(i, limit=PATIENCE * i.limit) for i in s.items))
-            for s in found]  # fmt: skip
+        Step(DEVICE, "The device", 1, [*_device(small)],
+             "bf16 matrix products for two seconds each; shares of products refer to the best."),
+        Step("tests", "Tests that need a GPU", 4, [_tests("marked gpu", gpu_tests(ops=False))],
+             "pytest -m gpu."),
+        Step("layouts", "Parallel layouts", 2,
+             [_tests("processes on one GPU and on several", [LAYOUTS], CUDA, all_gpus=True)],
+             "Largest relative differences of a loss and of a gradient norm from a plain loop."),
+        Step("kernels", "Kernels against float64", 4, [_tests("of ops", gpu_tests(ops=True))],
+             "pytest -m gpu: largest errors against float64, as shares of the largest value."),
+        Step("experts", "Experts against a dense layer", 2, [*_experts(small)],
+             "Forward and backward in bf16, interleaved with a dense layer of as many FLOPs."),
+        Step("mfu", "Training speed", 10, [*_speeds(small)],
+             "Steps of shipped recipes by scripts/train.py in amp_bf16: the median after the first"
+             " ones. FLOPs: two a multiply-add, backward twice forward, no recomputation.",
+             (*RUN, "attention", "step ms", "tokens/s", "TFLOP/s", "of products", "of peak",
+              "peak GiB", "first step, s")),
+        Step("memory", "Memory against its estimate", 1, [*_memory(small)],
+             "Peak of tensors and what the run had estimated in advance, of every timed run.",
+             ("microbatch", "estimate GiB", "peak GiB", "reserved GiB", "estimate of peak")),
+        Step("loss", "Chunks of the loss", 1, [*_loss(small)],
+             "Output head and cross-entropy with gradients, by tokens whose logits are in memory."),
+        Step("losses", "Losses against the CPU's", 2, [*_losses(small)],
+             "The same rows and weights on both devices; differences from the CPU's in fp32.",
+             ("losses", "fp32 off by", "amp_bf16 off by")),
+        Step("bare", "Against a bare loop", 2, [*_bare(small)],
+             "mpt-125m's shape without biases on full rows; the loop is the shortest one.",
+             ("step ms", "tokens/s", "TFLOP/s", "of bare loop")),
+        Step("data", "Waiting for data", 0.1, [],
+             "How long the loop waited for rows in each run above.",
+             ("data wait, ms", "step ms", "data wait of step")),
+        Step("save", "Saving a checkpoint", 1, [*_save(small)],
+             "What the steps after a save took more than others.",
+             ("checkpoint GiB", "step ms", "blocked s", "waited at the end, s")),
+        Step("profile", "Where a step's time goes", 2, [*_profiles(small)],
+             "One step by torch.profiler: its largest kernels, and kinds of kernels.",
+             ("kernel", "kind", "calls", "ms", "share")),
+    ]  # fmt: skip
+    for item in (item for step in found if small for item in step.items):
+        item.limit *= PATIENCE
+    return found
 
 
 def _device(small: bool) -> Iterator[Item]:
-    yield Item(FACTS, 120, "facts", all_gpus=True)  # counts them
-    yield Item("matrix products", 90, "products", {"small": small})
-    yield Item(CORPUS, 120, "corpus", {"tokens": 1 << 16 if small else 1 << 22})
+    yield Item(FACTS, "facts", all_gpus=True)  # counts them
+    yield Item("matrix products", "products", {"small": small}, 90)
+    yield Item(CORPUS, "corpus", {"tokens": 1 << 16 if small else 1 << 22})
 
 
-def gpu_tests(folder: Path = ROOT / "tests") -> list[Path]:
-    """Files with tests that are marked `gpu`, but for those of layouts."""
-    files = sorted(folder.glob("**/test_*.py"))
-    return [f for f in files if f != LAYOUTS and GPU_MARK.search(f.read_text(encoding="utf-8"))]
+def gpu_tests(*, ops: bool) -> list[Path]:
+    """Files with tests that are marked `gpu`, of `tests/ops` or of the others but for layouts."""
+    files = sorted((ROOT / "tests").glob("**/test_*.py"))
+    marked = (f for f in files if f != LAYOUTS and GPU_MARK.search(f.read_text(encoding="utf-8")))
+    return [file for file in marked if (file.parent.name == "ops") == ops]
 
 
-def _tests(*, ops: bool) -> Iterator[Item]:
-    for file in gpu_tests():
-        if (file.parent.name == "ops") == ops:
-            name = file.relative_to(ROOT / "tests").as_posix()
-            limit = 600 if ops else 240
-            yield Item(name, limit, "tests", {"file": str(file)}, needs=("pytest",))
-
-
-def _layouts() -> Iterator[Item]:
-    """The tests of layouts, by what carries the collectives."""
-    only = {"file": str(LAYOUTS), "keyword": "gloo"}
-    yield Item("two processes on one GPU, gloo", 400, "tests", only, needs=(CUDA, "pytest"))
-    only = {"file": str(LAYOUTS), "keyword": "nccl"}
-    needs, name = (CUDA, SEVERAL, "pytest"), "a GPU for each process, NCCL"
-    yield Item(name, 400, "tests", only, needs=needs, all_gpus=True)
+def _tests(name: str, files: list[Path], *needs: str, all_gpus: bool = False) -> Item:
+    settings = {"files": [str(file) for file in files]}
+    return Item(name, "tests", settings, 600, ("pytest", *needs), all_gpus=all_gpus)
 
 
 def _experts(small: bool) -> Iterator[Item]:
@@ -127,67 +224,43 @@ def _experts(small: bool) -> Iterator[Item]:
         if small:
             tokens, d, f = 64, max(16, d // 512 * 8), max(16, f // 512 * 8)
         shape = {"tokens": tokens, "d": d, "f": f, "experts": 16, "top_k": 4}
-        yield Item(name, 90, "experts", {**shape, "rounds": 2 if small else 5})
+        yield Item(name, "experts", {**shape, "rounds": 2 if small else 5}, 90)
 
 
-def training(
-    name: str,
-    *overrides: str,
-    small: bool,
-    limit: float = 120,
-    needs: tuple[str, ...] = (),
-    on: str = "",
-    rows: int = 0,
-    **timing: Any,
-) -> Item:
-    """A run of the recipe that `name` begins with, on the corpus of this check."""
-    model, _, way = name.partition(", ")
-    rows = rows or (4 if small else ROWS[model])
-    timed: dict[str, Any] = (
-        {"warm_up": 1, "steps": 2} if small else {"warm_up": WARM_UP, "steps": STEPS}
-    )
-    first = [f"global_train_batch_size={rows}"]
+def training(name: str, *words: str, small: bool, rows: int = 0, **timing: Any) -> Item:
+    """A run of the recipe that its name begins with, timed after some steps."""
+    recipe = name.partition(",")[0]
+    first = [f"global_train_batch_size={rows or (4 if small else ROWS[recipe])}"]
     if small:
-        first += [*SMALL, *(SMALL_EXPERTS if model.startswith("dbrx") else [])]
-    timed |= {**timing, "model": model, "way": way}
-    return Item(name, limit, recipe=model, overrides=(*first, *overrides), timing=timed,
-                needs=needs, on=on)  # fmt: skip
+        first += [*SHRUNK, *(SHRUNK_EXPERTS if recipe.startswith("dbrx") else [])]
+    timing = {"warm_up": 1 if small else 4, "steps": 2 if small else 12} | timing
+    settings = {"recipe": recipe, "words": [*first, *words], "timing": timing}
+    return Item(name, "train", settings, 240)
 
 
 def _speeds(small: bool) -> Iterator[Item]:
-    def item(model: str, way: str, *overrides: str, **options: Any) -> Item:
-        return training(f"{model}, {way}", *overrides, small=small, **options)
-
-    def attention(model: str, impl: str, **options: Any) -> Item:
-        chosen = f"model.attn_config.attn_impl={impl}"
-        return item(model, f"packed, {impl}", chosen, **options)
-
-    if small:
-        yield from (item(model, "packed") for model in ("mpt-125m", "dbrx-mini"))
-        yield item("mpt-125m", "full rows", *FULL)
-        yield item("mpt-125m", "packed, checkpointing", *CHECKPOINTED)
-        yield attention("mpt-125m", "flex", needs=(CUDA,))
-        yield item("mpt-125m", "packed, compiled", *COMPILED, limit=240)
-        return
-    models = ["mpt-125m", "mpt-1b", "dbrx-mini", "mpt-3b"]
-    yield from (item(model, "packed", limit=180) for model in models)
-    yield from (item(m, "packed, compiled", *COMPILED, limit=240) for m in models)
-    yield from (item(model, "full rows", *FULL) for model in models)
-    yield from (item(m, "packed, checkpointing", *CHECKPOINTED) for m in ("mpt-1b", "mpt-3b"))
-    for model in ("mpt-1b", "mpt-125m"):
-        yield attention(model, "varlen")
-        yield attention(model, "flex", limit=150)
-        yield attention(model, "flash", needs=("flash_attn",))
-        yield attention(model, "flash3", needs=("flash_attn_interface",))
-        yield attention(model, "sdpa")
-    yield item("mpt-1b", "full rows, compiled", *FULL, *COMPILED, limit=180)
-    yield item("mpt-3b", "packed, checkpointing, compiled", *CHECKPOINTED, *COMPILED, limit=180)
-    yield item("mpt-125m", "packed, logged every 10 steps", "log_interval=10ba")
+    every, two = ("mpt-125m", "mpt-1b", "dbrx-mini", "mpt-3b"), ("mpt-1b", "mpt-125m")
+    ways: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+        ("packed", (), every),
+        ("packed, compiled", COMPILED, every),
+        ("full rows", FULL, every),
+        ("packed, checkpointing", CHECKPOINTED, ("mpt-1b", "mpt-3b")),
+        *((f"packed, {impl}", (f"model.attn_config.attn_impl={impl}",), two)
+          for impl in (*NEEDS, "sdpa")),
+        ("full rows, compiled", (*FULL, *COMPILED), ("mpt-1b",)),
+        ("packed, checkpointing, compiled", (*CHECKPOINTED, *COMPILED), ("mpt-3b",)),
+        ("packed, logged every 10 steps", ("log_interval=10ba",), ("mpt-125m",)),
+    ]  # fmt: skip
+    for way, words, models in ways:
+        for model in (model for model in models if model in SMALL or not small):
+            item = training(f"{model}, {way}", *words, small=small)
+            item.needs = tuple(NEEDS[impl] for impl in NEEDS if way.endswith(f", {impl}"))
+            yield item
 
 
 def _memory(small: bool) -> Iterator[Item]:
     """Beside all runs of other steps: the microbatch that `auto` chooses for a full device."""
-    for model in () if small else ("mpt-125m", "dbrx-mini"):
+    for model in () if small else SMALL:
         name = f"{model}, microbatch auto of 512 rows"
         yield training(name, small=small, rows=512, warm_up=1, steps=2)
 
@@ -196,19 +269,20 @@ def _loss(small: bool) -> Iterator[Item]:
     shapes = {"mpt-125m": (768, 50368), "mpt-1b": (2048, 50368), "dbrx-mini": (512, 100352)}
     for name, (d, vocabulary) in list(shapes.items())[: 1 if small else None]:
         size = (128, 64, 512) if small else (32768, d, vocabulary)
-        settings = dict(zip(("tokens", "d", "vocabulary"), size, strict=True))
-        yield Item(name, 60, "loss", settings)
+        yield Item(name, "loss", dict(zip(("tokens", "d", "vocabulary"), size, strict=True)), 60)
 
 
 def _losses(small: bool) -> Iterator[Item]:
     """The same rows and the same weights, a function of the seed, on both devices."""
     same = ["device_train_microbatch_size=4", "schedule.t_warmup=0ba"]
     same += [] if small else ["max_seq_len=256", "model.n_layers=4"]
-    for model in ("mpt-125m", "dbrx-mini"):
-        for precision, on in (("fp32", "cpu"), ("fp32", ""), ("amp_bf16", "")):
-            name = f"{model}, {precision}, {'CPU' if on else 'device'}"
-            yield training(name, *same, f"precision={precision}", small=small, rows=4, on=on,
-                           warm_up=1, steps=5, limit=150)  # fmt: skip
+    for model in SMALL:
+        for precision, device in (("fp32", "cpu"), ("fp32", ""), ("amp_bf16", "")):
+            name = f"{model}, {precision}, {'CPU' if device else 'device'}"
+            words = (*same, f"precision={precision}")
+            item = training(name, *words, small=small, rows=4, warm_up=1, steps=5)
+            item.device = device
+            yield item
 
 
 def _bare(small: bool) -> Iterator[Item]:
@@ -218,11 +292,12 @@ def _bare(small: bool) -> Iterator[Item]:
     same = ["model.no_bias=true", "optimizer=adamw", "optimizer.lr=6e-4", *FULL]
     for compiled in (False,) if small else (False, True):
         way = "compiled" if compiled else "not compiled"
-        settings = {**shape, "steps": 4 if small else WARM_UP + STEPS, "compile": compiled}
-        yield Item(f"bare loop, {way}", 120, "bare", settings)
-        ours = [*same, *(COMPILED if compiled else ())]
-        run = training(f"mpt-125m, {way}", *ours, small=small, rows=shape["rows"])
-        yield replace(run, name=f"ours, {way}")
+        settings = {**shape, "steps": 4 if small else 16, "compile": compiled}
+        yield Item(f"bare loop, {way}", "bare", settings)
+        words = [*same, *(COMPILED if compiled else ())]
+        run = training(f"mpt-125m, {way}", *words, small=small, rows=shape["rows"])
+        run.name = f"ours, {way}"
+        yield run
 
 
 def _save(small: bool) -> Iterator[Item]:

@@ -12,7 +12,8 @@ import re
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_check.measure import GIB, append, mark, seconds_between, wait_for
+from benchmarks.gpu_check.measure import GIB, mark, seconds_between, wait_for
+from benchmarks.gpu_check.plan import append
 from llmfoundry.builders.job import Job, product_dtype
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.counts import trained_flops_per_token
@@ -62,9 +64,8 @@ class Timing(Callback):
         steps: int,
         profile: bool,
         saves: bool,
-        **named: str,
     ) -> None:
-        self._job, self._file, self._named = job, Path(file), named
+        self._job, self._file = job, Path(file)
         self._warm_up, self._last = warm_up, warm_up + steps
         self._profiles, self._saves = profile, saves
         self._profiler: Any = None
@@ -95,23 +96,23 @@ class Timing(Callback):
             self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
-        device, kernels = trainer.world.device, list[dict[str, Any]]()
+        device = trainer.world.device
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
-            kernels = kernel_rows(self._profiler, device.type)
         with trainer.training_paused():
             pass  # the last step's values are read
         spans = [seconds_between(a, b) for a, b in itertools.pairwise(self._marks)]
         counted = spans[self._warm_up - 1 :]
         if self._profiler is not None:
             counted = counted[:-1] or counted  # the profiler slows its step down
-        row = {**self._named, **self._speed(trainer, counted), **self._memory(device)}
+        row = {**self._speed(trainer, counted), **self._memory(device)}
         row |= {"losses": self._losses, "first step, s": self._first_step}
         row["data wait, ms"] = 1e3 * statistics.median(self._waits) if self._waits else None
         row |= self._saving(trainer, spans) if self._saves else {}
         append(self._file, row)
-        for one in kernels:
-            append(self._file, {**self._named, **one, "step ms": row["step ms"]})
+        if self._profiler is not None:
+            for kernel in kernel_rows(self._profiler, device.type, row["step ms"]):
+                append(self._file, kernel)
         sys.stdout.flush()
         os._exit(0)  # the end of a run is saved, which is not needed here
 
@@ -168,32 +169,32 @@ class Timing(Callback):
         }
 
 
-def kernel_rows(profiler: Any, device: str) -> list[dict[str, Any]]:
-    """A row for each of the largest kernels of a profiled step, then one for each kind, by time.
+def kernel_rows(profiler: Any, device: str, step_ms: float) -> Iterator[dict[str, Any]]:
+    """The largest kernels of a profiled step, then all by kind, with shares of the step's time.
 
     On a CPU the rows are of operators, by their own time.
     """
-    times: dict[str, list[float]] = defaultdict(list)
+    spent, kinds = defaultdict[str, float](float), defaultdict[str, float](float)
+    calls = Counter[str]()
     if device == "cuda":
         for event in profiler.events():
             annotates = getattr(event, "is_user_annotation", False)  # of kernels that are there too
             if event.device_type == DeviceType.CUDA and not annotates:
-                times[event.name].append(event.time_range.elapsed_us())
+                spent[event.name] += event.time_range.elapsed_us() / 1e3
+                calls[event.name] += 1
     else:
         for event in profiler.key_averages():
-            times[event.key] += [event.self_cpu_time_total / event.count] * event.count
-    kinds: dict[str, float] = defaultdict(float)
-    sums = {name: sum(each) for name, each in times.items()}
-    for name, us in sums.items():
-        kinds[kind(name)] += us
-    total = sum(sums.values()) or 1.0
-
-    def row(named: dict[str, Any], us: float) -> dict[str, Any]:
-        return {**named, "ms": us / 1e3, "share": us / total}
-
-    largest = sorted(sums, key=lambda name: -sums[name])[:LARGEST]
-    rows = [row({"kernel": n, "calls": len(times[n])}, sums[n]) for n in largest]
-    return rows + [row({"kind": n}, kinds[n]) for n in sorted(kinds, key=lambda n: -kinds[n])]
+            spent[event.key] += event.self_cpu_time_total / 1e3
+            calls[event.key] += event.count
+    for name, ms in spent.items():
+        kinds[kind(name)] += ms
+    total = max(step_ms, sum(spent.values()))
+    kinds["no kernel"] = total - sum(spent.values())
+    for name in sorted(spent, key=lambda name: -spent[name])[:LARGEST]:
+        row = {"ms": spent[name], "share": spent[name] / total}
+        yield {"kernel": name, "calls": calls[name], **row}
+    for name in sorted(kinds, key=lambda name: -kinds[name]):
+        yield {"kind": name, "ms": kinds[name], "share": kinds[name] / total}
 
 
 def kind(name: str) -> str:
@@ -202,8 +203,7 @@ def kind(name: str) -> str:
     return next(found, "other")
 
 
-KEYS = {"file": REQUIRED, "model": "", "way": "", "warm_up": 4, "steps": 12}
-KEYS |= {"profile": False, "saves": False}
+KEYS = {"file": REQUIRED, "warm_up": 4, "steps": 12, "profile": False, "saves": False}
 CALLBACKS["gpu_check"] = CallbackType(
     Timing, keys=KEYS, meaning="Times steps for `make gpu-check` and ends the run."
 )

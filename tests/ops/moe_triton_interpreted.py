@@ -3,8 +3,7 @@
 Not a test: `test_moe_triton.py` starts it as a process of its own, for the interpreter is chosen by
 TRITON_INTERPRET before Triton is imported. Prints each case's distance from PyTorch's step as JSON,
 and those that do not keep NaN.
-On a GPU `benchmarks/gpu_check/items/exactness.py` calls `cases`
-and `lost`.
+On a GPU `test_kernels_on_gpus.py` calls `cases` and `lost`.
 """
 
 from __future__ import annotations
