@@ -10,8 +10,8 @@ r"""Check a GPU from end to end: tests, kernels, speed, memory, losses; one JSON
 Writes gpu-check/gpu-check.json and gpu-check.html (output=FOLDER: elsewhere) atomically after every
 item; an item that fails, hangs or runs out of memory is a row, and the rest still runs. Steps, in
 order of importance: device, tests, layouts, kernels, experts, mfu, memory, loss, losses, bare,
-data, save, profile. Exit status: 0 all ran and is right, 1 something is wrong or had no time, 2 a mistake in
-the command.
+data, save, profile. Exit status: 0 all ran and is right, 1 something is wrong or had no time, 2 a
+mistake in the command.
 
 Without a network: torch 2.11 to 2.13, this repository, and a folder with the wheels of hydra-core,
 omegaconf, antlr4-python3-runtime, pyyaml, numpy, psutil, tqdm, msgspec, tokenizers and packaging;
